@@ -455,13 +455,16 @@ class Settings(BaseSettings):
         return (init_settings,)  # load() merges the sources itself, so that a file can come last
 
 
-def load_settings(file: Path | None, flags: Mapping[str, Any]) -> Settings:
-    """Merge settings from `file` < environment < `flags`. Raises SettingsError naming what is wrong."""
+def load_settings(file: Path | None, values: Mapping[str, Any], *, are_flags: bool = True) -> Settings:
+    """Merge settings from `file` < environment < `values`. Raises SettingsError naming what is wrong.
+
+    `values` are flags of a command line, and errors name them as such; else they are arguments in Python.
+    """
     check_environment(os.environ, Settings.model_fields)
     try:
         environment = EnvSettingsSource(Settings)() | read_renamed_environment(os.environ)
-        given = (read_file(file) if file else {}, environment, flags)
-        sources = Sources(file, *map(apply_renames, given))
+        given = (read_file(file) if file else {}, environment, values)
+        sources = Sources(file, *map(apply_renames, given), caller_gives_flags=are_flags)
         return Settings(**sources.merge())
     except RecursionError:
         raise SettingsError("the settings have far too many tables within each other") from None

@@ -41,15 +41,17 @@ class Sources(NamedTuple):
     file: Path | None
     from_file: Mapping[str, Any]
     from_environment: Mapping[str, Any]
-    from_flags: Mapping[str, Any]
+    from_caller: Mapping[str, Any]
+    caller_gives_flags: bool  # the caller's values come from a command line
 
     def merge(self) -> dict[str, Any]:
-        return _merge_tables(_merge_tables(self.from_file, self.from_environment), self.from_flags)
+        """Return the values that count: the caller's, else the environment's, else the file's."""
+        return _merge_tables(_merge_tables(self.from_file, self.from_environment), self.from_caller)
 
     def format_origin(self, path: tuple[str | int, ...]) -> str:
-        """Return the strongest source that gives a value at `path`, as in " (from KVMUX_PORT)"."""
-        if path and _has_path(self.from_flags, path):
-            return f" (from {flag_name(str(path[0]))})"
+        """Return the strongest source that gives a value at `path`, as in " (from --port)"; empty for an argument."""
+        if path and _has_path(self.from_caller, path):
+            return f" (from {flag_name(str(path[0]))})" if self.caller_gives_flags else ""
         if path and _has_path(self.from_environment, path):
             return f" (from the environment, {env_name(str(path[0]))})"
         return f" (from {self.file})" if path and _has_path(self.from_file, path) else ""

@@ -85,7 +85,8 @@ class LLM:
         `max_num_seqs` is how many streams may be open at a time. The others are settings of the server by their names
         in a settings file; those of HTTP have no effect. Raises SettingsError.
         """
-        self.engine = build_engine(load_settings(None, {"model": model, "max_num_seqs": max_num_seqs} | settings))
+        given = {"model": model, "max_num_seqs": max_num_seqs} | settings
+        self.engine = build_engine(load_settings(None, given, are_flags=False))
         self._encoder = Encoder.from_directory(self.engine.model_dir)
         chosen = self.engine.settings
         self._selector = Selector(self.engine.core.caches.keys(), chosen.rules, chosen.default_strategy)

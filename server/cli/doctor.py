@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +26,7 @@ from kernels.selfcheck.check import Verdict, check_ops
 from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import DTYPES
 from kernels.tracing import OpTimer, TracedOps, Tracer
+from server.cli.standard_streams import print_safely
 from server.engine.device import choose_device
 from server.profiling.machine import measure_read_bandwidth
 
@@ -35,27 +37,35 @@ FAULT = "FAULT:"
 
 
 def doctor(out: Path = REPORT) -> int:
-    """Print and write the report; return the exit code, 1 if a kernel fails its check."""
+    """Print and write the report; return the exit code: 1 if a kernel fails its check or `out` cannot be written."""
     console = Console()
-    console.print("Kernels are compiled, unless they were before, and checked ...")
-    told = make_report()
-    for title, facts in told.items():
+    console.print("Compiling (unless cached) and checking the kernels ...")
+    report = make_report()
+    for title, facts in report.items():
         console.print(_make_table(title, facts))
-    text = json.dumps(told, indent=2)
+    text = json.dumps(report, indent=2)
+    error = _write_report(out, text)
+    if error is None:
+        console.print(f"\nWritten to {out}: please attach it when you report a problem.")
+    if torch.backends.mps.is_available():  # the kernels have not been run on every kind of Mac
+        console.print("A report from a Mac is welcome even if nothing is wrong.")
+    if error is not None or torch.backends.mps.is_available():
+        print(f"\n```json\n{text}\n```")
+    if error is not None:
+        message = (
+            f"kvmux: cannot write the report to {out} ({error}): choose another file with --out, or copy it from above"
+        )
+        print_safely(message, sys.stderr)
+    return int(error is not None or any(FAULT in line for line in report["kernels"].values()))
+
+
+def _write_report(out: Path, text: str) -> str | None:
+    """Write the report to a file; return in words why it could not be written, None if it was."""
     try:
         out.write_text(text + "\n", encoding="utf-8")
-        written = True
-        console.print(f"\nWritten to {out}: please attach it when you report a problem.")
     except OSError as error:
-        written = False
-        console.print(
-            f"\nIt could not be written to {out} ({error.strerror}): please copy it when you report a problem."
-        )
-    if torch.backends.mps.is_available():  # nobody has run them on all kinds of Macs
-        console.print("Of a Mac it is welcome in any case.")
-    if not written or torch.backends.mps.is_available():
-        print(f"\n```json\n{text}\n```")
-    return int(any(FAULT in line for line in told["kernels"].values()))
+        return error.strerror or str(error)
+    return None
 
 
 def make_report() -> dict[str, dict[str, str]]:

@@ -9,6 +9,7 @@ extend.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
@@ -336,4 +337,5 @@ def format_table() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m server.metrics.families", description=__doc__).parse_args()
     print(format_table())

@@ -9,6 +9,7 @@ vLLM's dashboards choose by `model_name`; here a strategy stands there, so that 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,5 +104,6 @@ def _relabel(series: str, new: str, old: str, which: str = "(.*)", value: str = 
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m server.metrics.vllm_names", description=__doc__).parse_args()
     RULES_FILE.write_text(format_rules_file())
     print(RULES_FILE.name)

@@ -89,11 +89,14 @@ def test_a_mac_tells_what_it_is_in_a_block_to_copy(
     assert told["devices"]["mps"] == "macOS 26.1; 11.0 GiB recommended, 0.5 GiB of it taken by this process"
 
 
-def test_a_report_that_cannot_be_written_is_printed(
+def test_a_report_that_cannot_be_written_is_printed_and_the_exit_code_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(loading, "BACKENDS", {"right": ("cpu", ReferenceOps)})
-    assert doctoring.doctor(tmp_path / "nowhere" / "report.json") == 0
-    printed = capsys.readouterr().out
-    assert "could not be written" in printed
-    assert "right silu_mul" in json.loads(printed.split("```json\n")[1].split("```")[0])["kernels"]
+    out = tmp_path / "nowhere" / "report.json"
+    assert doctoring.doctor(out) == 1
+    printed = capsys.readouterr()
+    assert (
+        f"cannot write the report to {out} (No such file or directory): choose another file with --out" in printed.err
+    )
+    assert "right silu_mul" in json.loads(printed.out.split("```json\n")[1].split("```")[0])["kernels"]

@@ -200,6 +200,13 @@ def test_every_mistake_is_named_with_the_source_that_won(tmp_path: Path, monkeyp
     assert "workers (from the environment, KVMUX_WORKERS)" in str(error.value)
 
 
+def test_of_an_argument_in_python_no_flag_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"^kv_memry is not a setting; did you mean kv_memory\?"):
+        load_settings(None, {"kv_memry": 3}, are_flags=False)
+    with pytest.raises(SettingsError, match=r"^port: Input should be"):
+        load_settings(None, {"port": -1}, are_flags=False)
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"cannot read the settings file .*: No such file"):
         load_settings(tmp_path / "missing.toml", {})

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from typing import Any
 
+import pytest
 import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 
@@ -23,6 +26,15 @@ def test_the_file_of_vllms_names_is_what_the_code_writes() -> None:
     assert vllm_names.RULES_FILE.read_text() == vllm_names.format_rules_file(), (
         "run `python -m server.metrics.vllm_names`"
     )
+
+
+@pytest.mark.parametrize("module", ["vllm_names", "families"])
+def test_help_is_printed_and_nothing_is_written(module: str) -> None:
+    before = vllm_names.RULES_FILE.stat().st_mtime_ns
+    command = [sys.executable, "-m", f"server.metrics.{module}", "--help"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.startswith(f"usage: python -m server.metrics.{module}")
+    assert vllm_names.RULES_FILE.stat().st_mtime_ns == before
 
 
 def test_every_name_of_vllms_stands_for_one_metric() -> None:
