@@ -463,8 +463,8 @@ def load_settings(file: Path | None, values: Mapping[str, Any], *, are_flags: bo
     check_environment(os.environ, Settings.model_fields)
     try:
         environment = EnvSettingsSource(Settings)() | read_renamed_environment(os.environ)
-        given = (read_file(file) if file else {}, environment, values)
-        sources = Sources(file, *map(apply_renames, given), caller_gives_flags=are_flags)
+        in_file, in_environment, given = map(apply_renames, (read_file(file) if file else {}, environment, values))
+        sources = Sources(file, in_file, in_environment, given, caller_gives_flags=are_flags)
         return Settings(**sources.merge())
     except RecursionError:
         raise SettingsError("the settings have far too many tables within each other") from None

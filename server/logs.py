@@ -1,28 +1,35 @@
-"""How every process logs: lines of text or of JSON on stderr, written by a thread of their own.
+"""Logging of every process: lines of text or of JSON on stderr, written by a thread of their own.
 
-A record may come with fields (`extra=fields(...)`), which JSON shows beside the message; the message says enough for
-people. The formatter is so short that a library for it would not make it shorter. Knows neither requests nor engine.
+The queue is the standard library's (QueueHandler, QueueListener), the JSON python-json-logger's. A record may have
+fields (`extra=fields(...)`), which JSON shows beside the message; the message alone says enough for people. Does not
+know requests or the engine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
-import json
 import logging
 import os
 import queue
 import sys
 import threading
+import time
 import traceback
-from datetime import UTC, datetime
+from collections.abc import Callable
+from logging.handlers import QueueHandler, QueueListener
 from types import TracebackType
 from typing import Any, TextIO
+
+from pythonjsonlogger.core import RESERVED_ATTRS
+from pythonjsonlogger.json import JsonFormatter as BaseJsonFormatter
 
 from config.settings import Settings
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(processName)s: %(message)s"
-MAX_QUEUED_LINES = 10_000  # that wait to be written
-FLUSH_TIMEOUT = 1.0  # seconds they have when the process ends
+JSON_NAMES = {"asctime": "time", "levelname": "level", "name": "logger", "processName": "process", "message": "message"}
+MAX_QUEUED_LINES = 10_000  # lines that wait to be written; further ones are dropped
+FLUSH_TIMEOUT = 1.0  # seconds in which a process that ends writes the lines that still wait
 MAX_PARTIAL_LINE_BYTES = 8192  # bytes on stderr that wait for the end of their line
 
 log = logging.getLogger(__name__)
@@ -31,77 +38,72 @@ ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tupl
 
 
 def configure_logging(settings: Settings) -> None:
-    """For the whole process, once: what libraries log, warn of and print to stderr is in the log, too."""
-    handler = LineWriter(sys.stderr)
+    """Set up logging for the whole process, once: the log has what libraries log, warn of and print to stderr, too."""
+    handler = QueuedHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if settings.log_format == "json" else TextFormatter(TEXT_FORMAT))
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper())
     logging.captureWarnings(True)
-    logging.raiseExceptions = False  # they would be printed beside the log
+    logging.raiseExceptions = False  # errors of logging itself would be printed beside the log
     sys.excepthook = lambda kind, error, trace: log.critical("an exception ends the process", exc_info=error)
-    sys.unraisablehook = lambda it: log.error("an exception that nobody can catch", exc_info=it.exc_value)
+    sys.unraisablehook = lambda it: log.error("an exception was raised where none can be caught", exc_info=it.exc_value)
     threading.excepthook = lambda it: log.error("an exception ends a thread", exc_info=it.exc_value)
     if settings.log_format == "json":
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # no lines at all
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # progress bars are not lines
         sys.stderr = io.TextIOWrapper(StderrToLog(sys.stderr), "utf-8", "backslashreplace", write_through=True)
 
 
 def hide_exception_messages() -> None:
-    """From now on tracebacks are logged without the messages of exceptions: these may quote what clients sent."""
+    """Log tracebacks without the messages of exceptions from now on: these may quote what clients sent."""
     for handler in logging.getLogger().handlers:
-        if isinstance(handler.formatter, TextFormatter):
+        if isinstance(handler.formatter, ExceptionFormatter):
             handler.formatter.shows_messages = False
 
 
-def fields(**values: Any) -> dict[str, dict[str, Any]]:
-    """For `extra`, without those that are None."""
-    return {"fields": {name: value for name, value in values.items() if value is not None}}
+def fields(**values: Any) -> dict[str, Any]:
+    """Return the argument `extra` of a logging call, without the values that are None."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
-class TextFormatter(logging.Formatter):
-    """logging's own format, and tracebacks with or without the messages of exceptions.
-
-    Whoever gets words into a message can neither begin a line with them nor steer a terminal.
-    """
+class ExceptionFormatter(logging.Formatter):
+    """A formatter that shows tracebacks with or without the messages of exceptions."""
 
     shows_messages = True
-
-    def format(self, record: logging.LogRecord) -> str:
-        return "\n".join(
-            escape_unprintable(line) for line in super().format(record).split("\n")
-        )  # tracebacks have several
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return escape_unprintable(super().formatMessage(record).rstrip())
 
     def formatException(self, ei: Any) -> str:
         return super().formatException(ei) if self.shows_messages else format_traceback_types(ei[1])
 
 
-class JsonFormatter(TextFormatter):
-    """An object a line, in ASCII."""
+class TextFormatter(ExceptionFormatter):
+    """logging's own format, escaped: text in a message can neither begin a line nor control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
-        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {
-            "time": time.replace("+00:00", "Z"),
-            "level": record.levelname,
-            "logger": record.name,
-            "process": record.processName,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info and record.exc_info[1] is not None:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        lines = super().format(record).split("\n")  # a traceback has several
+        return "\n".join(map(escape_unprintable, lines))
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return escape_unprintable(super().formatMessage(record).rstrip())
+
+
+class JsonFormatter(ExceptionFormatter, BaseJsonFormatter):
+    """A JSON object per line, in ASCII; `time` as RFC 3339 writes it, in UTC, with milliseconds."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+    def __init__(self) -> None:
+        names = JSON_NAMES | {"exc_info": "exception"}
+        reserved = [*RESERVED_ATTRS, "color_message"]  # uvicorn's, a message with escape codes for a terminal
+        super().__init__(list(JSON_NAMES), rename_fields=names, reserved_attrs=reserved, json_default=str)
 
 
 def escape_unprintable(text: str) -> str:
-    """With escapes for all else, line breaks too."""
+    """Return a text with escapes instead of all that is not printable, line breaks included."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def format_traceback_types(error: BaseException | None) -> str:
-    """Return a traceback with the types of the exception and of its causes, the first one first."""
+    """Return a traceback with the types of an exception and of its causes, the first cause first, without messages."""
     parts: list[str] = []
     while error is not None:
         parts.insert(0, "".join(traceback.format_tb(error.__traceback__)) + type(error).__qualname__)
@@ -109,60 +111,78 @@ def format_traceback_types(error: BaseException | None) -> str:
     return "\n\n".join(parts)
 
 
-class LineWriter(logging.Handler):
-    """Writes to a stream, and nobody waits for whoever reads it or does not. What is too much is lost, and counted.
+class QueuedHandler(QueueHandler):
+    """A handler that writes to a stream in another thread, so that no thread waits for a reader that does not read.
 
-    A finalizer may log while its own thread is in emit(): a SimpleQueue allows that, a Queue would wait for itself.
+    Lines beyond `max_lines` are dropped and counted. The queue is not a queue.Queue: a finalizer may log while its own
+    thread is in put(), which would then wait for its own lock.
     """
 
     def __init__(self, stream: TextIO, max_lines: int = MAX_QUEUED_LINES) -> None:
-        super().__init__()
-        self._stream = stream
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        super().__init__(self._lines)
         self._max_lines = max_lines
-        self._dropped = 0
-        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
-        self._thread.start()
+        self._writer = LineWriter(self._lines, stream, self.format)
+        self._writer.start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._lines.qsize() >= self._max_lines:
-            self._dropped += 1
-            return
-        try:
-            self._lines.put(self.format(record))
-        except Exception:
-            self.handleError(record)
+        if self._lines.qsize() < self._max_lines:
+            super().emit(record)
+        else:
+            self._writer.num_dropped += 1
+
+    def prepare(self, record: logging.LogRecord) -> str:
+        return self.format(record)
 
     def close(self) -> None:
-        """Write what is queued, if the other end reads it soon."""
-        self._lines.put(None)
-        self._thread.join(FLUSH_TIMEOUT)
+        self._writer.stop()
         super().close()
 
-    def _write(self) -> None:
-        while (line := self._lines.get()) is not None:
-            self._write_line(line)
-            if dropped := self._dropped:
-                self._dropped -= dropped
-                told = logging.LogRecord(__name__, logging.WARNING, "", 0, "%d lines were lost here", (dropped,), None)
-                self._write_line(self.format(told))
 
-    def _write_line(self, line: str) -> None:
-        try:
+class LineWriter(QueueListener):
+    """The thread that writes the queue's lines to a stream.
+
+    It calls no StreamHandler: logging.shutdown() waits for that one's lock, and a process whose stderr nobody reads
+    would never end.
+    """
+
+    def __init__(
+        self, lines: queue.SimpleQueue[str | None], stream: TextIO, format_record: Callable[[logging.LogRecord], str]
+    ) -> None:
+        super().__init__(lines)
+        self.num_dropped = 0
+        self._num_reported = 0  # of the dropped lines
+        self._stream = stream
+        self._format = format_record
+
+    def handle(self, record: Any) -> None:
+        """Write a line, and behind it how many were dropped since."""
+        self._write(record)
+        if dropped := self.num_dropped - self._num_reported:
+            self._num_reported += dropped
+            lost = logging.LogRecord(__name__, logging.WARNING, "", 0, "%d lines were lost here", (dropped,), None)
+            self._write(self._format(lost))
+
+    def stop(self) -> None:
+        """Write what is queued; give up after FLUSH_TIMEOUT if the other end does not read it."""
+        self.enqueue_sentinel()
+        if self._thread is not None:
+            self._thread.join(FLUSH_TIMEOUT)
+
+    def _write(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # the other end is closed
             self._stream.write(line + "\n")
             self._stream.flush()
-        except (OSError, ValueError):  # nobody will ever read it
-            pass
 
 
 class PartialLine(threading.local):
-    """What a thread has written of a line."""
+    """The beginning of a line that a thread has not ended yet."""
 
     line = b""
 
 
 class StderrToLog(io.RawIOBase):
-    """What is below a stderr whose lines become lines of the log."""
+    """The raw stream below sys.stderr: each line that is written to it becomes a line of the log."""
 
     name = "<stderr>"
 

@@ -11,7 +11,7 @@ import sys
 import time
 from io import StringIO
 
-from server.logs import JsonFormatter, LineWriter, TextFormatter, fields
+from server.logs import JsonFormatter, QueuedHandler, TextFormatter, fields
 
 
 def record(message: str = "hello", error: Exception | None = None, **extra: object) -> logging.LogRecord:
@@ -74,7 +74,7 @@ def test_nobody_waits_for_a_reader_that_does_not_read() -> None:
     """What is lost is told as soon as somebody reads."""
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream, os.fdopen(reader) as read:
-        handler = LineWriter(stream, max_lines=10)
+        handler = QueuedHandler(stream, max_lines=10)
         handler.setFormatter(TextFormatter("%(message)s"))
         began = time.monotonic()
         for i in range(100):
@@ -94,7 +94,7 @@ def test_nobody_waits_for_a_reader_that_does_not_read() -> None:
 
 def test_what_waits_is_written_in_the_end() -> None:
     stream = StringIO()
-    handler = LineWriter(stream)
+    handler = QueuedHandler(stream)
     handler.setFormatter(TextFormatter("%(message)s"))
     for i in range(1000):
         handler.emit(record(str(i)))
@@ -104,7 +104,7 @@ def test_what_waits_is_written_in_the_end() -> None:
 
 FINALIZERS = """
 import gc, logging, os
-from server.logs import LineWriter
+from server.logs import QueuedHandler
 log = logging.getLogger("mine")
 class Cycle:
     def __init__(self):
@@ -112,12 +112,37 @@ class Cycle:
     def __del__(self):
         log.info("freed")
 reader, writer = os.pipe()  # nobody reads, so that there is no room soon
-logging.basicConfig(handlers=[LineWriter(os.fdopen(writer, "w"), max_lines=100)], level="INFO")
+logging.basicConfig(handlers=[QueuedHandler(os.fdopen(writer, "w"), max_lines=100)], level="INFO")
 for i in range(20_000):
     Cycle()
     gc.set_threshold(i % 50 + 1)  # so that it comes in all places
     log.info("line %d", i)
 """
+
+
+UNREAD = """
+import logging, sys
+from config.settings import Settings
+from server.logs import configure_logging
+configure_logging(Settings())
+for i in range(2000):
+    logging.info("%d" + 100 * "x", i)
+print("logged", flush=True)
+"""
+
+
+def test_a_process_ends_though_its_log_is_not_read() -> None:
+    """With a StreamHandler behind the queue it would wait for ever: its lock is held by the thread that writes."""
+    with subprocess.Popen([sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"logged\n"
+        assert process.wait(timeout=20) == 0
+
+
+def test_what_other_libraries_add_for_terminals_is_left_out() -> None:
+    told = json.loads(JsonFormatter().format(record("Started", color_message="\x1b[36mStarted", request_id="a")))
+    assert told["request_id"] == "a"
+    assert "color_message" not in told
 
 
 def test_finalizers_may_log_whenever_they_run() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from pythonjsonlogger.core import RESERVED_ATTRS
 
 from server.api.openai.chat import ChatRequest
 from server.api.openai.completions import CompletionRequest
@@ -43,7 +44,8 @@ def line(caplog: pytest.LogCaptureFixture) -> Line:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    return dict(getattr(record, "fields", {}))
+    """Return what a record has beside the attributes of every record."""
+    return {name: value for name, value in vars(record).items() if name not in RESERVED_ATTRS}
 
 
 def ask(http: httpx.Client, request_id: str, **body: object) -> httpx.Response:
