@@ -138,6 +138,14 @@ def test_the_engine_names_no_backend_and_no_metrics() -> None:
             assert not {m for m in imports(file, typing_only=True) if m.startswith(others)}, name
 
 
+def test_metrics_import_no_engine() -> None:
+    """What the one writes and the other counts is in `server.records`, which imports neither."""
+    for name, file in modules().items():
+        if name.startswith("server.metrics"):
+            assert not {m for m in imports(file, typing_only=True) if m.startswith("server.engine")}, name
+    assert not {m for m in reached("server.records") if m.startswith(("server.engine", "server.metrics"))}
+
+
 def test_an_evaluation_needs_no_code_that_trains() -> None:
     assert not {m for m in reached("server.evaluation.command") if m.startswith("tools")}
 

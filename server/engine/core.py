@@ -19,7 +19,6 @@ from kernels.ops import Ops
 from kernels.tracing import OpTimer, Tracer
 from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
 from server.engine.model_runner import ModelRunner, StepOutput
-from server.engine.records import Admission, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
 from server.engine.sampling.ngram_proposer import make_proposer, resolve_speculation
 from server.engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput
 from server.engine.scheduling.request import Request, RequestError
@@ -28,6 +27,7 @@ from server.engine.scheduling.selection import Selector
 from server.engine.stats import make_request_record, merge_step_parts
 from server.engine.step_recovery import STEP_FAILED, RequestsFailed, RowsComputed, StrategyFailed, run_step
 from server.models.base import Model
+from server.records import Admission, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -16,6 +15,7 @@ from kernels.device import EMULATED_DEVICES, Device, fast_half_dtypes, get_devic
 from server.models.errors import ModelError
 from server.models.files.user_cache import expand_user, user_cache_dir
 from server.models.weights import WeightFormat, WeightsConfig
+from server.records import DeviceMemory
 
 log = logging.getLogger(__name__)
 
@@ -93,13 +93,6 @@ def choose_max_batched_tokens(wanted: int | None, device: Device) -> int:
 
 
 # -------------------------------------------------------------------- memory
-class DeviceMemory(NamedTuple):
-    """The memory of a device; of a CPU, the machine's, or that of its container."""
-
-    used: int
-    free: int
-
-
 def device_memory(device: torch.device) -> DeviceMemory:
     """Return the bytes used and free now, by all processes together."""
     if device.type == "cuda":

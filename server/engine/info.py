@@ -7,8 +7,7 @@ import hashlib
 import multiprocessing
 import platform
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,29 +17,16 @@ import psutil
 import torch
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import Blocks, CacheUsage, KVCache
-from cache_strategies.registry import Instance
+from cache_strategies.base import KVCache
 from server.engine.build import Engine
 from server.engine.core import Core
-from server.engine.device import DeviceMemory, device_memory
-from server.engine.records import Role, WaitReason
+from server.engine.device import device_memory
+from server.records import EngineInfo, EngineState, Role
 from server.version import get_version
 
 PRIVATE_SETTINGS = frozenset(
     {"api_keys", "key_limits", "admin_token", "metrics_key", "otlp_traces_endpoint", "revision", "weights_cache"}
 )  # and `model` may be a path
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """The properties of an engine that do not change while it runs."""
-
-    instances: Sequence[Instance]
-    backends: Mapping[str, str]  # by operation
-    fallback_ops: Sequence[str]  # operations that failed their check
-    versions: Mapping[str, str]
-    settings: Mapping[str, Any]
-    restarts: int  # engines before this one
 
 
 def make_engine_info(engine: Engine, restarts: int = 0) -> EngineInfo:
@@ -146,22 +132,6 @@ def describe_caches(engine: Engine) -> list[dict[str, Any]]:
         }
         for d in engine.instances
     ]
-
-
-@dataclass(frozen=True)
-class EngineState:
-    """Bytes and counts, by instance where nothing else is said."""
-
-    running: Mapping[str, int]  # requests
-    waiting: Mapping[tuple[str, WaitReason], int]  # requests, by instance and what for
-    usage: Mapping[str, CacheUsage]
-    blocks: Mapping[str, Blocks]
-    floor_bytes: Mapping[str, int]
-    pool_free: int  # KV memory that no instance holds,
-    pool_held: int  # that one does,
-    pool_untouched: int  # and that the system has not given yet
-    device_memory: DeviceMemory
-    process_memory: Mapping[Role, int]  # resident memory
 
 
 class ProcessMemory:

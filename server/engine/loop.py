@@ -18,8 +18,6 @@ from server.engine.admin import run_command
 from server.engine.build import Engine
 from server.engine.core import Event
 from server.engine.info import (
-    EngineInfo,
-    EngineState,
     ProcessMemory,
     describe_caches,
     describe_memory,
@@ -43,8 +41,8 @@ from server.engine.ipc.messages import (
 )
 from server.engine.ipc.server import Gateway, WorkerDisconnected
 from server.engine.profiling.profiler import Profiler
-from server.engine.records import RequestRecord, StepReport
 from server.engine.scheduling.request import RequestError
+from server.records import EngineInfo, EngineState, RequestRecord, StepReport
 
 log = logging.getLogger(__name__)
 

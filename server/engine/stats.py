@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from server.engine.records import Outcome, RequestRecord, StepPart
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduled
+from server.records import Outcome, RequestRecord, StepPart
 
 
 def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:

@@ -13,12 +13,12 @@ from typing import NamedTuple
 from cache_strategies.base import Seat
 from server.engine.batch import StrategyError
 from server.engine.model_runner import ModelRunner, StepOutput
-from server.engine.records import StepPart
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduled
 from server.engine.stats import make_step_parts
 from server.engine.warmup import run_dummy_step
 from server.models.base import Model
+from server.records import StepPart
 
 log = logging.getLogger(__name__)
 

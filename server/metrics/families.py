@@ -18,8 +18,7 @@ from prometheus_client import Counter, Gauge, Histogram, Info, Summary
 
 from cache_strategies.base import Blocks, Miss
 from config.settings import MAX_DRAFT_TOKENS
-from server.engine.device import DeviceMemory
-from server.engine.records import Outcome, Phase, Role, WaitReason
+from server.records import DeviceMemory, Outcome, Phase, Role, WaitReason
 
 PREFIX = "kvmux_"
 NAME_SUFFIXES: Mapping[type, str] = {Counter: "_total", Info: "_info"}

@@ -17,12 +17,11 @@ import msgspec
 from prometheus_client import Histogram, Summary
 
 from cache_strategies.base import BlockEvents
-from server.engine.info import EngineInfo, EngineState
-from server.engine.records import Admission, DraftRecord, Phase, RequestRecord, StepReport, WaitReason
 from server.metrics import families as f
 from server.metrics.exposition import FamilyShape, Kind, Series, Snapshot
 from server.metrics.families import FAMILIES, Label, MetricFamily
 from server.metrics.vllm_names import make_alias
+from server.records import Admission, DraftRecord, EngineInfo, EngineState, Phase, RequestRecord, StepReport, WaitReason
 
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 

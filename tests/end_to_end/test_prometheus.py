@@ -19,9 +19,9 @@ import httpx
 import msgspec
 import pytest
 
-from server.engine.records import RequestRecord
 from server.metrics.families import FAMILIES, MetricFamily
 from server.processes.supervisor import Targets
+from server.records import RequestRecord
 from tests.end_to_end.server_process import PATIENCE, Server, eventually, serving
 from tests.metrics.fake_metrics import Samples, parse_samples, sample_value
 from tests.metrics.prometheus_server import Prometheus, running_prometheus

@@ -32,8 +32,8 @@ from server.engine.ipc.messages import (
     TokenLogprob,
     Tokens,
 )
-from server.engine.records import RequestRecord
 from server.engine.scheduling.request import Request
+from server.records import RequestRecord
 
 WORKER = 0
 

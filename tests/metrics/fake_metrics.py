@@ -12,11 +12,9 @@ from cache_strategies.base import Blocks, CacheUsage
 from cache_strategies.registry import resolve_instances
 from config.settings import Settings
 from kernels.selfcheck.op_db import OPS
-from server.engine.device import DeviceMemory
-from server.engine.info import EngineInfo, EngineState
-from server.engine.records import RequestRecord, StepReport
 from server.metrics.exposition import Renderer
 from server.metrics.registry import Metrics
+from server.records import DeviceMemory, EngineInfo, EngineState, RequestRecord, StepReport
 
 INSTANCES = ("paged", "contiguous")
 EMPTY = CacheUsage(0, 0, 0, 0, 0, 0, 0)

@@ -10,10 +10,9 @@ from threading import Thread
 from cache_strategies.base import BlockEvents, Blocks, CacheUsage
 from kernels.selfcheck.op_db import OP_NAMES
 from server.api.ops.metrics import OPENMETRICS
-from server.engine.device import DeviceMemory
-from server.engine.records import Admission, DraftRecord, StepPart
 from server.metrics.families import MISS_REASON, OUTCOME, WAIT_REASON
 from server.metrics.registry import Metrics
+from server.records import Admission, DeviceMemory, DraftRecord, StepPart
 from tests.metrics.fake_metrics import INSTANCES, exposition, fake_record, fake_state, fake_step, new_metrics
 
 BUSY = fake_state(

@@ -10,11 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cache_strategies.base import BlockEvents, Blocks, CacheUsage
 from config.settings import MAX_DRAFT_TOKENS
-from server.engine.device import DeviceMemory
 from server.engine.info import make_engine_info, read_engine_state
-from server.engine.records import Admission, DraftRecord, StepPart
 from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT_REASON, format_table
 from server.metrics.registry import Metrics
+from server.records import Admission, DeviceMemory, DraftRecord, StepPart
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import random_prompt
 from tests.metrics.fake_metrics import (

@@ -24,7 +24,7 @@ from server.engine.ipc.messages import (
     TokenLogprob,
     Tokens,
 )
-from server.engine.records import RequestRecord
+from server.records import RequestRecord
 from server.text.output import OutputText, Placed
 
 

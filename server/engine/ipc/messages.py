@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from server.engine.records import RequestRecord
+from server.records import RequestRecord
 
 
 class SamplingParams(msgspec.Struct, frozen=True):

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from server.engine.records import WaitReason
 from server.engine.scheduling.request import Request, RequestError
+from server.records import WaitReason
 
 if TYPE_CHECKING:
     from cache_strategies.base import KVCache, Seat

@@ -11,7 +11,7 @@ import pytest
 
 from server.api.openai.tenants import get_tenant, hash_api_key
 from server.engine.ipc.messages import Caching, Explained, Failed, FromEngine, Submit, Tokens
-from server.engine.records import RequestRecord
+from server.records import RequestRecord
 from tests.api.fake_engine import FakeEngine, admitted
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
 

@@ -1,15 +1,19 @@
-"""Records of a step and of a request, for metrics and explanations, and the words for it. Data only."""
+"""Records of an engine, its steps and its requests: the engine writes them, metrics, logs and the API read them.
+
+Data only. Engine and metrics do not import each other; both import this.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
 if TYPE_CHECKING:  # API processes read records, and import no strategies
-    from cache_strategies.base import BlockEvents
+    from cache_strategies.base import BlockEvents, Blocks, CacheUsage
+    from cache_strategies.registry import Instance
 
 WaitReason = Literal["seats", "memory", "sibling", "turn"]  # what a request waits for, see Scheduler.waits
 Outcome = Literal["stop", "length", "cancelled", "error"]  # of a request
@@ -99,3 +103,38 @@ class RequestRecord(msgspec.Struct, frozen=True):
     decode_seconds: float | None
     first_token_seconds: float | None
     total_seconds: float
+
+
+class DeviceMemory(NamedTuple):
+    """The memory of a device; of a CPU, the machine's, or that of its container."""
+
+    used: int
+    free: int
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """The properties of an engine that do not change while it runs."""
+
+    instances: Sequence[Instance]
+    backends: Mapping[str, str]  # by operation
+    fallback_ops: Sequence[str]  # operations that failed their check
+    versions: Mapping[str, str]
+    settings: Mapping[str, Any]
+    restarts: int  # engines before this one
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Bytes and counts, by instance where nothing else is said."""
+
+    running: Mapping[str, int]  # requests
+    waiting: Mapping[tuple[str, WaitReason], int]  # requests, by instance and what for
+    usage: Mapping[str, CacheUsage]
+    blocks: Mapping[str, Blocks]
+    floor_bytes: Mapping[str, int]
+    pool_free: int  # KV memory that no instance holds,
+    pool_held: int  # that one does,
+    pool_untouched: int  # and that the system has not given yet
+    device_memory: DeviceMemory
+    process_memory: Mapping[Role, int]  # resident memory
