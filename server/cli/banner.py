@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import ByteSize
+
 from config.settings import Settings
 from server.version import get_version
 
@@ -20,7 +22,7 @@ kvmux {get_version()} serves {ready["model"]} on {url}{everywhere}
 
   model       {ready["dtype"]} on {ready["device"]}; prompt and completion up to {ready["max_seq_len"]:,} tokens
   kernels     {ready["kernels"]}
-  KV memory   {_size(ready["kv_memory_bytes"])}, shared by these strategies; each alone has room for
+  KV memory   {ByteSize(ready["kv_memory_bytes"]).human_readable(separator=" ")}, shared by these strategies; each alone has room for
 {_format_strategies(ready["strategies"], settings.default_strategy)}
 
 Try it:
@@ -43,12 +45,3 @@ def _format_strategies(strategies: Sequence[Mapping[str, Any]], default: str) ->
         line = f"{each['name']:{width}}  {room:>13} tokens  {', '.join(notes)}"
         lines.append(" " * 14 + line.rstrip())
     return "\n".join(lines)
-
-
-def _size(count: int) -> str:
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
