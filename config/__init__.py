@@ -1,1 +1,1 @@
-"""Settings: what there is to set, where a value comes from, and what is refused. Imports nothing of the project."""
+"""The settings, the sources of their values, and which values are refused. Imports nothing of the project."""

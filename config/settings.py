@@ -1,7 +1,7 @@
-"""Every setting of the server, its default, and what is refused.
+"""Every setting of the server, its default, and which values are refused.
 
-A value from any of the sources (`sources.py`) beats the default, and all are checked alike. Knows no strategy: the
-options of an instance are checked by its kind, in the engine.
+A value from any source (`sources.py`) beats the default, and values of all sources are checked alike. Does not know the
+strategies: the options of an instance are checked by its kind, in the engine.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ def _is_url(text: str) -> bool:
     try:
         url = urlsplit(text)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and text.split() == [text]
-    except ValueError:  # brackets that do not close, a port that is none
+    except ValueError:  # brackets that do not close, or an impossible port
         return False
 
 
 def _check_characters(value: Any, depth: int = MAX_DEPTH) -> None:
-    """Raise ValueError if there is text in a value, or in the tables within, that is more than letters and signs."""
+    """Raise ValueError if a text in a value, or in the tables within it, has control characters or is not UTF-8."""
     if isinstance(value, str):
         if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):  # never shown: it may be a key
-            raise ValueError("has control characters, or bytes that are no UTF-8")
+            raise ValueError("has control characters, or bytes that are not UTF-8")
     elif isinstance(value, (Mapping, list)):
         if not depth:
-            raise ValueError(f"has more than {MAX_DEPTH} tables within each other")
+            raise ValueError(f"has tables nested more than {MAX_DEPTH} deep")
         for part in value:
             _check_characters(part, depth - 1)
             if isinstance(value, Mapping):
@@ -88,13 +88,13 @@ MAX_DEFAULT_BODY_BYTES = 32 * MEBIBYTE
 
 
 class StrategySettings(BaseModel):
-    """A named instance of a strategy kind. What is not named here is an option of the kind."""
+    """A named instance of a strategy kind. Fields that are not declared here are options of the kind."""
 
     model_config = ConfigDict(extra="allow")
 
     kind: str = Field(description="contiguous, sliding_window, paged, or the name a plug-in registered")
-    floor: Share = Field("0%", description="KV memory nobody else may take")
-    limit: Share = Field("100%", description="KV memory it may hold at most")
+    floor: Share = Field("0%", description="KV memory that no other instance may take")
+    limit: Share = Field("100%", description="KV memory that it may hold at most")
 
     @model_validator(mode="after")
     def _check_floor(self) -> StrategySettings:
@@ -108,7 +108,7 @@ class StrategySettings(BaseModel):
 
 
 class KeyLimits(BaseModel):
-    """Bounds of the requests with one API key; without a value the server's setting of the same name holds."""
+    """Bounds of the requests with one API key. None: the server's setting of that name holds."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -117,7 +117,7 @@ class KeyLimits(BaseModel):
 
 
 class SelectionRule(BaseModel):
-    """Sends a request that names no strategy to an instance; every condition given must hold."""
+    """A rule that sends a request that names no strategy to an instance, if all of the rule's conditions hold."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -155,193 +155,222 @@ class Settings(BaseSettings):
         None, description="name clients ask for, or several with commas between; default: the model's own"
     )
     skip_model_name_validation: bool = Field(
-        False, description="a request may name any model, and is answered by the one that is served"
+        False, description="accept any model name in a request, and answer with the model that is served"
     )
     kernels: Literal["auto", "reference"] = Field(
-        "auto", description="what computes; reference: plain torch, slower, to compare with or to rule kernels out"
+        "auto",
+        description="implementation of the operations; reference: plain torch, slower, to compare with or to rule out "
+        "kernels as the cause of a fault",
     )
     metal_capture_steps: int | None = Field(
         None,
         ge=1,
-        description="record the launches of this many first steps on mps in 0000-kvmux.gputrace, for Xcode; wants "
+        description="record the GPU launches of the first N steps on mps in 0000-kvmux.gputrace, for Xcode; needs "
         "MTL_CAPTURE_ENABLED=1 in the environment; default: none",
     )
     model_impl: ModelImpl = Field(
-        "auto", description="what computes the model; auto: the lean decoder if it knows the model, else transformers"
+        "auto",
+        description="implementation of the model; auto: the lean decoder if it supports the model, else transformers",
     )
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
-    workers: int = Field(1, ge=1, le=64, description="API processes")
+    workers: int = Field(1, ge=1, le=64, description="number of API processes")
     metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="port of /metrics, which then is on no other; default: beside everything else"
+        None, ge=0, le=65535, description="port for /metrics, which is then not on `port`; default: on `port`"
     )
-    metrics_host: str | None = Field(None, description="address that metrics_port listens on; default: host")
+    metrics_host: str | None = Field(None, description="address to listen on for metrics_port; default: host")
     deterministic: bool = Field(
         False,
-        description="refuse to start unless a request gets the same bits whatever else runs; CPU kernels only",
+        description="refuse to start unless results are bitwise the same whatever else runs; CPU kernels only",
     )
     device: Device = Field(
         "auto",
-        description="auto takes cuda, then mps, then cpu; metal-emulated: a Mac's kernels on this machine's CPU, to "
-        "try them, slowly; metal-checked: the same, watched for races and bounds",
+        description="auto: cuda, else mps, else cpu; metal-emulated: the Metal kernels on this machine's CPU, slowly, "
+        "to try them without a Mac; metal-checked: the same, checked for races and bounds",
     )
     dtype: DType = Field(
-        "auto", description="of activations and K/V; auto: the model's own if the device is fast at it"
+        "auto", description="dtype of activations and K/V; auto: the model's own if the device is fast at it"
     )
     weights: Weights = Field(
-        "auto", description="format the weights are kept in; auto: as dtype, quantized ones as the checkpoint has them"
+        "auto", description="format of the weights in memory; auto: dtype, or as quantized in the checkpoint"
     )
     weights_cache: str | None = Field(
         None,
-        description="folder where weights that int8 or int4 has quantized wait for the next start; off: nowhere; "
-        "default: the user's cache",
+        description="folder that keeps the weights quantized to int8 or int4 for the next start; off: none; default: "
+        "in the user's cache directory",
     )
     threads: int | None = Field(
-        None, ge=1, le=1024, description="CPU threads of the engine; default: all cores, but one less for small models"
+        None, ge=1, le=1024, description="CPU threads of the engine; default: one per core, one fewer for small models"
     )
 
     admin_token: str | None = Field(
         None,
         min_length=8,
-        description="whoever sends it may clear, pin and share the caches, and record profiles; default: nobody may",
+        description="token for clearing, pinning and resizing caches and for recording profiles; default: not allowed",
     )
     api_keys: StringList = Field(
         None,
-        description="/v1/*, the same without /v1, and routes for tokens ask for one of these, with commas between; "
-        "default: no key is needed",
+        description="keys, with commas between, one of which is required for /v1/*, the same routes without /v1 and "
+        "the tokenizer's routes; default: no key is needed",
     )
-    metrics_key: str | None = Field(None, min_length=8, description="/metrics asks for it; default: no key is needed")
+    metrics_key: str | None = Field(
+        None, min_length=8, description="key that is required for /metrics; default: no key is needed"
+    )
     unknown_fields: Literal["reject", "ignore"] = Field(
         "reject",
-        description="fields of a request that the server does not know: reject: 400; ignore: a header names them",
+        description="request fields that the server does not know; reject: answer 400; ignore: list them in a header",
     )
     cors_origins: StringList = Field(
         None,
-        description="web pages that browsers let in, 'https://a.example', with commas between; '*': all; default: none",
+        description="origins of web pages that may call the server, 'https://a.example', with commas between; "
+        "'*': all; default: none",
     )
     max_body_bytes: int | None = Field(
         None,
         ge=1024,
-        description="of a request; a longer one is answered 413; default: 1 MiB more than max_prompt_characters, or "
-        "than 8 for each token of max_choices prompts as long as the context, at most 32 MiB",
+        description="bytes of a request's body, else 413; default: 1 MiB plus the greater of max_prompt_characters and "
+        "8 bytes per token of max_choices prompts as long as the context, at most 32 MiB",
     )
     max_inflight_body_bytes: int | None = Field(
         None,
         ge=1024,
-        description="of all bodies an API process receives, reads and tokenises at a time; more are answered 429; "
+        description="bytes of all bodies that an API process receives, parses and tokenizes at a time, else 429; "
         "default: 4 times max_body_bytes, at least 64 MiB",
     )
-    max_header_bytes: int = Field(
-        64 * 2**10, ge=1024, description="of a request's line and headers; longer ones are answered 431"
-    )
+    max_header_bytes: int = Field(64 * 2**10, ge=1024, description="bytes of a request's line and headers, else 431")
     header_timeout: float = Field(
-        30.0, gt=0, le=MAX_TIMEOUT, description="seconds a client has to send a request's line and headers"
+        30.0, gt=0, le=MAX_TIMEOUT, description="seconds in which a request's line and headers have to arrive, else 408"
     )
     body_timeout: float = Field(
-        30.0, gt=0, le=MAX_TIMEOUT, description="seconds a body may stand still; then the answer is 408"
+        30.0, gt=0, le=MAX_TIMEOUT, description="seconds without progress of a request's body, else 408"
     )
     queue_timeout: float | None = Field(
         None,
         gt=0,
         le=MAX_TIMEOUT,
-        description="seconds a request may wait for its place, else 503; default: while its client does",
+        description="seconds a request may wait for its seat, else 503; default: as long as its client is connected",
     )
     request_timeout: float | None = Field(
         None,
         gt=0,
         le=MAX_TIMEOUT,
-        description="seconds from a request to the end of its answer, else 504; default: no limit",
+        description="seconds from a request's arrival to the end of its answer, else 504; default: no limit",
     )
     drain_seconds: float = Field(
-        15.0, ge=0, le=MAX_TIMEOUT, description="seconds running requests have to end, after SIGTERM"
+        15.0, ge=0, le=MAX_TIMEOUT, description="seconds that running requests have to finish after SIGTERM"
     )
 
     watchdog_timeout: float = Field(
         120.0,
         ge=1,
         le=MAX_TIMEOUT,
-        description="seconds without a sign of life after which the engine or an API process is killed and started "
-        "again; more than the longest step takes",
+        description="seconds without a heartbeat after which the engine or an API process is killed and restarted; has "
+        "to be more than the longest step takes",
     )
 
-    kv_memory: str = Field("auto", description="memory for keys and values, '2GiB'; auto: a share of what is free")
+    kv_memory: str = Field(
+        "auto", description="memory for keys and values, '2GiB'; auto: kv_memory_share of the free memory"
+    )
     kv_memory_share: float = Field(
-        0.3, gt=0, lt=1, description="with kv_memory=auto: share of the memory free after the weights, at most"
+        0.3, gt=0, lt=1, description="with kv_memory=auto: share of the memory that is free once the weights are loaded"
     )
     kv_overcommit: float = Field(
-        1.5, ge=1, description="requests run while all together could fill at most this multiple of the KV memory"
+        1.5, ge=1, description="admit requests while all together could fill at most this multiple of the KV memory"
     )
     max_seq_len: int | None = Field(
-        None, ge=2, description="longest prompt plus completion, tokens; default: the model's, at most 8192"
+        None, ge=2, description="tokens of prompt and completion together; default: the model's context, at most 8192"
     )
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="sequences in one batch, at most")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="maximum number of sequences in a batch")
     max_num_batched_tokens: int | None = Field(
-        None, ge=1, le=65536, description="prompt tokens of a step, at most; default: 512 on the CPU, else 1024"
+        None,
+        ge=1,
+        le=65536,
+        description="maximum number of prompt tokens in a step; default: 512 on the CPU, else 1024",
     )
-    max_choices: int = Field(256, ge=1, description="prompts times choices of one request, at most")
-    max_stop_strings: int = Field(64, ge=4, le=1024, description="strings in `stop` of one request, at most")
-    max_prompt_characters: int = Field(2**21, ge=1, description="characters of a prompt, before it becomes tokens")
+    max_choices: int = Field(256, ge=1, description="maximum of prompts times choices (`n`) of a request")
+    max_stop_strings: int = Field(64, ge=4, le=1024, description="maximum number of strings in `stop` of a request")
+    max_prompt_characters: int = Field(
+        2**21, ge=1, description="maximum number of characters of a prompt, before it is tokenized"
+    )
     text_timeout: float = Field(
         10.0,
         gt=0,
         le=MAX_TIMEOUT,
-        description="seconds the model's chat template and tokenizer may take for a prompt; then the answer is 400",
+        description="seconds that the model's chat template and tokenizer may take for a prompt, else 400",
     )
     text_memory: str = Field(
-        "1GiB", description="memory they may take for a prompt, beyond what the tokenizer itself takes; then likewise"
+        "1GiB",
+        description="memory that the chat template and the tokenizer may take for a prompt, in addition to the loaded "
+        "tokenizer, else 400",
     )
-    max_queued_requests: int = Field(1024, ge=0, description="requests that may wait; more are answered 429")
+    max_queued_requests: int = Field(
+        1024, ge=0, description="maximum number of waiting requests; further ones are answered 429"
+    )
 
     priority_aging: float = Field(
-        10.0, ge=0, le=MAX_TIMEOUT, description="seconds of waiting that are worth as much as one level of `priority`"
+        10.0, ge=0, le=MAX_TIMEOUT, description="seconds of waiting that count as much as one level of `priority`"
     )
     max_priority_wait: float = Field(
         600.0,
         ge=0,
         le=MAX_TIMEOUT,
-        description="seconds that a request's `priority` may move it in line, at most: so long the lowest waits for "
-        "others that came later",
+        description="maximum number of seconds by which `priority` may move a request in the queue, and so wait for "
+        "requests that arrived later",
     )
     min_priority: int = Field(
-        0, ge=-(2**31), lt=2**31, description="the lowest, that is most urgent, `priority` a request may ask for"
+        0, ge=-(2**31), lt=2**31, description="lowest, that is most urgent, `priority` that a request may ask for"
     )
     max_kv_cache_priority: int = Field(
-        0, ge=0, le=100, description="the highest `kv_cache_priority` a request may ask for"
+        0, ge=0, le=100, description="highest `kv_cache_priority` that a request may ask for"
     )
-    key_limits: dict[str, KeyLimits] = Field(default_factory=dict, description="other bounds of priorities, by API key")
+    key_limits: dict[str, KeyLimits] = Field(
+        default_factory=dict, description="bounds of priorities for single API keys"
+    )
 
     num_speculative_tokens: int = Field(
         0,
         ge=0,
         le=MAX_DRAFT_TOKENS,
-        description="guesses at a text's next tokens, verified in one step, of requests that ask for no other number",
+        description="draft tokens per step of requests that ask for no other number; they are verified in one step",
     )
     max_speculative_tokens: int = Field(
-        MAX_DRAFT_TOKENS, ge=0, le=MAX_DRAFT_TOKENS, description="that a request may ask for, at most"
+        MAX_DRAFT_TOKENS,
+        ge=0,
+        le=MAX_DRAFT_TOKENS,
+        description="maximum number of draft tokens that a request may ask for",
     )
 
-    default_strategy: str = Field("paged", description="instance for requests that choose none")
+    default_strategy: str = Field("paged", description="strategy instance for requests that name none")
     strategies: dict[str, StrategySettings] = Field(
-        default_factory=dict, description="named instances, in addition to one per built-in kind"
+        default_factory=dict, description="named strategy instances, in addition to one per built-in kind"
     )
-    rules: list[SelectionRule] = Field(default_factory=list, description="first match wins, before default_strategy")
+    rules: list[SelectionRule] = Field(
+        default_factory=list,
+        description="rules that choose an instance for requests that name none; the first match wins",
+    )
     check_integrity: bool = Field(
         False,
-        description="check the books of caches and memory while the engine is idle, and end it where they do not add "
-        "up: for developers of strategies",
+        description="check the caches' and the arena's bookkeeping while the engine is idle, and stop the engine if it "
+        "is inconsistent; for developers of strategies",
     )
     enable_tokenizer_info_endpoint: bool = Field(
         False, description="GET /tokenizer_info returns the tokenizer's configuration and the chat template"
     )
-    vllm_metric_names: bool = Field(False, description="/metrics has our metrics a second time, by vLLM's names")
-    list_strategies: bool = Field(
-        False, description="/v1/models lists the model under each strategy, too: name:instance"
+    vllm_metric_names: bool = Field(
+        False, description="expose the metrics of /metrics a second time under vLLM's names"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="what is logged to stderr")
-    log_format: Literal["text", "json"] = Field("text", description="json: an object a line, and no welcome on stdout")
-    log_prompts: bool = Field(False, description="prompts and what was generated are in the log, too: to find faults")
+    list_strategies: bool = Field(
+        False, description="list the model in /v1/models under each strategy, too: name:instance"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="lowest level that is logged to stderr"
+    )
+    log_format: Literal["text", "json"] = Field(
+        "text", description="json: one object per line, and no banner on stdout"
+    )
+    log_prompts: bool = Field(False, description="log prompts and generated text, too; for debugging")
     otlp_traces_endpoint: str | None = Field(
-        None, description="URL that gets OpenTelemetry's spans; needs kvmux[otel]; default: none are made"
+        None, description="URL to which OpenTelemetry spans are sent; needs kvmux[otel]; default: none"
     )
 
     @field_validator("*", mode="before")
@@ -354,7 +383,7 @@ class Settings(BaseSettings):
     @field_validator("strategies", mode="before")
     @classmethod
     def _fill_built_in_kinds(cls, value: Any) -> Any:
-        """`[strategies.paged] limit = "50%"` changes the built-in instance without repeating its kind."""
+        """Add the kind of built-in instances: `[strategies.paged] limit = "50%"` need not repeat it."""
         if not isinstance(value, dict):
             return value
         built_in = default_strategies()
@@ -396,7 +425,9 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _check_consistency(self) -> Settings:
         if self.admin_token in (self.api_keys or ()):
-            raise ValueError("admin_token is one of api_keys, so whoever may ask may also administer; choose another")
+            raise ValueError(
+                "admin_token is one of api_keys, so every client could administer the server; choose another"
+            )
         if any(key not in (self.api_keys or ()) for key in self.key_limits):  # never shown: it may be a key after all
             raise ValueError("key_limits names a key that is not one of api_keys; add it there, or correct it")
         if self.metrics_key is not None and self.metrics_key in (self.admin_token, *(self.api_keys or ())):
@@ -433,16 +464,16 @@ class Settings(BaseSettings):
 
     @property
     def model_names(self) -> list[str]:
-        """The first is the model's own name, the others are aliases."""
+        """Return the names that requests may give: the model's own first, then aliases."""
         return [name.strip() for name in (self.model_name or Path(self.model).name).split(",")]
 
     @property
     def short_api_keys(self) -> list[int]:
-        """Return which of api_keys may be guessed, counted from 1."""
+        """Return the positions in api_keys, from 1, of the keys that are short enough to be guessed."""
         return [number for number, key in enumerate(self.api_keys or (), start=1) if len(key) < MIN_API_KEY_LENGTH]
 
     def compute_body_limits(self, max_seq_len: int) -> tuple[int, int]:
-        """Return max_body_bytes and max_inflight_body_bytes as they hold for a context of so many tokens."""
+        """Return max_body_bytes and max_inflight_body_bytes for a context of `max_seq_len` tokens."""
         ids = BYTES_PER_TOKEN_ID * max_seq_len * self.max_choices
         one = min(BODY_OVERHEAD_BYTES + max(self.max_prompt_characters, ids), MAX_DEFAULT_BODY_BYTES)
         one = min(one, self.max_inflight_body_bytes or one) if self.max_body_bytes is None else self.max_body_bytes
@@ -452,7 +483,7 @@ class Settings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)  # load() merges the sources itself, so that a file can come last
+        return (init_settings,)  # load_settings() merges the sources itself, and knows where each value came from
 
 
 def load_settings(file: Path | None, values: Mapping[str, Any], *, are_flags: bool = True) -> Settings:
@@ -467,7 +498,7 @@ def load_settings(file: Path | None, values: Mapping[str, Any], *, are_flags: bo
         sources = Sources(file, in_file, in_environment, given, caller_gives_flags=are_flags)
         return Settings(**sources.merge())
     except RecursionError:
-        raise SettingsError("the settings have far too many tables within each other") from None
+        raise SettingsError("the settings have tables nested far too deep") from None
     except ValidationError as error:
         raise SettingsError("; ".join(_format_validation_error(e, sources) for e in error.errors())) from None
 
@@ -481,7 +512,7 @@ _PLAIN_MESSAGES = {  # pydantic's words for these are about Python
 
 
 def _mask_api_key(path: tuple[str | int, ...], sources: Sources) -> tuple[str | int, ...]:
-    """Return the path with an API key by its place among key_limits: what is refused is in the log."""
+    """Return the path with an API key replaced by its position in key_limits, since errors are logged."""
     if path[:1] != ("key_limits",) or len(path) == 1:
         return path
     return "key_limits", f"(key {list(sources.merge()['key_limits']).index(path[1]) + 1})", *path[2:]

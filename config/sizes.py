@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: "512MiB", "10%". Knows no setting and no device."""
+"""Amounts of memory as people write them: "512MiB", "10%". Does not know what they are used for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AMOUNT = re.compile(r"\s*\d*\.?\d+\s*\w*\s*")  # pydantic reads "1,5GiB" as 1 a
 
 
 def parse_bytes(text: str | int) -> int:
-    """Bytes of "512MiB", "2GB" or a bare number."""
+    """Return the number of bytes that "512MiB", "2GB" or a bare number means. Raises ValueError."""
     try:
         if _AMOUNT.fullmatch(str(text)):
             return int(_BYTES.validate_python(text))
@@ -23,14 +23,17 @@ def parse_bytes(text: str | int) -> int:
 
 
 def share_to_bytes(share: str, total: int) -> int:
-    """Bytes that `share` ("10%" or "512MiB") means of `total` bytes, rounded down."""
+    """Return the bytes that `share` ("10%" or "512MiB") means of `total` bytes, rounded down. Raises ValueError."""
     if _is_percentage(share):
         return int(total * _parse_percentage(share) / 100)
     return parse_bytes(share)
 
 
 def exceeds(share: str, other: str) -> bool:
-    """Is `share` more than `other` whatever the total? A percentage and an amount cannot be compared without it."""
+    """Return whether `share` is more than `other` whatever the total.
+
+    A percentage and an amount cannot be compared without the total: False.
+    """
     if _is_percentage(share) != _is_percentage(other):
         return False
     if _is_percentage(share):

@@ -1,7 +1,7 @@
-"""Where the values of settings come from, which of them counts, and what a source is called when its value is refused.
+"""The sources of settings, their precedence, and how an error message names the source of a refused value.
 
-A value on the command line beats the environment (KVMUX_...), which beats the file. Knows which settings are
-tables; which there are it is told, and `settings.py` checks what they may be.
+A value on the command line beats the environment (KVMUX_...), which beats the file. Knows which settings are tables,
+but not the other settings: `settings.py` passes their names and checks the values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from config.errors import SettingsError
 log = logging.getLogger(__name__)
 
 ENV_PREFIX = "KVMUX_"
-ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # read by the command line, not a setting
+ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # read by the command line; not settings
 ENV_JSON = frozenset({"KVMUX_STRATEGIES", "KVMUX_RULES", "KVMUX_KEY_LIMITS"})
 RENAMED = {"max_step_tokens": "max_num_batched_tokens", "max_waiting": "max_queued_requests"}  # old names still work
 ENV_NESTED_PREFIX = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting: __<instance>__<option>
@@ -81,12 +81,15 @@ def read_file(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # ValueError: no TOML, no UTF-8, more digits than Python reads
+    except (ValueError, RecursionError) as error:  # ValueError: not TOML, not UTF-8, or more digits than Python reads
         raise SettingsError(f"{file} is not TOML: {error}") from None
 
 
 def apply_renames(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of one source with settings under their present names. Raises SettingsError for both names."""
+    """Return the values of one source under the settings' present names.
+
+    Raises SettingsError if a setting is given under its old and its new name.
+    """
     found = dict(values)
     for old, new in RENAMED.items():
         if old in found:
@@ -98,7 +101,7 @@ def apply_renames(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_renamed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values that the environment gives settings under their old names."""
+    """Return the values that the environment gives under old names of settings, by old name."""
     names = {env_name(old): old for old in RENAMED}
     return {names[given.upper()]: value for given, value in environ.items() if given.upper() in names}
 
@@ -117,7 +120,7 @@ def check_environment(environ: Mapping[str, str], settings: Collection[str]) -> 
         if setting not in known:
             raise SettingsError(f"the environment sets {given}, which is not a setting{did_you_mean(name, known)}")
         if name != setting and not name.startswith(ENV_NESTED_PREFIX):
-            raise SettingsError(f"the environment sets {given}, but {setting} has no parts; set {setting} itself")
+            raise SettingsError(f"the environment sets {given}, but {setting} is not a table; set {setting} itself")
         if name in ENV_JSON and not _is_json(value):
             raise SettingsError(f"{given} is not JSON; a settings file (--config) is easier to write")
 
@@ -131,9 +134,9 @@ def _is_json(text: str) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message, which suggests the closest known name; empty if none is close.
+    """Return "; did you mean ...?" with the closest known name, to end an error message; empty if none is close.
 
-    Of names that are about as close it is one that begins alike.
+    Among names that are equally close it is one with the same first two letters.
     """
 
     def likeness(other: str) -> tuple[float, bool]:

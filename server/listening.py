@@ -1,4 +1,4 @@
-"""The socket that the server listens on, and what to change where it cannot. Knows no setting."""
+"""The listening socket of the server, and advice where an address cannot be listened on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BACKLOG = 2048  # connections the system holds while the workers are busy or sti
 
 
 class ListenError(Exception):
-    """The address cannot be listened on; the message tells the user what to change."""
+    """An address cannot be listened on; the message tells the user what to change."""
 
 
 def listen(host: str, port: int, settings: str = "") -> socket.socket:
@@ -21,7 +21,7 @@ def listen(host: str, port: int, settings: str = "") -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        socket.getaddrinfo(host, port, family)  # create_server hides that it is the name that is wrong
+        socket.getaddrinfo(host, port, family)  # create_server does not say that the name is wrong
         return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:
         advice = _listen_advice(error, port, settings)
@@ -29,11 +29,11 @@ def listen(host: str, port: int, settings: str = "") -> socket.socket:
 
 
 def _listen_advice(error: OSError | UnicodeError, port: int, settings: str) -> str:
-    if isinstance(error, (socket.gaierror, UnicodeError)):  # the latter for what cannot be a part of a name
+    if isinstance(error, (socket.gaierror, UnicodeError)):  # UnicodeError: what cannot be part of a host name
         return f"no such address; see --{settings}host"
     flag = f"--{settings}port"
     if error.errno == errno.EADDRINUSE:
-        return f"the port is in use; choose another ({flag} {port % 65535 + 1}), or any that is free ({flag} 0)"
+        return f"the port is in use; choose another ({flag} {port % 65535 + 1}), or let the system choose ({flag} 0)"
     if error.errno == errno.EACCES:
         return f"not allowed; choose a port above 1023 ({flag} 8000)"
     return f"{os.strerror(error.errno or 0)}; see --{settings}host and {flag}"

@@ -15,9 +15,9 @@ if TYPE_CHECKING:  # API processes read records, and import no strategies
     from cache_strategies.base import BlockEvents, Blocks, CacheUsage
     from cache_strategies.registry import Instance
 
-WaitReason = Literal["seats", "memory", "sibling", "turn"]  # what a request waits for, see Scheduler.waits
+WaitReason = Literal["seats", "memory", "sibling", "turn"]  # what a request waits for; see Scheduler.waits
 Outcome = Literal["stop", "length", "cancelled", "error"]  # of a request
-Phase = Literal["prefill", "decode", "mixed"]  # what the rows of a step do: all of them, or some this and some that
+Phase = Literal["prefill", "decode", "mixed"]  # of a step; mixed: some of its rows prefill, others decode
 Role = Literal["engine", "api", "supervisor"]  # of a process
 
 
@@ -32,7 +32,7 @@ class StepPart:
 
 @dataclass(frozen=True)
 class Admission:
-    """A request's first row has run. Once, whatever happens to it later."""
+    """The admission of a request: its first row has run. Reported once, even if the request is preempted later."""
 
     instance: str
     prompt_tokens: int
@@ -42,10 +42,10 @@ class Admission:
 
 
 class DraftRecord(NamedTuple):
-    """Guesses at a request's next tokens that were verified in a step."""
+    """A draft of a request's next tokens that was verified in a step."""
 
     num_tokens: int
-    num_accepted: int  # of these, the first ones
+    num_accepted: int  # how many of them, from the first, were accepted
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class StepReport:
     drafts: Mapping[str, Sequence[DraftRecord]]  # by instance
     forks: Mapping[str, int]  # requests that took over a sibling's prompt, by instance
     admissions: Sequence[Admission]
-    evicted_bytes: Mapping[str, int]  # bytes that had to make room since the step before, by instance
+    evicted_bytes: Mapping[str, int]  # bytes evicted since the step before, by instance
     inter_token_seconds: Mapping[
         str, Sequence[float]
     ]  # seconds between a token drawn in this step and the one before, by instance
@@ -84,20 +84,20 @@ class StepReport:
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
-    """One request, when it has left the engine. Seconds; a time that did not come about is None."""
+    """A request that has left the engine. Times are seconds; None where the request did not get that far."""
 
     instance: str
     reason: str  # why this instance
     outcome: Outcome
     prompt_tokens: int
     cached_tokens: int | None  # None: it was never admitted, so none were looked up
-    miss: str | None  # why no more was found (`cache_strategies.base.Miss`); None: all there could be, or not looked up
+    miss: str | None  # why no more was found (`cache_strategies.base.Miss`); None: all was found, or nothing looked up
     forked: bool  # it took over a sibling's prompt, so it was not looked up in the cache
     generated_tokens: int
-    drafted_tokens: int  # guesses at them that were verified,
-    accepted_tokens: int  # and those that came true
+    drafted_tokens: int  # draft tokens that were verified
+    accepted_tokens: int  # draft tokens that were accepted
     preemptions: int
-    kv_bytes: int  # that its text came to, shared blocks counted in full
+    kv_bytes: int  # KV memory of its text, shared blocks counted in full
     queue_seconds: float | None
     prefill_seconds: float | None
     decode_seconds: float | None
@@ -106,7 +106,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
 
 class DeviceMemory(NamedTuple):
-    """The memory of a device; of a CPU, the machine's, or that of its container."""
+    """The memory of a device in bytes; for a CPU the machine's, or its container's."""
 
     used: int
     free: int
@@ -121,20 +121,20 @@ class EngineInfo:
     fallback_ops: Sequence[str]  # operations that failed their check
     versions: Mapping[str, str]
     settings: Mapping[str, Any]
-    restarts: int  # engines before this one
+    restarts: int  # number of engines that ran before this one
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """Bytes and counts, by instance where nothing else is said."""
+    """Gauges of an engine: bytes and counts, by instance unless noted."""
 
     running: Mapping[str, int]  # requests
-    waiting: Mapping[tuple[str, WaitReason], int]  # requests, by instance and what for
+    waiting: Mapping[tuple[str, WaitReason], int]  # requests, by instance and reason
     usage: Mapping[str, CacheUsage]
     blocks: Mapping[str, Blocks]
     floor_bytes: Mapping[str, int]
-    pool_free: int  # KV memory that no instance holds,
-    pool_held: int  # that one does,
-    pool_untouched: int  # and that the system has not given yet
+    pool_free: int  # KV memory that no instance holds
+    pool_held: int  # KV memory that an instance holds
+    pool_untouched: int  # KV memory that the system has not provided yet
     device_memory: DeviceMemory
-    process_memory: Mapping[Role, int]  # resident memory
+    process_memory: Mapping[Role, int]  # resident memory, by role

@@ -1,4 +1,4 @@
-"""What a terminal shows when the server is ready. Knows the settings and the engine's summary."""
+"""The text that a terminal shows when the server is ready, made from the settings and the engine's summary."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from server.version import get_version
 
 
 def format_banner(url: str, settings: Settings, ready: Mapping[str, Any]) -> str:
-    """Return what is printed once the server is ready: address, model, strategies and a first request to try."""
+    """Return the text to print once the server is ready: address, model, strategies and a first request to try."""
     body = shlex.quote(json.dumps({"model": ready["model"], "prompt": "Once upon a time", "max_tokens": 64}))
+    kv_memory = ByteSize(ready["kv_memory_bytes"]).human_readable(separator=" ")
     everywhere = " (on every address of this machine)" if settings.host in ("0.0.0.0", "::") else ""
     return f"""
 kvmux {get_version()} serves {ready["model"]} on {url}{everywhere}
 
   model       {ready["dtype"]} on {ready["device"]}; prompt and completion up to {ready["max_seq_len"]:,} tokens
   kernels     {ready["kernels"]}
-  KV memory   {ByteSize(ready["kv_memory_bytes"]).human_readable(separator=" ")}, shared by these strategies; each alone has room for
+  KV memory   {kv_memory}, shared by these strategies; each alone has room for
 {_format_strategies(ready["strategies"], settings.default_strategy)}
 
 Try it:

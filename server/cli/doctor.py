@@ -1,7 +1,7 @@
-"""`kvmux doctor`: what this machine is, which kernels it has, whether they compute what they should, and how fast.
+"""`kvmux doctor`: reports on this machine, its kernels, whether they compute correctly, and how fast.
 
-Prints a report and writes the same as JSON, to attach where a problem is described. Loads no model; all that it does on
-a device it does in one thread.
+Prints a report and writes the same as JSON, to attach to a bug report. Loads no model; uses a device from one thread
+only.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _write_report(out: Path, text: str) -> str | None:
 
 
 def make_report() -> dict[str, dict[str, str]]:
-    """Facts under headings."""
+    """Return the report: by heading, lines of name and text."""
     return {
         "machine": dict(_describe_machine()),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
@@ -119,7 +119,7 @@ def _check_kernels() -> Iterator[tuple[str, str]]:
     for backend in list_backends():
         if backend.missing is not None:
             yield backend.name, f"none: {backend.missing}"
-        elif backend.device.is_emulated:  # an engine checks it when it starts; here it would only tell of the emulator
+        elif backend.device.is_emulated:  # an engine checks it at start; a check here would only measure the emulator
             yield backend.name, f"usable: --device {backend.device.name}"
         else:
             yield from _check_backend(backend)
@@ -139,7 +139,7 @@ def _check_backend(backend: Backend) -> Iterator[tuple[str, str]]:
 
 
 def _format_verdict(dtype: torch.dtype, verdict: Verdict, seconds: float | None) -> str:
-    """Return the verdict in words; what is made of other operations has no time of its own."""
+    """Return the verdict in words; an operation composed of others has no time of its own."""
     found = f"off by {verdict.error:.0e}" if verdict.fault is None else f"{FAULT} {verdict.fault}"
     took = "" if seconds is None else f" in {1e3 * seconds:.1f} ms"
     return f"{str(dtype).removeprefix('torch.')} {found}{took}"

@@ -1,6 +1,6 @@
 """Settings as flags of the command line, in groups, made from the settings' own metadata. Imports nothing heavy.
 
-Knows no command, and checks no value: that is done for every source alike, where settings are loaded.
+Does not check values: values from all sources are checked alike, when the settings are loaded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GROUPS = {
         "enable_tokenizer_info_endpoint",
     ),
     "logs": ("log_level", "log_format", "log_prompts", "otlp_traces_endpoint"),
-    "who may": ("api_keys", "admin_token", "metrics_key", "cors_origins", "min_priority", "max_kv_cache_priority"),
+    "access": ("api_keys", "admin_token", "metrics_key", "cors_origins", "min_priority", "max_kv_cache_priority"),
     "limits": (
         "max_body_bytes",
         "max_inflight_body_bytes",
@@ -89,6 +89,7 @@ METAVARS = {
 
 
 def add_settings(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]]) -> None:
+    """Add flags for the settings in `groups` (names by title), and --config."""
     parser.add_argument("--config", metavar="FILE", help="settings file, TOML [KVMUX_CONFIG]")
     for title, names in groups.items():
         group = parser.add_argument_group(title)
@@ -99,7 +100,7 @@ def add_settings(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[
 
 
 def group_settings() -> dict[str, list[str]]:
-    """Return the names of the scalar settings by group; one that is not in GROUPS is under "other"."""
+    """Return the names of the scalar settings by group; those that GROUPS lacks are under "other"."""
     groups: dict[str, list[str]] = {title: [] for title in GROUPS}
     title_of = {name: title for title, names in GROUPS.items() for name in names}
     for name, field in Settings.model_fields.items():
@@ -109,7 +110,7 @@ def group_settings() -> dict[str, list[str]]:
 
 
 def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
-    """Add the flag of one setting. Its value stays text: load() checks values of every source alike."""
+    """Add the flag of one setting. Its value stays text, as load_settings() checks the values of all sources alike."""
     help_text = (field.description or "").replace("%", "%%")
     if field.default is not None:
         help_text += f" (default: {field.default})"

@@ -1,8 +1,8 @@
-"""`kvmux health`: asks servers whether they are ready, as a container's health check does.
+"""`kvmux health`: checks whether servers are ready, for a container's health check.
 
-Without an address it asks the servers that this user runs on this machine, wherever flags, variables and settings
-files let them listen: each has written down its URL (processes/runtime_directory.py). Imports little, since it runs
-every few seconds beside a server that computes.
+Without a URL it checks the servers that this user runs on this machine: each has written its URL to its runtime
+directory (processes/runtime_directory.py), so it does not matter which settings they were started with. Imports little,
+since it runs every few seconds beside a busy server.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ def check_health(url: str | None = None, timeout: float = TIMEOUT) -> int:
     """Print a line for each server; return 0 if there is one, and all are ready, else 1."""
     urls = find_running_urls() if url is None else [url]
     if not urls:
-        print_safely("kvmux: no server of this user runs here; is it still starting? --url asks any other", sys.stderr)
+        print_safely(
+            "kvmux: no server of this user runs here; is it still starting? check another server with --url", sys.stderr
+        )
         return NOT_READY
     return max([_check_server(each, timeout) for each in urls])
 
 
 def _check_server(url: str, timeout: float) -> int:
-    """Print whether a server is ready; return the exit code that says so."""
+    """Print whether a server is ready; return READY or NOT_READY."""
     try:
         print_safely(f"{url} is ready and serves {_read_model_name(url, timeout)}", sys.stdout)
         return READY
@@ -45,17 +47,20 @@ def _check_server(url: str, timeout: float) -> int:
 
 
 def _read_model_name(url: str, timeout: float) -> str:
-    """Return the model that a server is ready to serve. Raises OSError, HTTPException or ValueError if it is not."""
+    """Return the name of the model that a server is ready to serve.
+
+    Raises OSError, HTTPException or ValueError if the server is not ready.
+    """
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with direct.open(f"{url.rstrip('/')}/ready", timeout=timeout) as answer:
         body = json.load(answer)
     if not isinstance(body, dict) or body.get("status") != "ready":
-        raise ValueError("what answers there is not kvmux")
+        raise ValueError("the server at this URL is not kvmux")
     return str(body.get("model"))
 
 
 def _read_error_message(error: urllib.error.HTTPError) -> str:
-    """Return what the body of an error says, or its status."""
+    """Return the message in the body of an error response, or its status."""
     try:
         return str(json.load(error)["error"]["message"])
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):

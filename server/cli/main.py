@@ -1,7 +1,6 @@
 """The command line: `kvmux serve`, `health`, `bench`, `evaluate`, `profile`, `doctor`, and their help.
 
-Which flags settings have is told in `flags.py`. Imports neither torch nor transformers, so that help and errors come
-at once.
+`flags.py` makes the flags of settings. Imports neither torch nor transformers, so that help and errors come at once.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ DESCRIPTION = """\
 An inference server where the KV cache is a plug-in: a strategy per request, all strategies in one batch."""
 
 SERVE_DESCRIPTION = """\
-Loads a model and serves it behind the OpenAI API (/v1/completions, /v1/models, ...).
+Loads a model and serves it with the OpenAI API (/v1/completions, /v1/models, ...).
 Without any setting it serves the small embedded model on http://127.0.0.1:8000.
 
 A setting on the command line beats its environment variable, which beats the settings file,
@@ -78,20 +77,20 @@ strategies and rules are tables of the settings file:
   kv_memory = "2GiB"
   default_strategy = "paged"
 
-  [strategies.paged]          # an instance per built-in kind is there: paged, contiguous, sliding_window
-  floor = "25%"               # KV memory that nobody else may take
+  [strategies.paged]          # built-in instances: paged, contiguous, sliding_window
+  floor = "25%"               # KV memory that no other instance may take
   limit = "75%"               # KV memory it may hold at most
 
   [strategies.short]          # an instance of your own: a kind, and options of that kind
   kind = "sliding_window"
   window = 256
 
-  [[rules]]                   # the first rule that fits serves a request that names no strategy
+  [[rules]]                   # for requests that name no strategy; the first rule that matches counts
   use = "short"
   min_prompt_tokens = 1024
 
 A client names an instance in the request ("kv_cache": "short") or in the model's name ("my-model:short").
-One option can be set by a variable too: KVMUX_STRATEGIES__SHORT__WINDOW=512
+A variable can set one option: KVMUX_STRATEGIES__SHORT__WINDOW=512
 
 examples:
   kvmux serve
@@ -123,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 # ---------------------------------------------------------------- kvmux serve
 def serve(options: dict[str, Any]) -> int:
-    """Serve until a signal stops it; `options` are the flags given, by setting. Returns the exit code."""
+    """Serve until a signal stops the server; `options` are the given flags, by setting. Return the exit code."""
     settings = load_settings(pop_settings_file(options), options)
     multiprocessing.current_process().name = "kvmux"  # in the log
     configure_logging(settings)
@@ -168,7 +167,7 @@ def _run_supervisor(settings: Settings, listener: socket.socket, metrics_listene
 
 
 def check_open_files() -> None:
-    """Raise SettingsError if the system allows a process too few open files."""
+    """Raise SettingsError if the system allows a process fewer than MIN_OPEN_FILES."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < MIN_OPEN_FILES:
         raise SettingsError(
@@ -191,7 +190,7 @@ def check_kernels_package() -> None:
 
 
 def check_api_keys(settings: Settings) -> None:
-    """Warn of API keys that may be guessed; the log never has a key."""
+    """Warn about API keys that are short enough to be guessed, without logging them."""
     if settings.short_api_keys:
         which = ", ".join(map(str, settings.short_api_keys))
         log.warning("api_keys: key %s has fewer than %d characters and may be guessed", which, MIN_API_KEY_LENGTH)
@@ -199,21 +198,21 @@ def check_api_keys(settings: Settings) -> None:
 
 # ---------------------------------------------------------------- kvmux health
 def health(options: dict[str, Any]) -> int:
-    """Ask servers whether they are ready."""
+    """Print whether servers are ready; return the exit code."""
     return ask_health(**options)
 
 
 # ---------------------------------------------------------------- kvmux bench
 def bench(options: dict[str, Any]) -> int:
-    """Load a running server. The load test's code is found by name: only its flags are imported here."""
+    """Benchmark a running server. The code is imported by name when it runs; at the top only its flags are."""
     return int(pkgutil.resolve_name("loadtest.bench.command:run")(options))
 
 
 # ---------------------------------------------------------------- kvmux evaluate
 def evaluate(options: dict[str, Any]) -> int:
-    """Measure strategies. `options` are the flags given: settings, and those of server/evaluation/flags.py.
+    """Measure the quality of strategies; `options` are flags of settings and of server/evaluation/flags.py.
 
-    What does it is found by name, not imported: serving must not load torch into this process.
+    The code is imported by name when it runs: serving must not load torch into this process.
     """
     check_kernels_package()
     return int(pkgutil.resolve_name("server.evaluation.command:run")(pop_settings_file(options), options))
@@ -221,7 +220,7 @@ def evaluate(options: dict[str, Any]) -> int:
 
 # ---------------------------------------------------------------- kvmux profile
 def profile(options: dict[str, Any]) -> int:
-    """Measure steps, here or of a running server. As for `evaluate`, the code is found by name."""
+    """Measure steps, in this process or of a running server. As for `evaluate`, the code is imported by name."""
     if "url" in options:
         return int(pkgutil.resolve_name("server.profiling.remote:run")(pop_settings_file(options), options))
     check_kernels_package()
@@ -230,21 +229,21 @@ def profile(options: dict[str, Any]) -> int:
 
 # ---------------------------------------------------------------- kvmux doctor
 def doctor(options: dict[str, Any]) -> int:
-    """Report what this machine is and whether the kernels compute correctly."""
+    """Report on this machine and on whether its kernels compute correctly; return the exit code."""
     check_kernels_package()
     return int(pkgutil.resolve_name("server.cli.doctor:doctor")(**options))
 
 
 # ---------------------------------------------------------------- what the commands share
 def pop_settings_file(options: dict[str, Any]) -> Path | None:
-    """Take the settings file from the options, or from the environment; None if neither names one."""
+    """Remove `config` from the options and return it, or the environment's; None if neither names a settings file."""
     file = options.pop("config", None) or os.environ.get("KVMUX_CONFIG")
     return Path(file) if file else None
 
 
 # ---------------------------------------------------------------- the parser
 class Parser(argparse.ArgumentParser):
-    """Errors in one line, with a suggestion, instead of the whole usage."""
+    """An argument parser whose errors are one line with a suggestion, instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
@@ -275,7 +274,7 @@ def _add_serve(commands: Commands) -> None:
         "serve",
         serve,
         "[--model MODEL] [--port N] [--config FILE] [more settings]",
-        help="load a model and serve it; `kvmux serve --help` tells every setting",
+        help="load a model and serve it; `kvmux serve --help` lists every setting",
         description=SERVE_DESCRIPTION,
         epilog=SERVE_EPILOG,
     )
@@ -288,13 +287,13 @@ def _add_health(commands: Commands) -> None:
         "health",
         health,
         "[--url URL] [--timeout SECONDS]",
-        help="ask whether the server on this machine is ready, for health checks",
-        description="Asks /ready of the servers that you run on this machine, wherever they listen.\n"
-        "The exit code is 0 if there is one, and all are ready; otherwise 1.",
+        help="check whether the servers on this machine are ready",
+        description="Requests /ready of the servers that you run on this machine, wherever they listen.\n"
+        "The exit code is 0 if there is at least one and all are ready, else 1.",
     )
-    parser.add_argument("--url", help="ask the server there instead")
+    parser.add_argument("--url", help="check the server at this URL instead")
     parser.add_argument(
-        "--timeout", type=_parse_seconds, metavar="SECONDS", help=f"how long it has to answer (default: {TIMEOUT:g})"
+        "--timeout", type=_parse_seconds, metavar="SECONDS", help=f"time limit for the answer (default: {TIMEOUT:g})"
     )
 
 
@@ -304,7 +303,7 @@ def _add_bench(commands: Commands) -> None:
         "bench",
         bench,
         "[--url URL] [--workload NAME ...] [--strategies NAME ...] [more flags]",
-        help="load a running server, and tell how fast it is under each cache strategy",
+        help="benchmark a running server under each cache strategy",
         description=bench_flags.DESCRIPTION,
         epilog=bench_flags.EPILOG,
     )
@@ -317,7 +316,7 @@ def _add_evaluate(commands: Commands) -> None:
         "evaluate",
         evaluate,
         "[--model MODEL] [--strategy NAME ...] [--text FILE] [more flags]",
-        help="measure what each cache strategy costs in quality",
+        help="measure how much quality each cache strategy costs",
         description=evaluation_flags.DESCRIPTION,
         epilog=evaluation_flags.EPILOG,
     )
@@ -331,7 +330,7 @@ def _add_profile(commands: Commands) -> None:
         "profile",
         profile,
         "[--model MODEL | --url URL] [--sequences N ...] [--context N] [more flags]",
-        help="tell where the time of a step goes, beside what this machine allows",
+        help="show where the time of a step goes, beside what this machine allows",
         description=profiling_flags.DESCRIPTION,
         epilog=profiling_flags.EPILOG,
     )
@@ -345,14 +344,15 @@ def _add_doctor(commands: Commands) -> None:
         "doctor",
         doctor,
         "[--out FILE]",
-        help="tell what this machine is, and whether its kernels compute what they should",
-        description="Prints a report on this machine and its kernels, and writes it to a file to attach\nto a problem.",
+        help="report on this machine and on whether its kernels compute correctly",
+        description="Prints a report on this machine and its kernels, and writes it to a file\n"
+        "to attach to a bug report.",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where (default: kvmux-doctor.json)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file of the report (default: kvmux-doctor.json)")
 
 
 def _parse_seconds(text: str) -> float:
-    """Return a timeout. Raises ArgumentTypeError."""
+    """Return a timeout in seconds. Raises ArgumentTypeError."""
     try:
         if 0 < (seconds := float(text)) <= MAX_TIMEOUT:
             return seconds
@@ -371,7 +371,7 @@ def _add_command(
     description: str,
     epilog: str = "",
 ) -> Parser:
-    """Add a command's parser; flags that are not given are left out of the options that `run` gets."""
+    """Add a command's parser; the options that `run` gets have only the flags that are given."""
     parser = commands.add_parser(
         name,
         usage=f"kvmux {name} {usage}",

@@ -1,6 +1,6 @@
-"""stdin, stdout and stderr that may be closed, on a full disk, or a pipe whose reader is gone.
+"""Printing to standard streams that may be closed, on a full disk, or a pipe whose reader is gone.
 
-None of that is a reason to end a server. Does not know what is printed.
+None of these is a reason for a server to end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def print_safely(text: str, stream: TextIO) -> None:
 
 
 def redirect_to_devnull(stream: TextIO) -> None:
-    """Redirect a stream to /dev/null: what it could not write is tried again, and would fail, when the program ends."""
+    """Redirect a stream to /dev/null: at exit Python flushes what could not be written, which would fail again."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)

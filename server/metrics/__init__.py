@@ -1,1 +1,1 @@
-"""What Prometheus reads: `families` says what there is, `registry` counts it."""
+"""Prometheus metrics: `families` declares them, `registry` counts, `exposition` writes the text."""

@@ -1,7 +1,7 @@
-"""Writes metrics as text for Prometheus, from a snapshot of the engine's: the families, and a flat list of numbers.
+"""Writes metrics as text for Prometheus, from a snapshot: the families, and a flat list of numbers.
 
 The engine counts in the list, and knows where in it a series begins (`registry.py`). The API process that serves
-/metrics writes the text, so that no step waits for it. Knows no single metric, and imports no engine.
+/metrics writes the text, so that no step waits for it. Does not know the single metrics.
 """
 
 from __future__ import annotations
@@ -43,18 +43,21 @@ class Series(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FamilyShape(msgspec.Struct, frozen=True, array_like=True):
-    """A family's names and series; `num_values` is the number of values that each series has in the list."""
+    """A family's names, labels and series, without values."""
 
     kind: Kind
     name: str  # without `_total` and `_get_info_values`
     help: str
     labels: tuple[str, ...]
-    buckets: tuple[float, ...]  # upper bounds of a histogram's buckets; above the last there is one more
+    buckets: tuple[float, ...]  # upper bounds of a histogram's buckets; one more bucket is above the last
     series: tuple[Series, ...]
 
     @property
     def num_values(self) -> int:
-        """Return the number of values of a series. Histogram: a count for each bucket, the sum; summary: count, sum."""
+        """Return the number of values that a series has in the list.
+
+        Of a histogram: a count for each bucket, then the sum; of a summary: count and sum.
+        """
         match self.kind:
             case "histogram":
                 return len(self.buckets) + 2
@@ -66,7 +69,7 @@ class FamilyShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """The engine's message: the encoded families, which stay the same, and their numbers as an array of doubles."""
+    """The engine's message: the encoded families, which stay the same, and all values as an array of doubles."""
 
     families: msgspec.Raw
     numbers: bytes
@@ -77,15 +80,15 @@ _SNAPSHOT_DECODER: msgspec.msgpack.Decoder[Snapshot] = msgspec.msgpack.Decoder(S
 
 
 class Renderer:
-    """Writes snapshots as text; keeps the parts that do not change from one to the next."""
+    """A writer of snapshots as text, which keeps the parts that do not change from one to the next."""
 
     def __init__(self) -> None:
         self._encoded_families = b""
         self._families: tuple[FamilyShape, ...] = ()
-        self._templates: dict[bool, list[str]] = {}  # by whether it is OpenMetrics
+        self._templates: dict[bool, list[str]] = {}  # by whether they are OpenMetrics
 
     def render(self, encoded: bytes, *, openmetrics: bool) -> bytes:
-        """Return an encoded Snapshot in Prometheus' text format, or in OpenMetrics 1.0."""
+        """Return the text of an encoded Snapshot, in Prometheus' format or in OpenMetrics 1.0."""
         snapshot = _SNAPSHOT_DECODER.decode(encoded)
         if bytes(snapshot.families) != self._encoded_families:
             self._encoded_families = bytes(snapshot.families)
@@ -117,7 +120,7 @@ def _iter_sample_values(families: Sequence[FamilyShape], numbers: Sequence[float
 
 
 def _make_template(families: Sequence[FamilyShape], *, openmetrics: bool) -> list[str]:
-    """Return the text before each sample's value, and after the last one; prometheus_client writes it."""
+    """Return the text before each sample's value, then the text after the last one, as prometheus_client writes it."""
     registry = CollectorRegistry()
     registry.register(_Empty(families))
     # Without escaping: it would make `vllm_` of `vllm:`, though colons are allowed.
@@ -133,7 +136,7 @@ def _make_template(families: Sequence[FamilyShape], *, openmetrics: bool) -> lis
 
 
 class _Empty(Collector):
-    """Families whose values are all zero."""
+    """A collector of families whose values are all zero."""
 
     def __init__(self, families: Sequence[FamilyShape]) -> None:
         self._families = families

@@ -1,8 +1,7 @@
-"""Every metric as a row of one table: its name, kind and labels, and what vLLM calls it.
+"""Every metric as a row of one table: its name, kind and labels, and vLLM's name for it.
 
-The registry, docs/reference/metrics.md and the tests go through FAMILIES, so that a metric joins them by its row. Names
-follow vLLM's with our prefix, so that dashboards compare. A label takes values from a closed set, which no client can
-extend.
+The registry, docs/reference/metrics.md and the tests go through FAMILIES, so that a new metric needs only a row. Names
+are vLLM's with our prefix, so that dashboards compare. A label's values are a closed set, which no client can extend.
 
 `python -m server.metrics.families` prints the table of docs/reference/metrics.md.
 """
@@ -32,7 +31,7 @@ Buckets = tuple[float, ...]
 
 @dataclass(frozen=True, eq=False)
 class Label:
-    """A label and its values; None: they are known when the server starts."""
+    """A label and its values; None: the values are known only when the server starts."""
 
     name: str
     values: tuple[str, ...] | None = None
@@ -43,32 +42,32 @@ class MetricFamily(Generic[M]):
     """One metric with all its label values."""
 
     kind: type[M]
-    name: str  # without the prefix and the ending that its kind has
+    name: str  # without the prefix, and without the suffix of its kind
     help: str
     labels: tuple[Label, ...] = ()
-    buckets: Buckets = ()  # of a histogram's buckets
-    vllm_name: str | None = None  # its name there, without `vllm:`; None: there is none
+    buckets: Buckets = ()  # upper bounds of a histogram's buckets
+    vllm_name: str | None = None  # without `vllm:`; None: vLLM has no such metric
 
     @property
     def exposed_name(self) -> str:
-        """The name that Prometheus reads; the series of histograms and summaries have endings of their own."""
+        """Return the name that Prometheus reads; series of histograms and summaries have further suffixes."""
         return f"{PREFIX}{self.name}{NAME_SUFFIXES.get(self.kind, '')}"
 
     @property
     def series_names(self) -> tuple[str, ...]:
-        """The names of its series, as a query asks for them."""
+        """Return the names of the family's series, as queries use them."""
         return tuple(self.exposed_name + part for part in SERIES_SUFFIXES.get(self.kind, ("",)))
 
 
 def _make_vllm_family(
     kind: type[M], name: str, help: str, labels: tuple[Label, ...], buckets: Buckets = ()
 ) -> MetricFamily[M]:
-    """Return a family that vLLM has by the same name."""
+    """Return a family that vLLM has under the same name."""
     return MetricFamily(kind, name, help, labels, buckets, vllm_name=f"{name}{NAME_SUFFIXES.get(kind, '')}")
 
 
 # ---------------------------------------------------------------- labels
-STRATEGY = Label("strategy")  # instances
+STRATEGY = Label("strategy")  # a strategy instance
 OUTCOME = Label("outcome", get_args(Outcome))
 MISS_REASON = Label("reason", get_args(Miss))
 WAIT_REASON = Label("reason", get_args(WaitReason))
@@ -76,17 +75,17 @@ KV_STATE = Label("state", ("used", "idle", "wasted"))
 POOL_STATE = Label("state", ("held", "free", "untouched"))
 DEVICE_STATE = Label("state", DeviceMemory._fields)
 BLOCK_STATE = Label("state", Blocks._fields)
-OP = Label("op")  # operations of the kernels
+OP = Label("op")  # an operation of the kernels
 BACKEND = Label("backend")  # that computes the operation
 PHASE = Label("phase", get_args(Phase))
 ROLE = Label("role", get_args(Role))
 STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 OTHER = "other"
 CODE = Label("code", (*map(str, STATUSES), OTHER))
-POSITION = Label("position", tuple(map(str, range(MAX_DRAFT_TOKENS))))  # in a draft
+POSITION = Label("position", tuple(map(str, range(MAX_DRAFT_TOKENS))))  # of a token in a draft
 BY_STRATEGY = (STRATEGY,)
 
-# ---------------------------------------------------------------- edges: vLLM's, and finer ones below
+# ---------------------------------------------------------------- buckets: vLLM's, and finer ones below
 # fmt: off
 FIRST_TOKEN_BUCKETS: Buckets = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
@@ -111,7 +110,7 @@ POWER_OF_TWO_BUCKETS = tuple(2**n for n in range(15))
 REQUESTS = MetricFamily(
     Counter,
     "requests",
-    "Requests that left the engine, by how they ended; error: their strategy or the model failed, or time was up.",
+    "Requests that left the engine, by how they ended; error: their strategy or the model failed, or they timed out.",
     (STRATEGY, OUTCOME),
     vllm_name="request_success_total",
 )
@@ -195,22 +194,25 @@ WAITING = _make_vllm_family(
 PREEMPTIONS = _make_vllm_family(Counter, "num_preemptions", "Seats taken to make room.", BY_STRATEGY)
 FAILURES = MetricFamily(Counter, "strategy_failures", "Exceptions in a strategy's code.", BY_STRATEGY)
 FORKS = MetricFamily(
-    Counter, "forks", "Choices that took over the prompt of the first of `n`; they look nothing up.", BY_STRATEGY
+    Counter,
+    "forks",
+    "Choices (`n` > 1) that share the prompt of the first one, and are not looked up in the cache.",
+    BY_STRATEGY,
 )
 DRAFTS = _make_vllm_family(
-    Counter, "spec_decode_num_drafts", "Drafts, guesses at a request's next tokens, that were verified.", BY_STRATEGY
+    Counter, "spec_decode_num_drafts", "Drafts of a request's next tokens that were verified.", BY_STRATEGY
 )
 DRAFT_TOKENS = _make_vllm_family(Counter, "spec_decode_num_draft_tokens", "Tokens of these drafts.", BY_STRATEGY)
 ACCEPTED_TOKENS = _make_vllm_family(
     Counter,
     "spec_decode_num_accepted_tokens",
-    "Tokens of drafts that came true: each saves a step of its request.",
+    "Draft tokens that were accepted: each saves a step of its request.",
     BY_STRATEGY,
 )
 ACCEPTED_PER_POSITION = _make_vllm_family(
     Counter,
     "spec_decode_num_accepted_tokens_per_pos",
-    "Tokens of drafts that came true, by their position in the draft, from 0.",
+    "Draft tokens that were accepted, by their position in the draft, from 0.",
     (STRATEGY, POSITION),
 )
 STEPS = MetricFamily(Counter, "steps", "Forward passes; a step serves all strategies.")
@@ -224,13 +226,13 @@ STEP_TOKENS = MetricFamily(
 KERNEL_SECONDS = MetricFamily(
     Summary,
     "kernel_seconds",
-    "Time of an operation in a step, all calls together; measured in one step of 61, by what the step's rows do.",
+    "Time of an operation in a step, all calls together, by phase of the step; measured in one step of 61.",
     (OP, BACKEND, PHASE),
 )
 TIMED_STEP_SECONDS = MetricFamily(
     Summary,
     "timed_step_seconds",
-    "Time of the steps in which kernel_seconds is measured; what no operation took is Python and small tensors.",
+    "Time of the steps in which kernel_seconds is measured; what operations do not take is Python and small tensors.",
     (PHASE,),
 )
 KERNEL_FALLBACK = MetricFamily(
@@ -241,12 +243,12 @@ ENGINE_RESTARTS = MetricFamily(Counter, "engine_restarts", "Engines that were st
 RESPONSES = MetricFamily(
     Counter,
     "http_responses",
-    "HTTP responses by status, as API processes tell within a second; 499: the client left before there was one.",
+    "HTTP responses by status, as API processes report within a second; 499: the client left before there was one.",
     (CODE,),
 )
-BUILD = MetricFamily(Info, "build", "Versions of what runs.")
+BUILD = MetricFamily(Info, "build", "Versions of the server and of the libraries it runs on.")
 SETTINGS = MetricFamily(
-    Info, "settings", "Settings that hold, `auto` and defaults filled in; GET /v1/settings has them all."
+    Info, "settings", "Settings in effect, `auto` and defaults resolved; GET /v1/settings has all of them."
 )
 STRATEGIES = MetricFamily(Info, "strategy", "Kind and options of a strategy.", BY_STRATEGY)
 
@@ -254,15 +256,15 @@ STRATEGIES = MetricFamily(Info, "strategy", "Kind and options of a strategy.", B
 KV_BYTES = MetricFamily(
     Gauge,
     "kv_cache_bytes",
-    "KV memory reserved: used, idle (kept for whoever comes again), wasted (held and empty).",
+    "KV memory reserved: used, idle (cached, in no running sequence), wasted (held and empty).",
     (STRATEGY, KV_STATE),
 )
 KV_LIMIT = MetricFamily(Gauge, "kv_cache_limit_bytes", "KV memory that a strategy may hold.", BY_STRATEGY)
-KV_FLOOR = MetricFamily(Gauge, "kv_cache_floor_bytes", "KV memory that nobody but the strategy may take.", BY_STRATEGY)
+KV_FLOOR = MetricFamily(Gauge, "kv_cache_floor_bytes", "KV memory that no other strategy may take.", BY_STRATEGY)
 KV_POOL = MetricFamily(
     Gauge,
     "kv_cache_pool_bytes",
-    "KV memory of the server: held by some strategy, free, or untouched: for a while after the start, not there yet.",
+    "KV memory of the server: held by a strategy, free, or untouched (soon after the start: not there yet).",
     (POOL_STATE,),
 )
 KV_BLOCKS = MetricFamily(
@@ -275,7 +277,7 @@ KV_BLOCKS = MetricFamily(
 KV_COPIES = MetricFamily(
     Counter,
     "kv_cache_copied_blocks",
-    "Blocks copied because somebody wrote into a shared one (copy on write).",
+    "Blocks copied because a sequence was about to write into a shared one (copy on write).",
     BY_STRATEGY,
 )
 KV_USAGE = MetricFamily(
@@ -285,11 +287,13 @@ KV_USAGE = MetricFamily(
     BY_STRATEGY,
     vllm_name="kv_cache_usage_perc",
 )
-KV_EVICTED = MetricFamily(Counter, "kv_cache_evicted_bytes", "Idle KV memory that had to make room.", BY_STRATEGY)
+KV_EVICTED = MetricFamily(
+    Counter, "kv_cache_evicted_bytes", "Idle KV memory that was evicted to make room.", BY_STRATEGY
+)
 BLOCK_LIFETIME = _make_vllm_family(
     Histogram,
     "kv_block_lifetime_seconds",
-    "Of an evicted block: time since it was given its text.",
+    "Of an evicted block: time since it was filled.",
     BY_STRATEGY,
     BLOCK_AGE_BUCKETS,
 )
@@ -310,13 +314,13 @@ BLOCK_REUSE_GAP = _make_vllm_family(
 PROCESS_MEMORY = MetricFamily(
     Gauge,
     "process_resident_memory_bytes",
-    "Resident memory of the server's processes; what they share counts in each.",
+    "Resident memory of the server's processes; shared memory counts in each.",
     (ROLE,),
 )
 DEVICE_MEMORY = MetricFamily(
     Gauge,
     "device_memory_bytes",
-    "Memory of the device, whoever uses it; of a CPU, the machine's or its container's.",
+    "Memory of the device, all processes together; for a CPU the machine's, or its container's.",
     (DEVICE_STATE,),
 )
 

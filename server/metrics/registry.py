@@ -1,8 +1,8 @@
-"""Counts what happens, by strategy. Reads step reports, request records and the engine's state.
+"""The registry of metrics: counts step reports and request records by strategy; gauges come from the engine's state.
 
-Every series is there from the start, at zero. What a request found in the cache counts once, when it is admitted.
-All counts are one flat list of numbers: the engine's thread only adds to it and sends copies, which API processes write
-as text (`exposition.py`).
+Every series exists from the start, at zero. Tokens that a request found in the cache count once, when it is admitted.
+All values are one flat list of numbers: the engine's thread only adds to it and sends copies, which API processes write
+as text (`exposition.py`). docs/log.md has what it costs to count here or in another process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 
 
 class Metrics:
-    """The counts of one server."""
+    """The metrics of one engine."""
 
     def __init__(self, about: EngineInfo) -> None:
         self._instances = [instance.name for instance in about.instances]
@@ -53,7 +53,7 @@ class Metrics:
         self._increment(about.restarts, f.ENGINE_RESTARTS)
 
     def _add_vllm_aliases(self, shapes: Sequence[FamilyShape]) -> list[FamilyShape]:
-        """Return the families by vLLM's names, and remember where their numbers come from."""
+        """Return the families under vLLM's names, and record which series each of theirs is the sum of."""
         found = []
         for family, shape in zip(FAMILIES, shapes, strict=True):
             if (alias := make_alias(family, shape)) is not None:
@@ -71,21 +71,21 @@ class Metrics:
         self._numbers[self._offsets[family, labels]] = value
 
     def _observe(self, values: Iterable[float], family: MetricFamily[Histogram], *labels: str) -> None:
-        """Add to a histogram: one to the bucket of each value, and the value to their sum."""
+        """Add values to a histogram: one to the bucket of each value, and the value to the sum."""
         numbers, edges, place = self._numbers, family.buckets, self._offsets[family, labels]
         for value in values:
             numbers[place + bisect_left(edges, value)] += 1
             numbers[place + len(edges) + 1] += value
 
     def _observe_summary(self, value: float, family: MetricFamily[Summary], *labels: str) -> None:
-        """Add to a summary."""
+        """Add a value to a summary."""
         place = self._offsets[family, labels]
         self._numbers[place] += 1
         self._numbers[place + 1] += value
 
-    # ---------------------------------------------------------------- as it happens
+    # ---------------------------------------------------------------- counting
     def observe(self, report: StepReport, finished: Sequence[RequestRecord]) -> None:
-        """Count a step of the engine, and the requests that left with it."""
+        """Count a step of the engine, and the requests that ended with it."""
         self.observe_step(report)
         for record in finished:
             self.observe_request(record)
@@ -125,7 +125,9 @@ class Metrics:
             self._increment(admitted.prompt_tokens, f.PREFIX_QUERIES, name)
             self._increment(admitted.cached_tokens, f.PREFIX_HITS, name)
             missed = admitted.prompt_tokens - admitted.cached_tokens
-            self._increment(missed, f.PREFIX_MISSES, name, admitted.miss or "short")  # the last token always is
+            self._increment(
+                missed, f.PREFIX_MISSES, name, admitted.miss or "short"
+            )  # at least the last token is always computed
 
     def _observe_drafts(self, name: str, drafts: Sequence[DraftRecord]) -> None:
         self._increment(len(drafts), f.DRAFTS, name)
@@ -167,13 +169,13 @@ class Metrics:
             self._observe((record.generated_tokens,), f.REQUEST_GENERATION_TOKENS, name)
 
     def observe_responses(self, responses: Mapping[int, int]) -> None:
-        """Count responses of an API process, given by status."""
+        """Count the responses of an API process, given by status."""
         for status, count in responses.items():
             self._increment(count, f.RESPONSES, str(status) if status in f.STATUSES else f.OTHER)
 
-    # ---------------------------------------------------------------- what Prometheus reads
+    # ---------------------------------------------------------------- reading
     def snapshot(self, state: EngineState) -> bytes:
-        """Return all counts as they are now, encoded as a Snapshot."""
+        """Return all values as they are now, with gauges from `state`, encoded as a Snapshot."""
         for name in self._instances:
             self._set_instance_gauges(name, state)
         for family, by_state in (
@@ -242,5 +244,5 @@ def _iter_label_values(family: MetricFamily[Any], about: EngineInfo) -> Iterator
 
 
 def _format_setting(value: object) -> str:
-    """Return a value as it is written in a settings file."""
+    """Return a value as a settings file has it."""
     return str(value).lower() if isinstance(value, bool | None) else str(value)

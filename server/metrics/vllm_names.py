@@ -1,8 +1,9 @@
-"""vLLM's names for our metrics, so that dashboards and alerts made for vLLM read them.
+"""vLLM's names for our metrics, so that dashboards and alerts made for vLLM work with them.
 
-They are recording rules of Prometheus, and families that the server itself exposes where a setting says so; both come
-to the same series. What vLLM calls by another label is relabelled, and what it counts without a label is summed.
-vLLM's dashboards choose by `model_name`; here a strategy stands there, so that strategies compare as models do.
+There are two ways with the same series: recording rules of Prometheus, and families that the server itself exposes with
+the setting vllm_metric_names. Labels that vLLM names otherwise are renamed; a metric that vLLM has without a label is
+the sum over its values. vLLM's dashboards select by `model_name`; here its value is a strategy, so that strategies
+compare as models do.
 
 `python -m server.metrics.vllm_names` writes config/prometheus/vllm_names.yml.
 """
@@ -28,7 +29,7 @@ groups:
 
 
 def iter_rules() -> Iterator[tuple[str, str]]:
-    """Yield vLLM's names, and the expressions they stand for."""
+    """Yield vLLM's names, each with the expression that computes it from our metrics."""
     for family in FAMILIES:
         if family.vllm_name is not None:
             for series in family.series_names:
@@ -39,14 +40,14 @@ def iter_rules() -> Iterator[tuple[str, str]]:
 
 
 class Alias(NamedTuple):
-    """A family by vLLM's name; each of its series is the sum of some of ours."""
+    """A family under vLLM's name; each of its series is the sum of some of ours."""
 
     shape: FamilyShape
-    sources: tuple[tuple[Series, ...], ...]  # of each of its series
+    sources: tuple[tuple[Series, ...], ...]  # for each of its series, the ones of ours that it sums
 
 
 def make_alias(family: MetricFamily[Any], shape: FamilyShape) -> Alias | None:
-    """Return a family as vLLM has it; None if vLLM has none like it."""
+    """Return a family as vLLM has it; None if vLLM has no such metric."""
     if family.vllm_name is None:
         return None
     summed: dict[tuple[str, ...], list[Series]] = {}
@@ -65,7 +66,7 @@ def make_alias(family: MetricFamily[Any], shape: FamilyShape) -> Alias | None:
 
 
 def _make_vllm_labels(family: MetricFamily[Any], values: tuple[str, ...]) -> dict[str, str]:
-    """Return the labels of a series as vLLM has them."""
+    """Return vLLM's labels of a series, by name."""
     labels = {label.name: value for label, value in zip(family.labels, values, strict=True)}
     if family is WAITING:
         del labels[WAIT_REASON.name]
@@ -93,7 +94,7 @@ def _make_expression(family: MetricFamily[Any], series: str) -> str:
 
 
 def _relabel_finished_reason(series: str) -> str:
-    """Return the series with the label finished_reason, which is our `outcome`, and `abort` for `cancelled`."""
+    """Return an expression with the label finished_reason: our `outcome`, with `abort` for `cancelled`."""
     return _relabel(
         _relabel(series, "finished_reason", OUTCOME.name), "finished_reason", OUTCOME.name, "cancelled", "abort"
     )

@@ -1,1 +1,1 @@
-"""The processes of a running server: their supervisor, how each starts and ends, and signs of life."""
+"""The processes of a running server: their supervisor, how each starts and ends, and their heartbeats."""

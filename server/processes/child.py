@@ -1,6 +1,6 @@
-"""A process of the server as its supervisor sees it: when it is to start, whether it lives, and how it ended.
+"""A process of the server as its supervisor sees it: when it has to start, whether it is alive, and how it ended.
 
-Knows nothing of what the process does.
+Does not know what the process does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import psutil
 from server.processes import child_process
 from server.processes.heartbeat import Watchdog
 
-STACK_DUMP_TIMEOUT = 2.0  # in which a hanging process has to write its stacks
+STACK_DUMP_TIMEOUT = 2.0  # seconds in which a hanging process has to write its stacks
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Timing:
 
     min_restart_delay: float = 0.5  # before a dead child is started again; doubles while it keeps dying
     max_restart_delay: float = 30.0
-    healthy_after: float = 60.0  # a child whose heartbeat went on for this long starts with the first delay again
+    healthy_after: float = 60.0  # after this uptime a child that dies is restarted after min_restart_delay again
     worker_margin: float = 5.0  # beyond drain_seconds, for its last messages
     engine_grace: float = 10.0
 
@@ -36,42 +36,42 @@ DEFAULT_TIMING = Timing()
 
 
 class Child:
-    """A process that is to be running. Owned by the supervisor; `start` returns a started process and its watchdog."""
+    """A process that should be running; `start` is a function that starts it and returns it with its watchdog."""
 
     def __init__(self, name: str, start: Callable[[str], tuple[SpawnProcess, Watchdog]], timing: Timing) -> None:
         self.name = name
         self.process: SpawnProcess | None = None
-        self.start_at = 0.0  # monotonic seconds: when to start it, while it is not running
+        self.start_at = 0.0  # monotonic seconds; when to start it, if it is not running
         self.watchdog: Watchdog | None = None  # of the running process, or the last one
-        self.killed = False  # because its heartbeat stood still
+        self.killed = False  # because its heartbeat stopped
         self._start = start
         self._timing = timing
         self._delay = 0.0
 
     def start(self) -> None:
         """Start the process. Raises OSError when the system refuses."""
-        self.watchdog = None  # of another process
+        self.watchdog = None  # the one of the process before
         self.process, self.watchdog = self._start(self.name)
         self.killed = False
 
     def measure_silence(self) -> float:
-        """Return the seconds since the latest heartbeat; 0 for a child that is not running (any more)."""
+        """Return the seconds since the latest heartbeat; 0 for a child that is not running."""
         if self.process is None or self.watchdog is None or self.killed:
             return 0.0
         self.watchdog.check_heartbeat()
         return self.watchdog.silent_seconds
 
     def reap(self) -> tuple[int | None, str]:
-        """Clean up after a process that has ended; return its exit code, and in words how it ended."""
+        """Clean up after a process that has ended; return its exit code and a description of how it ended."""
         assert self.process is not None, self.name
         self.process.join()
         exitcode = self.process.exitcode
         self.process.close()
         self.process = None
-        return exitcode, "killed, as it gave no sign of life" if self.killed else describe_exit(exitcode)
+        return exitcode, "killed, as its heartbeat had stopped" if self.killed else describe_exit(exitcode)
 
     def schedule_restart(self) -> float:
-        """Set when it is to be started again; return the seconds until then."""
+        """Set when to start the process again; return the seconds until then."""
         timing = self._timing
         healthy = self.watchdog is not None and self.watchdog.uptime >= timing.healthy_after
         self._delay = timing.min_restart_delay if healthy else max(timing.min_restart_delay, 2 * self._delay)
@@ -90,7 +90,7 @@ class Child:
             self.reap()
 
     def kill_stuck(self, stacks: Path) -> list[str]:
-        """Kill a process whose heartbeat stands still; return the reason, then the lines of its stacks if it hung."""
+        """Kill a process whose heartbeat has stopped; return the reason, then the lines of its stacks if it hung."""
         assert self.process is not None, self.name
         assert self.process.pid is not None, self.name
         why = _explain_silence(self.process.pid, stacks)
@@ -100,7 +100,7 @@ class Child:
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """Return in words how a process ended."""
+    """Return a description of how a process ended."""
     if exitcode is None or exitcode >= 0:
         return f"exit code {exitcode}"
     try:
@@ -116,16 +116,16 @@ def _explain_silence(pid: int, stacks: Path) -> list[str]:
         if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             return ["it was stopped, by SIGSTOP or a debugger"]
         process.send_signal(child_process.DUMP_SIGNAL)
-        written = _read_stacks(stacks)
+        lines = _read_stacks(stacks)
     except psutil.Error:
         return ["it has just ended"]
     except OSError:  # no descriptors, or the file was removed
-        written = []
-    return ["its threads were here:", *written] if written else ["it did not write where its threads are"]
+        lines = []
+    return ["its threads were here:", *lines] if lines else ["it did not write where its threads were"]
 
 
 def _read_stacks(stacks: Path) -> list[str]:
-    """Return the lines of a file that is being written, once they are complete; none if that takes too long."""
+    """Return the lines of a file that is being written, once it no longer grows; none if that takes too long."""
     text, end = "", monotonic() + STACK_DUMP_TIMEOUT
     while monotonic() < end:
         time.sleep(0.05)

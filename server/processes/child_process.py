@@ -1,17 +1,16 @@
-"""What every child process of the server does first: set up logging and signals, and end when its parent is gone.
+"""The first steps of every child process of the server: set up logging and signals, and end when the parent is gone.
 
-Does not know what the process is for: that is named by an import string, so that the supervisor need not import it.
+The code that the process then runs is named by an import string, so that the supervisor need not import it.
 
 Signals, for every process below the supervisor, at any depth:
 
-- Only the supervisor answers SIGINT, SIGTERM and SIGHUP. systemd and a terminal send them to all processes at once, and
-  a child that ended then would take requests with it that the supervisor lets finish. They are blocked in each child
-  from before it starts (`block_signals`), and so in whatever a child starts: `request_stop` or SIGKILL end such a
-  process.
+- Only the supervisor handles SIGINT, SIGTERM and SIGHUP. systemd and a terminal send them to all processes at once, and
+  a child that ended then would cut off requests that the supervisor lets finish. They are blocked in each child from
+  before it starts (`block_signals`), and in all processes that a child starts: `request_stop` or SIGKILL end these.
 - STOP_SIGNAL (SIGUSR2) asks a child to finish its requests and end; `request_stop` sends it. A child that has not yet
   installed a handler (`signal.signal(STOP_SIGNAL, ...)`) ends at once.
 - DUMP_SIGNAL (SIGUSR1) makes it write the Python stacks of its threads to a file beside the engine's socket.
-- A child ends at once when its parent is gone, also by SIGKILL (`end_with_parent`); on Linux even one that is stopped.
+- A child ends at once when its parent ends, even by SIGKILL (`end_with_parent`); on Linux even a stopped child does.
 """
 
 from __future__ import annotations
@@ -40,17 +39,16 @@ from server.processes.parent_death import die_with_parent
 
 log = logging.getLogger(__name__)
 
-FAILED, USER_ERROR = 1, 2  # exit codes; the second: something the user can change
-SUPERVISOR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})  # only the supervisor answers these
+FAILED, USER_ERROR = 1, 2  # exit codes; USER_ERROR: the user can fix the cause
+SUPERVISOR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})  # handled by the supervisor alone
 STOP_SIGNAL, DUMP_SIGNAL = signal.SIGUSR2, signal.SIGUSR1
 
 
 def run_child(target: str, settings: Settings, socket_path: str, heartbeat: Heartbeat, *rest: Any) -> None:
     """Call `target` ("package.module:function") with the settings, the socket's path and `rest`.
 
-    Until the target calls `heartbeat.beat` itself, a thread does.
-
-    A SettingsError or an OSError ends the process with one line in the log.
+    A thread beats until the target calls `heartbeat.beat` itself. A SettingsError or an OSError of the target ends the
+    process with one line in the log and the exit code USER_ERROR.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
     end_with_parent()
@@ -73,7 +71,7 @@ def run_child(target: str, settings: Settings, socket_path: str, heartbeat: Hear
 
 
 def import_target(target: str) -> Callable[..., None]:
-    """Import "module:function" with GC paused, then freeze: modules are permanent, and need no scanning."""
+    """Import "module:function" with garbage collection paused, then freeze: modules stay, and need not be scanned."""
     gc.disable()
     try:
         function: Callable[..., None] = pkgutil.resolve_name(target)
@@ -84,14 +82,14 @@ def import_target(target: str) -> Callable[..., None]:
 
 
 def end_with_parent() -> None:
-    """End this process at once when its parent dies, also by SIGKILL; do nothing in a process without a parent."""
+    """End this process at once when its parent dies, even by SIGKILL; do nothing in a process without a parent."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
     die_with_parent()
 
     def watch() -> None:
-        parent.join()  # the end of a pipe that only the parent holds open
+        parent.join()  # waits for the end of a pipe that only the parent holds open
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
@@ -102,7 +100,7 @@ def block_signals() -> Iterator[None]:
     """Block SUPERVISOR_SIGNALS in the processes that are started within the block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
-        resource_tracker.ensure_running()  # started by the first process otherwise, and that unblocks SIGINT (3.11)
+        resource_tracker.ensure_running()  # else the first process starts it, which unblocks SIGINT (Python 3.11)
         signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The engine's process: builds the engine, its socket and its metrics, and runs its loop until it has to stop."""
+"""The engine's process: builds the engine, its socket and its metrics, and runs its loop until STOP_SIGNAL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from server.processes.heartbeat import EngineStatus
 
 
 def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: int = 0) -> None:
-    """Serve until STOP_SIGNAL. Send `status` {"ready": summary} or {"error": what to change}, then heartbeats.
+    """Serve until STOP_SIGNAL. Send {"ready": summary} or {"error": message} to `status`, then heartbeats.
 
     `restarts` is the number of engines that ran before this one.
     """

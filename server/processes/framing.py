@@ -1,6 +1,6 @@
 """The framing of messages between processes of the server: 4 bytes of length, big-endian, then the message.
 
-Knows bytes, but no socket, and nothing of what the messages mean.
+Works on bytes alone: it reads from no socket and does not know what the messages mean.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 T = TypeVar("T")
 
-MAX_FRAME_BYTES = 256 * 2**20  # bytes; a longer frame is a broken stream, not a message
+MAX_FRAME_BYTES = 256 * 2**20  # a longer frame means that the stream is broken
 
 _LENGTH = struct.Struct(">I")
 
@@ -23,22 +23,22 @@ class WireError(Exception):
 
 
 def encode_frame(body: bytes) -> bytes:
-    """Return `body` with its length before it. Raises WireError when it is longer than MAX_FRAME_BYTES."""
+    """Return `body` preceded by its length. Raises WireError when it is longer than MAX_FRAME_BYTES."""
     if len(body) > MAX_FRAME_BYTES:
         raise WireError(f"a message of {len(body)} bytes is longer than {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body
 
 
 class FrameDecoder(Generic[T]):
-    """Splits the bytes of a socket, which come in pieces of any size, into messages."""
+    """A decoder that splits a stream of bytes, fed in pieces of any size, into messages."""
 
     def __init__(self, decode: Callable[[memoryview], T]) -> None:
         self._decode = decode
-        self._buffer = bytearray()  # the beginning of a frame
-        self._frame_size = 0  # bytes of that frame, or of its head until its length is known
+        self._buffer = bytearray()  # the bytes of an incomplete frame
+        self._frame_size = 0  # bytes of that frame; of its head until its length is known
 
     def feed(self, data: bytes) -> Iterator[T]:
-        """Yield the messages that are complete now. Raises WireError."""
+        """Yield the messages that `data` completes. Raises WireError."""
         if self._buffer:
             self._buffer += data
             if len(self._buffer) < self._frame_size:
@@ -59,7 +59,7 @@ class FrameDecoder(Generic[T]):
 
 
 def _read_length(data: bytes, start: int) -> int:
-    """Return the length of the frame that begins at `start`, or of its head where that is not there yet."""
+    """Return the length of the frame that begins at `start`; of its head if the head is incomplete."""
     if len(data) - start < _LENGTH.size:
         return _LENGTH.size
     (length,) = _LENGTH.unpack_from(data, start)

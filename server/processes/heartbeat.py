@@ -1,7 +1,6 @@
-"""What the supervisor and its children share while they run: heartbeats, and when the engine is expected back.
+"""State that the supervisor and its children share while they run: heartbeats, and when the engine is expected back.
 
-Both are numbers in shared memory: writing one takes a tenth of a microsecond and wakes no process. Knows neither
-processes nor what they do.
+Both are numbers in shared memory: writing one takes a tenth of a microsecond and wakes no process.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from multiprocessing.context import SpawnContext
 from time import monotonic, sleep
 from typing import Any
 
-BOOT_SECONDS = 20.0  # that a process may take to its first beat: Python starts and imports the settings
+BOOT_SECONDS = 20.0  # seconds to a process' first beat, in addition: Python starts and imports the settings
 LOADING_BEAT_INTERVAL = 0.25  # seconds between two beats of a process that loads
 
 
 class Heartbeat:
-    """Counters that a child raises again and again: one while it loads, the other while it works or waits for work."""
+    """Two counters that a child increments: one while it loads, the other while it works or waits for work."""
 
     def __init__(self, context: SpawnContext) -> None:
         self._loading: Any = context.RawValue("Q", 0)
@@ -28,7 +27,7 @@ class Heartbeat:
     def beat_while_loading(self) -> None:
         """Start a thread that beats until the first call of `beat`.
 
-        It shows that the process is not stopped, and that no thread keeps Python's lock; loading may take any time.
+        It shows that the process is not stopped and that no thread keeps the GIL; loading may take any time.
         """
 
         def run() -> None:
@@ -43,7 +42,7 @@ class Heartbeat:
 
     @property
     def serving_beats(self) -> int:
-        """Return the number of beats since the child has loaded."""
+        """Return the number of beats since the child finished loading."""
         return int(self._serving.value)
 
     @property
@@ -53,10 +52,10 @@ class Heartbeat:
 
 
 class Watchdog:
-    """Measures how long a child's heartbeat has stood still; to its first beat it has BOOT_SECONDS more.
+    """A timer of how long a child's heartbeat has been silent; before its first beat it has BOOT_SECONDS more.
 
-    `check_heartbeat` is to be called every `interval` seconds. A longer pause between two counts as two intervals:
-    while the supervisor did not run, as in a suspended or frozen machine, the child may not have run either.
+    Call `check_heartbeat` every `interval` seconds. A longer pause between two calls counts as two intervals: while the
+    supervisor did not run, as on a suspended machine, the child may not have run either.
     """
 
     def __init__(self, heartbeat: Heartbeat, interval: float) -> None:
@@ -79,7 +78,7 @@ class Watchdog:
 
 
 class Recovery:
-    """Estimates when the engine will serve (again). The supervisor writes it, API processes read it."""
+    """An estimate of when the engine will serve (again). The supervisor writes it, API processes read it."""
 
     def __init__(self, context: SpawnContext) -> None:
         self._expected_at: Any = context.RawValue("d", 0.0)  # monotonic seconds; 0: it serves
@@ -95,7 +94,7 @@ class Recovery:
         self._expected_at.value = start + self._start_seconds.value
 
     def extend_if_late(self) -> None:
-        """Move the expected time of an engine that is late: it is given as long again as it has taken so far."""
+        """Move the expected time of an engine that is late: expect it to take as long again as it has taken so far."""
         now = monotonic()
         if 0 < self._expected_at.value < now:
             self._expected_at.value = now + (now - self._started_at)
@@ -107,13 +106,13 @@ class Recovery:
 
     # ------------------------------------------------------------ an API process
     def estimate_seconds(self) -> float:
-        """Return the seconds until the engine is expected; while it serves, those that a start takes."""
+        """Return the seconds until the engine is expected to serve; while it serves, the seconds that a start takes."""
         expected: float = self._expected_at.value
         return max(0.0, expected - monotonic()) if expected else float(self._start_seconds.value)
 
 
 class EngineStatus:
-    """An engine's messages to its supervisor, {"ready": summary} or {"error": what to change}, and heartbeats."""
+    """An engine's connection to its supervisor: {"ready": summary} or {"error": message}, and heartbeats."""
 
     def __init__(self, pipe: Connection, heartbeat: Heartbeat) -> None:
         self._pipe = pipe
@@ -132,4 +131,4 @@ class WorkerHandles:
 
     heartbeat: Heartbeat
     recovery: Recovery
-    metrics_socket: socket.socket | None = None  # listening, for /metrics alone; None: it is on the main port
+    metrics_socket: socket.socket | None = None  # listens for /metrics alone; None: /metrics is on the main port

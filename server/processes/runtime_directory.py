@@ -1,7 +1,7 @@
 """The directory of a running server: its Unix socket, and the URL where it listens, for `kvmux health`.
 
-A server holds a lock on a file in its directory for as long as it runs; the system releases it however the server
-ends. So directories that killed servers have left behind are known, and removed. Knows neither socket nor server.
+A server holds a lock on a file in its directory while it runs; the system releases the lock however the server ends. So
+directories that killed servers left behind are recognised and removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_SOCKET_PATH = 103  # bytes; macOS has room for 104 with the closing zero
 
 @contextlib.contextmanager
 def runtime_directory(url: str) -> Iterator[str]:
-    """Make a directory that only this user may enter, short enough for a socket's address; remove it at the end.
+    """Make a directory for this user alone, with a path short enough for a Unix socket; remove it at the end.
 
     `url` is where the server listens.
     """
@@ -36,7 +36,7 @@ def runtime_directory(url: str) -> Iterator[str]:
 
 
 def find_running_urls() -> list[str]:
-    """Return where the servers of this user listen that run on this machine with this directory for temporary files."""
+    """Return the URLs of this user's running servers that use the same directory for temporary files."""
     found = []
     for directory in _list_directories(_choose_parent()):
         with contextlib.suppress(OSError):
@@ -46,13 +46,13 @@ def find_running_urls() -> list[str]:
 
 
 def _choose_parent() -> Path:
-    """Return the directory for temporary files, or /tmp where a socket's address would be too long in it."""
+    """Return the directory for temporary files, or /tmp where the socket's path would be too long."""
     parent = Path(tempfile.gettempdir())
     return parent if len(os.fsencode(parent / f"{PREFIX}12345678" / "engine.sock")) <= MAX_SOCKET_PATH else Path("/tmp")
 
 
 def _list_directories(parent: Path) -> list[Path]:
-    """Return what may be directories of servers, running or not."""
+    """Return the directories whose names are those of servers, running or not."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         return [Path(e.path) for e in entries if e.name.startswith(PREFIX) and e.is_dir(follow_symlinks=False)]
     return []
@@ -79,7 +79,7 @@ def _is_locked(directory: Path) -> bool:
 def _hold_lock(directory: Path) -> Iterator[None]:
     """Hold the directory's lock. The file is renamed after it is locked, so that no other server finds it unlocked.
 
-    The directory itself is locked for systemd-tmpfiles, which otherwise removes from it what is some days old.
+    The directory itself is locked against systemd-tmpfiles, which would remove files that are some days old.
     """
     unnamed = directory / f"{LOCK_FILE}.new"
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -94,7 +94,7 @@ def _hold_lock(directory: Path) -> Iterator[None]:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Remove what servers of this user have left behind; directories of running servers and other files stay."""
+    """Remove the directories that killed servers of this user have left behind."""
     for directory in _list_directories(parent):
         with contextlib.suppress(OSError):
             if _is_own(directory):

@@ -1,11 +1,11 @@
-"""The model's files, seen from outside the engine: read ahead of it, and compared after SIGBUS has killed it.
+"""The model's files as the supervisor sees them: read ahead of the engine, and compared after SIGBUS has killed it.
 
-Weights are mapped. When a mapped file is truncated, the next read of what is missing kills the process with SIGBUS, and
-leaves it no time to say why: so the supervisor notes the files before the engine starts, and compares them afterwards.
-Renaming another file over it is harmless: the mapping keeps the old one.
+Weights are mapped. When a mapped file is truncated, the next read beyond its end kills the process with SIGBUS, which
+leaves no time to log the reason. So the supervisor records the files before the engine starts, and compares them
+afterwards. Renaming another file over one of them is harmless: the mapping keeps the old file.
 
-Pages of a mapping are read one by one as they are needed, which is slow where the system has not got the file in
-memory. An engine first imports for a second or two, in which the system can read. Knows no process. Imports no torch.
+Pages of a mapping are read one by one as they are needed, which is slow if the file is not in the page cache. An engine
+first imports for a second or two, in which the system can read. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 MAPPED_SUFFIXES = (".safetensors", ".gguf")
-READ_AHEAD_BYTES = 1 << 20  # bytes: the system reads no more for one call
+READ_AHEAD_BYTES = 1 << 20  # the system reads no more for one call
 ADVICE = "files must not change while they are served: write a new file and rename it over the old one"
 
 
@@ -29,9 +29,9 @@ class ServedFiles:
         self._files = {file: now for file in _list_mapped_files(directory) if (now := _stat(file))}
 
     def read_ahead(self) -> None:
-        """Have the system read the files, so that reading their mappings need not wait; it goes on after the return.
+        """Have the system read the files in the background, so that reading their mappings need not wait.
 
-        Do nothing if they would fill more than half of the free memory: then they might drive each other out of it.
+        Do nothing if they would fill more than half of the free memory: they might evict each other.
         """
         if not hasattr(os, "posix_fadvise"):
             return
@@ -39,24 +39,24 @@ class ServedFiles:
         if size > psutil.virtual_memory().available // 2:
             return
         for file, now in self._files.items():
-            with suppress(OSError), file.open("rb") as opened:  # the engine will say so
+            with suppress(OSError), file.open("rb") as opened:  # the engine will report the error
                 for start in range(0, now.st_size, READ_AHEAD_BYTES):
                     os.posix_fadvise(opened.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
     def explain(self, exitcode: int | None) -> str | None:
-        """Return a sentence about the death of a process that had mapped the files; None if there is nothing to say."""
+        """Return why a process that had mapped the files died; None if SIGBUS was not the cause."""
         if exitcode != -signal.SIGBUS:
             return None
         changes = [change for file, then in self._files.items() if (change := _describe_change(file, then))]
         if not changes:
-            return "SIGBUS means that a mapped file could not be read: does the system's log report a failing disk?"
+            return "SIGBUS means that a mapped file could not be read; look for a failing disk in the system's log"
         return f"SIGBUS came from a model file that changed: {'; '.join(changes)}; put the whole file back; {ADVICE}"
 
 
 def _list_mapped_files(directory: Path) -> list[Path]:
     try:
         return sorted(file for file in directory.iterdir() if file.suffix in MAPPED_SUFFIXES)
-    except OSError:  # the engine will say so
+    except OSError:  # the engine will report the error
         return []
 
 

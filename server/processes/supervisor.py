@@ -1,12 +1,12 @@
-"""Keeps one engine and the API workers running, and stops them in order.
+"""The supervisor: keeps one engine and the API workers running, and stops them in order.
 
     starting -> serving            the engine's {"ready": ...}
     starting -> stopping           its {"error": ...} or any child's SettingsError: exit code 2; any other death: 1
     serving  -> stopping           SIGTERM, SIGHUP or SIGINT: 0; workers first, then the engine
 
-A child that dies while serving is started again, later and later while it keeps dying; one whose heartbeat stands still
-for watchdog_timeout seconds is killed, and started again. Knows neither models nor HTTP, and imports neither torch nor
-transformers: the children are named by import strings.
+A child that dies while serving is restarted, with growing delays while it keeps dying; a child whose heartbeat stops
+for watchdog_timeout seconds is killed and restarted. Imports neither torch nor transformers: the children's code is
+named by import strings.
 """
 
 from __future__ import annotations
@@ -37,20 +37,23 @@ from server.processes.served_files import ServedFiles
 log = logging.getLogger(__name__)
 
 STOPPED, DIED, REFUSED, INTERRUPTED = 0, 1, USER_ERROR, 130  # exit codes
-CHECKS_PER_TIMEOUT = 8  # at the heartbeats, within watchdog_timeout
-MAX_CHECK_INTERVAL = 1.0  # seconds between two looks
+CHECKS_PER_TIMEOUT = 8  # checks of the heartbeats within watchdog_timeout
+MAX_CHECK_INTERVAL = 1.0  # seconds between two checks
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What the children run, as "package.module:function"."""
+    """The functions that the children run, as "package.module:function"."""
 
     engine: str = "server.processes.engine:run"  # (settings, socket_path, status, restarts)
     worker: str = "server.api.worker:serve_worker"  # (settings, socket_path, listening_socket, ties)
 
 
 class Supervisor:
-    """Runs until a signal stops it. `announce` is called once with the engine's summary, when it first is ready."""
+    """The parent of all processes of a server.
+
+    `announce` is called once with the engine's summary, when the engine is ready for the first time.
+    """
 
     def __init__(
         self,
@@ -71,11 +74,11 @@ class Supervisor:
         self._spawn_context = multiprocessing.get_context("spawn")
         self._socket_path = ""  # this and _signals are set by run()
         self._signals: socket.socket
-        self._files: ServedFiles  # that the engine maps; set whenever it is started
+        self._files: ServedFiles  # the files that the engine maps; set whenever it is started
         self._status_pipe: Connection | None = None  # the engine sends {"ready": ...} or {"error": ...}
         self._serving = False
-        self._exit_code: int | None = None  # exit code, once it is time to stop
-        self._num_engine_starts = 0  # started so far
+        self._exit_code: int | None = None  # set once it is time to stop
+        self._num_engine_starts = 0
         self._check_interval = min(MAX_CHECK_INTERVAL, settings.watchdog_timeout / CHECKS_PER_TIMEOUT)
         self._recovery = Recovery(self._spawn_context)
         self._engine = Child("engine", self._start_engine, timing)
@@ -105,7 +108,10 @@ class Supervisor:
         self._recovery.record_start(monotonic())
         heartbeat = Heartbeat(self._spawn_context)
         self._files = ServedFiles(Path(self._settings.model))
-        if self._settings.weights not in ("int8", "int4"):  # which may lie in the folder of quantized weights
+        if self._settings.weights not in (
+            "int8",
+            "int4",
+        ):  # else the weights may be those of the cache of quantized weights
             threading.Thread(target=self._files.read_ahead, name="read-ahead", daemon=True).start()
         with theirs:
             status = EngineStatus(theirs, heartbeat)
@@ -128,13 +134,13 @@ class Supervisor:
 
     # ------------------------------------------------------------ running
     def _step(self) -> None:
-        """Wait for something to happen, and deal with it."""
+        """Wait for a signal, a message, the end of a child or the next check, and handle it."""
         happened = wait(self._list_waitables(), timeout=self._compute_wait_timeout())
         if self._signals in happened:
             self._signals.recv(64)
             self._exit_code = STOPPED
             return
-        if self._status_pipe in happened:  # before its death: the last message explains it
+        if self._status_pipe in happened:  # before the engine's end: its last message explains it
             self._read_engine_message()
         for child in self._children():
             if child.process is None:
@@ -144,18 +150,18 @@ class Supervisor:
                 self._on_death(child)
             elif (silent := child.measure_silence()) >= self._settings.watchdog_timeout:
                 why, *stacks = child.kill_stuck(stacks_file(self._socket_path, child.name))
-                log.error("%s gave no sign of life for %.0f s and is killed; %s", child.name, silent, why)
+                log.error("%s had no heartbeat for %.0f s and is killed; %s", child.name, silent, why)
                 for line in stacks:
                     log.error("%s: %s", child.name, line)
         self._recovery.extend_if_late()
 
     def _restart(self, child: Child) -> None:
-        """Start a child that has died; where the system refuses, the others go on and it is tried again later."""
+        """Start a child that has died; if the system refuses, try again later while the others go on."""
         try:
             child.start()
         except OSError as error:  # no processes, no descriptors, no memory
             again = child.schedule_restart()
-            log.error("%s cannot be started again (%s); it is tried again in %.1f s", child.name, error, again)
+            log.error("%s cannot be restarted (%s); trying again in %.1f s", child.name, error, again)
             if child is self._engine:
                 self._recovery.record_start(child.start_at)
 
@@ -164,7 +170,7 @@ class Supervisor:
         return [self._signals, *sentinels, *([self._status_pipe] if self._status_pipe else [])]
 
     def _compute_wait_timeout(self) -> float:
-        """Return the seconds until a child is due, or it is time to look at the heartbeats."""
+        """Return the seconds until a child is due to start, or until the next check of the heartbeats."""
         due = [child.start_at for child in self._children() if child.process is None]
         return min(self._check_interval, max(0.0, min(due) - monotonic())) if due else self._check_interval
 
@@ -172,14 +178,14 @@ class Supervisor:
         assert self._status_pipe is not None
         try:
             message = self._status_pipe.recv()
-        except (EOFError, OSError):  # it ended; its sentinel says so too
+        except (EOFError, OSError):  # the engine ended, as its sentinel shows too
             self._status_pipe.close()
             self._status_pipe = None
             return
         if "ready" in message:
             self._on_ready(message["ready"])
         elif self._serving:
-            log.error("the engine cannot start again: %s", message["error"])
+            log.error("the engine cannot restart: %s", message["error"])
         else:
             log.error("cannot start: %s", message["error"])
             self._exit_code = REFUSED
@@ -199,23 +205,23 @@ class Supervisor:
         if child is self._engine and (why := self._files.explain(exitcode)):
             log.error("%s", why)
         if self._serving:
-            log.error("%s ended: %s; it is started again in %.1f s", child.name, how, child.schedule_restart())
+            log.error("%s ended: %s; it is restarted in %.1f s", child.name, how, child.schedule_restart())
             if child is self._engine:
                 self._recovery.record_start(child.start_at)
-        elif exitcode == USER_ERROR:  # it has said why
+        elif exitcode == USER_ERROR:  # its own message says why
             self._exit_code = REFUSED
         else:
-            log.error("%s ended before the server was ready: %s; its messages are above", child.name, how)
+            log.error("%s ended before the server was ready: %s; see its messages above", child.name, how)
             self._exit_code = DIED
 
     # ------------------------------------------------------------ stopping
     def _stop(self, outcome: int) -> int:
-        """Stop the workers, then the engine, which their requests need; return the exit code."""
+        """Stop the workers, then the engine, which the workers' requests need; return the exit code."""
         self._listener.close()
         if self._metrics_listener is not None:
             self._metrics_listener.close()
         if outcome == STOPPED:
-            log.info("stopping; Ctrl-C again stops at once")
+            log.info("stopping, once running requests have finished; Ctrl-C again stops at once")
         worker_grace = self._settings.drain_seconds + self._timing.worker_margin
         for group, grace in ((self._workers, worker_grace), ([self._engine], self._timing.engine_grace)):
             for child in group:
@@ -242,7 +248,7 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _open_signal_socket() -> Iterator[socket.socket]:
-    """Yield a socket that gets a byte, its number, for each of SUPERVISOR_SIGNALS: something `wait` can wait for.
+    """Yield a socket on which each of SUPERVISOR_SIGNALS arrives as a byte, its number, so that `wait` can wait for it.
 
     A SIGHUP that is ignored already, as under nohup, stays ignored.
     """

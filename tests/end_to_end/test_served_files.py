@@ -60,7 +60,7 @@ def test_a_file_may_be_replaced_while_it_is_served_and_not_truncated(weights: Pa
         os.truncate(weights, 100_000)
         eventually(lambda: server.complete(**QUESTION).status_code == 503)
         logged(f"a model file that changed: {weights} had {size} bytes when it was loaded and has 100000 now")
-        logged(f"the engine cannot start again: cannot read {weights}: it is cut off; fetch it again")
+        logged(f"the engine cannot restart: cannot read {weights}: it is cut off; fetch it again")
 
         replace(weights, whole)
         eventually(lambda: server.get("/ready").status_code == 200)

@@ -122,7 +122,7 @@ def test_announces_and_stops_workers_before_the_engine(start: Start) -> None:
     printed = "".join(server.seen)
     assert re.search(r"serves tiny on http://127\.0\.0\.1:\d+\n", printed)
     assert "float32 on cpu" in printed
-    assert "512 MiB" in printed
+    assert "512.0 MiB" in printed
     assert re.search(r"paged +131,072 tokens  default, block_size=16\n", printed)
     assert re.search(r"short +99,000 tokens  sliding_window, window=256\n", printed)
     assert '"prompt": "Once upon a time"' in printed
@@ -150,10 +150,10 @@ def test_starts_dead_children_again(start: Start) -> None:
     engine, worker = server.pids()
     os.kill(engine, signal.SIGKILL)
     server.read_until(
-        "engine ended: killed by SIGKILL.* again in", "socket .* False", r"engine \d+ runs", "ready again"
+        "engine ended: killed by SIGKILL.* restarted in", "socket .* False", r"engine \d+ runs", "ready again"
     )
     os.kill(worker, STOP_SIGNAL)  # ends in peace, but unasked
-    server.read_until("worker-0 ended: exit code 0; .* again in", r"worker \d+ runs")
+    server.read_until("worker-0 ended: exit code 0; .* restarted in", r"worker \d+ runs")
     server.signal(signal.SIGTERM)
     assert "announced" not in server.rest()
     assert server.process.wait() == 0
@@ -167,9 +167,9 @@ def test_a_child_that_the_system_refuses_to_start_is_tried_again(start: Start) -
     allowed = supervisor.rlimit(psutil.RLIMIT_NOFILE)
     supervisor.rlimit(psutil.RLIMIT_NOFILE, (supervisor.num_fds() - 4, allowed[1]))
     os.kill(engine, signal.SIGKILL)
-    server.read_until("engine cannot be started again .*Too many open files.* tried again in")
+    server.read_until("engine cannot be restarted .*Too many open files.* trying again in")
     os.kill(worker, signal.SIGKILL)
-    server.read_until("worker-0 cannot be started again .*Too many open files.* tried again in")
+    server.read_until("worker-0 cannot be restarted .*Too many open files.* trying again in")
     supervisor.rlimit(psutil.RLIMIT_NOFILE, allowed)
     server.read_until(r"engine \d+ runs", r"worker \d+ runs", "ready again")
     server.signal(signal.SIGTERM)
@@ -252,16 +252,16 @@ def test_how_a_process_ended() -> None:
     assert describe_exit(-200) == "killed by signal 200"
 
 
-# ---------------------------------------------------------------- children that give no sign of life
+# ---------------------------------------------------------------- children without a heartbeat
 def test_an_engine_that_hangs_is_killed_and_its_stack_told(start: Start) -> None:
     server = start("engine_hanging", watchdog=3.0)
     server.pids()
-    server.read_until("engine gave no sign of life for . s and is killed; its threads were here", "in hang_in_a_loop")
+    server.read_until("engine had no heartbeat for . s and is killed; its threads were here", "in hang_in_a_loop")
     server.read_until(
-        "engine ended: killed, as it gave no sign of life; .* again in", r"engine \d+ runs", "ready again"
+        "engine ended: killed, as its heartbeat had stopped; it is restarted in", r"engine \d+ runs", "ready again"
     )
     server.signal(signal.SIGTERM)
-    assert "no sign of life" not in server.rest(), "the next one, and the worker, are healthy"
+    assert "no heartbeat" not in server.rest(), "the next one, and the worker, are healthy"
     assert server.process.wait() == 0
 
 
@@ -270,17 +270,17 @@ def test_an_engine_that_hangs_is_killed_where_its_files_were_cleaned_up(start: S
     server.pids()
     (stacks,) = tmp_path.glob("kvmux-*/engine.stacks")
     stacks.unlink()
-    server.read_until("engine gave no sign of life for . s and is killed; it did not write where", "ready again")
+    server.read_until("engine had no heartbeat for . s and is killed; it did not write where", "ready again")
 
 
 @pytest.mark.parametrize(("which", "name"), [(0, "engine"), (1, "worker-0")])
 def test_a_child_that_is_stopped_is_killed_and_started_again(start: Start, which: int, name: str) -> None:
     server = start(watchdog=3.0)
     os.kill(server.pids()[which], signal.SIGSTOP)
-    server.read_until(f"{name} gave no sign of life for . s and is killed; it was stopped, by SIGSTOP")
+    server.read_until(f"{name} had no heartbeat for . s and is killed; it was stopped, by SIGSTOP")
     server.read_until(rf"{name.removesuffix('-0')} \d+ runs")
     server.signal(signal.SIGTERM)
-    assert "no sign of life" not in server.rest()
+    assert "no heartbeat" not in server.rest()
     assert server.process.wait() == 0
 
 
@@ -288,7 +288,7 @@ def test_a_worker_that_is_stopped_while_it_loads_is_killed(start: Start) -> None
     server = start(worker="worker_loading", watchdog=3.0)
     _, worker = server.pids()
     os.kill(worker, signal.SIGSTOP)
-    server.read_until("worker-0 gave no sign of life for . s and is killed; it was stopped, by SIGSTOP")
+    server.read_until("worker-0 had no heartbeat for . s and is killed; it was stopped, by SIGSTOP")
     server.read_until(r"worker \d+ runs")
 
 
@@ -297,7 +297,7 @@ def test_a_worker_that_loads_for_long_is_not_killed(start: Start) -> None:
     server = start(worker="worker_loading", watchdog=3.0)
     engine, _ = server.pids()
     os.kill(engine, signal.SIGSTOP)
-    server.read_until("engine gave no sign of life")
+    server.read_until("engine had no heartbeat")
     server.signal(signal.SIGTERM)
     server.rest()
     assert "worker-0 gave" not in "".join(server.seen)
