@@ -1,1 +1,1 @@
-"""Load for any OpenAI-compatible server. Speaks HTTP only, and imports nothing of ours but itself."""
+"""Load tests for any OpenAI-compatible server, over HTTP alone. Imports no other package of this project."""

@@ -1,7 +1,7 @@
-"""What a server says of its models at /v1/models: their names, their cache strategies, how long a text may be.
+"""The list of models that a server returns at /v1/models: names, cache strategies, length of the context.
 
-Knows the answer, and not how to get it. kvmux lists a model once under each strategy ("tiny:paged") when it
-is asked to, and marks these entries; for any other server an entry is a model.
+Reads the response, and does not send the request. With the query PARAMS, kvmux lists a model once under each strategy
+("tiny:paged") and marks these entries; of any other server each entry is a model.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from msgspec import Struct
 from msgspec.json import decode
 
 PATH = "/v1/models"
-PARAMS = {"strategies": "true"}  # asks kvmux for them; others take no notice
+PARAMS = {"strategies": "true"}  # has kvmux list strategies; other servers ignore it
 
 
 class ListingError(Exception):
-    """What was asked for is not listed; the message says what is."""
+    """The model or strategy that was asked for is not listed; the message names those that are."""
 
 
 class Listing(NamedTuple):
     """A model that the server lists."""
 
     model: str
-    owned_by: str  # the server's make, where it says so
-    max_model_len: int | None  # tokens of prompt and answer together, where the server says so
-    strategies: Mapping[str, str]  # by their names, the model's name under each; empty where there is no choice
+    owned_by: str  # the name of the server's software; empty if it is not reported
+    max_model_len: int | None  # tokens of prompt and answer together; None if it is not reported
+    strategies: Mapping[str, str]  # the model's name under each strategy, by strategy; empty if there are none
 
 
 class Cache(Struct):
-    """Marks a model under a strategy."""
+    """The mark of an entry that is a model under a strategy."""
 
     instance: str
 
@@ -43,7 +43,7 @@ class Meta(Struct):
 
 
 class Entry(Struct):
-    """The fields that are read of a listed model."""
+    """The fields of a listed model that are read."""
 
     id: str
     owned_by: str | None = None
@@ -57,9 +57,9 @@ class ModelList(Struct):
 
 
 def read_listing(answer: bytes, model: str = "") -> Listing:
-    """Return the model of that name, which may name a strategy ("tiny:paged"), or the first.
+    """Return the model of that name, which may name a strategy ("tiny:paged"); the first one if the name is empty.
 
-    Raises ListingError, and ValueError for what is not a list of models at all.
+    Raises ListingError, and ValueError if the response is not a list of models.
     """
     entries = decode(answer, type=ModelList).data
     models = [entry.id for entry in entries if entry.kv_cache is None]
@@ -77,16 +77,16 @@ def read_listing(answer: bytes, model: str = "") -> Listing:
 
 
 def _get_max_model_len(entry: Entry) -> int | None:
-    """Return the length of the context as kvmux and vLLM list it, or llama.cpp."""
+    """Return the length of the context, as kvmux and vLLM list it, or as llama.cpp does."""
     meta = entry.meta or Meta()
     return entry.max_model_len or meta.n_ctx or meta.n_ctx_train or None
 
 
 def select_models(listing: Listing, weights: Mapping[str, float]) -> dict[str, float]:
-    """Return the model's name under each strategy and its weight, equal unless given. Raises ListingError."""
+    """Return weights by the model's name under each strategy; equal weights if none are given. Raises ListingError."""
     if not listing.strategies:
         if weights:
-            raise ListingError(f"the server lists no strategies of {listing.model}: leave them out")
+            raise ListingError(f"the server lists no strategies of {listing.model}: leave --strategies out")
         return {listing.model: 1.0}
     for name in weights:
         if name not in listing.strategies:
@@ -103,5 +103,5 @@ def parse_weights(text: str) -> dict[str, float]:
         name, _, weight = part.partition("=")
         weights[name.strip()] = float(weight or 1)
     if weights and not (min(weights.values()) >= 0 < max(weights.values())):
-        raise ValueError("weights are 0 or more, one of them more")
+        raise ValueError("weights have to be 0 or more, and at least one above 0")
     return weights

@@ -1,4 +1,4 @@
-"""What people do with a server of OpenAI's API, as locust's user classes. users.py sends requests and times them.
+"""Kinds of users of an OpenAI-compatible server, as locust's user classes. users.py sends and times their requests.
 
 locust -f loadtest/locustfile.py                  # all of them, by weight
 locust -f loadtest/locustfile.py Chat Cancel      # only these
@@ -16,8 +16,8 @@ from loadtest.users import Client, make_option_type
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-MAX_TOKENS_PER_WORD = 2  # at most, on average
-MAX_TEMPLATE_TOKENS = 32  # at most, that a chat template adds
+MAX_TOKENS_PER_WORD = 2  # on average
+MAX_TEMPLATE_TOKENS = 32  # that a chat template adds
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -33,19 +33,31 @@ def _add_options(parser: LocustArgumentParser) -> None:
         env_var="LOCUST_PROMPT_WORDS",
         type=make_option_type(parse_lengths),
         default="8,64,256",
-        help="lengths, each as often as the other",
+        help="lengths of prompts, drawn with equal probability",
     )
     add("--shared-words", env_var="LOCUST_SHARED_WORDS", type=int, default=0, help="words that begin every Completion")
     add("--system-words", env_var="LOCUST_SYSTEM_WORDS", type=int, default=400, help="words that SharedPrompt shares")
     add("--document-words", env_var="LOCUST_DOCUMENT_WORDS", type=int, default=1000, help="words of a LongDocument")
-    add("--max-tokens", env_var="LOCUST_MAX_TOKENS", type=int, default=64, help="length of an answer, at most")
+    add("--max-tokens", env_var="LOCUST_MAX_TOKENS", type=int, default=64, help="maximum tokens of an answer")
     add("--burst", env_var="LOCUST_BURST", type=int, default=8, help="requests of a Burst")
-    add("--pause", env_var="LOCUST_PAUSE", type=float, default=1.0, help="mean seconds between turns, and bursts")
-    add("--patience", env_var="LOCUST_PATIENCE", type=int, default=8, help="pieces after which Cancel has hung up")
+    add(
+        "--pause",
+        env_var="LOCUST_PAUSE",
+        type=float,
+        default=1.0,
+        help="mean seconds between turns of a Chat, and per request between bursts",
+    )
+    add(
+        "--patience",
+        env_var="LOCUST_PATIENCE",
+        type=int,
+        default=8,
+        help="pieces after which Cancel hangs up, at the latest",
+    )
 
 
 class User(Client):
-    """Has lengths."""
+    """A client that draws prompts of the lengths in the options."""
 
     abstract = True
 
@@ -65,7 +77,7 @@ class User(Client):
 
 
 class Completion(User):
-    """Sends a text, reads the whole answer, sends the next."""
+    """A user that sends a text, reads the whole answer, and sends the next."""
 
     weight = 3
 
@@ -75,9 +87,9 @@ class Completion(User):
 
 
 class Chat(User):
-    """Says something, reads the answer, thinks, and sends all that was said with what it says next.
+    """A user that sends the conversation so far with a new message, reads the answer, and pauses.
 
-    Starts over, perhaps under another strategy, when the next turn may not fit into the model's context.
+    Starts a new conversation, perhaps under another strategy, when the next turn may not fit into the model's context.
     """
 
     weight = 3
@@ -89,7 +101,7 @@ class Chat(User):
     def _start_over(self) -> None:
         self.model = self.choose_model()
         self.history: list[dict[str, str]] = []
-        self.tokens = 0  # that were said
+        self.tokens = 0  # of the conversation
 
     def wait_time(self) -> float:
         return self.draw_pause()
@@ -111,7 +123,7 @@ class Chat(User):
 
 
 class SharedPrompt(User):
-    """Asks one thing under the system prompt that all of its kind share, so that a prefix cache finds it."""
+    """A user whose requests begin with a system prompt that all users of this kind share, for the prefix cache."""
 
     weight = 2
 
@@ -123,7 +135,7 @@ class SharedPrompt(User):
 
 
 class LongDocument(User):
-    """Sends a long text that nobody else has, and wants a short answer."""
+    """A user that sends a long text of its own and asks for a short answer."""
 
     @task
     def send_document(self) -> None:
@@ -133,10 +145,10 @@ class LongDocument(User):
 
 
 class Burst(User):
-    """Does nothing, then asks several things in the same moment."""
+    """A user that pauses, then sends several requests at the same moment."""
 
     def __init__(self, environment: Environment) -> None:
-        self.concurrency = environment.parsed_options.burst  # type: ignore[union-attr]  # connections
+        self.concurrency = environment.parsed_options.burst  # type: ignore[union-attr]  # of locust's HTTP client
         super().__init__(environment)
 
     def wait_time(self) -> float:
@@ -150,11 +162,11 @@ class Burst(User):
                 asking.spawn(self.send_completion, self.draw_prompt(), self.options.max_tokens)
             asking.join()
         finally:
-            asking.kill()  # those that are still under way when locust ends this user
+            asking.kill()  # requests that still run when locust stops this user
 
 
 class Cancel(User):
-    """Hangs up after a few pieces of the answer."""
+    """A user that hangs up after a few pieces of the answer."""
 
     @task
     def ask_and_leave(self) -> None:

@@ -1,4 +1,4 @@
-"""Makes prompts of wanted lengths. Knows no tokenizer: lengths are in words, of which most are one token."""
+"""Prompts of given lengths in words, most of which are one token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ TEXT = (
 )
 WORDS = TEXT.split()
 
-SHARED_SEED = 0  # the same beginning in every process that makes load
+SHARED_SEED = 0  # every process that makes load has to use the same beginning
 
 
 def make_prompt(random: Random, own_words: int, shared_words: int = 0) -> str:
-    """Make a prompt of `shared_words` that begin every prompt, then words of its own."""
+    """Return a prompt: `shared_words` words that begin every prompt, then `own_words` random words."""
     shared = Random(SHARED_SEED).choices(WORDS, k=shared_words)
     return " ".join(shared + random.choices(WORDS, k=own_words)).capitalize()

@@ -1,4 +1,4 @@
-"""Reads a streamed completion or chat and notes when tokens arrive. Knows the OpenAI protocol, and no HTTP client."""
+"""A reader of streamed completions and chats that records when tokens arrive. Independent of the HTTP client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Clock = Callable[[], float]
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # exact as a float, too
 
 
-# ---------------------------------------------------------------- a chunk: what we read of it; servers may write null
+# ---------------------------------------------------------------- the fields of a chunk; servers may write null
 class Details(Struct):
     cached_tokens: Count | None = None
 
@@ -50,15 +50,15 @@ CHUNK_DECODER = Decoder(Chunk)
 
 # ---------------------------------------------------------------- an answer
 class StreamError(Exception):
-    """The stream does not hold a whole answer."""
+    """The stream does not contain a whole answer."""
 
 
 @dataclass
 class Reply:
-    """When the pieces of an answer arrived, and what the server counted. A piece may hold several tokens."""
+    """An answer: when its pieces arrived, and the server's counts. A piece may contain several tokens."""
 
     arrival_times: list[float] = field(default_factory=list)
-    end_time: float | None = None  # when the stream said that it was whole
+    end_time: float | None = None  # when the stream ended with [DONE]
     pieces: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int | None = None  # not every server reports it
@@ -73,13 +73,13 @@ class Reply:
         return [later - earlier for earlier, later in pairwise(self.arrival_times)]
 
     def compute_tokens_per_second(self) -> float | None:
-        """Return the tokens a second, once the first was there; None where there was no second one."""
+        """Return the tokens a second after the first one; None if there was no second token."""
         seconds = self.arrival_times[-1] - self.arrival_times[0] if self.arrival_times else 0.0
         return (self.completion_tokens - 1) / seconds if seconds and self.completion_tokens > 1 else None
 
     def take(self, line: bytes, clock: Clock = perf_counter) -> None:
-        """Take the stream's next line. Raises StreamError for what is not a part of an answer."""
-        # Other lines are blank, or comments that keep the connection alive.
+        """Process the stream's next line. Raises StreamError if it is not a part of an answer."""
+        # other lines are blank, or comments that keep the connection alive
         if self.end_time is not None or not line.startswith(b"data:"):
             return
         data = line[len(b"data:") :].strip()
@@ -104,15 +104,15 @@ class Reply:
                 self.pieces.append(text)
 
     def check_end(self) -> None:
-        """Raise StreamError when nothing said that the answer is whole."""
+        """Raise StreamError if the stream ended without [DONE]."""
         if self.end_time is None:
             raise StreamError("the stream ended without [DONE]")
 
 
 def read_reply(lines: Iterable[bytes], clock: Clock = perf_counter, max_pieces: int | None = None) -> Reply:
-    """Return the answer in a stream's lines, to their end, or no more of it than `max_pieces` pieces.
+    """Return the answer in a stream's lines, or its first `max_pieces` pieces.
 
-    Raises StreamError for an error in the stream, or one that ends too soon.
+    Raises StreamError if the stream has an error or ends early.
     """
     reply = Reply()
     for line in lines:
@@ -124,7 +124,7 @@ def read_reply(lines: Iterable[bytes], clock: Clock = perf_counter, max_pieces: 
 
 
 def format_http_error(status: int, answer: str) -> str:
-    """Return why a request failed, in a few words that are the same for all alike."""
+    """Return why a request failed: "HTTP 404: message", the same text for the same cause."""
     try:
         return f"HTTP {status}: {_get_error_message(json.loads(answer)['error'])}"
     except (ValueError, KeyError, TypeError):
@@ -132,7 +132,7 @@ def format_http_error(status: int, answer: str) -> str:
 
 
 def _get_error_message(error: Any) -> Any:
-    """Return the message of an error as OpenAI writes it, or of a plain string."""
+    """Return the message of an error object like OpenAI's; of any other value the value itself."""
     return error["message"] if isinstance(error, dict) and "message" in error else error
 
 
@@ -140,4 +140,4 @@ def _decode_chunk(data: bytes) -> Chunk:
     try:
         return CHUNK_DECODER.decode(data)
     except (ValueError, RecursionError) as error:
-        raise StreamError(f"no part of an answer in the stream: {data[:100]!r} ({error})") from None
+        raise StreamError(f"a line of the stream is not a part of an answer: {data[:100]!r} ({error})") from None

@@ -1,6 +1,6 @@
-"""One client of a server, for locust: chooses a strategy, sends requests, reads streams, reports times.
+"""The base class of locust's users: chooses a strategy, sends requests, reads streams, reports times.
 
-Rows of its own in locust's report, beside those of requests: TTFT, ITL and tok/s, explained in README.md.
+In locust's report it adds the rows TTFT, ITL and tok/s, which README.md explains.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from loadtest import listing
 from loadtest.listing import ListingError, parse_weights, read_listing, select_models
 from loadtest.stream import Reply, StreamError, format_http_error, read_reply
 
-CONTEXT = 4096  # tokens, where a server does not say
+CONTEXT = 4096  # tokens, if the server does not report it
 
 
 def make_option_type(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Return a type of options: text that `parse` accepts. It stays text, so that locust's page can show it."""
+    """Return an argparse type that accepts text that `parse` can read, and keeps it text for locust's web page."""
 
     def check(text: str) -> str:
         try:
@@ -49,7 +49,13 @@ def _add_options(parser: LocustArgumentParser) -> None:
         default="",
         help="by weight: 'paged=3,contiguous=1'; default: all that the server lists, each as often as the others",
     )
-    add("--rows", env_var="LOCUST_ROWS", default="strategy", choices=list(ROW_NAMES), help="what has rows of its own")
+    add(
+        "--rows",
+        env_var="LOCUST_ROWS",
+        default="strategy",
+        choices=list(ROW_NAMES),
+        help="what the report has a row for",
+    )
     add("--temperature", env_var="LOCUST_TEMPERATURE", type=float, default=0.0, help="0 is greedy")
     add(
         "--body",
@@ -70,13 +76,13 @@ ROW_NAMES = {"strategy": "{model}", "class": "{kind}", "both": "{model} {kind}"}
 
 
 class Client(FastHttpUser):
-    """Sends requests, and reads the whole answer unless it hangs up after a few pieces."""
+    """A client that sends requests, and reads each answer to its end or hangs up after a few pieces."""
 
     abstract = True
     network_timeout = 600.0  # a request may wait long for its first token
     connection_timeout = 10.0
-    models: dict[str, float]  # names to ask for, by weight
-    max_model_len = CONTEXT  # tokens of prompt and answer that every model takes
+    models: dict[str, float]  # weights by model name
+    max_model_len = CONTEXT  # tokens of prompt and answer that fit into every model
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
@@ -97,7 +103,7 @@ class Client(FastHttpUser):
         self.models = self._fetch_models()
 
     def _fetch_models(self) -> dict[str, float]:
-        """Return the models' names by weight. Ends the load if there are none."""
+        """Return weights by model name. End the load test if no model can be chosen."""
         with self.client.get(
             listing.PATH, params=listing.PARAMS, headers=self.headers, catch_response=True
         ) as response:
@@ -112,14 +118,14 @@ class Client(FastHttpUser):
                 response.failure(f"cannot choose a model: {error}")
         assert self.environment.runner is not None
         gevent.spawn(self.environment.runner.quit)
-        raise gevent.GreenletExit  # as if this client had been stopped already
+        raise gevent.GreenletExit  # ends this client as if it had been stopped
 
     def choose_model(self) -> str:
-        """Choose the model's name under some strategy, by weight."""
+        """Draw the name of a model, under one of its strategies, by weight."""
         return self.random.choices(list(self.models), list(self.models.values()))[0]
 
     def send_request(self, path: str, model: str, body: dict[str, Any], max_pieces: int | None = None) -> Reply | None:
-        """Return the answer, or at most `max_pieces` pieces of it; None if the request failed."""
+        """Send a request; return the answer, or its first `max_pieces` pieces; None if it failed."""
         row = ROW_NAMES[self.options.rows].format(model=model, kind=type(self).__name__)
         body = {"model": model, **body, **self.body}
         send_time = perf_counter()
@@ -135,7 +141,7 @@ class Client(FastHttpUser):
                 response.failure(str(error) or type(error).__name__)
                 return None
             finally:
-                response.stream.release()  # hangs up, if there is more to come
+                response.stream.release()  # hangs up if the answer has not ended
             if reply.end_time is None:
                 response.request_meta["request_type"] = "CANCEL"
             response.request_meta["response_time"] = (perf_counter() - send_time) * 1000  # of the whole answer

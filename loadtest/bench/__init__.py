@@ -1,1 +1,1 @@
-"""`kvmux bench`: loads a running server with workloads of exact lengths, and reports on each of its strategies."""
+"""`kvmux bench`: benchmarks a running server with workloads of exact lengths, under each of its strategies."""

@@ -1,4 +1,4 @@
-"""When requests are sent: several at once, by chance, in bursts, or as recorded. Does not know what is sent."""
+"""The times at which requests are sent: several at once, at random, in bursts, or as recorded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Result = TypeVar("Result")
 
 
 class Arrivals(Protocol):
-    """When each request is due."""
+    """A schedule of requests."""
 
     @property
     def max_concurrency(self) -> int | None:
-        """Requests that may be under way together; those that are due wait. None: any number."""
+        """Return how many requests may run at a time, while others that are due wait; None: any number."""
 
     def times(self, random: Random) -> Iterator[float]:
         """Yield when each request is due, in seconds since the start."""
@@ -27,7 +27,7 @@ class Arrivals(Protocol):
 
 @dataclass(frozen=True)
 class Closed:
-    """`max_concurrency` clients, each of which sends its next request when it has its answer."""
+    """A closed loop: `max_concurrency` clients, each of which sends its next request when it has its answer."""
 
     max_concurrency: int
 
@@ -40,7 +40,7 @@ class Closed:
 
 @dataclass(frozen=True)
 class Poisson:
-    """Clients who know nothing of each other: `rate` a second on average, whatever is still under way."""
+    """An open loop of independent clients: `rate` requests a second on average, however many still run."""
 
     rate: float
     max_concurrency: None = None
@@ -57,7 +57,7 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Bursts:
-    """`size` requests in the same moment, every `interval` seconds."""
+    """Bursts of `size` requests at the same moment, every `interval` seconds."""
 
     size: int
     interval: float
@@ -72,7 +72,7 @@ class Bursts:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Times of a trace, which begin with the first and pass `speed_up` times as fast."""
+    """The times of a trace, relative to its first request and `speed_up` times as fast."""
 
     timestamps: Sequence[float]
     speed_up: float = 1.0

@@ -1,4 +1,4 @@
-"""Reads over HTTP what a server is, and sends completions, whose tokens it times. Knows routes, and no workload."""
+"""The HTTP client of a benchmark: reads what the server is, sends completions and times their tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loadtest.listing import ListingError, read_listing
 from loadtest.prompts import TEXT
 from loadtest.stream import Reply, StreamError, format_http_error
 
-TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # a request may wait long for its first token
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # a request may wait for its first token for long
 PORTS = range(1 << 16)
 
 
@@ -27,22 +27,22 @@ class Version(Struct):
 
 
 class TokenIds(Struct):
-    tokens: list[Annotated[int, Meta(ge=0, lt=1 << 22)]]  # no vocabulary has so many
+    tokens: list[Annotated[int, Meta(ge=0, lt=1 << 22)]]  # no vocabulary is as large
 
 
 class ServerError(Exception):
-    """There is no server to load; the message says what to change."""
+    """The server cannot be measured; the message says what to change."""
 
 
 @asynccontextmanager
 async def open_client(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncClient]:
-    """Open a client of an address, with or without /v1. Ignores proxies of the environment, which would be measured.
+    """Open a client of a URL, with or without /v1. Ignore proxies in the environment: they would be measured too.
 
     Raises ServerError.
     """
     if not all("!" <= each <= "~" for each in api_key):  # what a header can hold
         raise ServerError(
-            "--api-key or OPENAI_API_KEY: a key is of ASCII letters, digits and signs, without a space or line break"
+            "--api-key or OPENAI_API_KEY: a key consists of ASCII letters, digits and signs, no spaces or line breaks"
         )
     base = url.rstrip("/").removesuffix("/v1")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -58,33 +58,33 @@ async def open_client(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncC
 
 
 async def read_server_info(client: httpx.AsyncClient, model: str = "") -> ServerInfo:
-    """Read what the server reports about itself, and about that model or its first. Raises ServerError."""
+    """Return what the server reports about itself, and about that model or its first one. Raises ServerError."""
     url = str(client.base_url).rstrip("/")
     try:
         answer = await client.get(listing.PATH, params=listing.PARAMS)
         if answer.status_code != 200:
             hint = "; see --api-key" if answer.status_code in (401, 403) else ""
             raise ServerError(
-                f"{url} does not tell its models: {format_http_error(answer.status_code, answer.text)}{hint}"
+                f"{url} does not list its models: {format_http_error(answer.status_code, answer.text)}{hint}"
             )
         listed = read_listing(answer.content, model)
         return ServerInfo(
             url, listed, await _read_version(client), make_vocabulary(await _tokenize_sample(client, listed.model))
         )
     except httpx.UnsupportedProtocol:
-        raise ServerError(f"--url {url}: an address begins with http:// or https://") from None
+        raise ServerError(f"--url {url}: a URL has to begin with http:// or https://") from None
     except httpx.HTTPError as error:
         raise ServerError(
-            f"no server answers at {url} ({_format_error(error)}); start one (kvmux serve), or name another (--url)"
+            f"no server answers at {url} ({_format_error(error)}); start one (kvmux serve), or choose another (--url)"
         ) from None
     except ListingError as error:
         raise ServerError(str(error)) from None
     except ValueError:
-        raise ServerError(f"what answers at {url} is not an OpenAI-compatible server; see --url") from None
+        raise ServerError(f"the server at {url} is not OpenAI-compatible; see --url") from None
 
 
 async def _read_version(client: httpx.AsyncClient) -> str:
-    """Return the server's version from the route that kvmux and vLLM have for it."""
+    """Return the server's version from the route of kvmux and vLLM; empty if there is none."""
     answer = await client.get("/version")
     try:
         return decode(answer.content, type=Version).version if answer.status_code == 200 else ""
@@ -93,7 +93,7 @@ async def _read_version(client: httpx.AsyncClient) -> str:
 
 
 async def _tokenize_sample(client: httpx.AsyncClient, model: str) -> list[int]:
-    """Return ids of a text by the route of kvmux and vLLM, or llama.cpp's; none if the server has no such route."""
+    """Return the token ids of TEXT, by the route of kvmux and vLLM or that of llama.cpp; empty if there is neither."""
     bodies: tuple[dict[str, Any], ...] = (
         {"model": model, "prompt": TEXT, "add_special_tokens": False},
         {"content": TEXT, "add_special": False},
@@ -111,7 +111,7 @@ async def _tokenize_sample(client: httpx.AsyncClient, model: str) -> list[int]:
 async def send_completion(
     client: httpx.AsyncClient, model: str, request: BenchRequest, extra_body: Mapping[str, Any] | None = None
 ) -> Outcome:
-    """Send one greedy completion of exactly the length asked for; `extra_body` adds fields, a null takes one out."""
+    """Send a greedy completion of exactly the requested length; `extra_body` adds fields, a null removes one."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": request.prompt,
@@ -138,7 +138,7 @@ async def send_completion(
 
 
 async def _iter_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield lines, which end with line feeds alone: httpx's own end at every line separator of Unicode, in mid-JSON."""
+    """Yield lines that end with line feeds alone; httpx's aiter_lines also splits JSON at other Unicode separators."""
     rest = b""
     async for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")

@@ -1,4 +1,4 @@
-"""`kvmux bench`: from the command line's options to a report. Wires plan, client, rounds and report."""
+"""`kvmux bench`: runs a benchmark and writes its report. Connects plan, client, rounds and report."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from loadtest.bench.types import BenchRequest, Outcome
 from loadtest.bench.workloads import Workload, WorkloadError
 from loadtest.listing import ListingError
 
-USER_ERROR = 2  # exit code: something the user can change
+USER_ERROR = 2  # exit code: the user can fix the cause
 STANDARD_OUTPUT = Path("-")
 MAX_ERROR_MESSAGES = 3
 
 
 def run(flags: dict[str, Any]) -> int:
-    """Run a benchmark; `flags` are those given, fields of BenchOptions. Return the exit code."""
+    """Run a benchmark; `flags` are the given flags, by field of BenchOptions. Return the exit code."""
     options = BenchOptions(**{"api_key": os.environ.get("OPENAI_API_KEY", ""), **flags})
     options = replace(options, seed=SystemRandom().randrange(1 << 32) if options.seed is None else options.seed)
     try:
@@ -51,7 +51,7 @@ class FileError(Exception):
 
 
 def check_writable(file: Path | None) -> None:
-    """Check before anything slow; what an older file holds stays until there is a report. Raises FileError."""
+    """Check, before anything slow, that a file can be written, without changing it. Raises FileError."""
     if file not in (None, STANDARD_OUTPUT):
         with wrap_os_errors(file):
             file.open("a").close()
@@ -66,7 +66,7 @@ def wrap_os_errors(file: Path) -> Iterator[None]:
         raise FileError(f"--json: cannot write {file}: {error.strerror}") from None
 
 
-# ---------------------------------------------------------------- doing it
+# ---------------------------------------------------------------- measuring
 async def run_benchmark(options: BenchOptions, workloads: Sequence[Workload]) -> BenchReport:
     """Measure the workloads. Raises ServerError, WorkloadError and ListingError."""
     date, seed = datetime.now().astimezone(), options.seed or 0
@@ -98,11 +98,11 @@ async def run_benchmark(options: BenchOptions, workloads: Sequence[Workload]) ->
 
 def make_notes(figures: Mapping[Key, Figures]) -> list[str]:
     num_wrong = sum(each.num_wrong_length for each in figures.values())
-    return [f"{num_wrong} answers have not the length asked for, so compare with care"] if num_wrong else []
+    return [f"{num_wrong} answers do not have the requested length, so compare with care"] if num_wrong else []
 
 
 def get_report_options(options: BenchOptions, rounds: int) -> dict[str, Any]:
-    """Return the options for the report, without the key."""
+    """Return the options for the report, without the API key."""
     shown = {name: value for name, value in vars(options).items() if name not in ("api_key", "json")}
     return shown | {"rounds": rounds, "trace": options.trace and str(options.trace)}
 
@@ -114,7 +114,7 @@ def make_progress_bar() -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-# ---------------------------------------------------------------- reporting it
+# ---------------------------------------------------------------- reporting
 def write_report(report: BenchReport, file: Path | None) -> int:
     """Print and write the report; return the exit code. Raises FileError."""
     text = json.dumps(as_json(report), indent=2, allow_nan=False)
@@ -131,7 +131,7 @@ def write_report(report: BenchReport, file: Path | None) -> int:
 
 
 def format_failures(report: BenchReport) -> list[str]:
-    """Return how many requests failed, and the most frequent reasons, in lines."""
+    """Return lines with the number of failed requests and the most frequent reasons; none if no request failed."""
     errors = sum((each.error_counts for each in report.figures.values()), Counter[str]())
     reasons = [f"  {count}x {message}" for message, count in errors.most_common(MAX_ERROR_MESSAGES)]
     return [f"kvmux: {report.num_failed} requests failed:", *reasons] if reasons else []

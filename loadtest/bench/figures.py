@@ -1,4 +1,4 @@
-"""What outcomes come to: times, percentiles, tokens a second. Knows neither HTTP nor workload."""
+"""Figures of a benchmark, computed from the outcomes of requests: times, percentiles, tokens a second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def compute_percentiles(values: Sequence[float]) -> dict[int, float]:
-    """Compute PERCENTILES with linear interpolation, as numpy's."""
+    """Return PERCENTILES of the values, interpolated linearly as numpy does."""
     if len(values) == 1:
         return dict.fromkeys(PERCENTILES, values[0])
     cuts = quantiles(values, n=100, method="inclusive")
@@ -31,22 +31,22 @@ def summarize_latency(seconds: Iterable[float]) -> dict[str, float] | None:
 
 
 class Key(NamedTuple):
-    """What figures are about."""
+    """A row of the report: what its figures were measured for."""
 
     workload: str
     phase: str  # cold or warm, or empty
-    strategy: str  # where there are none, the model
+    strategy: str  # the model, if the server has no strategies
 
 
 @dataclass
 class Figures:
-    """All rounds of one workload, or of one of its phases, under one strategy."""
+    """The outcomes of all rounds of one workload, or of one of its phases, under one strategy."""
 
     rounds: list[list[Outcome]] = field(default_factory=list)
-    round_seconds: list[float] = field(default_factory=list)  # that each round took
+    round_seconds: list[float] = field(default_factory=list)  # the duration of each round
 
     def add_round(self, outcomes: list[Outcome]) -> None:
-        """Add a round, which takes from the first request that was sent to the last answer's end."""
+        """Add a round; it lasts from the first request that is sent to the end of the last answer."""
         self.rounds.append(outcomes)
         ends = [outcome.reply.end_time for outcome in outcomes if outcome.reply.end_time is not None]
         self.round_seconds.append(max(ends) - min(outcome.send_time for outcome in outcomes) if ends else 0.0)
@@ -65,7 +65,7 @@ class Figures:
 
     @property
     def num_wrong_length(self) -> int:
-        """Answers that have not the length that was asked for."""
+        """Return the number of answers that do not have the requested length."""
         return sum(outcome.reply.completion_tokens != outcome.requested_tokens for outcome in self.successes)
 
     def ttft(self) -> dict[str, float] | None:
@@ -96,18 +96,18 @@ class Figures:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Tokens of prompts that were found in a cache; None if the server does not report them."""
+        """Return the tokens of prompts that were found in a cache; None if the server does not report them."""
         reported = [o.reply.cached_tokens for o in self.successes if o.reply.cached_tokens is not None]
         return sum(reported) if reported else None
 
     @property
     def cache_hit_rate(self) -> float | None:
-        """Share of the prompts' tokens that were found in a cache."""
+        """Return the share of the prompts' tokens that were found in a cache; None if the server does not report it."""
         cached = self.cached_tokens
         return None if cached is None or not self.prompt_tokens else cached / self.prompt_tokens
 
     def output_throughput_by_round(self) -> list[float]:
-        """Return the tokens of answers a second, in each round that had any."""
+        """Return the tokens of answers a second, of each round that took any time."""
         counts = [sum(o.reply.completion_tokens for o in each if o.error is None) for each in self.rounds]
         return [tokens / seconds for tokens, seconds in zip(counts, self.round_seconds, strict=True) if seconds]
 

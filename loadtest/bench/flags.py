@@ -1,4 +1,4 @@
-"""The flags of `kvmux bench`. Imports nothing heavy: help comes at once."""
+"""The flags of `kvmux bench`. Imports the standard library alone, so that help comes at once."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 DESCRIPTION = """\
-Loads a running server over HTTP, under each of its cache strategies in turn, and reports for every workload the
-time to the first token (TTFT), between tokens (ITL) and to the end, tokens a second, and how much of the prompts
-was found in a cache. Any server with OpenAI's /v1/completions can be loaded; one without strategies gives a row for
-its model."""
+Benchmarks a running server over HTTP, under each of its cache strategies in turn. Reports for every workload the time
+to the first token (TTFT), between tokens (ITL) and to the end, tokens a second, and how much of the prompts was found
+in a cache. Works with any server that has OpenAI's /v1/completions; a server without strategies gets a row for its
+model."""
 
 EPILOG = """\
 workloads:
@@ -25,10 +25,10 @@ workloads:
   d     8 at once, 1,024 shared + 64 tokens in, 64 out
         cold, then warm: with the shared tokens in the cache
 
-Prompts are token ids, drawn anew for each round and the same for every strategy; answers are greedy and of full
-length. What does not fit into the model's context is made shorter, and said. Strategies take turns within a round, so
-that whatever else the machine does is so for all. Any flag of lengths or arrivals changes the workloads that are named;
-without a name it changes c8 ("own"). The exit code is 1 when a request failed.
+Prompts are random token ids, new in each round and the same for every strategy; answers are greedy and of full length.
+Prompts that do not fit into the model's context are shortened, and the report says so. Strategies take turns within a
+round, so that other load on the machine affects all of them. Flags of lengths and arrivals change the named workloads;
+without a name they change c8 (reported as "own"). The exit code is 1 if a request failed.
 
 examples:
   kvmux bench
@@ -45,7 +45,7 @@ WORKLOAD_NAMES = ("a", "b", "c8", "c16", "d")
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure. None: as the workload has it."""
+    """The options of a benchmark. None: as the workload defines it."""
 
     url: str = URL
     model: str = ""
@@ -70,57 +70,66 @@ class BenchOptions:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of BenchOptions; those not given are left out."""
+    """Add a flag for every field of BenchOptions."""
     _add_server(parser.add_argument_group("server"))
     _add_load(parser.add_argument_group("load"))
     add = parser.add_argument_group("report").add_argument
     add(
-        "--json", type=Path, metavar="FILE", help="write all figures there; - is the standard output, without the table"
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write all figures to this file; -: to standard output, instead of the table",
     )
 
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--url", metavar="URL", help=f"where it is (default: {URL})")
+    add("--url", metavar="URL", help=f"address of the server (default: {URL})")
     add("--model", metavar="NAME", help="the model's name (default: the first that the server lists)")
-    add("--strategies", nargs="+", metavar="NAME", help="only these (default: all that the server lists)")
-    add("--mixed", action="store_true", help="a row more, in which requests are dealt among the strategies")
+    add("--strategies", nargs="+", metavar="NAME", help="strategies to measure (default: all that the server lists)")
+    add("--mixed", action="store_true", help="add a row in which requests are distributed among the strategies")
     add("--api-key", metavar="KEY", help="sent as a bearer token [OPENAI_API_KEY]")
-    add("--body", type=_json_object, metavar="JSON", help="added to every request; a null takes a field out of it")
+    add("--body", type=_json_object, metavar="JSON", help="fields to add to every request; null removes a field")
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--workload", nargs="+", choices=WORKLOAD_NAMES, metavar="NAME", help="of those below (default: a b c8 d)")
-    arrivals = group.add_mutually_exclusive_group().add_argument
-    arrivals("--concurrency", type=_positive_int, metavar="N", help="clients, each with one request at a time")
-    arrivals("--rate", type=_positive_float, metavar="X", help="requests that arrive in a second, by chance (Poisson)")
-    arrivals(
-        "--burst", type=_positive_int, metavar="N", help="requests that arrive in the same moment, again and again"
+    add(
+        "--workload", nargs="+", choices=WORKLOAD_NAMES, metavar="NAME", help="workloads, see below (default: a b c8 d)"
     )
-    arrivals("--trace", type=Path, metavar="FILE", help="requests and times as `python -m loadtest.traces` writes them")
+    arrivals = group.add_mutually_exclusive_group().add_argument
+    arrivals(
+        "--concurrency", type=_positive_int, metavar="N", help="number of clients, each with one request at a time"
+    )
+    arrivals("--rate", type=_positive_float, metavar="X", help="requests a second, arriving at random (Poisson)")
+    arrivals(
+        "--burst", type=_positive_int, metavar="N", help="requests that arrive at the same moment, again and again"
+    )
+    arrivals(
+        "--trace", type=Path, metavar="FILE", help="requests and times, as `python -m loadtest.traces` writes them"
+    )
     add(
         "--every",
         type=_positive_float,
         metavar="SECONDS",
-        help=f"from burst to burst (default: {BenchOptions.every:g})",
+        help=f"time between bursts (default: {BenchOptions.every:g})",
     )
-    add("--speed-up", type=_positive_float, metavar="X", help="how much faster a trace's time passes (default: 1)")
-    add("--requests", type=_positive_int, metavar="N", help="for each strategy in a round; of a trace, the first N")
-    add("--rounds", type=_positive_int, metavar="N", help="how often all is measured (default: 3; a trace once)")
-    add("--prompt-tokens", type=_positive_int, metavar="N", help="tokens of a prompt that no other has")
+    add("--speed-up", type=_positive_float, metavar="X", help="factor by which a trace is sent faster (default: 1)")
+    add("--requests", type=_positive_int, metavar="N", help="requests per strategy and round; of a trace, the first N")
+    add("--rounds", type=_positive_int, metavar="N", help="number of rounds (default: 3; 1 for a trace)")
+    add("--prompt-tokens", type=_positive_int, metavar="N", help="tokens of a prompt that no other prompt has")
     add(
         "--shared-tokens",
         type=_non_negative_int,
         metavar="N",
-        help="tokens before them that all prompts of a round have",
+        help="tokens before these that all prompts of a round have",
     )
     add("--max-tokens", type=_positive_int, metavar="N", help="tokens of an answer")
     add(
         "--seed",
         type=_non_negative_int,
         metavar="N",
-        help="of the prompts (default: by chance, so that no cache knows them)",
+        help="seed of the prompts (default: random, so that no cache knows them)",
     )
 
 

@@ -1,4 +1,4 @@
-"""What to measure: from the options and what a server offers to workloads and strategies. Sends nothing."""
+"""The plan of a benchmark: workloads and strategies, from the options and what the server offers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from loadtest.bench.workloads import (
 from loadtest.listing import select_models
 
 DEFAULT_ROUNDS = 3
-CUSTOM = replace(NAMED_WORKLOADS["c8"], name="own")  # what flags change, if no workload is named
-MIXED = "mixed"  # a row of the report: all strategies at once
-MAX_WORDS_PERCENT = 75  # of the context: so many words are sure to fit into it
+CUSTOM = replace(NAMED_WORKLOADS["c8"], name="own")  # the workload that flags change if none is named
+MIXED = "mixed"  # the row of the report for all strategies at once
+MAX_WORDS_PERCENT = 75  # of the context's tokens: a prompt of so many words fits into it
 
 
 def plan_workloads(options: BenchOptions) -> list[Workload]:
-    """Return the workloads asked for, each with what the flags change. Raises WorkloadError."""
+    """Return the requested workloads, changed by the flags. Raises WorkloadError."""
     if options.trace:
         if options.workload:
-            raise WorkloadError("--trace is a workload by itself: leave --workload out")
+            raise WorkloadError("--trace is a workload of its own: leave --workload out")
         return [read_trace(options.trace, options.requests, options.speed_up)]
     lengths = {name: getattr(options, name) for name in ("prompt_tokens", "shared_tokens", "max_tokens")}
     changes: dict[str, Any] = {name: value for name, value in lengths.items() if value is not None}
@@ -54,7 +54,7 @@ def make_arrivals(options: BenchOptions) -> Arrivals | None:
 
 
 def apply_overrides(workload: Drawn, changes: Mapping[str, Any], requests: int | None) -> Drawn:
-    """Change a workload; without a number of requests it has enough for new arrivals to be seen."""
+    """Return a changed workload; if `requests` is None it gets enough of them to show the effect of new arrivals."""
     match changes.get("arrivals"):
         case Bursts(size=size):
             enough = 3 * size
@@ -68,22 +68,25 @@ def apply_overrides(workload: Drawn, changes: Mapping[str, Any], requests: int |
 
 
 def get_num_rounds(options: BenchOptions) -> int:
-    """Return how often all is measured; a trace is long by itself."""
+    """Return the number of rounds; a trace is long enough for one."""
     return options.rounds or (1 if options.trace else DEFAULT_ROUNDS)
 
 
 def fit_workloads(workloads: Sequence[Workload], server: ServerInfo) -> tuple[list[Workload], list[str]]:
-    """Return the workloads, no longer than the model's context, and what had to be changed. Raises WorkloadError."""
+    """Return the workloads as they fit into the model's context, and notes on the changes. Raises WorkloadError."""
     context, notes = server.listing.max_model_len, []
     if not server.vocabulary.has_token_ids:
-        notes.append("the server has no /tokenize: prompts are words, and their lengths not exact")
+        notes.append("the server has no /tokenize: prompts are words, and their lengths in tokens are not exact")
         context = context and context * MAX_WORDS_PERCENT // 100
     fitted = [fit_workload(each, context) for each in workloads]
     return [workload for workload, _ in fitted], [*notes, *(note for _, note in fitted if note)]
 
 
 def select_strategies(server: ServerInfo, wanted: Sequence[str], *, mixed: bool = False) -> dict[str, Sequence[str]]:
-    """Return the model's names by strategy, or by itself; with `mixed`, all in one, too. Raises ListingError."""
+    """Return the model's name under each strategy; the model alone if there are none. Raises ListingError.
+
+    `mixed` adds a row with the names of all strategies.
+    """
     listing = server.listing
     models = select_models(listing, dict.fromkeys(wanted, 1.0))
     names = (listing.strategies or {listing.model: listing.model}).items()

@@ -1,4 +1,4 @@
-"""What a benchmark found, as a table for people and as JSON for programs. Knows figures; not how they were made."""
+"""The report of a benchmark, as a table for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class BenchReport:
-    """One benchmark."""
+    """The results of a benchmark, and how they were measured."""
 
     server: ServerInfo
     date: datetime
@@ -46,12 +46,12 @@ class BenchReport:
         return sum(len(each.outcomes) - len(each.successes) for each in self.figures.values())
 
     def describe_workload(self, workload: str) -> str:
-        """Return the workload of that name in words, for readers who do not know our names."""
+        """Return a description of the workload of that name, for readers who do not know the names."""
         return next(str(each) for each in self.workloads if each.name == workload)
 
 
 def as_text(report: BenchReport) -> str:
-    """Return what was loaded and how, and a table in GitHub's Markdown."""
+    """Return the report as text: the server, notes, and a table in GitHub's Markdown."""
     server = report.server
     version = f"{server.listing.owned_by} {server.version}".strip()
     lines = [f"{server.listing.model} at {server.url}" + (f" ({version})" if version else "")]
@@ -62,7 +62,7 @@ def as_text(report: BenchReport) -> str:
             "",
             _format_table(report),
             "",
-            "Times in milliseconds; tokens/s are those of answers, all streams together.",
+            "Times in milliseconds; tokens/s are tokens of answers, all streams together.",
         ]
     )
 
@@ -95,7 +95,7 @@ def _format_cells(figures: Figures) -> list[str]:
 
 
 def _format_number(value: float | None) -> str:
-    """Format a number with three digits, or all before the point."""
+    """Return a number with three significant digits, or with all digits before the point; "-" for None."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

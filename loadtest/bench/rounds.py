@@ -1,8 +1,8 @@
-"""Strategies take turns at a workload, round by round. Knows how to be fair; neither HTTP nor what figures mean.
+"""Rounds of a benchmark, in which the strategies take turns at a workload.
 
-Within a round every strategy gets the same requests, since instances share no cache; in another round the requests are
-others, so that none finds what an earlier one left. Who begins changes from round to round. Where strategies are mixed,
-requests are dealt among them, and are others again, since each of them has seen those of its own turn.
+Within a round every strategy gets the same requests, since instances share no cache. Each round has new requests, which
+no cache has from an earlier round, and begins with another strategy. A mixed row distributes requests of its own among
+the strategies, since each of them has already seen the requests of its own turn.
 """
 
 from __future__ import annotations
@@ -18,22 +18,20 @@ from loadtest.bench.types import BenchRequest, Outcome
 from loadtest.bench.vocabulary import PromptVocabulary
 from loadtest.bench.workloads import Workload
 
-MAX_WARM_UP_REQUESTS = 8  # requests at most, all at once, before a strategy is measured
-MAX_WARM_UP_TOKENS = 8  # tokens at most
+MAX_WARM_UP_REQUESTS = 8  # sent before a strategy is measured
+MAX_WARM_UP_TOKENS = 8  # of each of their answers
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Measures workloads."""
+    """The measurement of workloads under all strategies."""
 
-    strategies: Mapping[str, Sequence[str]]  # the model's name under each; several where they are mixed
+    strategies: Mapping[str, Sequence[str]]  # the model's name under each; several names for the mixed row
     vocabulary: PromptVocabulary
     seed: int
     rounds: int
-    send: Callable[
-        [str, BenchRequest, bool], Awaitable[Outcome]
-    ]  # to the model of that name; does it count for progress?
-    show_status: Callable[[str], None]  # what is measured now
+    send: Callable[[str, BenchRequest, bool], Awaitable[Outcome]]  # (model, request, whether it counts for progress)
+    show_status: Callable[[str], None]  # gets a description of the current measurement
 
     async def measure(self, workload: Workload) -> dict[Key, Figures]:
         """Measure a workload; return the figures of each phase under each strategy."""
@@ -68,7 +66,7 @@ class Rounds:
         return await send_requests(dealt, arrivals, lambda each: self.send(*each, counts), random)
 
     async def _warm_up(self, workload: Workload, models: Sequence[str]) -> None:
-        """Send requests as long as the workload's own, with short answers; none of those begins like these."""
+        """Send requests as long as the workload's, but with other beginnings and short answers."""
         requests = workload.make_requests(self.vocabulary, f"{self.seed}/{workload.name}/warm-up", workload.phases[0])
         few = [
             BenchRequest(request.prompt, min(request.max_tokens, MAX_WARM_UP_TOKENS))
@@ -80,6 +78,6 @@ class Rounds:
 
 
 def rotate(names: list[str], by: int) -> list[str]:
-    """Return the names in the same order, beginning with another."""
+    """Return the names in the same order, beginning with the one at index `by` (modulo their number)."""
     by %= len(names)
     return names[by:] + names[:by]

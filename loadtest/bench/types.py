@@ -1,4 +1,4 @@
-"""What the modules of a benchmark pass on: a server, a request to it, its outcome. Plain data; sends nothing."""
+"""Data that the modules of a benchmark exchange: a server, a request to it, its outcome."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from loadtest.stream import Reply
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What is loaded."""
+    """The server that is measured."""
 
     url: str
     listing: Listing
-    version: str  # empty where it does not say
+    version: str  # empty if the server does not report it
     vocabulary: PromptVocabulary
 
 
 class BenchRequest(NamedTuple):
-    """One request."""
+    """A request of a workload."""
 
     prompt: Prompt
     max_tokens: int
@@ -29,7 +29,7 @@ class BenchRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One request: what came of it, or why not."""
+    """The outcome of a request: its answer as far as it came, and an error if it failed."""
 
     requested_tokens: int
     send_time: float

@@ -1,7 +1,7 @@
-"""What prompts are drawn from: ids of a model's ordinary tokens, or words where the server has no route for ids.
+"""The vocabulary that prompts are drawn from: ids of ordinary tokens, or words if the server cannot tokenize.
 
-Between the least and the greatest id in a text of common words there are ordinary tokens only: those that mean
-something (the end of a text, a speaker) stand before or behind. Knows no server.
+Between the least and the greatest token id of a text of common words there are only ordinary tokens: special tokens
+have smaller or greater ids.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Prompt = Sequence[Piece] | str
 
 @dataclass(frozen=True)
 class PromptVocabulary:
-    """Pieces to draw from, all ids or all words."""
+    """Pieces to draw from: either token ids or words."""
 
     pieces: Sequence[Piece]
 
     @property
     def has_token_ids(self) -> bool:
-        """Whether a piece is a token."""
+        """Return whether the pieces are token ids."""
         return isinstance(self.pieces[0], int)
 
     def draw(self, random: Random, length: int) -> list[Piece]:
@@ -34,10 +34,10 @@ class PromptVocabulary:
         return random.sample(self.pieces, len(self.pieces))
 
     def make_prompt(self, pieces: Sequence[Piece]) -> Prompt:
-        """Return the prompt as it is sent."""
+        """Return pieces as a prompt in a request: a list of ids, or a text."""
         return list(pieces) if self.has_token_ids else " ".join(map(str, pieces))
 
 
 def make_vocabulary(token_ids: Sequence[int]) -> PromptVocabulary:
-    """Make a vocabulary from the ids of some ordinary text; of words, if no ids are known."""
+    """Return a vocabulary with the ids of an ordinary text and those between; one of words if there are no ids."""
     return PromptVocabulary(range(min(token_ids), max(token_ids) + 1) if token_ids else WORDS)

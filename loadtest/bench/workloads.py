@@ -1,7 +1,6 @@
-"""Which requests are sent: prompts and answers of given lengths, drawn or recorded, and the named workloads.
+"""Workloads: prompts and answers of given lengths, random or recorded.
 
-A workload makes the same requests when it gets the same salt, and others with another. Knows
-neither HTTP nor tokenizer.
+A workload makes the same requests for the same salt, and others for another.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from loadtest.bench.arrivals import Arrivals, Closed, Recorded
 from loadtest.bench.types import BenchRequest
 from loadtest.bench.vocabulary import PromptVocabulary
 
-MIN_CONTEXT = 16  # tokens; with less there is nothing to measure
+MIN_CONTEXT = 16  # tokens; a smaller context is not worth measuring
 
 
 class WorkloadError(Exception):
@@ -29,7 +28,7 @@ class WorkloadError(Exception):
 
 @dataclass(frozen=True)
 class Drawn:
-    """Prompts by chance: `shared_tokens` tokens that begin all of them, then `prompt_tokens` of each one's own."""
+    """Random prompts: `shared_tokens` tokens that all begin with, then `prompt_tokens` tokens of their own."""
 
     name: str
     arrivals: Arrivals
@@ -37,7 +36,7 @@ class Drawn:
     prompt_tokens: int
     max_tokens: int
     shared_tokens: int = 0
-    phases: Sequence[str] = ("",)  # of a round: all have the same beginning, and the first of them has to compute it
+    phases: Sequence[str] = ("",)  # of a round; their prompts begin alike, and the first phase has to compute that
 
     def make_requests(self, vocabulary: PromptVocabulary, salt: str, phase: str) -> list[BenchRequest]:
         shared = vocabulary.draw(Random(salt), self.shared_tokens)
@@ -46,7 +45,7 @@ class Drawn:
         return [BenchRequest(vocabulary.make_prompt(each), self.max_tokens) for each in prompts]
 
     def fit_to_context(self, context: int | None) -> Drawn:
-        """Return the same, with shorter prompts if need be, so that they and their answers fit into the context."""
+        """Return the workload with prompts and answers short enough for the context."""
         if context is None or self.prompt_tokens + self.shared_tokens + self.max_tokens <= context:
             return self
         max_tokens = min(self.max_tokens, context // 2)
@@ -62,7 +61,7 @@ class Drawn:
 
 
 class TraceTurn(NamedTuple):
-    """A request of a trace: ids of no vocabulary, equal where the texts are."""
+    """A request of a trace; its ids belong to no vocabulary, but equal ids stand for equal tokens."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -70,11 +69,14 @@ class TraceTurn(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayed:
-    """A trace, as `python -m loadtest.traces` writes it. What the model answers is not what the trace goes on with."""
+    """A trace, as `python -m loadtest.traces` writes it.
+
+    A later turn repeats the trace's answers, not those of the model.
+    """
 
     arrivals: Arrivals
     turns: Sequence[TraceTurn]
-    num_truncated: int = 0  # of the prompts, to fit
+    num_truncated: int = 0  # prompts that were cut to fit into the context
     name: str = "trace"
     phases: Sequence[str] = ("",)
 
@@ -83,7 +85,7 @@ class Replayed:
         return len(self.turns)
 
     def make_requests(self, vocabulary: PromptVocabulary, salt: str, phase: str) -> list[BenchRequest]:
-        """Turn equal ids into equal pieces; those of another salt have no text in common with these."""
+        """Return the requests, with equal ids as equal pieces; which pieces depends on the salt."""
         pieces = vocabulary.shuffled(Random(salt))
         prompts = ([pieces[each % len(pieces)] for each in turn.prompt] for turn in self.turns)
         return [
@@ -92,7 +94,7 @@ class Replayed:
         ]
 
     def fit_to_context(self, context: int | None) -> Replayed:
-        """Return the same; a prompt that is too long loses its end, so that it still begins as others do."""
+        """Return the trace with long prompts cut at their ends, so that they still begin as others do."""
         if context is None:
             return self
         turns = [TraceTurn(t.prompt, min(t.max_tokens, context // 2)) for t in self.turns]
@@ -120,20 +122,20 @@ DEFAULT_WORKLOADS = ("a", "b", "c8", "d")
 
 
 def fit_workload(workload: Workload, context: int | None) -> tuple[Workload, str]:
-    """Return a workload that fits, and what had to be changed, in words. Raises WorkloadError."""
+    """Return the workload as it fits into the context, and a note on the change, or "". Raises WorkloadError."""
     if context is not None and context < MIN_CONTEXT:
-        raise WorkloadError(f"the model takes {context} tokens; there is nothing to measure")
+        raise WorkloadError(f"the model's context of {context} tokens is too short to be measured")
     fitted = workload.fit_to_context(context)
     if fitted == workload:
         return workload, ""
-    note = f"does not fit into the model's {context:,} tokens; instead: {fitted}"
+    note = f"does not fit into the model's {context:,} tokens, and became: {fitted}"
     if isinstance(fitted, Replayed):
-        note = f"{fitted.num_truncated} prompts end early, so as to fit into the model's {context:,} tokens"
+        note = f"{fitted.num_truncated} prompts are cut to fit into the model's {context:,} tokens"
     return fitted, f"{workload.name}: {note}"
 
 
 class Line(Struct):
-    """What we read of a trace's line."""
+    """The fields of a trace's line that are read."""
 
     time: float
     prompt: list[int]

@@ -154,7 +154,7 @@ def shared(seen: Seen) -> int:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--strategies", "paged=-1"), "'paged=-1': weights are 0 or more"),
+        (("--strategies", "paged=-1"), "'paged=-1': weights have to be 0 or more"),
         (("--body", "5"), "'5': Expected `object`, got `int`"),
     ],
 )

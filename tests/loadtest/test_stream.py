@@ -56,8 +56,8 @@ def test_pieces_and_tokens(lines: list[bytes], pieces: int, tokens: int) -> None
     [
         ([], r"ended without \[DONE\]"),
         ([TOKEN], r"ended without \[DONE\]"),
-        ([b"data: {\n", DONE], "no part of an answer in the stream: b'{'"),
-        ([b"data: []\n", DONE], "no part of an answer .*Expected `object`"),
+        ([b"data: {\n", DONE], "a line of the stream is not a part of an answer: b'{'"),
+        ([b"data: []\n", DONE], "not a part of an answer: .*Expected `object`"),
         ([TOKEN, b'data: {"error": {"message": "out of memory"}}\n', DONE], "error in the stream: out of memory"),
         ([b'data: {"error": "gone"}\n', DONE], "error in the stream: gone"),
     ],
@@ -89,7 +89,7 @@ def test_what_is_no_answer(lines: list[bytes], message: str) -> None:
     ],
 )
 def test_odd_chunks(chunk: str) -> None:
-    with pytest.raises(StreamError, match="no part of an answer in the stream"):
+    with pytest.raises(StreamError, match="not a part of an answer"):
         read_reply([TOKEN, b"data: %s\n" % chunk.encode("latin-1"), DONE])
 
 

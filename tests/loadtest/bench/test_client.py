@@ -133,7 +133,7 @@ def test_no_server() -> None:
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost", "ftp://localhost"])
 def test_no_address(url: str) -> None:
-    with pytest.raises(ServerError, match="an address begins with http"):
+    with pytest.raises(ServerError, match="a URL has to begin with http"):
         looked(url)
 
 
@@ -150,7 +150,7 @@ def test_an_address_that_cannot_be(url: str) -> None:
 def test_what_is_no_key(key: str) -> None:
     with (
         running_stub("tiny") as stub,
-        pytest.raises(ServerError, match="--api-key or OPENAI_API_KEY: a key is of ASCII"),
+        pytest.raises(ServerError, match="--api-key or OPENAI_API_KEY: a key consists of ASCII"),
     ):
         outcome(stub, "tiny", key=key)
 
@@ -159,9 +159,9 @@ def test_another_kind_of_server() -> None:
     with running_stub() as stub:
         with pytest.raises(ServerError, match="the server lists no model"):
             looked(stub.url)
-        with pytest.raises(ServerError, match="does not tell its models: HTTP 404"):
+        with pytest.raises(ServerError, match="does not list its models: HTTP 404"):
             looked(stub.url + "/elsewhere")
     with running_stub("tiny") as stub:
         stub.context = float("inf")
-        with pytest.raises(ServerError, match="is not an OpenAI-compatible server"):
+        with pytest.raises(ServerError, match="is not OpenAI-compatible"):
             looked(stub.url)

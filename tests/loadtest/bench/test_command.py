@@ -99,7 +99,7 @@ def test_a_server_without_strategies_ids_and_figures(capsys: pytest.CaptureFixtu
     assert row[2] == "llama3:8b"
     assert row[-1] == "-"
     assert "note: the server has no /tokenize" in output
-    assert "note: 6 answers have not the length asked for" in output
+    assert "note: 6 answers do not have the requested length" in output
     assert all(isinstance(body["prompt"], str) and "ignore_eos" not in body for body in stub.bodies)
 
 
@@ -113,7 +113,7 @@ def test_a_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert code == 0
     what = "6 requests as recorded, 1e+06 times as fast"
     assert [row[:4] for row in rows(output)[1:]] == [["trace", what, "paged", "6"], ["trace", what, "window", "6"]]
-    assert "prompts end early, so as to fit into the model's 300 tokens" in output
+    assert "prompts are cut to fit into the model's 300 tokens" in output
     assert all(len(body["prompt"]) + body["max_tokens"] <= 300 for body in stub.bodies)
 
 
@@ -124,7 +124,7 @@ def test_failed_requests_are_told_and_counted(capsys: pytest.CaptureFixture[str]
     assert code == 1
     assert [row[2:5] for row in rows(output)[1:]] == [["paged", "6", "0"], *([name, "6", "6"] for name in broken)]
     assert errors.splitlines()[0] == "kvmux: 18 requests failed:"
-    assert "  6x no part of an answer in the stream: " in errors
+    assert "  6x a line of the stream is not a part of an answer: " in errors
     assert "  6x HTTP 429: too many requests wait" in errors
     assert "  6x error in the stream: the engine is gone" in errors
 
@@ -135,7 +135,7 @@ def test_failed_requests_are_told_and_counted(capsys: pytest.CaptureFixture[str]
         (("--strategies", "pagd"), "there is no strategy 'pagd'; there are paged, window"),
         (("--model", "big"), "there is no model 'big'; there are tiny"),
         (("--trace", "none.jsonl"), "--trace: cannot read none.jsonl: No such file or directory"),
-        (("--trace", "none.jsonl", "--workload", "a"), "--trace is a workload by itself"),
+        (("--trace", "none.jsonl", "--workload", "a"), "--trace is a workload of its own"),
         (("--json", "no/such/folder"), "--json: cannot write no/such/folder"),
         (("--rate", "1", "--burst", "2"), "--burst: not allowed with argument --rate"),
         (("--rate", "0"), "--rate: '0' is not a number above 0"),
@@ -144,8 +144,8 @@ def test_failed_requests_are_told_and_counted(capsys: pytest.CaptureFixture[str]
         (("--body", '{"temperature": NaN}'), "--body: '{\"temperature\": NaN}' is not a JSON object"),
         (("--body", '{"priority": 1e999}'), "is not a JSON object"),
         (("--body", r'{"user": "\ud800"}'), "is not a JSON object"),
-        (("--api-key", "ü€"), "--api-key or OPENAI_API_KEY: a key is of ASCII"),
-        (("--api-key", "one\ntwo"), "--api-key or OPENAI_API_KEY: a key is of ASCII"),
+        (("--api-key", "ü€"), "--api-key or OPENAI_API_KEY: a key consists of ASCII"),
+        (("--api-key", "one\ntwo"), "--api-key or OPENAI_API_KEY: a key consists of ASCII"),
         (("--url", "http://127.0.0.1:99999"), "--url 'http://127.0.0.1:99999': there is no port 99999"),
         (("--workload", "e"), "invalid choice: 'e'"),
         (("--concurency", "3"), "did you mean --concurrency?"),
@@ -178,5 +178,5 @@ def test_what_cannot_be_written_is_printed_all_the_same(capsys: pytest.CaptureFi
 def test_no_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     code, output, errors = bench(capsys, None, "--url", "http://127.0.0.1:9")
     assert (code, output) == (2, "")
-    assert "start one (kvmux serve), or name another (--url)" in errors
+    assert "start one (kvmux serve), or choose another (--url)" in errors
     assert errors.count("\n") == 1

@@ -96,7 +96,7 @@ def test_what_is_fitted_fits(name: str, context: int | None) -> None:
 
 
 def test_a_model_can_be_too_small() -> None:
-    with pytest.raises(WorkloadError, match="takes 8 tokens"):
+    with pytest.raises(WorkloadError, match="context of 8 tokens"):
         fit_workload(NAMED_WORKLOADS["a"], 8)
 
 
@@ -136,7 +136,7 @@ def test_prompts_of_a_trace_lose_their_end(file: Path) -> None:
     whole = read_trace(file, None, 1.0)
     cut, note = fit_workload(whole, 400)
     assert isinstance(cut, Replayed)
-    assert f"{cut.num_truncated} prompts end early" in note
+    assert f"{cut.num_truncated} prompts are cut" in note
     assert cut.num_truncated > 0
     for before, after in zip(whole.turns, cut.turns, strict=True):
         assert before.prompt[: len(after.prompt)] == after.prompt
