@@ -51,7 +51,7 @@ BODY = {"prompt": "Once upon a time there was a", "max_tokens": 16, "temperature
 WARM_UP_REQUESTS = 3
 ROUNDS = 4  # traced requests of each kind
 TOKEN = 8  # the streamed token that is followed: neither the first nor the last
-ASIDE = {  # functions, or methods of any class, that are called on the way, but neither with the body nor with the token
+ASIDE = {  # functions, or methods of any class, called on the way, but neither with the body nor with the token
     "Arena.usage": "how full the memory is, for the rules that choose a strategy",
     "Batch.commit": "the tokens that this step entered into the caches, which were drawn before",
     "merge_step_parts": "figures of the step",

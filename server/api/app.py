@@ -12,13 +12,10 @@ from starlette.middleware.cors import CORSMiddleware
 
 from config.settings import Settings
 from server.api.http import auth, errors, unversioned
-from server.api.http.cancellation import Deadlines
 from server.api.http.limits import BodyLimits, RequestBounds
 from server.api.http.request_lifetime import Lifetime
 from server.api.openai import chat, completions, models, tokenize
-from server.api.openai.generation_job import RequestLimits
-from server.api.openai.responses import Serving
-from server.api.openai.tenants import Priorities
+from server.api.openai.generation_job import Deadlines, Priorities, RequestLimits, Serving
 from server.api.ops import admin, health, kv_cache, metrics, profile, request_log
 from server.api.ops.observations import Observations
 from server.api.ops.request_outcome import Ended

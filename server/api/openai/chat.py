@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
@@ -10,8 +11,8 @@ from pydantic import Field, ValidationInfo, field_validator
 from server.api.http.body import JsonRoute
 from server.api.http.errors import make_error_responses
 from server.api.openai.conversation import Messages, Rendering, encode_chat, iter_texts
-from server.api.openai.generation import Generation, OutputDelta
-from server.api.openai.generation_job import PromptTokens, check_prompt, make_job, make_sampling
+from server.api.openai.generation import Generation, OutputDelta, run
+from server.api.openai.generation_job import Job, PromptTokens, Serving, check_prompt, make_job, make_sampling
 from server.api.openai.logprobs import ChatLogprobs, make_chat_logprobs
 from server.api.openai.request_models import (
     INT64,
@@ -23,7 +24,14 @@ from server.api.openai.request_models import (
     allow_only,
 )
 from server.api.openai.response_models import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatMessage, Delta
-from server.api.openai.responses import Serving, Writer, create_response
+from server.api.openai.responses import (
+    Format,
+    make_chunk_fields,
+    make_response_fields,
+    respond,
+    set_choice_fields,
+    set_prompt_fields,
+)
 from server.text.tokenizer import truncate_prompt
 
 
@@ -69,7 +77,6 @@ class ChatRequest(GenerationRequest, Rendering):
 
 def router(serving: Serving) -> APIRouter:
     routes = APIRouter(route_class=JsonRoute, tags=["chat"], responses=make_error_responses(400, 404, 413, 429, 503))
-    tokenizer = serving.tokenizer
 
     @routes.post("/v1/chat/completions")
     async def create_chat_completion(
@@ -77,73 +84,88 @@ def router(serving: Serving) -> APIRouter:
         x_kv_cache: Annotated[str | None, Header(max_length=MAX_NAME_LENGTH)] = None,
         authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
     ) -> Response:
-        hello, how = serving.resolve_request(body, x_kv_cache, authorization)
-        serving.limits.check_choices(1, body.n)
-        serving.limits.check_stop(body.stop)
-        serving.limits.check_total_length(iter_texts(body.messages), "messages")
-        longest = serving.limits.get_max_characters(hello.max_seq_len if body.truncate_prompt_tokens is None else None)
-        special = body.add_special_tokens
-        encoded = await encode_chat(tokenizer, body.messages, body, longest, add_special_tokens=special)
-        prompt = PromptTokens(truncate_prompt(encoded.ids, body.truncate_prompt_tokens), encoded.text)
-        max_tokens = (
-            max(1, hello.max_seq_len - len(prompt.ids))
-            if body.requested_max_tokens is None
-            else body.requested_max_tokens
-        )
-        check_prompt(prompt.ids, max_tokens, hello)
-        sampling = make_sampling(
-            body,
-            hello,
-            max_tokens=max_tokens,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            prompt_logprobs=body.prompt_logprobs,
-        )
-        job = make_job("chatcmpl", body, [prompt], sampling, body.n, how)
-        return create_response(serving, ChatWriter(tokenizer, body, job))
+        job = await make_chat_job(serving, body, x_kv_cache, authorization)
+        generation = run(serving, job)
+        return respond(generation, CHAT_FORMAT)
 
     return routes
 
 
-class ChatWriter(Writer[ChatRequest]):
-    """Streams a choice's role, then its text, then its finish reason; fields of the prompt are in its first chunk."""
+async def make_chat_job(
+    serving: Serving, body: ChatRequest, header: str | None, authorization: str | None
+) -> Job[ChatRequest]:
+    """Return the job of a request; `header` is its X-KV-Cache. Raises ApiError, EngineLost, TextError."""
+    hello, hints = serving.resolve_request(body, header, authorization)
+    serving.limits.check_choices(1, body.n)
+    serving.limits.check_stop(body.stop)
+    serving.limits.check_total_length(iter_texts(body.messages), "messages")
+    longest = serving.limits.get_max_characters(hello.max_seq_len if body.truncate_prompt_tokens is None else None)
+    special = body.add_special_tokens
+    encoded = await encode_chat(serving.tokenizer, body.messages, body, longest, add_special_tokens=special)
+    prompt = PromptTokens(truncate_prompt(encoded.ids, body.truncate_prompt_tokens), encoded.text)
+    max_tokens = (
+        max(1, hello.max_seq_len - len(prompt.ids)) if body.requested_max_tokens is None else body.requested_max_tokens
+    )
+    check_prompt(prompt.ids, max_tokens, hello)
+    sampling = make_sampling(
+        body,
+        hello,
+        max_tokens=max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    return make_job("chatcmpl", body, [prompt], sampling, body.n, hints)
 
-    def split_delta(self, piece: OutputDelta) -> list[OutputDelta]:
-        parts = [] if piece.choice in self._started_choices else [OutputDelta(piece.choice, "", [], [])]
-        if piece.finish_reason is None:
-            return [*parts, piece]
-        if piece.text:
-            parts.append(piece._replace(finish_reason=None, stop_reason=None, record=None))
-            piece = piece._replace(text="", tokens=[], logprobs=[])
-        return [*parts, piece]
 
-    def make_chunk(self, piece: OutputDelta | None, generation: Generation) -> ChatChunk:
-        chunk = ChatChunk(**self.common_fields, choices=[])
-        if piece is not None:
-            first = not self._started_choices
-            logprobs = self._make_logprobs(piece) if piece.tokens else None
-            choice = ChatChunkChoice(index=piece.choice, delta=Delta(), logprobs=logprobs)
-            if self._fill_choice(choice, piece, generation):
-                choice.delta = Delta("", "assistant")
-            elif piece.finish_reason is None:
-                choice.delta = Delta(piece.text)
-            if first:
-                self._fill_prompt_fields(chunk, piece.choice, generation)
-            chunk.choices.append(choice)
-        return chunk
+# ---------------------------------------------------------------- from deltas to a response
+def make_chat_chunks(delta: OutputDelta | None, generation: Generation[ChatRequest]) -> list[ChatChunk]:
+    """Return the chunks of a delta: a choice's role comes before its text, and its finish reason after it.
 
-    def make_response(self, pieces: list[OutputDelta], generation: Generation) -> ChatCompletion:
-        choices = []
-        for piece in pieces:
-            message = ChatMessage(piece.text)
-            choice = ChatChoice(index=piece.choice, message=message, logprobs=self._make_logprobs(piece))
-            self._fill_choice(choice, piece, generation)
-            choices.append(choice)
-        response = ChatCompletion(**self.common_fields, choices=choices)
-        self._fill_prompt_fields(response, 0, generation)
-        return response
+    Fields of the prompt are in the first chunk of all.
+    """
+    if delta is None:
+        return [ChatChunk(**make_chunk_fields(None, generation), choices=[])]
+    chunks = []
+    if delta.is_first:
+        role = OutputDelta(delta.choice, "", [], [], is_first_of_all=delta.is_first_of_all)
+        chunks.append(_make_chunk(role, Delta("", "assistant"), generation))
+        if delta.is_first_of_all:
+            set_prompt_fields(chunks[0], delta.choice, generation)
+            delta = delta._replace(is_first_of_all=False)
+    if delta.finish_reason is None:
+        return [*chunks, _make_chunk(delta, Delta(delta.text), generation)]
+    if delta.text:
+        text = delta._replace(finish_reason=None, stop_reason=None, record=None)
+        chunks.append(_make_chunk(text, Delta(delta.text), generation))
+        delta = delta._replace(text="", tokens=[], logprobs=[])
+    return [*chunks, _make_chunk(delta, Delta(), generation)]
 
-    def _make_logprobs(self, piece: OutputDelta) -> ChatLogprobs | None:
-        if not self.body.logprobs:
-            return None
-        top, by_id = self.body.top_logprobs or 0, self.body.return_tokens_as_token_ids
-        return make_chat_logprobs(self.tokenizer, piece.tokens, piece.logprobs, top, by_id=by_id)
+
+def _make_chunk(delta: OutputDelta, message: Delta, generation: Generation[ChatRequest]) -> ChatChunk:
+    logprobs = _make_logprobs(delta, generation) if delta.tokens else None
+    choice = ChatChunkChoice(index=delta.choice, delta=message, logprobs=logprobs)
+    set_choice_fields(choice, delta, generation)
+    return ChatChunk(**make_chunk_fields(delta, generation), choices=[choice])
+
+
+def make_chat_completion(deltas: Sequence[OutputDelta], generation: Generation[ChatRequest]) -> ChatCompletion:
+    choices = []
+    for delta in deltas:
+        message = ChatMessage(delta.text)
+        choice = ChatChoice(index=delta.choice, message=message, logprobs=_make_logprobs(delta, generation))
+        set_choice_fields(choice, delta, generation)
+        choices.append(choice)
+    response = ChatCompletion(**make_response_fields(generation), choices=choices)
+    set_prompt_fields(response, 0, generation)
+    return response
+
+
+CHAT_FORMAT = Format(make_chat_chunks, make_chat_completion)
+
+
+def _make_logprobs(delta: OutputDelta, generation: Generation[ChatRequest]) -> ChatLogprobs | None:
+    body = generation.job.body
+    if not body.logprobs:
+        return None
+    top, by_id = body.top_logprobs or 0, body.return_tokens_as_token_ids
+    return make_chat_logprobs(generation.tokenizer, delta.tokens, delta.logprobs, top, by_id=by_id)

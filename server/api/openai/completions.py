@@ -1,7 +1,8 @@
-"""POST /v1/completions: from OpenAI's request to a job, and from its pieces to OpenAI's answer."""
+"""POST /v1/completions: from OpenAI's request to a job, and from the deltas of its texts to OpenAI's response."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
@@ -17,11 +18,12 @@ from pydantic import (
 from server.api.http.body import JsonRoute
 from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.json_values import DecodedIds, ReadAs
-from server.api.openai.generation import Generation, OutputDelta
+from server.api.openai.generation import Generation, OutputDelta, run
 from server.api.openai.generation_job import (
     TOTAL_PROMPTS_FACTOR,
     Job,
     PromptTokens,
+    Serving,
     check_prompt,
     make_job,
     make_sampling,
@@ -29,12 +31,18 @@ from server.api.openai.generation_job import (
 from server.api.openai.logprobs import CompletionLogprobs, concat_logprobs, format_token_id, make_completion_logprobs
 from server.api.openai.request_models import INT64, MAX_NAME_LENGTH, GenerationRequest, Ignored, LongList, Prompt
 from server.api.openai.response_models import CompletionChoice, CompletionResponse
-from server.api.openai.responses import Serving, Writer, create_response
+from server.api.openai.responses import (
+    Format,
+    make_chunk_fields,
+    make_response_fields,
+    respond,
+    set_choice_fields,
+    set_prompt_fields,
+)
 from server.engine.ipc.messages import Hello, SamplingParams
 from server.text.errors import InfillError
 from server.text.output import locate_tokens
 from server.text.tokenizer import TokenizerBase, truncate_prompt
-from server.text.vocabulary import Vocabulary
 
 
 def _accept_decoded_prompts(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -105,7 +113,6 @@ def router(serving: Serving) -> APIRouter:
     routes = APIRouter(
         route_class=JsonRoute, tags=["completions"], responses=make_error_responses(400, 404, 413, 429, 503)
     )
-    tokenizer = serving.tokenizer
 
     @routes.post("/v1/completions")
     async def create_completion(
@@ -113,22 +120,31 @@ def router(serving: Serving) -> APIRouter:
         x_kv_cache: Annotated[str | None, Header(max_length=MAX_NAME_LENGTH)] = None,
         authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
     ) -> Response:
-        hello, how = serving.resolve_request(body, x_kv_cache, authorization)
-        choices = body.best_of or body.n
-        serving.limits.check_choices(len(body.prompt), choices)
-        serving.limits.check_stop(body.stop)
-        context = hello.max_seq_len if body.truncate_prompt_tokens is None else None
-        serving.limits.check_length(body.suffix, "suffix", context)
-        for prompt in body.prompt:
-            serving.limits.check_length(prompt, "prompt", context)
-        serving.limits.check_total_length(body.prompt, "prompt", TOTAL_PROMPTS_FACTOR)
-        prompts = [await encode_prompt(tokenizer, prompt, body) for prompt in body.prompt]
-        for each in prompts:
-            check_prompt(each.ids, body.max_tokens, hello)
-        job = make_job("cmpl", body, prompts, _make_completion_sampling(body, hello, choices), choices, how)
-        return create_response(serving, CompletionWriter(tokenizer, body, job))
+        job = await make_completion_job(serving, body, x_kv_cache, authorization)
+        generation = run(serving, job)
+        return respond(generation, COMPLETION_FORMAT)
 
     return routes
+
+
+# ---------------------------------------------------------------- from a body to a job
+async def make_completion_job(
+    serving: Serving, body: CompletionRequest, header: str | None, authorization: str | None
+) -> Job[CompletionRequest]:
+    """Return the job of a request; `header` is its X-KV-Cache. Raises ApiError, EngineLost, TextError."""
+    hello, hints = serving.resolve_request(body, header, authorization)
+    choices = body.best_of or body.n
+    serving.limits.check_choices(len(body.prompt), choices)
+    serving.limits.check_stop(body.stop)
+    context = hello.max_seq_len if body.truncate_prompt_tokens is None else None
+    serving.limits.check_length(body.suffix, "suffix", context)
+    for prompt in body.prompt:
+        serving.limits.check_length(prompt, "prompt", context)
+    serving.limits.check_total_length(body.prompt, "prompt", TOTAL_PROMPTS_FACTOR)
+    prompts = [await encode_prompt(serving.tokenizer, prompt, body) for prompt in body.prompt]
+    for each in prompts:
+        check_prompt(each.ids, body.max_tokens, hello)
+    return make_job("cmpl", body, prompts, _make_completion_sampling(body, hello, choices), choices, hints)
 
 
 def _make_completion_sampling(body: CompletionRequest, hello: Hello, choices: int) -> SamplingParams:
@@ -167,67 +183,72 @@ async def encode_prompt(tokenizer: TokenizerBase, prompt: str | list[int], body:
     return PromptTokens(kept, text)
 
 
-class CompletionWriter(Writer[CompletionRequest]):
-    """Writes completions. With `echo` a choice's text begins with its prompt."""
-
-    def __init__(self, tokenizer: Vocabulary, body: CompletionRequest, job: Job) -> None:
-        super().__init__(tokenizer, body, job)
-        self._echo_logprobs: dict[int, CompletionLogprobs] = {}  # by the prompt's first choice
-        self._get_token_name = format_token_id if body.return_tokens_as_token_ids else tokenizer.token_string
-
-    def make_chunk(self, piece: OutputDelta | None, generation: Generation) -> CompletionResponse:
-        return self._make_completion([] if piece is None else [self._make_choice(piece, generation)])
-
-    def make_response(self, pieces: list[OutputDelta], generation: Generation) -> CompletionResponse:
-        choices = [self._make_choice(piece, generation) for piece in self._select_best(pieces)]
-        for index, choice in enumerate(choices):
-            choice.index = index
-        return self._make_completion(choices)
-
-    def _make_completion(self, choices: list[CompletionChoice]) -> CompletionResponse:
-        return CompletionResponse(**self.common_fields, choices=choices)
-
-    def _make_choice(self, piece: OutputDelta, generation: Generation) -> CompletionChoice:
-        """Return what a piece adds to its choice."""
-        part = CompletionChoice(index=piece.choice, text=piece.text)
-        if (top := self.body.logprobs) is not None:
-            base = len(self.job.get_prompt(piece.choice).text) if self.body.echo else 0
-            part.logprobs = make_completion_logprobs(self._get_token_name, piece.tokens, piece.logprobs, top, base)
-        if self._fill_choice(part, piece, generation):
-            self._fill_prompt_fields(part, piece.choice, generation)
-            if self.body.echo:
-                self._prepend_prompt(part, generation)
-        return part
-
-    def _prepend_prompt(self, part: CompletionChoice, generation: Generation) -> None:
-        """Put the prompt before the first part of its choice."""
-        part.text = self.job.get_prompt(part.index).text + part.text
-        if part.logprobs is not None:
-            part.logprobs = concat_logprobs(self._get_echo_logprobs(part.index, generation), part.logprobs)
-
-    def _get_echo_logprobs(self, choice: int, generation: Generation) -> CompletionLogprobs:
-        """Return the log-probabilities of a choice's prompt."""
-        head = self.job.get_first_choice(choice)
-        if head not in self._echo_logprobs:
-            assert self.body.logprobs is not None
-            prompt, scores = self.job.get_prompt(head), [None, *generation.get_prompt_logprobs(head)]
-            tokens = locate_tokens(self.tokenizer, prompt.ids, prompt.text)
-            self._echo_logprobs[head] = make_completion_logprobs(
-                self._get_token_name, tokens, scores, self.body.logprobs
-            )
-        return self._echo_logprobs[head]
-
-    def _select_best(self, pieces: list[OutputDelta]) -> list[OutputDelta]:
-        """Return the n choices of each prompt whose tokens are likeliest on average, the best first."""
-        if self.job.choices_per_prompt == self.body.n:
-            return pieces
-        best: list[OutputDelta] = []
-        for first in range(0, len(pieces), self.job.choices_per_prompt):
-            best += sorted(pieces[first : first + self.job.choices_per_prompt], key=_mean_logprob, reverse=True)[
-                : self.body.n
-            ]
-        return best
+# ---------------------------------------------------------------- from deltas to a response
+def make_completion_chunks(
+    delta: OutputDelta | None, generation: Generation[CompletionRequest]
+) -> list[CompletionResponse]:
+    choices = [] if delta is None else [_make_choice(delta, generation)]
+    return [CompletionResponse(**make_chunk_fields(delta, generation), choices=choices)]
 
 
-def _mean_logprob(piece: OutputDelta) -> float:
-    return sum(score.logprob for score in piece.logprobs) / max(1, len(piece.logprobs))
+def make_completion(deltas: Sequence[OutputDelta], generation: Generation[CompletionRequest]) -> CompletionResponse:
+    choices = [_make_choice(delta, generation) for delta in _select_best(deltas, generation.job)]
+    for index, choice in enumerate(choices):
+        choice.index = index
+    return CompletionResponse(**make_response_fields(generation), choices=choices)
+
+
+COMPLETION_FORMAT = Format(make_completion_chunks, make_completion)
+
+
+def _make_choice(delta: OutputDelta, generation: Generation[CompletionRequest]) -> CompletionChoice:
+    """Return what a delta adds to its choice. With `echo` the text of a choice begins with its prompt."""
+    job, body = generation.job, generation.job.body
+    choice = CompletionChoice(index=delta.choice, text=delta.text)
+    if (top := body.logprobs) is not None:
+        base = len(job.get_prompt(delta.choice).text) if body.echo else 0
+        choice.logprobs = make_completion_logprobs(
+            _get_token_namer(generation), delta.tokens, delta.logprobs, top, base
+        )
+    set_choice_fields(choice, delta, generation)
+    if delta.is_first:
+        set_prompt_fields(choice, delta.choice, generation)
+        if body.echo:
+            choice.text = job.get_prompt(delta.choice).text + choice.text
+            if choice.logprobs is not None:
+                choice.logprobs = concat_logprobs(_get_echo_logprobs(delta.choice, generation), choice.logprobs)
+    return choice
+
+
+def _get_token_namer(generation: Generation[CompletionRequest]) -> Callable[[int], str]:
+    """Return the function that names tokens in log-probabilities: by their text, or by their ids."""
+    by_id = generation.job.body.return_tokens_as_token_ids
+    return format_token_id if by_id else generation.tokenizer.token_string
+
+
+def _get_echo_logprobs(choice: int, generation: Generation[CompletionRequest]) -> CompletionLogprobs:
+    """Return the log-probabilities of a choice's prompt; they are computed once for all choices of the prompt."""
+    top = generation.job.body.logprobs
+    assert top is not None
+
+    def compute() -> CompletionLogprobs:
+        prompt, scores = generation.job.get_prompt(choice), [None, *generation.get_prompt_logprobs(choice)]
+        tokens = locate_tokens(generation.tokenizer, prompt.ids, prompt.text)
+        return make_completion_logprobs(_get_token_namer(generation), tokens, scores, top)
+
+    return generation.share("echo_logprobs", choice, compute)
+
+
+def _select_best(deltas: Sequence[OutputDelta], job: Job[CompletionRequest]) -> Sequence[OutputDelta]:
+    """Return the n choices of each prompt whose tokens are likeliest on average, the best first."""
+    count, n = job.choices_per_prompt, job.body.n
+    if count == n:
+        return deltas
+    best: list[OutputDelta] = []
+    for first in range(0, len(deltas), count):
+        best += sorted(deltas[first : first + count], key=_mean_logprob, reverse=True)[:n]
+    return best
+
+
+def _mean_logprob(delta: OutputDelta) -> float:
+    return sum(score.logprob for score in delta.logprobs) / max(1, len(delta.logprobs))

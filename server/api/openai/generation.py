@@ -1,19 +1,20 @@
-"""The choices of one request while they run: the engine's events in, pieces of text out.
+"""A job while it runs: the engine's events in, deltas of the choices' texts out.
 
-Knows text and the engine's messages; knows neither HTTP nor what the endpoint's answer looks like.
+Knows text and the engine's messages; knows neither HTTP nor what an endpoint's response looks like.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from server.api.http.errors import make_engine_error
-from server.api.openai.generation_job import Job
-from server.engine.ipc.client import EngineClient, Stream
+from server.api.http.errors import ApiError, make_engine_error
+from server.api.openai.generation_job import B, Job, Serving
+from server.engine.ipc.client import Stream
 from server.engine.ipc.messages import (
     Admitted,
     Explained,
@@ -25,7 +26,11 @@ from server.engine.ipc.messages import (
     Tokens,
 )
 from server.records import RequestRecord
+from server.text.detokenizer import Detokenizer
 from server.text.output import OutputText, Placed
+from server.text.tokenizer import TokenizerBase
+
+T = TypeVar("T")
 
 
 class OutputDelta(NamedTuple):
@@ -37,73 +42,121 @@ class OutputDelta(NamedTuple):
     logprobs: list[TokenLogprob]  # of each of these tokens, if log-probabilities were asked for; otherwise none
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token
-    record: RequestRecord | None = None  # with the last piece, of requests that asked to be explained
-    num_tokens: int = 0  # of its choice, up to the end of this piece
+    record: RequestRecord | None = None  # with the last delta, of requests that asked to be explained
+    num_tokens: int = 0  # of its choice, up to the end of this delta
+    is_first: bool = False  # of its choice
+    is_first_of_all: bool = False  # of all choices
 
 
-def merge_deltas(pieces: Sequence[OutputDelta]) -> list[OutputDelta]:
-    """Merge pieces into one for each choice, in the order of choices."""
-    parts: dict[int, list[OutputDelta]] = {}
-    for piece in pieces:
-        parts.setdefault(piece.choice, []).append(piece)
+def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
+    """Merge deltas into one for each choice, in the order of choices."""
+    by_choice: dict[int, list[OutputDelta]] = {}
+    for delta in deltas:
+        by_choice.setdefault(delta.choice, []).append(delta)
     return [
-        part[-1]._replace(
-            text="".join(piece.text for piece in part),
-            tokens=[token for piece in part for token in piece.tokens],
-            logprobs=[score for piece in part for score in piece.logprobs],
+        parts[-1]._replace(
+            text="".join(part.text for part in parts),
+            tokens=[token for part in parts for token in part.tokens],
+            logprobs=[score for part in parts for score in part.logprobs],
+            is_first=parts[0].is_first,
+            is_first_of_all=parts[0].is_first_of_all,
         )
-        for _, part in sorted(parts.items())
+        for _, parts in sorted(by_choice.items())
     ]
 
 
-@contextlib.asynccontextmanager
-async def generate(
-    client: EngineClient, job: Job, outputs: list[OutputText], *, keep_texts: bool = False
-) -> AsyncIterator[Generation]:
-    """Run one request for each choice; those that have not ended when the block is left are cancelled.
+def run(serving: Serving, job: Job[B]) -> Generation[B]:
+    """Return the generation of a job. The engine gets the job's requests when `Generation.running` is entered."""
+    return Generation(serving, job)
 
-    Raises EngineLost when there is no engine.
+
+class Generation(Generic[B]):
+    """A job that the engine runs. Within `running`, first `wait_for_admission`, then `iter_deltas`, both once.
+
+    Times are monotonic seconds.
     """
-    async with client.stream(job.submits) as stream:
-        yield Generation(stream, job, outputs, keep_texts)
 
-
-class Generation:
-    """Made by `generate`. First `wait_for_admission`, then `iter_deltas`, both once. Times are monotonic seconds."""
-
-    def __init__(self, stream: Stream, job: Job, outputs: list[OutputText], keep_texts: bool) -> None:
+    def __init__(self, serving: Serving, job: Job[B]) -> None:
         self.job = job
-        self.submit_time = time.monotonic()
+        self.tokenizer: TokenizerBase = serving.tokenizer
+        self.submit_time = 0.0
         self.first_token_time: float | None = None
         self.preemptions = 0
-        self.drafted_tokens = 0  # guesses that were verified,
-        self.accepted_tokens = 0  # and those that came true
-        self.texts: list[str] | None = [""] * len(outputs) if keep_texts else None  # all that the choices came to
-        self._stream = stream
+        self.drafted_tokens = 0  # draft tokens that were verified,
+        self.accepted_tokens = 0  # and those of them that were accepted
+        num_choices = len(job.submits)
+        self.texts: list[str] | None = [""] * num_choices if serving.log_prompts else None  # of the choices, so far
+        self._client = serving.client
+        self._deadlines = serving.deadlines
+        self._stream: Stream
+        self._outputs: list[OutputText] = []
         self._choice_by_request_id = {submit.request_id: index for index, submit in enumerate(job.submits)}
-        self._outputs = outputs
-        self._pending_logprobs: list[deque[TokenLogprob]] = [
-            deque() for _ in outputs
-        ]  # of tokens whose text is not out
+        # By choice, of tokens whose text is not out.
+        self._pending_logprobs: list[deque[TokenLogprob]] = [deque() for _ in job.submits]
         self._admitted: dict[int, Admitted] = {}
-        self._prompt_logprobs: dict[int, list[TokenLogprob]] = {i: [] for i in range(len(outputs))}
+        self._prompt_logprobs: dict[int, list[TokenLogprob]] = {i: [] for i in range(num_choices)}
         self._wants_prompt_logprobs = job.submits[0].sampling.prompt_logprobs is not None  # of every prompt, or of none
+        self._shared: dict[tuple[str, int], Any] = {}  # what `share` has computed
         self._early_events: list[RequestEvent] = []  # read while waiting for the admission of other choices
-        self._unexplained: dict[int, OutputDelta] = {}  # by choice: pieces that wait for their explanation
+        self._unexplained: dict[int, OutputDelta] = {}  # by choice: last deltas that wait for their explanation
         self._waiting_deltas: list[OutputDelta] = []  # for log-probabilities of their prompt
+        self._started_choices: set[int] = set()  # those of which a delta was yielded
 
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run one request for each choice; those that have not ended when the block is left are cancelled.
+
+        Raises EngineLost when there is no engine.
+        """
+        async with self._client.stream(self.job.submits) as self._stream:
+            self.submit_time = time.monotonic()
+            self._outputs = self._make_output_texts()
+            with self._limit_time():
+                yield
+
+    def _make_output_texts(self) -> list[OutputText]:
+        """Return the output text of each choice, which begins after its prompt."""
+        body = self.job.body
+        return [
+            OutputText(
+                Detokenizer(self.tokenizer, submit.prompt, skip_special=body.skip_special_tokens),
+                body.stop,
+                include_stop=body.include_stop_str_in_output,
+                min_tokens=body.min_tokens,
+            )
+            for submit in self.job.submits
+        ]
+
+    @contextlib.contextmanager
+    def _limit_time(self) -> Iterator[None]:
+        """Fail the requests if the block takes longer than the request timeout, so that a stream ends with an error."""
+        seconds = self._deadlines.request_timeout
+        if seconds is None:
+            yield
+            return
+        message = f"the request took longer than {seconds:g} seconds; ask for fewer tokens"
+        timer = asyncio.get_running_loop().call_later(
+            seconds, self._stream.fail, ApiError(504, message, code="request_timeout")
+        )
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    # ------------------------------------------------------------ what is known of it
     @property
     def first_admitted(self) -> Admitted | None:
+        """Return what the engine sent of the choice that was admitted first; None before that."""
         return next(iter(self._admitted.values()), None)
 
     @property
     def finish_reasons(self) -> list[str | None]:
-        """Of each choice; None: it has not ended."""
+        """Return the finish reason of each choice; None for one that has not ended."""
         return [output.finish_reason for output in self._outputs]
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts, each counted once."""
+        """Return the tokens of all prompts, each counted once."""
         return sum(len(prompt.ids) for prompt in self.job.prompts)
 
     @property
@@ -112,49 +165,75 @@ class Generation:
 
     @property
     def cached_tokens(self) -> int:
-        """Of all prompts, each counted once."""
+        """Return how many tokens of the prompts were found in the cache, each prompt counted once."""
         return sum(self.get_cached_tokens(head) for head in range(0, len(self._outputs), self.job.choices_per_prompt))
 
     def get_cached_tokens(self, choice: int) -> int:
-        """Return how many tokens of its prompt were found in the cache."""
+        """Return how many tokens of a choice's prompt were found in the cache."""
         admitted = self._admitted.get(self.job.get_first_choice(choice))
         return 0 if admitted is None else admitted.cached_tokens
 
     def get_prompt_logprobs(self, choice: int) -> list[TokenLogprob]:
-        """Return the log-probabilities of a choice's prompt from its second token on, once its first piece has come."""
+        """Return the log-probabilities of a choice's prompt from its second token on, once its first delta has come."""
         return self._prompt_logprobs[self.job.get_first_choice(choice)]
 
-    def fail(self, error: Exception) -> None:
-        """Raise `error` from `wait_for_admission` or `iter_deltas`, after everything that the engine has sent."""
-        self._stream.fail(error)
+    def share(self, name: str, choice: int, compute: Callable[[], T]) -> T:
+        """Return what `compute` returned at the first call of this name for the same prompt: choices share it."""
+        key = name, self.job.get_first_choice(choice)
+        if key not in self._shared:
+            self._shared[key] = compute()
+        shared: T = self._shared[key]
+        return shared
 
+    # ------------------------------------------------------------ its events
     async def wait_for_admission(self) -> Admitted:
-        """Wait until every choice is admitted, or one has a token: the others may have to wait for a place.
+        """Wait until every choice is admitted, or one has a token: the others may have to wait for a seat.
 
-        Returns what was said of the choice admitted first. Raises ApiError, EngineLost.
+        Returns what the engine sent of the choice admitted first. Raises ApiError, also after the queue timeout, and
+        EngineLost.
         """
-        while len(self._admitted) < len(self._outputs) and not any(isinstance(e, Tokens) for e in self._early_events):
-            event = self._record_event(await anext(self._stream))
-            if not isinstance(event, Admitted):
-                self._early_events.append(event)
+        seconds = self._deadlines.queue_timeout
+        try:
+            async with asyncio.timeout(seconds):
+                while len(self._admitted) < len(self._outputs) and not any(
+                    isinstance(event, Tokens) for event in self._early_events
+                ):
+                    event = self._record_event(await anext(self._stream))
+                    if not isinstance(event, Admitted):
+                        self._early_events.append(event)
+        except TimeoutError:
+            message = f"the request did not get its place within {seconds:g} seconds; try again later"
+            raise ApiError(503, message, code="queue_timeout") from None
         assert self._admitted, "the engine sends Admitted before Tokens"
         return next(iter(self._admitted.values()))
 
     async def iter_deltas(self) -> AsyncIterator[list[OutputDelta]]:
-        """Yield lists of pieces: all that have arrived, if the reader is slower. Raises ApiError, EngineLost."""
-        if early := [piece for event in self._early_events for piece in self._process_event(event)]:
-            yield early
+        """Yield lists of deltas: all that have arrived, if the reader is slower. Raises ApiError, EngineLost."""
+        if early := [delta for event in self._early_events for delta in self._process_event(event)]:
+            yield self._mark_first(early)
         async for event in self._stream:
-            pieces = self._process_event(self._record_event(event))
+            deltas = self._process_event(self._record_event(event))
             try:
                 while (following := self._stream.get_nowait()) is not None:
-                    pieces += self._process_event(self._record_event(following))
+                    deltas += self._process_event(self._record_event(following))
             except Exception:
-                if pieces:
-                    yield pieces
+                if deltas:
+                    yield self._mark_first(deltas)
                 raise
-            if pieces:
-                yield pieces
+            if deltas:
+                yield self._mark_first(deltas)
+
+    def _mark_first(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        """Set `is_first` and `is_first_of_all` of deltas, which are about to be yielded."""
+        if len(self._started_choices) == len(self._outputs):
+            return deltas
+        marked = []
+        for delta in deltas:
+            if delta.choice not in self._started_choices:
+                delta = delta._replace(is_first=True, is_first_of_all=not self._started_choices)
+                self._started_choices.add(delta.choice)
+            marked.append(delta)
+        return marked
 
     def _record_event(self, event: RequestEvent) -> RequestEvent:
         """Record an event, which is returned. Raises ApiError for a request that failed."""
@@ -171,11 +250,11 @@ class Generation:
         return event
 
     def _process_event(self, event: RequestEvent) -> list[OutputDelta]:
-        """Return the pieces that can be sent after this event."""
+        """Return the deltas that can be sent after this event."""
         index = self._choice_by_request_id[event.request_id]
         if isinstance(event, Tokens):
-            piece = self._make_delta(index, event)
-            return [] if piece is None else self._take_ready([piece])
+            delta = self._make_delta(index, event)
+            return [] if delta is None else self._take_ready([delta])
         if isinstance(event, PromptScores):
             self._prompt_logprobs[index] += event.logprobs
             waiting, self._waiting_deltas = self._waiting_deltas, []
@@ -184,26 +263,26 @@ class Generation:
             return self._take_ready([self._unexplained.pop(index)._replace(record=event.record)])
         return []
 
-    def _take_ready(self, pieces: list[OutputDelta]) -> list[OutputDelta]:
-        """Return the pieces whose prompts are scored, if that is wanted; keep the others until they are."""
+    def _take_ready(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
+        """Return the deltas whose prompts are scored, if that is wanted; keep the others until they are."""
         if not self._wants_prompt_logprobs:
-            return pieces
-        complete_pieces: list[OutputDelta] = []
-        for piece in pieces:
-            head = self.job.get_first_choice(piece.choice)
+            return deltas
+        ready: list[OutputDelta] = []
+        for delta in deltas:
+            head = self.job.get_first_choice(delta.choice)
             complete = len(self._prompt_logprobs[head]) >= len(self.job.get_prompt(head).ids) - 1
-            (complete_pieces if complete else self._waiting_deltas).append(piece)
-        return complete_pieces
+            (ready if complete else self._waiting_deltas).append(delta)
+        return ready
 
     def _make_delta(self, index: int, event: Tokens) -> OutputDelta | None:
-        """Return the piece of new tokens; None while there is no text to show, or an explanation is still to come."""
+        """Return the delta of new tokens; None while there is no text to show, or an explanation is still to come."""
         output, submit, scores = self._outputs[index], self.job.submits[index], self._pending_logprobs[index]
         scores.extend(event.logprobs or ())
         released = output.push(event.tokens, event.finish_reason)
         if self.texts is not None:
             self.texts[index] += released.text
         if output.finish_reason is not None:
-            self._stream.cancel(event.request_id, "stop")  # a stop string is nothing the engine knows of
+            self._stream.cancel(event.request_id, "stop")  # after a stop string: the engine does not know of these
         elif not released.text:
             assert not released.tokens, "tokens come out with text"
             return None
@@ -211,7 +290,7 @@ class Generation:
         stop_reason: str | int | None = output.stop_reason
         if event.finish_reason == "stop" and stop_reason is None and event.tokens[-1] in submit.sampling.stop_token_ids:
             stop_reason = event.tokens[-1]
-        piece = OutputDelta(
+        delta = OutputDelta(
             index,
             released.text,
             released.tokens,
@@ -220,7 +299,7 @@ class Generation:
             stop_reason,
             num_tokens=output.num_tokens,
         )
-        if submit.explain and piece.finish_reason is not None:
-            self._unexplained[index] = piece
+        if submit.explain and delta.finish_reason is not None:
+            self._unexplained[index] = delta
             return None
-        return piece
+        return delta

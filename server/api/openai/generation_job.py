@@ -1,29 +1,147 @@
-"""From a checked body to the engine's messages: a request for each prompt and choice. Knows no endpoint's answer."""
+"""From a checked body to a job: the requests that the engine gets, one for each prompt and choice.
+
+Checks a request against the server's limits, finds the strategy that its model's name asks for, and the tenant and the
+priorities that its API key stands for. Knows no endpoint's response.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from config.settings import Settings
 from server.api.http.errors import ApiError
 from server.api.http.json_values import format_value
 from server.api.openai.request_models import INT64, CacheRequest, GenerationRequest, SamplingRequest
-from server.engine.ipc.messages import Caching, Hello, SamplingParams, Speculation, Submit
+from server.engine.ipc.client import EngineClient
+from server.engine.ipc.messages import Caching, Hello, SamplingParams, Speculation, Strategy, Submit
+from server.text.tokenizer import TokenizerBase
+
+B = TypeVar("B", bound=GenerationRequest)
+
+TOTAL_PROMPTS_FACTOR = 4  # all prompts of a request together may be this many times as long as the longest prompt
+MAX_LOGPROBS = 1 << 21  # log-probabilities in a response with several choices: more than 100 MB
 
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """A prompt's token ids, and its text where the answer or the log shows it."""
+    """A prompt's token ids, and its text where the response or the log shows it."""
 
     ids: list[int]
     text: str
 
 
+class StrategyHints(NamedTuple):
+    """The model's name in the response, the strategy instances named outside of the body, and the tenant."""
+
+    model: str
+    system_fingerprint: str
+    header: str | None
+    alias: str | None
+    tenant: str
+
+
+@dataclass(frozen=True)
+class Job(Generic[B]):
+    """A body, the requests that the engine gets for it, and what all parts of the response repeat."""
+
+    body: B
+    id: str
+    model: str
+    system_fingerprint: str
+    prompts: Sequence[PromptTokens]
+    choices_per_prompt: int  # that are generated for each prompt
+    submits: Sequence[Submit]  # of the first prompt's choices, then of the second's ...
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @cached_property
+    def common_fields(self) -> dict[str, Any]:
+        """Return the fields that each response and each chunk of this job has."""
+        return {name: getattr(self, name) for name in ("id", "created", "model", "system_fingerprint")}
+
+    def get_prompt(self, choice: int) -> PromptTokens:
+        return self.prompts[choice // self.choices_per_prompt]
+
+    def get_first_choice(self, choice: int) -> int:
+        """Return the first choice of the same prompt: the engine scores the prompt for that one only."""
+        return choice // self.choices_per_prompt * self.choices_per_prompt
+
+
+def make_job(
+    kind: str,
+    body: B,
+    prompts: Sequence[PromptTokens],
+    sampling: SamplingParams,
+    choices: int,
+    hints: StrategyHints,
+) -> Job[B]:
+    """Make the job of a request. `kind` begins its id; `sampling` is that of the first choice. Raises ApiError."""
+    check_num_logprobs(sampling, prompts, choices)
+    key, caching, speculation = uuid.uuid4().hex, make_caching(body, hints.tenant), make_speculation(body)
+    submits = [
+        Submit(
+            request_id=f"{key}-{p}-{choice}",
+            prompt=prompt.ids,
+            sampling=_make_choice_sampling(sampling, choice),
+            kv_cache=body.kv_cache,
+            header=hints.header,
+            alias=hints.alias,
+            priority=body.priority,
+            caching=caching,
+            explain=body.explain,
+            speculation=speculation,
+            sibling_of=f"{key}-{p}-0" if choice else None,
+        )
+        for p, prompt in enumerate(prompts)
+        for choice in range(choices)
+    ]
+    job_id = f"{kind}-{body.request_id or key}"
+    return Job(body, job_id, hints.model, hints.system_fingerprint, prompts, choices, submits)
+
+
+def make_sampling(
+    body: SamplingRequest, hello: Hello, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
+) -> SamplingParams:
+    """Return the sampling parameters of the first choice. Raises ApiError for tokens that the model does not have."""
+    check_ids(list(body.logit_bias), hello, "logit_bias")
+    check_ids(body.stop_token_ids, hello, "stop_token_ids")
+    check_ids(body.allowed_token_ids, hello, "allowed_token_ids")
+    if body.min_tokens > max_tokens:
+        message = f"min_tokens: should be at most {max_tokens}, the tokens there may be, not {body.min_tokens}"
+        raise ApiError(400, message, param="min_tokens")
+    return body.to_sampling(max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+
+def _make_choice_sampling(sampling: SamplingParams, choice: int) -> SamplingParams:
+    """Return the sampling of a choice: with a seed of its own, and the prompt scored for the first choice only."""
+    changes = {"seed": (sampling.seed + choice) % INT64} | ({"prompt_logprobs": None} if choice else {})
+    return msgspec.structs.replace(sampling, **changes)
+
+
+def make_caching(body: CacheRequest, tenant: str) -> Caching:
+    return Caching(
+        tenant=tenant,
+        cache_salt=body.cache_salt or "",
+        max_cached=0 if body.skip_reading_prefix_cache else None,
+        priority=body.kv_cache_priority,
+        ttl=body.kv_cache_ttl,
+    )
+
+
+def make_speculation(body: GenerationRequest) -> Speculation | None:
+    """Return the speculative decoding that a request asks for; None: that of the settings."""
+    config = body.speculative_config
+    return None if config is None else msgspec.convert(config, Speculation, from_attributes=True)
+
+
+# ---------------------------------------------------------------- limits
 class RequestLimits(NamedTuple):
     """The limits of one request."""
 
@@ -71,125 +189,17 @@ class RequestLimits(NamedTuple):
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
-TOTAL_PROMPTS_FACTOR = 4  # all prompts of a request together may be this many times as long as the longest prompt
-MAX_LOGPROBS = 1 << 21  # log-probabilities in an answer with several choices: more than 100 MB
-
-
 def check_num_logprobs(sampling: SamplingParams, prompts: Sequence[PromptTokens], choices: int) -> None:
-    """Raise ApiError for more log-probabilities than fit one answer; a single choice may have any number."""
+    """Raise ApiError for more log-probabilities than fit one response; a single choice may have any number."""
 
     def count_logprobs(tokens: int, top: int | None) -> int:
         return 0 if top is None else tokens * (top + 1)
 
-    told = sum(count_logprobs(len(prompt.ids), sampling.prompt_logprobs) for prompt in prompts)
-    told += len(prompts) * count_logprobs(sampling.max_tokens, sampling.logprobs)
-    if len(prompts) * choices > 1 and told * choices > MAX_LOGPROBS:
-        message = f"up to {told * choices} log-probabilities are too many for one answer: at most {MAX_LOGPROBS}; "
+    count = sum(count_logprobs(len(prompt.ids), sampling.prompt_logprobs) for prompt in prompts)
+    count += len(prompts) * count_logprobs(sampling.max_tokens, sampling.logprobs)
+    if len(prompts) * choices > 1 and count * choices > MAX_LOGPROBS:
+        message = f"up to {count * choices} log-probabilities are too many for one answer: at most {MAX_LOGPROBS}; "
         raise ApiError(400, message + "ask for fewer choices, prompts, tokens or alternatives", param="logprobs")
-
-
-@dataclass(frozen=True)
-class StrategyHints:
-    """The model's name in the answer, the strategy named outside of the body, and the tenant."""
-
-    model: str
-    system_fingerprint: str
-    header: str | None
-    alias: str | None
-    tenant: str
-
-
-@dataclass(frozen=True)
-class Job:
-    """The engine's requests for one body, and the fields that all parts of the answer repeat."""
-
-    id: str
-    model: str
-    system_fingerprint: str
-    prompts: Sequence[PromptTokens]
-    choices_per_prompt: int  # that are written for each prompt
-    submits: Sequence[Submit]  # of the first prompt, then of the second ...
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def get_prompt(self, choice: int) -> PromptTokens:
-        return self.prompts[choice // self.choices_per_prompt]
-
-    def get_first_choice(self, choice: int) -> int:
-        """Return the choice that computes the same prompt, and has its log-probabilities."""
-        return choice // self.choices_per_prompt * self.choices_per_prompt
-
-
-def make_job(
-    kind: str,
-    body: GenerationRequest,
-    prompts: Sequence[PromptTokens],
-    sampling: SamplingParams,
-    choices: int,
-    hints: StrategyHints,
-) -> Job:
-    """Make the job of a request. `kind` begins the id; `sampling` is that of the first choice. Raises ApiError."""
-    check_num_logprobs(sampling, prompts, choices)
-    key, caching, speculation = uuid.uuid4().hex, make_caching(body, hints.tenant), make_speculation(body)
-    submits = [
-        Submit(
-            request_id=f"{key}-{p}-{choice}",
-            prompt=prompt.ids,
-            sampling=_make_choice_sampling(sampling, choice),
-            kv_cache=body.kv_cache,
-            header=hints.header,
-            alias=hints.alias,
-            priority=body.priority,
-            caching=caching,
-            explain=body.explain,
-            speculation=speculation,
-            sibling_of=f"{key}-{p}-0" if choice else None,
-        )
-        for p, prompt in enumerate(prompts)
-        for choice in range(choices)
-    ]
-    return Job(
-        f"{kind}-{body.request_id or key}",
-        hints.model,
-        hints.system_fingerprint,
-        prompts,
-        choices,
-        submits,
-    )
-
-
-def make_sampling(
-    body: SamplingRequest, hello: Hello, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
-) -> SamplingParams:
-    """Return how the first choice is sampled. Raises ApiError for tokens that the model does not have."""
-    check_ids(list(body.logit_bias), hello, "logit_bias")
-    check_ids(body.stop_token_ids, hello, "stop_token_ids")
-    check_ids(body.allowed_token_ids, hello, "allowed_token_ids")
-    if body.min_tokens > max_tokens:
-        message = f"min_tokens: should be at most {max_tokens}, the tokens there may be, not {body.min_tokens}"
-        raise ApiError(400, message, param="min_tokens")
-    return body.to_sampling(max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-
-
-def _make_choice_sampling(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Return the sampling of a choice: with a seed of its own, and the prompt scored for the first choice only."""
-    changes = {"seed": (sampling.seed + choice) % INT64} | ({"prompt_logprobs": None} if choice else {})
-    return msgspec.structs.replace(sampling, **changes)
-
-
-def make_caching(body: CacheRequest, tenant: str) -> Caching:
-    return Caching(
-        tenant=tenant,
-        cache_salt=body.cache_salt or "",
-        max_cached=0 if body.skip_reading_prefix_cache else None,
-        priority=body.kv_cache_priority,
-        ttl=body.kv_cache_ttl,
-    )
-
-
-def make_speculation(body: GenerationRequest) -> Speculation | None:
-    """Return the speculative decoding that a request asks for; None: as the settings say."""
-    asked = body.speculative_config
-    return None if asked is None else msgspec.convert(asked, Speculation, from_attributes=True)
 
 
 def check_ids(ids: Sequence[int], hello: Hello, param: str) -> None:
@@ -212,4 +222,135 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, hello: Hello) -> None:
             param="prompt" if len(prompt) >= hello.max_seq_len else "max_tokens",
             code="context_length_exceeded",
         )
-    check_ids(prompt, hello, "prompt")  # takes long for more than fit
+    check_ids(prompt, hello, "prompt")  # last: it takes long for more ids than fit
+
+
+# ---------------------------------------------------------------- the model's name
+def list_model_names(hello: Hello) -> dict[str, Strategy | None]:
+    """Return every name and alias of the model, plain and with each strategy, and the strategy that each asks for."""
+    return {
+        name if strategy is None else f"{name}:{strategy.name}": strategy
+        for name in (hello.model, *hello.aliases)
+        for strategy in (None, *hello.strategies)
+    }
+
+
+def find_strategy(hello: Hello, model: str) -> Strategy | None:
+    """Return the strategy that a model's name asks for, if any. Raises ApiError 404 for an unknown model."""
+    names = list_model_names(hello)
+    if model not in names:
+        raise ApiError(
+            404,
+            f"the model {model[:200]!r} does not exist; there is {', '.join(names)}",
+            param="model",
+            code="model_not_found",
+            log_message="there is no model of that name",
+        )
+    return names[model]
+
+
+def find_instance(hello: Hello, model: str) -> str | None:
+    """Return the strategy instance that a model's name asks for, if any. Raises ApiError 404 for an unknown model."""
+    strategy = find_strategy(hello, model)
+    return strategy.name if strategy else None
+
+
+def resolve_model_name(hello: Hello, model: str | None, *, any_name: bool = False) -> str:
+    """Return the name that a request's model has here.
+
+    It is the served model's where the request names none and, with `any_name`, where it names an unknown one.
+    """
+    return hello.model if not model or (any_name and model not in list_model_names(hello)) else model
+
+
+# ---------------------------------------------------------------- the API key
+def get_tenant(authorization: str | None) -> str:
+    """Return the name of the tenant with this header, which does not reveal the key; without a header it is empty."""
+    scheme, _, key = (authorization or "").partition(" ")
+    return hash_api_key(key.encode("latin-1")) if scheme.lower() == "bearer" else ""  # the bytes as they came
+
+
+def hash_api_key(key: bytes) -> str:
+    key = key.strip()
+    return hashlib.sha256(key).hexdigest()[:16] if key else ""
+
+
+class PriorityBounds(NamedTuple):
+    """The bounds that hold for one client's requests."""
+
+    min_priority: int
+    max_kv_cache_priority: int
+
+    def check(self, body: GenerationRequest) -> None:
+        """Raise ApiError for a request that is outside of these bounds."""
+        if body.priority < self.min_priority:
+            raise _make_priority_error(
+                "priority", f"should be {self.min_priority} or more", body.priority, "min_priority"
+            )
+        if body.kv_cache_priority > self.max_kv_cache_priority:
+            raise _make_priority_error(
+                "kv_cache_priority",
+                f"should be at most {self.max_kv_cache_priority}",
+                body.kv_cache_priority,
+                "max_kv_cache_priority",
+            )
+
+
+class Priorities:
+    """The bounds of all clients: some tenants have their own, the others those of the server."""
+
+    def __init__(self, default_bounds: PriorityBounds, by_tenant: Mapping[str, PriorityBounds]) -> None:
+        self._default_bounds = default_bounds
+        self._by_tenant = by_tenant
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Priorities:
+        default = PriorityBounds(settings.min_priority, settings.max_kv_cache_priority)
+        by_tenant = {
+            hash_api_key(key.encode()): default._replace(**limits.model_dump(exclude_none=True))
+            for key, limits in settings.key_limits.items()
+        }
+        return cls(default, by_tenant)
+
+    def check(self, body: GenerationRequest, authorization: str | None) -> None:
+        """Raise ApiError for a request that is outside of the bounds of its API key."""
+        self._by_tenant.get(get_tenant(authorization), self._default_bounds).check(body)
+
+
+def _make_priority_error(param: str, should: str, sent: int, setting: str) -> ApiError:
+    message = (
+        f"{param}: {should} for this client, not {sent}; the server's operator may allow more ({setting}, key_limits)"
+    )
+    return ApiError(400, message, param=param)
+
+
+# ---------------------------------------------------------------- what endpoints share
+class Deadlines(NamedTuple):
+    """Seconds; None: no limit."""
+
+    queue_timeout: float | None = None  # until the request is admitted
+    request_timeout: float | None = None  # until it has ended
+
+
+@dataclass(frozen=True)
+class Serving:
+    """The objects and settings that the endpoints of generation share."""
+
+    client: EngineClient
+    tokenizer: TokenizerBase
+    limits: RequestLimits
+    deadlines: Deadlines
+    priorities: Priorities
+    log_prompts: bool = False
+    any_model_name: bool = False  # an unknown model name stands for the served model
+
+    def resolve_request(
+        self, body: GenerationRequest, header: str | None, authorization: str | None
+    ) -> tuple[Hello, StrategyHints]:
+        """Return what the engine serves, and a request's header, alias and tenant. Raises EngineLost, ApiError."""
+        hello = self.client.get_hello()
+        self.priorities.check(body, authorization)
+        model = resolve_model_name(hello, body.model, any_name=self.any_model_name)
+        return hello, StrategyHints(
+            model, hello.system_fingerprint, header, find_instance(hello, model), get_tenant(authorization)
+        )

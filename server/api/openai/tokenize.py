@@ -17,10 +17,8 @@ from server.api.http.body import JsonRoute
 from server.api.http.errors import ApiError, make_error_responses
 from server.api.openai.chat import ChatRequest
 from server.api.openai.conversation import Message, Messages, Rendering, encode_chat, iter_texts
-from server.api.openai.generation_job import RequestLimits, check_ids
-from server.api.openai.models import find_instance, resolve_model_name
+from server.api.openai.generation_job import RequestLimits, Serving, check_ids, find_instance, resolve_model_name
 from server.api.openai.request_models import Body, TokenIds
-from server.api.openai.responses import Serving
 from server.engine.ipc.messages import Hello
 from server.text.tokenizer import TokenizerBase
 from server.text.vocabulary import Vocabulary

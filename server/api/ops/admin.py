@@ -12,9 +12,8 @@ from config.sizes import Share
 from server.api.http.auth import ADMIN_PREFIX
 from server.api.http.body import StrictJsonRoute
 from server.api.http.errors import make_error_responses
-from server.api.openai.generation_job import RequestLimits, check_prompt
+from server.api.openai.generation_job import RequestLimits, check_prompt, hash_api_key
 from server.api.openai.request_models import Body, Prompt
-from server.api.openai.tenants import hash_api_key
 from server.engine.ipc import messages
 from server.engine.ipc.client import EngineClient
 from server.text.tokenizer import TokenizerBase

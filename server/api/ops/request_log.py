@@ -57,7 +57,7 @@ def make_error_fields(error: ApiError, *, whole: bool) -> dict[str, Any]:
     return {"code": error.code, "error": error.message if whole else error.log_message}
 
 
-def make_generation_fields(ended: Ended, generation: Generation) -> dict[str, Any]:
+def make_generation_fields(ended: Ended, generation: Generation[Any]) -> dict[str, Any]:
     """Of several choices: strategy, reason, miss and times of the one that was admitted first, tokens of all."""
     admitted, job = generation.first_admitted, generation.job
     told = {
@@ -90,7 +90,7 @@ def get_outcome(ended: Ended) -> str:
     return "cancelled" if "cancelled" in reasons else ",".join(sorted(reasons))
 
 
-def make_text_fields(generation: Generation) -> dict[str, Any]:
+def make_text_fields(generation: Generation[Any]) -> dict[str, Any]:
     """Of prompts that came as token ids, those."""
     return {"prompts": [prompt.text or prompt.ids for prompt in generation.job.prompts], "texts": generation.texts}
 

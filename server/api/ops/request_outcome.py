@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from starlette.datastructures import Headers
 
@@ -25,7 +26,7 @@ class Ended:
     headers: Headers
     status: int
     error: ApiError | None
-    generation: Generation | None  # of requests that got as far as the engine
+    generation: Generation[Any] | None  # of requests that got as far as the engine
     start_time: float
     end_time: float
 

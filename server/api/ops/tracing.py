@@ -116,7 +116,7 @@ def http_attributes(ended: Ended) -> dict[str, Any]:
     }
 
 
-def generation_attributes(ended: Ended, generation: Generation) -> dict[str, Any]:
+def generation_attributes(ended: Ended, generation: Generation[Any]) -> dict[str, Any]:
     """Of several choices: strategy and times of the one that was admitted first, tokens of all."""
     job, admitted = generation.job, generation.first_admitted
     sampling = job.submits[0].sampling

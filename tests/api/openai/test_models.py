@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from server.api.http.errors import ApiError
-from server.api.openai.models import find_instance
+from server.api.openai.generation_job import find_instance
 from server.engine.ipc.messages import Hello, Strategy
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, silent

@@ -110,7 +110,7 @@ def test_a_fault_within_a_stream_is_told_once_with_its_traceback(
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("server.api.openai.completions.CompletionWriter.make_chunk", broken)
+    monkeypatch.setattr("server.api.openai.completions._make_choice", broken)
     assert '"error"' in ask(http, "faulty", stream=True).text
     exc_info = line("faulty").exc_info
     assert exc_info is not None
