@@ -20,10 +20,9 @@ from server.engine.ipc.messages import Submit
 from server.engine.scheduling.request import RequestError
 from server.engine.scheduling.selection import Selector
 from server.generate import FinishReason, GeneratedToken, generate
-from server.text.detokenizer import Detokenizer
 from server.text.encoder import Encoder
 from server.text.errors import TokenizerError
-from server.text.output import OutputText
+from server.text.output import Detokenizer, OutputText
 
 MAX_NUM_SEQS = 4  # streams at a time; the server's default would take memory for many more
 

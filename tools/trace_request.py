@@ -63,7 +63,7 @@ ASIDE = {  # functions, or methods of any class, called on the way, but neither 
     "Core._remove": "the end of a request: its memory becomes free, and its record is made",
     "Observations.count_response": "figures of the worker",
 }
-PAUSE = 0.05  # seconds in which the request before ends everywhere
+PAUSE = 0.05  # seconds in which a request ends in all threads, once its response was read
 TIMEOUT = 60.0  # seconds for the server to start, and for a request
 
 UVICORN_SEND = "RequestResponseCycle.send"
@@ -179,11 +179,9 @@ class Client(threading.Thread):
     def _record(self, connection: http.client.HTTPConnection, *, stream: bool) -> list[Call]:
         time.sleep(PAUSE)
         self._recorder.begin()
-        try:
-            complete(connection, stream=stream)
-        finally:
-            calls = self._recorder.end()
-        return calls
+        complete(connection, stream=stream)
+        time.sleep(PAUSE)
+        return self._recorder.end()
 
 
 def complete(connection: http.client.HTTPConnection, *, stream: bool) -> None:

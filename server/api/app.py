@@ -11,14 +11,21 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from config.settings import Settings
-from server.api.http import auth, errors, unversioned
-from server.api.http.limits import BodyLimits, RequestBounds
-from server.api.http.request_lifetime import Lifetime
+from server.api.http import errors
+from server.api.http.middleware import (
+    Access,
+    BodyLimits,
+    Lifetime,
+    RequestBounds,
+    Unversioned,
+    make_body_limits_getter,
+    make_security_dependency,
+)
 from server.api.openai import chat, completions, models, tokenize
 from server.api.openai.generation_job import Deadlines, Priorities, RequestLimits, Serving
-from server.api.ops import admin, health, kv_cache, metrics, profile, request_log
+from server.api.ops import admin, health, kv_cache, metrics, profile
 from server.api.ops.observations import Observations
-from server.api.ops.request_outcome import Ended
+from server.api.ops.request_log import Ended, log_request
 from server.api.ops.tracing import Tracing, make_tracing
 from server.engine.ipc.client import EngineClient
 from server.text.tokenizer import TokenizerBase, read_tokenizer_info
@@ -68,17 +75,6 @@ def create_app(
     return app
 
 
-def make_body_limits_getter(settings: Settings, client: EngineClient) -> Callable[[], BodyLimits]:
-    """Return a function that returns the limits of bodies: they follow the context, known once the engine serves."""
-
-    def get_body_limits() -> BodyLimits:
-        hello = client.hello
-        one, together = settings.compute_body_limits(0 if hello is None else hello.max_seq_len)
-        return BodyLimits(one, together, is_final=hello is not None or settings.max_body_bytes is not None)
-
-    return get_body_limits
-
-
 def add_middleware(
     app: FastAPI,
     settings: Settings,
@@ -89,13 +85,13 @@ def add_middleware(
 ) -> None:
     """Add the middleware; the one added last sees a request first."""
     app.add_middleware(
-        auth.Access,
+        Access,
         api_keys=settings.api_keys,
         admin_token=settings.admin_token,
         metrics_key=settings.metrics_key,
         metrics_port=metrics_port,
     )
-    app.add_middleware(unversioned.Unversioned)
+    app.add_middleware(Unversioned)
     app.add_middleware(
         RequestBounds,
         max_header_bytes=settings.max_header_bytes,
@@ -113,7 +109,7 @@ def add_middleware(
 
     def record_end(ended: Ended) -> None:
         trace_id = None if tracing is None else tracing.record(ended)
-        request_log.log_request(ended, trace_id, with_prompts=settings.log_prompts)
+        log_request(ended, trace_id, with_prompts=settings.log_prompts)
 
     app.add_middleware(Lifetime, on_response=observations.count_response, on_end=record_end)
 
@@ -138,7 +134,7 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
     keyed = APIRouter()
     if settings.api_keys is not None:
         keyed = APIRouter(
-            dependencies=[auth.make_security_dependency("API key")], responses=errors.make_error_responses(401)
+            dependencies=[make_security_dependency("API key")], responses=errors.make_error_responses(401)
         )
     keyed.include_router(completions.router(serving))
     keyed.include_router(chat.router(serving))
@@ -147,7 +143,5 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
     keyed.include_router(models.router(client, list_strategies=settings.list_strategies))
     keyed.include_router(kv_cache.router(client))
     app.include_router(keyed)
-    app.include_router(
-        admin.router(client, tokenizer, most), dependencies=[auth.make_security_dependency("admin token")]
-    )
-    app.include_router(profile.router(client), dependencies=[auth.make_security_dependency("admin token")])
+    app.include_router(admin.router(client, tokenizer, most), dependencies=[make_security_dependency("admin token")])
+    app.include_router(profile.router(client), dependencies=[make_security_dependency("admin token")])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.text.detokenizer import MAX_PARTIAL_BYTES, Detokenizer
+from server.text.output import MAX_PARTIAL_BYTES, Detokenizer
 from server.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import BOS, EOS, KINDS, byte_fallback
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.text.detokenizer import Detokenizer
-from server.text.output import OutputText, Placed, locate_tokens
+from server.text.output import Detokenizer, OutputText, Placed, locate_tokens
 from server.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import EOS, byte_level
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from server.api.http.json_values import format_value
+from server.api.http.json_body import format_value
 from server.engine.ipc.client import EngineLost, EngineRefused
 from server.engine.ipc.messages import Failed
 from server.text.errors import TextError, TextRefused, TextUnavailable
@@ -131,7 +131,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def add_exception_handlers(app: FastAPI) -> None:
-    """Answer exceptions that are expected; request_lifetime.py answers the others."""
+    """Answer exceptions that are expected; middleware.py answers the others."""
     for kind in (HTTPException, RequestValidationError, EngineRefused, EngineLost, TextError):
         app.add_exception_handler(kind, _handle_exception)
 

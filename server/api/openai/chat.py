@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Response
 from pydantic import Field, ValidationInfo, field_validator
 
-from server.api.http.body import JsonRoute
 from server.api.http.errors import make_error_responses
+from server.api.http.json_route import JsonRoute
 from server.api.openai.conversation import Messages, Rendering, encode_chat, iter_texts
 from server.api.openai.generation import Generation, OutputDelta, run
 from server.api.openai.generation_job import Job, PromptTokens, Serving, check_prompt, make_job, make_sampling

@@ -15,9 +15,9 @@ from pydantic import (
     field_validator,
 )
 
-from server.api.http.body import JsonRoute
 from server.api.http.errors import ApiError, make_error_responses
-from server.api.http.json_values import DecodedIds, ReadAs
+from server.api.http.json_body import DecodedIds, ReadAs
+from server.api.http.json_route import JsonRoute
 from server.api.openai.generation import Generation, OutputDelta, run
 from server.api.openai.generation_job import (
     TOTAL_PROMPTS_FACTOR,

@@ -21,9 +21,8 @@ from pydantic import (
 from typing_extensions import TypedDict  # pydantic cannot read that of Python 3.11
 
 from server.api.http.errors import ApiError
-from server.api.http.field_notes import Reading, get_reading
-from server.api.http.json_values import MAX_VALUES, count_values, format_value
-from server.api.openai.request_models import MAX_NAME_LENGTH, Body, Ignored, LongList, Unsupported, allow_only
+from server.api.http.json_body import MAX_VALUES, Body, Reading, count_values, format_value, get_reading
+from server.api.openai.request_models import MAX_NAME_LENGTH, Ignored, LongList, Unsupported, allow_only
 from server.text.chat import RESERVED
 from server.text.errors import TextRefused
 from server.text.processes.messages import EncodeChat, Encoded

@@ -26,8 +26,7 @@ from server.engine.ipc.messages import (
     Tokens,
 )
 from server.records import RequestRecord
-from server.text.detokenizer import Detokenizer
-from server.text.output import OutputText, Placed
+from server.text.output import Detokenizer, OutputText, Placed
 from server.text.tokenizer import TokenizerBase
 
 T = TypeVar("T")

@@ -18,7 +18,7 @@ import msgspec
 
 from config.settings import Settings
 from server.api.http.errors import ApiError
-from server.api.http.json_values import format_value
+from server.api.http.json_body import format_value
 from server.api.openai.request_models import INT64, CacheRequest, GenerationRequest, SamplingRequest
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Caching, Hello, SamplingParams, Speculation, Strategy, Submit

@@ -8,64 +8,24 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     field_validator,
-    model_validator,
 )
-from pydantic.fields import FieldInfo
 
 from config.settings import MAX_DRAFT_TOKENS
-from server.api.http.field_notes import get_reading
-from server.api.http.json_values import MAX_MEMBERS, DecodedIds, ReadAs, format_value
+from server.api.http.json_body import Body, DecodedIds, ReadAs, format_value, limit_members
 from server.engine.ipc.messages import SamplingParams
 
 INT64 = 2**63
 MAX_NAME_LENGTH = 128  # characters of an instance's name; longer ones are not even looked up
-
-
-def _limit_members(most: int) -> Callable[[Any], Any]:
-    """Refuses a larger object before each of its members is looked at, and found wrong."""
-
-    def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > most:
-            raise ValueError(f"should have at most {most} members")
-        return value
-
-    return check
-
-
-class Body(BaseModel):
-    """What all bodies have in common."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    path_prefix: ClassVar[str] = ""  # the path before the names of its fields in a request's body
-    no_effect_fields: ClassVar[frozenset[str]] = frozenset()  # of its fields
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        fields = get_read_modes(cls)
-        cls.no_effect_fields = frozenset(name for name, how in fields.items() if how is ReadAs.IGNORED)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _filter_fields(cls, values: Any, info: ValidationInfo) -> Any:
-        """Return the members that are to be checked: null is the same as absent."""
-        _limit_members(MAX_MEMBERS)(values)
-        if not isinstance(values, dict):
-            return values
-        present = {key: value for key, value in values.items() if value is not None}
-        return get_reading(info.context).filter_fields(present, cls.path_prefix, cls.model_fields, cls.no_effect_fields)
 
 
 def _wrap_in_list(value: Any) -> Any:
@@ -109,15 +69,6 @@ def allow_only(*neutral: Any, instead: str = "leave it out") -> AfterValidator:
     return AfterValidator(check)
 
 
-def get_read_modes(body: type[Body] | None) -> dict[str, ReadAs]:
-    """Return how the decoder reads each field of a model."""
-    return {} if body is None else {name: _get_read_mode(field) for name, field in body.model_fields.items()}
-
-
-def _get_read_mode(field: FieldInfo) -> ReadAs:
-    return next((mark for mark in field.metadata if isinstance(mark, ReadAs)), ReadAs.VALUE)
-
-
 T = TypeVar("T")
 LongList = Annotated[list[T], Field(fail_fast=True)]  # an error for each item would take longer than the longest answer
 TokenIds = Annotated[LongList[int], WrapValidator(_accept_decoded_ids), ReadAs.TOKEN_IDS]
@@ -137,7 +88,7 @@ Stop = Annotated[
 LogitBias = Annotated[
     dict[int, Annotated[float, Field(ge=-100, le=100)]],
     BeforeValidator(_parse_token_id_keys, json_schema_input_type=dict[str, float]),
-    BeforeValidator(_limit_members(1024)),
+    BeforeValidator(limit_members(1024)),
 ]
 
 

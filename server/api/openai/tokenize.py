@@ -13,12 +13,13 @@ import msgspec
 from fastapi import APIRouter, Response
 from pydantic import Field, ValidationInfo, field_validator
 
-from server.api.http.body import JsonRoute
 from server.api.http.errors import ApiError, make_error_responses
+from server.api.http.json_body import Body
+from server.api.http.json_route import JsonRoute
 from server.api.openai.chat import ChatRequest
 from server.api.openai.conversation import Message, Messages, Rendering, encode_chat, iter_texts
 from server.api.openai.generation_job import RequestLimits, Serving, check_ids, find_instance, resolve_model_name
-from server.api.openai.request_models import Body, TokenIds
+from server.api.openai.request_models import TokenIds
 from server.engine.ipc.messages import Hello
 from server.text.tokenizer import TokenizerBase
 from server.text.vocabulary import Vocabulary

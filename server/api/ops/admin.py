@@ -1,6 +1,6 @@
 """Administration of the caches: look inside, clear, pin, share memory otherwise.
 
-Knows the engine's commands; what they come to is the engine's business, and who may give them that of auth.py.
+Knows the engine's commands; what they come to is the engine's business, and who may give them that of middleware.py.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from fastapi import APIRouter, Response
 from pydantic import Field
 
 from config.sizes import Share
-from server.api.http.auth import ADMIN_PREFIX
-from server.api.http.body import StrictJsonRoute
 from server.api.http.errors import make_error_responses
+from server.api.http.json_body import Body
+from server.api.http.json_route import StrictJsonRoute
+from server.api.http.middleware import ADMIN_PREFIX
 from server.api.openai.generation_job import RequestLimits, check_prompt, hash_api_key
-from server.api.openai.request_models import Body, Prompt
+from server.api.openai.request_models import Prompt
 from server.engine.ipc import messages
 from server.engine.ipc.client import EngineClient
 from server.text.tokenizer import TokenizerBase

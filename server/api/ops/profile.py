@@ -8,10 +8,10 @@ import gzip
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from server.api.http.auth import PROFILE_PATH
-from server.api.http.body import JsonRoute
 from server.api.http.errors import make_error_responses
-from server.api.openai.request_models import Body
+from server.api.http.json_body import Body
+from server.api.http.json_route import JsonRoute
+from server.api.http.middleware import PROFILE_PATH
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Profile
 

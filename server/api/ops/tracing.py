@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from config.errors import SettingsError
 from server.api.openai.generation import Generation
-from server.api.ops.request_outcome import Ended
+from server.api.ops.request_log import Ended
 from server.version import get_version
 
 if TYPE_CHECKING:

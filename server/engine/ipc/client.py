@@ -16,7 +16,6 @@ from typing import Literal, cast
 
 import msgspec
 
-from server.engine.ipc import codec
 from server.engine.ipc.messages import (
     Admitted,
     Answer,
@@ -35,10 +34,23 @@ from server.engine.ipc.messages import (
     ToEngine,
     Tokens,
 )
+from server.processes.framing import FrameDecoder, WireError, encode_frame
 
 log = logging.getLogger(__name__)
 
 RECONNECT_DELAY = 0.02  # seconds between two attempts to connect
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[list[FromEngine]] = msgspec.msgpack.Decoder(list[FromEngine])
+
+
+def encode_message(message: ToEngine) -> bytes:
+    """Return a message as a frame. Raises WireError when it is too long."""
+    return encode_frame(_ENCODER.encode(message))
+
+
+def make_event_decoder() -> FrameDecoder[list[FromEngine]]:
+    """Return a decoder of frames that the engine sends: each holds the events of one step."""
+    return FrameDecoder(_DECODER.decode)
 
 
 class EngineRefused(Exception):
@@ -225,7 +237,7 @@ class EngineClient:
         assert self._connection is not None, "who was greeted is connected"
         if self._connection.transport.is_closing():  # the engine has just ended, and `hello` is about to go
             raise self._make_lost_error("the engine is not ready; try again")
-        self._connection.transport.write(b"".join(map(codec.encode_message, messages)))
+        self._connection.transport.write(b"".join(map(encode_message, messages)))
 
     # ------------------------------------------------------------ the connection
     async def start(self) -> None:
@@ -264,7 +276,7 @@ class EngineClient:
         try:
             await connection.closed
             log.warning("the engine hung up; connecting again")
-        except (codec.WireError, OSError) as error:
+        except (WireError, OSError) as error:
             log.warning("the connection to the engine broke: %s; connecting again", error)
         finally:
             self._handle_disconnect()
@@ -309,7 +321,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, dispatch: Callable[[FromEngine], None]) -> None:
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._dispatch = dispatch
-        self._frames = codec.make_event_decoder()
+        self._frames = make_event_decoder()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.WriteTransport", transport)
@@ -319,7 +331,7 @@ class _Connection(asyncio.Protocol):
             for events in self._frames.feed(data):
                 for event in events:
                     self._dispatch(event)
-        except codec.WireError as error:
+        except WireError as error:
             self.connection_lost(error)
             self.transport.abort()
 

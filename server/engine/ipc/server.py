@@ -21,14 +21,28 @@ from concurrent.futures import Future
 
 import msgspec
 
-from server.engine.ipc import codec
 from server.engine.ipc.messages import FromEngine, Hello, ToEngine
+from server.processes.framing import FrameDecoder, WireError, encode_frame
 
 log = logging.getLogger(__name__)
 
 MAX_READ_BYTES = 2**18  # bytes
 ACCEPT_RETRY_DELAY = 0.1  # seconds, after a connection that failed
 MAX_UNREAD_BYTES = 64 * 2**20  # bytes a worker may leave unread; then it is taken for stuck and hung up on
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
+
+
+def encode_events(events: list[FromEngine]) -> bytes:
+    """Return a worker's events as one frame. Raises WireError when it is too long."""
+    return encode_frame(_ENCODER.encode(events))
+
+
+def make_message_decoder() -> FrameDecoder[ToEngine]:
+    """Return a decoder of frames that a worker sends: each holds one message."""
+    return FrameDecoder(_DECODER.decode)
 
 
 class WorkerDisconnected(msgspec.Struct, frozen=True):
@@ -41,7 +55,7 @@ class Gateway:
     def __init__(self, path: str | os.PathLike[str], hello: Hello) -> None:
         self.inbox: queue.SimpleQueue[tuple[int, ToEngine | WorkerDisconnected]] = queue.SimpleQueue()
         self._path = os.fspath(path)
-        self._greeting = codec.encode_message([hello])
+        self._greeting = encode_events([hello])
         self._worker_ids = itertools.count()
         self._workers: dict[int, Outbox] = {}  # changed by the gateway's thread only
         self._worker_tasks: set[asyncio.Task[None]] = set()
@@ -65,12 +79,12 @@ class Gateway:
         if worker is None:
             return
         try:
-            unsent = worker.send(codec.encode_message(events))
+            unsent = worker.send(encode_events(events))
             if unsent > MAX_UNREAD_BYTES:
-                raise codec.WireError("it does not read")
+                raise WireError("it does not read")
             if unsent:
                 self._call_soon_threadsafe(self._flush_when_writable, worker_id)
-        except codec.WireError as error:
+        except WireError as error:
             log.error("API worker %d: %s; hanging up", worker_id, error)
             worker.hang_up()
 
@@ -131,14 +145,14 @@ class Gateway:
             conversation.add_done_callback(self._worker_tasks.discard)
 
     async def _serve_worker(self, worker_id: int, worker: Outbox) -> None:
-        loop, frames = asyncio.get_running_loop(), codec.make_message_decoder()
+        loop, frames = asyncio.get_running_loop(), make_message_decoder()
         self._workers[worker_id] = worker
         try:
             worker.send(self._greeting)
             while data := await loop.sock_recv(worker.socket, MAX_READ_BYTES):
                 for message in frames.feed(data):
                     self.inbox.put((worker_id, message))
-        except (codec.WireError, OSError) as error:
+        except (WireError, OSError) as error:
             log.warning("the connection of API worker %d ends: %s", worker_id, error)
         finally:
             del self._workers[worker_id]

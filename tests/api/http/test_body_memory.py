@@ -17,8 +17,8 @@ import pytest
 
 from config.errors import SettingsError
 from config.settings import MEBIBYTE, Settings, load_settings
-from server.api.http import limits as bounds
-from server.api.http.limits import UNCOUNTED_BYTES
+from server.api.http import middleware as bounds
+from server.api.http.middleware import UNCOUNTED_BYTES
 from server.api.openai.generation_job import Job
 from server.engine.ipc.messages import Submit
 from server.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import pytest
 from openai.types import chat, completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from server.api.http.field_notes import MAX_NAME_LENGTH, MAX_NAMES
+from server.api.http.json_body import MAX_REPORTED_NAME_LENGTH, MAX_REPORTED_NAMES
 from server.api.openai.chat import ChatRequest
 from server.api.openai.completions import CompletionRequest
 from server.api.openai.conversation import PART_FIELDS, Function, Message, ToolCall
@@ -332,9 +332,9 @@ def test_several_unknown_fields_are_told(engine: FakeEngine, http: httpx.Client,
 def test_names_that_a_client_made_up_are_quoted(ignorant: httpx.Client, path: str) -> None:
     names = ["a b", "x\r\nSet-Cookie: a=b", "schlüssel", "a,b", "n" * 500]
     told = ignored(ask(ignorant, path, **dict.fromkeys(names, 1)))
-    assert told == ["a%20b", "x%0D%0ASet-Cookie%3A%20a%3Db", "schl%C3%BCssel", "a%2Cb", "n" * MAX_NAME_LENGTH]
+    assert told == ["a%20b", "x%0D%0ASet-Cookie%3A%20a%3Db", "schl%C3%BCssel", "a%2Cb", "n" * MAX_REPORTED_NAME_LENGTH]
     many = ignored(ask(ignorant, path, **{f"field{i}": i for i in range(80)}))
-    assert many == [*(f"field{i}" for i in range(MAX_NAMES)), "..."]
+    assert many == [*(f"field{i}" for i in range(MAX_REPORTED_NAMES)), "..."]
 
 
 def test_known_fields_are_checked_all_the_same(ignorant: httpx.Client, path: str) -> None:

@@ -13,12 +13,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from server.engine.ipc import codec
 from server.engine.ipc import server as gateway_module
-from server.engine.ipc.client import EngineClient, EngineLost
+from server.engine.ipc.client import EngineClient, EngineLost, encode_message, make_event_decoder
 from server.engine.ipc.messages import Admitted, Answer, Cancel, FromEngine, Query, SamplingParams, Submit, Tokens
-from server.engine.ipc.server import Gateway, Outbox, WorkerDisconnected
+from server.engine.ipc.server import (
+    Gateway,
+    Outbox,
+    WorkerDisconnected,
+    encode_events,
+    make_message_decoder,
+)
 from server.processes import framing
+from server.processes.framing import WireError
 from tests.api.fake_engine import HELLO
 
 SUBMIT = Submit("r-0", [1, 2, 3], SamplingParams(5, seed=2**63 - 1), "paged", None, None, -3)
@@ -31,29 +37,29 @@ EVENTS: list[FromEngine] = [
 
 
 def read(*pieces: bytes) -> list[object]:
-    frames = codec.make_message_decoder()
+    frames = make_message_decoder()
     return [message for piece in pieces for message in frames.feed(piece)]
 
 
 def test_messages_survive_the_wire() -> None:
     sent = [SUBMIT, Cancel("r-0"), Query(7, "metrics")]
-    data = b"".join(map(codec.encode_message, sent))
+    data = b"".join(map(encode_message, sent))
     assert read(data) == sent
     assert read(data[:3], data[3:50], data[50:]) == sent
     assert read(*(data[i : i + 1] for i in range(len(data)))) == sent
-    assert [*codec.make_event_decoder().feed(codec.encode_message(EVENTS) + codec.encode_message([]))] == [EVENTS, []]
+    assert [*make_event_decoder().feed(encode_events(EVENTS) + encode_events([]))] == [EVENTS, []]
 
 
 def test_a_message_is_there_once_its_last_byte_is() -> None:
-    one, other = codec.encode_message(SUBMIT), codec.encode_message(Cancel("r-0"))
-    frames = codec.make_message_decoder()
+    one, other = encode_message(SUBMIT), encode_message(Cancel("r-0"))
+    frames = make_message_decoder()
     assert [*frames.feed(one[:9])] == []
     assert [*frames.feed(one[9:] + other[:2])] == [SUBMIT]
     assert [*frames.feed(other[2:])] == [Cancel("r-0")]
 
 
 def test_half_a_message_is_none() -> None:
-    assert read(codec.encode_message(SUBMIT)[:-1]) == []
+    assert read(encode_message(SUBMIT)[:-1]) == []
 
 
 @pytest.mark.parametrize(
@@ -62,19 +68,19 @@ def test_half_a_message_is_none() -> None:
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x01\xc1",
         b"\x00\x00\x00\x00",
-        codec.encode_message([]),
+        encode_events([]),
         b"GET / HTTP/1.1\r\n",
     ],
 )
 def test_other_bytes_are_an_error(data: bytes) -> None:
-    with pytest.raises(codec.WireError):
+    with pytest.raises(WireError):
         read(data)
 
 
 def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 10)
-    with pytest.raises(codec.WireError):
-        codec.encode_message(SUBMIT)
+    with pytest.raises(WireError):
+        encode_message(SUBMIT)
 
 
 # ---------------------------------------------------------------- the gateway
@@ -99,11 +105,11 @@ def receive(worker: socket.socket) -> list[FromEngine]:
 def test_workers_are_greeted_told_apart_and_missed(gateway: Gateway, socket_path: Path) -> None:
     with connect(socket_path) as one, connect(socket_path) as two:
         assert receive(one) == receive(two) == [HELLO]
-        one.sendall(codec.encode_message(SUBMIT) + codec.encode_message(Cancel("r-0")))
+        one.sendall(encode_message(SUBMIT) + encode_message(Cancel("r-0")))
         first, message = gateway.inbox.get(timeout=5)
         assert message == SUBMIT
         assert gateway.inbox.get(timeout=5) == (first, Cancel("r-0"))
-        two.sendall(codec.encode_message(Cancel("other")))
+        two.sendall(encode_message(Cancel("other")))
         second, _ = gateway.inbox.get(timeout=5)
         assert second != first
         gateway.send(second, EVENTS)
@@ -134,9 +140,9 @@ def test_a_worker_that_does_not_read_holds_up_nobody(
 ) -> None:
     monkeypatch.setattr(gateway_module, "MAX_UNREAD_BYTES", 2**20)
     with connect(socket_path) as stuck, connect(socket_path) as fine:
-        stuck.sendall(codec.encode_message(Cancel("r")))
+        stuck.sendall(encode_message(Cancel("r")))
         stuck_id, _ = gateway.inbox.get(timeout=5)
-        fine.sendall(codec.encode_message(Cancel("r")))
+        fine.sendall(encode_message(Cancel("r")))
         fine_id, _ = gateway.inbox.get(timeout=5)
         for _ in range(50):
             gateway.send(stuck_id, [Answer(0, bytes(100_000))])

@@ -22,9 +22,8 @@ from tokenizers import Regex, decoders, normalizers
 from config.errors import SettingsError
 from server.text.errors import TextLimitError, TextRefused, TextUnavailable, TokenizerError
 from server.text.processes import sandbox
-from server.text.processes.call_queue import Lane
 from server.text.processes.messages import Encode, EncodeChat, Start
-from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
+from server.text.processes.sandbox import CallLimits, Lane, SandboxedTokenizer
 from server.text.processes.text_process import ProcessFailed, TextProcess, make_environment
 from server.text.tokenizer import Tokenizer, TokenizerBase
 from tests.text.hostile_models import (
@@ -395,7 +394,7 @@ def test_more_calls_than_may_wait(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_gone_is_told_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.text.processes.call_queue.RESTART_DELAY", 0.0)
+    monkeypatch.setattr("server.text.processes.sandbox.RESTART_DELAY", 0.0)
     directory = save_tokenizer(tmp_path / "model", byte_level())
 
     async def use(tokenizer: SandboxedTokenizer) -> None:

@@ -1,7 +1,7 @@
 """Reads JSON bodies strictly: no NaN, no bad UTF-8, no unlimited nesting or numbers.
 
 Knows no endpoint: a router gets it as its route_class, and then declares bodies as pydantic models as usual. A body's
-length and time are bounded before (server/api/http/limits.py); json_values.py decodes it.
+length and time are bounded before (server/api/http/middleware.py); json_body.py decodes and checks it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
-from server.api.http import json_values
 from server.api.http.errors import ApiError, make_body_error
-from server.api.http.field_notes import Reading
-from server.api.http.json_values import ReadAs, TooManyValues
-from server.api.http.limits import release_body
-from server.api.openai.request_models import Body, get_read_modes
+from server.api.http.json_body import Body, ReadAs, Reading, TooManyValues, decode, get_read_modes
+from server.api.http.middleware import release_body
 
 LARGE_BODY_BYTES = 2**20  # bytes of a body that takes milliseconds to decode
 
@@ -108,7 +105,7 @@ class JsonRequest(Request):
 
     def _decode(self, body: bytes) -> Any:
         try:
-            return json_values.decode(body, self._fields)
+            return decode(body, self._fields)
         except TooManyValues as error:
             what = "the body" if error.field is None else f"{error.field}:"
             raise ApiError(400, f"{what} {error.message}", param=error.field) from None

@@ -11,11 +11,18 @@ import msgspec
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from server.api.http import json_values
-from server.api.http.json_values import MAX_MEMBERS, MAX_VALUES, ReadAs, TooManyValues, count_values, decode
+from server.api.http import json_body
+from server.api.http.json_body import (
+    MAX_MEMBERS,
+    MAX_VALUES,
+    ReadAs,
+    TooManyValues,
+    count_values,
+    decode,
+    get_read_modes,
+)
 from server.api.openai.chat import ChatRequest
 from server.api.openai.completions import CompletionRequest
-from server.api.openai.request_models import get_read_modes
 from server.api.openai.tokenize import DetokenizeRequest
 from server.api.ops.admin import PinRequest
 
@@ -68,7 +75,7 @@ def test_values_are_counted_but_for_what_strings_quote(
 ) -> None:
     """Also where a slice ends within a string, or within an escape."""
     for _ in range(300):
-        monkeypatch.setattr(json_values, "SLICE", dice.randrange(1, 9))
+        monkeypatch.setattr(json_body, "SLICE", dice.randrange(1, 9))
         data = json.dumps(something(dice), ensure_ascii=ascii_only).encode()
         assert count_values(data) in counts(data), data
 
@@ -83,8 +90,8 @@ def test_a_text_is_one_value_whatever_it_quotes(text: str) -> None:
 def test_counting_ends_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work by what is allowed, not by what was sent."""
     looked_at = []
-    count = json_values._count_separators
-    monkeypatch.setattr(json_values, "_count_separators", lambda data: looked_at.append(len(data)) or count(data))
+    count = json_body._count_separators
+    monkeypatch.setattr(json_body, "_count_separators", lambda data: looked_at.append(len(data)) or count(data))
     data = b"[" + b"[]," * 10**6 + b"[]]"
     assert count_values(data) > MAX_VALUES
     assert sum(looked_at) < 4 * MAX_VALUES

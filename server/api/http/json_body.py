@@ -1,28 +1,36 @@
-"""Decodes JSON objects at a bounded cost: by the number of their values, which is counted before they are decoded.
+"""JSON bodies: decoded at a bounded cost, and checked strictly by pydantic models, which derive from `Body`.
 
-A mebibyte of text is decoded in a millisecond; one of `[],` takes a hundred, and thirty mebibytes of memory. So the
-members of an object are first separated without decoding them; then the values of those that have an effect are
-counted and decoded. Ignored members must be JSON, too, but their numbers may be out of range. Knows neither HTTP nor
-any field.
+The cost is bounded by the number of values, which is counted before they are decoded: a mebibyte of text is decoded in
+a millisecond; one of `[],` takes a hundred, and thirty mebibytes of memory. So the members of an object are first
+separated without decoding them; then the values of those that have an effect are counted and decoded. Ignored members
+must be JSON, too, but their numbers may be out of range. Knows neither HTTP nor any field.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Raw
+from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
 from typing_extensions import Buffer  # of collections.abc from Python 3.12 on
+
+from config.sources import did_you_mean
 
 MAX_VALUES = 2**16  # of an object, on all levels together; decoding and checking them takes about 100 ms
 MAX_MEMBERS = 100  # of an object, repeated ones too; each may be an error
 SLICE = 2**16  # bytes that are scanned at a time
 MAX_VALUE_LENGTH = 60  # characters of a value in an error
+MAX_REPORTED_NAMES = 32  # of fields without effect
+MAX_REPORTED_NAME_LENGTH = 64  # characters of a field's name
+MAX_SUGGESTIONS = 8  # more than an error shows
 
 
 class ReadAs(Enum):
@@ -165,6 +173,98 @@ def _decode_token_ids(data: bytes) -> DecodedIds | None:
         return DecodedIds(msgspec.json.decode(data, type=list[list[int]] if nested else list[int]), nested)
     except msgspec.ValidationError:
         return None
+
+
+# ---------------------------------------------------------------- checking
+@dataclass
+class Reading:
+    """What is noted while a body is checked: fields that have no effect, and the likely names of unknown ones.
+
+    It is the context of pydantic's validation. Names are paths without indices: `messages.refusal`.
+    """
+
+    ignore_unknown: bool = False  # otherwise they are refused
+    ignored: dict[str, None] = field(default_factory=dict)  # a set in the order in which they were found
+    suggestions: dict[str, str] = field(default_factory=dict)  # "; did you mean ...?", by the unknown name
+
+    def filter_fields(
+        self, values: Mapping[str, Any], path_prefix: str, known: Collection[str], no_effect_fields: Collection[str]
+    ) -> dict[str, Any]:
+        """Return an object's members that are to be checked; `path_prefix` is the path before their names.
+
+        Unknown members are among them unless they are ignored: to refuse them is for the check.
+        """
+        effective = {}
+        for name, value in values.items():
+            if name in no_effect_fields or (self.ignore_unknown and name not in known):
+                self._note_ignored(path_prefix + name)
+            elif name not in known:
+                self._note_suggestion(path_prefix, name, known)
+            if name in known or not self.ignore_unknown:
+                effective[name] = value
+        return effective
+
+    def _note_ignored(self, path: str) -> None:
+        if len(self.ignored) <= MAX_REPORTED_NAMES:
+            self.ignored[path[:MAX_REPORTED_NAME_LENGTH]] = None
+
+    def _note_suggestion(self, path_prefix: str, name: str, known: Collection[str]) -> None:
+        if len(self.suggestions) < MAX_SUGGESTIONS and len(name) <= MAX_REPORTED_NAME_LENGTH:
+            self.suggestions[path_prefix + name] = did_you_mean(name, known)
+
+    @property
+    def header_value(self) -> str:
+        """Return the fields without effect as a header has them: what a client made up is quoted as in a URL."""
+        names = [quote(name, safe="") for name in self.ignored]
+        return ", ".join(names[:MAX_REPORTED_NAMES] + ["..."] * (len(names) > MAX_REPORTED_NAMES))
+
+
+def get_reading(context: Any) -> Reading:
+    """Return the notes of the validation with this context; one without any refuses what is unknown."""
+    return context if isinstance(context, Reading) else Reading()
+
+
+def limit_members(most: int) -> Callable[[Any], Any]:
+    """Return a validator that refuses objects with more members, before it finds a fault in each of them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"should have at most {most} members")
+        return value
+
+    return check
+
+
+class Body(BaseModel):
+    """A body, or an object within one: it is checked strictly, and null is the same as absent."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    path_prefix: ClassVar[str] = ""  # the path before the names of its fields in a request's body
+    no_effect_fields: ClassVar[frozenset[str]] = frozenset()  # of its fields
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        fields = get_read_modes(cls)
+        cls.no_effect_fields = frozenset(name for name, how in fields.items() if how is ReadAs.IGNORED)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filter_fields(cls, values: Any, info: ValidationInfo) -> Any:
+        """Return the members that are to be checked: null is the same as absent."""
+        limit_members(MAX_MEMBERS)(values)
+        if not isinstance(values, dict):
+            return values
+        present = {key: value for key, value in values.items() if value is not None}
+        return get_reading(info.context).filter_fields(present, cls.path_prefix, cls.model_fields, cls.no_effect_fields)
+
+
+def get_read_modes(body: type[Body] | None) -> dict[str, ReadAs]:
+    """Return how the decoder reads each field of a model."""
+    return {} if body is None else {name: _get_read_mode(field) for name, field in body.model_fields.items()}
+
+
+def _get_read_mode(field: FieldInfo) -> ReadAs:
+    return next((mark for mark in field.metadata if isinstance(mark, ReadAs)), ReadAs.VALUE)
 
 
 # ---------------------------------------------------------------- in an error

@@ -1,0 +1,351 @@
+"""What every request passes between its connection and its route, in this order.
+
+- `Lifetime` gives it an id, answers unexpected exceptions, and reports its response and its end;
+- `RequestBounds` bounds the bytes and the seconds of its headers and its body;
+- `Unversioned` completes its path;
+- `Access` checks its key.
+
+Knows paths and tokens, but no endpoint. Plain ASGI, as Starlette's BaseHTTPMiddleware would hide disconnects. What
+never becomes a request is bounded before, in server/api/http/connection.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from time import monotonic
+
+from fastapi import Request, Security
+from fastapi.params import Depends
+from fastapi.security import HTTPBearer
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from config.settings import Settings
+from server.api.http.errors import ApiError, make_error_response, to_api_error
+from server.api.ops.request_log import CLIENT_CLOSED_REQUEST, Ended
+from server.engine.ipc.client import EngineClient
+from server.engine.ipc.messages import Hello
+
+_VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+UNCOUNTED_BYTES = 2**16  # bytes of each body: uvicorn buffers as many anyway, and ordinary bodies are never refused
+# Bytes a second of a larger body, beside `body_timeout`: it may not hold what others need for ever
+MIN_BYTES_PER_SECOND = 2**14
+ADMIN_PREFIX = "/v1/kv_cache/"
+PROFILE_PATH = "/v1/profile"
+API_PREFIX = "/v1"
+API_KEY_PREFIXES = (
+    f"{API_PREFIX}/",
+    "/tokenize",
+    "/detokenize",
+    "/apply-template",
+)  # and what begins so, as /tokenizer_info
+METRICS_PATH = "/metrics"
+SHARED_PATHS = ("/health", "/ready")
+UNVERSIONED_ROUTES = ("/completions", "/chat/completions", "/models", "/kv_cache", "/settings")
+
+
+# ---------------------------------------------------------------- its lifetime
+class Lifetime:
+    """Middleware that reports each response and the end of each request.
+
+    The application leaves in the state its `error`, its `generation` and the `ignored_fields` of the body.
+    """
+
+    def __init__(self, app: ASGIApp, on_response: Callable[[int], None], on_end: Callable[[Ended], None]) -> None:
+        """Wrap `app`.
+
+        `on_response` is called with the status of every response as it begins, `on_end` after every request.
+        """
+        self._app = app
+        self._on_response = on_response
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        began = time.monotonic()
+        sent = Headers(scope=scope)
+        request_id = _get_request_id(sent)
+        state = scope.setdefault("state", {})
+        status: int | None = None
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if ignored := state.get("ignored_fields"):
+                    headers["x-ignored-fields"] = ignored
+                status = message["status"]
+                self._on_response(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if status is not None:  # too late: uvicorn cuts the connection
+                state["error"] = to_api_error(error)
+                raise
+            await make_error_response(Request(scope), error)(scope, receive, send_with_id)
+        finally:
+            if status is None:
+                status = CLIENT_CLOSED_REQUEST
+                self._on_response(status)
+            self._on_end(
+                Ended(
+                    request_id=request_id,
+                    method=scope["method"],
+                    path=scope["raw_path"].decode("latin-1"),
+                    route=scope["path"],
+                    headers=sent,
+                    status=status,
+                    error=state.get("error"),
+                    generation=state.get("generation"),
+                    start_time=began,
+                    end_time=time.monotonic(),
+                )
+            )
+            state.clear()  # uvicorn keeps the scope until the connection's next request, and with it the prompts
+
+
+def _get_request_id(headers: Headers) -> str:
+    theirs = headers.get("x-request-id", "")
+    return theirs if _VALID_REQUEST_ID.fullmatch(theirs) else uuid.uuid4().hex
+
+
+# ---------------------------------------------------------------- limits of headers and bodies
+@dataclass
+class InflightBodies:
+    """The bytes of all bodies that are being received, read and tokenised in this process."""
+
+    num_bytes: int = 0
+
+    def take(self, count: int, most: int) -> None:
+        """Count more bytes. Raises ApiError if more than `most` are then held."""
+        if self.num_bytes + count > most:
+            message = "the bodies of other requests take all the memory that bodies may have; try again"
+            raise ApiError(429, message, code="inflight_bodies_full")
+        self.num_bytes += count
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """Bytes of one body and of all together; `is_final` is false until the engine's context length is known."""
+
+    max_body_bytes: int
+    max_inflight_body_bytes: int
+    is_final: bool = True
+
+    def make_body_error(self) -> ApiError:
+        """Return the error for a body that is longer than one may be."""
+        if not self.is_final:
+            return ApiError(503, "the engine is not ready; try again", code="engine_unavailable")
+        return ApiError(
+            413, f"the body is longer than {self.max_body_bytes} bytes; send less in one request", code="body_too_long"
+        )
+
+
+class RequestBounds:
+    """Middleware that refuses headers, and raises an ApiError where a body is read."""
+
+    def __init__(
+        self, app: ASGIApp, max_header_bytes: int, body_limits: Callable[[], BodyLimits], body_timeout: float
+    ) -> None:
+        """Wrap `app`; `body_limits` is called for each request, as the limits follow the engine's context length."""
+        self._app = app
+        self._max_header_bytes = max_header_bytes
+        self._body_limits = body_limits
+        self._body_timeout = body_timeout
+        self._inflight = InflightBodies()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        limits = self._body_limits()
+        refusal = self._find_refusal(scope, limits)
+        if refusal is not None:
+            return await make_error_response(Request(scope), refusal)(scope, receive, send)
+        body = BoundedBody(receive, limits, self._body_timeout, self._inflight)
+        scope.setdefault("state", {})["body"] = body
+        try:
+            await self._app(scope, body, send)
+        finally:
+            body.release()
+
+    def _find_refusal(self, scope: Scope, limits: BodyLimits) -> ApiError | None:
+        if count_header_bytes(scope) > self._max_header_bytes:
+            return make_headers_error(self._max_header_bytes)
+        if int(Headers(scope=scope).get("content-length", 0)) > limits.max_body_bytes:
+            return limits.make_body_error()
+        return None
+
+
+def make_body_limits_getter(settings: Settings, client: EngineClient) -> Callable[[], BodyLimits]:
+    """Return a function that returns the limits of bodies: they follow the context, known once the engine serves."""
+    hello: Hello | None = None
+    limits: BodyLimits | None = None
+
+    def get_body_limits() -> BodyLimits:
+        nonlocal hello, limits
+        if limits is None or hello is not client.hello:
+            hello = client.hello
+            one, together = settings.compute_body_limits(0 if hello is None else hello.max_seq_len)
+            limits = BodyLimits(one, together, is_final=hello is not None or settings.max_body_bytes is not None)
+        return limits
+
+    return get_body_limits
+
+
+def count_header_bytes(scope: Scope) -> int:
+    headers = sum(len(name) + len(value) for name, value in scope["headers"])
+    return headers + len(scope["raw_path"]) + len(scope["query_string"])
+
+
+def make_headers_error(most: int) -> ApiError:
+    return ApiError(431, f"the headers are longer than {most} bytes; send less in them", code="headers_too_long")
+
+
+def release_body(scope: Scope) -> None:
+    """Stop counting a request's body among those in flight, once it has become tokens."""
+    if (body := scope["state"].get("body")) is not None:
+        body.release()
+
+
+@dataclass
+class BoundedBody:
+    """A `receive` that raises ApiError for a body that is too long, stands still, or is counted and comes too slowly.
+
+    There is no timeout after its end.
+    """
+
+    receive: Receive
+    limits: BodyLimits
+    timeout: float
+    inflight: InflightBodies
+    num_received_bytes: int = 0
+    num_counted_bytes: int = 0  # those of them that count among the bytes in flight
+    complete: bool = False
+    start_time: float = field(default_factory=monotonic)
+
+    async def __call__(self) -> Message:
+        try:
+            async with asyncio.timeout(None if self.complete else self._seconds_left()):
+                message = await self.receive()
+        except TimeoutError:
+            raise ApiError(408, "nothing more of the body came in time", code="body_timeout") from None
+        count = len(message.get("body", b""))
+        self.num_received_bytes += count
+        self.complete = self.complete or not message.get("more_body", False)
+        if self.num_received_bytes > self.limits.max_body_bytes:
+            raise self.limits.make_body_error()
+        self._count(min(count, self.num_received_bytes - UNCOUNTED_BYTES))
+        return message
+
+    def _seconds_left(self) -> float:
+        """Return how long more of it may be awaited."""
+        if not self.num_counted_bytes:
+            return self.timeout
+        return min(
+            self.timeout, self.start_time + self.timeout + self.num_received_bytes / MIN_BYTES_PER_SECOND - monotonic()
+        )
+
+    def _count(self, more: int) -> None:
+        if more > 0:
+            self.inflight.take(more, self.limits.max_inflight_body_bytes)
+            self.num_counted_bytes += more
+
+    def release(self) -> None:
+        """Stop counting this body; may be called more than once."""
+        self.inflight.num_bytes -= self.num_counted_bytes
+        self.num_counted_bytes = 0
+
+
+# ---------------------------------------------------------------- its path
+class Unversioned:
+    """Middleware that accepts the routes under /v1 without that prefix, for clients whose base URL has none.
+
+    It rewrites the path before `Access` looks at it, so that both spellings need the same key. The log has the path as
+    it came.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _is_unversioned(scope["path"]):
+            scope["path"] = API_PREFIX + scope["path"]
+        await self._app(scope, receive, send)
+
+
+def _is_unversioned(path: str) -> bool:
+    return any(path == route or path.startswith(f"{route}/") for route in UNVERSIONED_ROUTES)
+
+
+# ---------------------------------------------------------------- its key
+class Access:
+    """Middleware. Without API keys every request is let in; without an admin token, none that administers.
+
+    With a `metrics_port`, /metrics is on that port only, and /health and /ready are all that is on both.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        api_keys: Iterable[str] | None,
+        admin_token: str | None,
+        metrics_key: str | None = None,
+        metrics_port: int | None = None,
+    ) -> None:
+        self._app = app
+        self._metrics_key = metrics_key
+        self._metrics_port = metrics_port
+        self._api_keys = None if api_keys is None else tuple(api_keys)
+        self._admin_token = admin_token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._find_refusal(scope) if scope["type"] == "http" else None
+        app = self._app if refusal is None else make_error_response(Request(scope), refusal)
+        await app(scope, receive, send)
+
+    def _find_refusal(self, scope: Scope) -> HTTPException | None:
+        if not self._is_on_its_port(scope):
+            return HTTPException(404)
+        sent = Headers(scope=scope).get("authorization", "")
+        if scope["path"] == METRICS_PATH and self._metrics_key is not None:
+            return _check_token(sent, [self._metrics_key], "the metrics key")
+        if scope["path"].startswith((ADMIN_PREFIX, PROFILE_PATH)):
+            if self._admin_token is None:
+                return ApiError(403, "administration is off: start the server with an admin_token", code="admin_off")
+            return _check_token(sent, [self._admin_token], "the admin token")
+        if scope["path"].startswith(API_KEY_PREFIXES) and self._api_keys is not None:
+            return _check_token(sent, self._api_keys, "an API key of this server")
+        return None
+
+    def _is_on_its_port(self, scope: Scope) -> bool:
+        if self._metrics_port is None or scope["path"] in SHARED_PATHS:
+            return True
+        _, port = scope["server"]
+        return bool((port == self._metrics_port) == (scope["path"] == METRICS_PATH))
+
+
+def _check_token(authorization: str, allowed: Iterable[str], what: str) -> ApiError | None:
+    """Return None if an allowed token was sent, else an error; the time taken tells nothing about the token."""
+    scheme, _, token = authorization.partition(" ")
+    given = token.strip().encode("latin-1")  # as it came
+    same = [hmac.compare_digest(given, each.encode()) for each in allowed]
+    if scheme.lower() == "bearer" and any(same):
+        return None
+    return ApiError(401, f"send {what}: 'Authorization: Bearer ...'", code="invalid_api_key")
+
+
+def make_security_dependency(scheme: str) -> Depends:
+    """Return a dependency that only documents in openapi.json what Access has checked."""
+    dependency: Depends = Security(HTTPBearer(scheme_name=scheme, auto_error=False))
+    return dependency
