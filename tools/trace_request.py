@@ -50,7 +50,7 @@ SETTINGS = {"model": "tiny", "kv_memory": "64MiB"}
 BODY = {"prompt": "Once upon a time there was a", "max_tokens": 16, "temperature": 0, "ignore_eos": True}
 WARM_UP_REQUESTS = 3
 ROUNDS = 4  # traced requests of each kind
-TOKEN = 8  # the streamed token that is followed: neither the first nor the last
+TOKENS = range(4, 12)  # of the streamed tokens, those that are followed: neither the first nor the last
 ASIDE = {  # functions, or methods of any class, called on the way, but neither with the body nor with the token
     "Arena.usage": "how full the memory is, for the rules that choose a strategy",
     "Batch.commit": "the tokens that this step entered into the caches, which were drawn before",
@@ -172,8 +172,8 @@ class Client(threading.Thread):
         connection.close()
         return Ways(
             intersect([find_body_way(calls) for calls in (*streamed, *whole)]),
-            intersect([find_token_way(calls, TOKEN) for calls in streamed]),
-            intersect([find_token_way(calls, None) for calls in whole]),
+            intersect([max((find_token_way(calls, number) for number in TOKENS), key=len) for calls in streamed]),
+            intersect([find_token_way(calls, -1) for calls in whole]),
         )
 
     def _record(self, connection: http.client.HTTPConnection, *, stream: bool) -> list[Call]:
@@ -316,10 +316,13 @@ def find_body_way(calls: Sequence[Call]) -> Way:
     )
 
 
-def find_token_way(calls: Sequence[Call], number: int | None) -> Way:
-    """Return the files from the model runner to the socket for the token of that number; None: for the last one."""
-    results = find_all(calls, "return", "ModelRunner.execute")
-    drawn = results[-1 if number is None else number]
+def find_token_way(calls: Sequence[Call], number: int) -> Way:
+    """Return the files from the model runner to the socket for the token of that number; -1: for the last one.
+
+    Of a stream, some files may be missing: if the worker is slower than the engine, the next bytes that it sends are
+    those of an earlier token.
+    """
+    drawn = find_all(calls, "return", "ModelRunner.execute")[number]
     sent = find(calls, "return", "Gateway.send", drawn)
     on_engine = [call for call in calls[drawn : sent + 1] if call.thread == calls[drawn].thread]
     received = [i for i in find_all(calls, "call", "_Connection.data_received") if i > drawn]
