@@ -25,14 +25,14 @@ from server.api.openai import chat, completions, models, tokenize
 from server.api.openai.generation_job import Deadlines, Priorities, RequestLimits, Serving
 from server.api.ops import admin, health, kv_cache, metrics, profile
 from server.api.ops.observations import Observations
-from server.api.ops.request_log import Ended, log_request
+from server.api.ops.request_log import EndedRequest, log_request
 from server.api.ops.tracing import Tracing, make_tracing
 from server.engine.ipc.client import EngineClient
 from server.text.tokenizer import TokenizerBase, read_tokenizer_info
 from server.version import get_version
 
-# FastAPI's own: another span around ours, and exceptions with their messages, which may quote prompts. Versions that
-# have none take no notice.
+# FastAPI's own would add a span around ours, and exceptions with their messages, which may quote prompts. Versions
+# without telemetry ignore this.
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 
 
@@ -98,7 +98,7 @@ def add_middleware(
         body_limits=body_limits,
         body_timeout=settings.body_timeout,
     )
-    if settings.cors_origins is not None:  # before access: a browser's question whether it may ask has no key
+    if settings.cors_origins is not None:  # before Access: a browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
@@ -107,7 +107,7 @@ def add_middleware(
             expose_headers=["*"],
         )
 
-    def record_end(ended: Ended) -> None:
+    def record_end(ended: EndedRequest) -> None:
         trace_id = None if tracing is None else tracing.record(ended)
         log_request(ended, trace_id, with_prompts=settings.log_prompts)
 

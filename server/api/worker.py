@@ -44,7 +44,7 @@ def serve_worker(
     settings: Settings,
     socket_path: str | os.PathLike[str],
     listening_socket: socket.socket,
-    ties: WorkerHandles | None = None,
+    handles: WorkerHandles | None = None,
 ) -> None:
     """Serve until STOP_SIGNAL, then finish the running requests and return. Raises SettingsError."""
     if not settings.log_prompts:
@@ -52,12 +52,12 @@ def serve_worker(
     allow_many_connections()
     limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
     tokenizer = SandboxedTokenizer(Path(settings.model), limits)
-    if ties is None:
+    if handles is None:
         ApiServer(settings, EngineClient(socket_path), tokenizer).run(sockets=[listening_socket])
         return
-    client, metrics = EngineClient(socket_path, ties.recovery.estimate_seconds), ties.metrics_socket
+    client, metrics = EngineClient(socket_path, handles.recovery.estimate_seconds), handles.metrics_socket
     sockets = [listening_socket] if metrics is None else [listening_socket, metrics]
-    ApiServer(settings, client, tokenizer, metrics, beat=ties.heartbeat.beat).run(sockets=sockets)
+    ApiServer(settings, client, tokenizer, metrics, beat=handles.heartbeat.beat).run(sockets=sockets)
 
 
 class ApiServer(uvicorn.Server):
@@ -86,7 +86,7 @@ class ApiServer(uvicorn.Server):
             ),
             ws="none",
             lifespan="on",
-            log_config=None,  # the process has its logging
+            log_config=None,  # logging is configured already
             access_log=False,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE,
@@ -96,7 +96,7 @@ class ApiServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle STOP_SIGNAL; uvicorn's own handlers are for signals that only the supervisor answers."""
+        """Handle STOP_SIGNAL; uvicorn's own handlers are for signals that only the supervisor handles."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

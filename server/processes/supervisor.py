@@ -46,7 +46,7 @@ class Targets:
     """The functions that the children run, as "package.module:function"."""
 
     engine: str = "server.processes.engine:run"  # (settings, socket_path, status, restarts)
-    worker: str = "server.api.worker:serve_worker"  # (settings, socket_path, listening_socket, ties)
+    worker: str = "server.api.worker:serve_worker"  # (settings, socket_path, listening_socket, handles)
 
 
 class Supervisor:

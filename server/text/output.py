@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from server.text.vocabulary import Vocabulary
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode bytes to that are no UTF-8, or not yet
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # which stands for bytes that are not UTF-8, or not yet
 CONTEXT = 16  # tokens before the new ones that decide how these are decoded: a leading space, bytes of a character
 MAX_PENDING_TOKENS = 48  # tokens to wait for bytes to become a character
 MAX_PARTIAL_BYTES = 3  # bytes of a character that is not complete
@@ -62,7 +62,7 @@ class Detokenizer:
         text = self._spelling.decode(self._window)
         num_emitted, piece = self._find_new_text(text)
         if piece and not text.endswith(REPLACEMENT):
-            new = self._window[num_emitted:]  # which may begin within a character, and then is none alone
+            new = self._window[num_emitted:]  # which may begin within a character, and then do not decode alone
             new_text = self._spelling.decode(new)
             if piece.endswith(new_text):
                 self._set_window(new, new_text)
@@ -93,7 +93,7 @@ class Detokenizer:
         return self._num_emitted, self._spelling.decode(self._window[self._num_emitted :])
 
     def _set_window(self, window: list[int], emitted: str) -> None:
-        """Go on after these tokens, of whose text `shown` is out."""
+        """Go on after these tokens, of whose text `emitted` is out."""
         self._window = window
         self._num_emitted = len(window)
         self._emitted_prefixes = [(len(window), emitted)]
@@ -112,7 +112,7 @@ def _find_context(spelling: Spelling, prompt: Sequence[int]) -> list[int]:
 
 
 # ---------------------------------------------------------------- stop strings
-MAX_BROKEN_LENGTH = 4 * MAX_PENDING_TOKENS  # characters that bytes become which are none: of as many tokens as may wait
+MAX_BROKEN_LENGTH = 4 * MAX_PENDING_TOKENS  # replacement characters, at most, for the bytes of the tokens that wait
 
 
 class StopStrings:
@@ -187,22 +187,22 @@ class _Search:
         return self._borders[length - 1]
 
 
-class Placed(NamedTuple):
-    """A token of a choice, and where its text begins in the choice's."""
+class OutputToken(NamedTuple):
+    """A token of a choice, and where its text begins in the choice's text."""
 
     token: int
     offset: int  # characters
     shown: bool = True  # False: a stop string took its text away
 
 
-class Released(NamedTuple):
+class ReleasedText(NamedTuple):
     """Text that is certain now, and the tokens that came out with it, in order."""
 
     text: str
-    tokens: list[Placed]
+    tokens: list[OutputToken]
 
 
-def locate_tokens(tokenizer: Vocabulary, ids: Sequence[int], text: str) -> list[Placed]:
+def locate_tokens(tokenizer: Vocabulary, ids: Sequence[int], text: str) -> list[OutputToken]:
     """Return where each token begins in its text; a special token that the text does not spell has no length."""
     detokenizer, length, found = Detokenizer(tokenizer, [], skip_special=False), 0, []
     for token in ids:
@@ -211,7 +211,7 @@ def locate_tokens(tokenizer: Vocabulary, ids: Sequence[int], text: str) -> list[
             tokenizer.piece(token), text, length, has_pending=detokenizer.has_pending
         ):
             piece, begin = _push_token(detokenizer, token)
-        found.append(Placed(token, length + begin))
+        found.append(OutputToken(token, length + begin))
         length += len(piece)
     return found
 
@@ -223,9 +223,9 @@ def _continues_with(piece: str, text: str, length: int, *, has_pending: bool) ->
 
 
 def _push_token(detokenizer: Detokenizer, token: int) -> tuple[str, int]:
-    """Return the text that comes out with a token, and where in it the token's own begins.
+    """Return the text that comes out with a token, and where in it the token's own text begins.
 
-    What comes out with it of tokens before it begins where it does, or is bytes that became no character.
+    Text of tokens before it that comes out with it begins where its own does, or is bytes that became no character.
     """
     had_pending = detokenizer.has_pending
     piece = detokenizer.push(token)
@@ -240,7 +240,7 @@ class OutputText:
         self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
     ) -> None:
         """Start a text. Stop strings are not looked for in the text of the first `min_tokens`."""
-        self.num_tokens = 0  # up to the one that completed a stop string
+        self.num_tokens = 0  # tokens, up to the one that completed a stop string
         self.finish_reason: str | None = None
         self.stop_reason: str | None = None  # a stop string
         self._detokenizer = detokenizer
@@ -249,12 +249,12 @@ class OutputText:
         self._stop = StopStrings(stop, include=include_stop)
         self._length = 0  # of the text that the detokenizer gave
         self._released = 0  # of the text that is out
-        self._held: list[Placed] = []  # tokens whose text is not out
+        self._held: list[OutputToken] = []  # tokens whose text is not out
 
-    def push(self, tokens: Sequence[int], finish_reason: str | None = None) -> Released:
+    def push(self, tokens: Sequence[int], finish_reason: str | None = None) -> ReleasedText:
         """Return the text that is certain now; all of it, once `finish_reason` is set. Nothing may follow after that.
 
-        With the reason 'stop' the last token is one that ends texts, and no part of this one.
+        With the reason 'stop' the last token ends the text and is not part of it.
         """
         assert self.finish_reason is None, "the choice has ended"
         pieces = []
@@ -262,7 +262,7 @@ class OutputText:
             self.num_tokens += 1
             ends = finish_reason == "stop" and i == len(tokens) - 1
             piece, begin = _push_token(self._detokenizer, token) if not ends or self._include_stop else ("", 0)
-            self._held.append(Placed(token, self._length + begin))
+            self._held.append(OutputToken(token, self._length + begin))
             pieces.append(self._apply_stop_strings(piece))
             if self._stop.matched_stop:
                 break
@@ -277,7 +277,7 @@ class OutputText:
         self._length += len(piece)
         return self._stop.push(piece) if self.num_tokens > self._min_tokens else piece
 
-    def _release(self, text: str) -> Released:
+    def _release(self, text: str) -> ReleasedText:
         """Return the text, and the tokens that begin in the released part; at the end all of them."""
         self._released += len(text)
         out, self._held = self._held, []
@@ -286,4 +286,4 @@ class OutputText:
         elif self.finish_reason is None:
             while out and out[-1].offset >= self._released:
                 self._held.insert(0, out.pop())
-        return Released(text, out)
+        return ReleasedText(text, out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from server.text.output import Detokenizer, OutputText, Placed, locate_tokens
+from server.text.output import Detokenizer, OutputText, OutputToken, locate_tokens
 from server.text.tokenizer import Tokenizer
 from tests.text.tiny_tokenizers import EOS, byte_level
 
@@ -72,7 +72,7 @@ def test_tokens_come_out_with_their_text() -> None:
 def test_a_token_begins_behind_bytes_that_became_no_character() -> None:
     broken, hello, snow = ids("\u2603")[:1], ids("hello"), ids("\u2603")
     text = "\ufffdhello\u2603"
-    first = Placed(broken[0], 0), Placed(hello[0], 1)
+    first = OutputToken(broken[0], 0), OutputToken(hello[0], 1)
     for tokens in ([*broken, *hello, *snow], [*broken, EOS, *hello, *snow]):
         choice = output()
         out = choice.push(tokens, "length")
@@ -81,9 +81,9 @@ def test_a_token_begins_behind_bytes_that_became_no_character() -> None:
         assert {place.offset for place in out.tokens[-len(snow) :]} == {len(text) - 1}, "a character is whole"
     assert locate_tokens(TOKENIZER, [*broken, *hello], text)[:2] == [*first]
     spelled = locate_tokens(TOKENIZER, [*broken, EOS, *hello], "\ufffd</s>hello")
-    assert spelled[:3] == [first[0], Placed(EOS, 1), Placed(hello[0], 5)]
+    assert spelled[:3] == [first[0], OutputToken(EOS, 1), OutputToken(hello[0], 5)]
     behind_a_prompt = OutputText(Detokenizer(TOKENIZER, broken)).push(hello, "length")
-    assert (behind_a_prompt.text, behind_a_prompt.tokens[0]) == ("hello", Placed(hello[0], 0))
+    assert (behind_a_prompt.text, behind_a_prompt.tokens[0]) == ("hello", OutputToken(hello[0], 0))
 
 
 def test_a_stop_string_takes_no_broken_bytes_before_it() -> None:

@@ -1,9 +1,10 @@
-"""uvicorn's connections, with bounds that they lack.
+"""uvicorn's connections, with limits that they lack.
 
-Its parser keeps the beginning of a request however long it gets, and for however long, and takes the square of the
-time. Bounded are the bytes and the seconds until the headers of a request are complete, the seconds in which a client
-may go on sending a body that was answered already, those in which it reads nothing of its answer, and those between
-requests. What is not HTTP is answered with OpenAI's error object. Knows neither the application nor the settings.
+uvicorn's parser keeps the beginning of a request for any time and in any length, and takes quadratic time for it. So
+there are limits for the bytes and the seconds until a request's headers are complete, for the seconds in which a client
+may go on sending a body that was answered already, for those in which it reads nothing of its response, and for those
+between requests. Bytes that are not HTTP are answered with OpenAI's error object. Knows neither the application nor the
+settings.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from server.api.http.errors import ApiError
 from server.api.http.middleware import make_headers_error
 
-LINGER = 5.0  # seconds; closing at once can take the answer away from a client that is still sending
-# Requests that have no answer yet; beyond, nothing is read, and so nobody sees that the client hung up
+LINGER = 5.0  # seconds; closing at once can take the response away from a client that is still sending
+# Requests without a response; with more, nothing is read, so that a disconnect is not noticed
 MAX_PIPELINED_REQUESTS = 16
 Headers = Iterable[tuple[bytes, bytes]]  # their names in lower case
 
@@ -40,27 +41,30 @@ def make_connection_class(
         header_seconds = header_timeout
         unread_seconds = body_timeout
 
-    # Within the class its name would hide the parameter.
+    # Set here: in the body of the class, its name would hide the parameter.
     Bounded.on_refusal = staticmethod(on_refusal)
     return Bounded
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """The parser calls on_message_begin, on_headers_complete, on_body, on_message_complete, in this order."""
+    """A connection.
+
+    The parser calls on_message_begin, on_headers_complete, on_body, on_message_complete, in this order.
+    """
 
     header_bytes_limit: int
     header_seconds: float
     unread_seconds: float
     on_refusal: Callable[[int], None]
 
-    _unanswered: deque[RequestResponseCycle]  # the first is at work, the others wait; `cycle` is the one that came last
-    _receive_timer: asyncio.TimerHandle | None = None  # of what the client has to send next
-    _write_timer: asyncio.TimerHandle | None = None  # of what it has to read
-    _num_unparsed_bytes = 0  # bytes that the parser may have kept, as nothing came of them yet
-    _made_progress = False  # the bytes that are being parsed
+    _unanswered: deque[RequestResponseCycle]  # the first one runs, the others wait; `cycle` is the latest
+    _receive_timer: asyncio.TimerHandle | None = None  # for what the client has to send next
+    _write_timer: asyncio.TimerHandle | None = None  # for what it has to read
+    _num_unparsed_bytes = 0  # which the parser may keep, as they completed nothing
+    _made_progress = False  # whether the bytes that are being parsed completed something
     _in_headers = False  # the client has sent some of them, but not all
     _in_body = False  # the client has sent the headers, but not the whole body
-    _refused = False  # whatever still comes is not read any more
+    _refused = False  # nothing more is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -75,7 +79,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """As uvicorn's, but bytes that begin no request do not keep the connection open."""
+        """Parse bytes as uvicorn does; but those that begin no request do not keep the connection open."""
         if self._refused:
             return
         self._made_progress = False
@@ -102,7 +106,7 @@ class BoundedConnection(HttpToolsProtocol):
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
                 self.parser.feed_data(make_head_without_upgrade(method, self.url, version, self.headers))
 
-    # ------------------------------------------------------------ what the parser found
+    # ------------------------------------------------------------ called by the parser
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._in_headers = True
@@ -145,14 +149,14 @@ class BoundedConnection(HttpToolsProtocol):
             self._expect_next_request()
 
     def _disconnect_cycles(self) -> None:
-        """As uvicorn does for the request that came last alone."""
+        """Mark every unanswered request as disconnected; uvicorn marks the latest one only."""
         for cycle in self._unanswered:
             cycle.disconnected = True
             cycle.message_event.set()
 
     # ------------------------------------------------------------ time
     def pause_writing(self) -> None:
-        """No more than this fits between here and a client that does not read."""
+        """Wait for a client that does not read: the buffers on the way to it are full."""
         super().pause_writing()
         self._start_write_timer()
 
@@ -182,7 +186,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._receive_timer = None
 
     def _expect_next_request(self) -> None:
-        """Between two requests, or when the answer was there before the whole request."""
+        """Start the timer for the next request, or for the rest of a body that was answered before it was complete."""
         if self._unanswered:
             self._cancel_receive_timer()
         elif self._in_body:
@@ -196,12 +200,12 @@ class BoundedConnection(HttpToolsProtocol):
         elif self._in_headers:
             message = f"no complete headers came within {self.header_seconds:g} seconds"
             self._refuse(ApiError(408, message, code="header_timeout"))
-        else:  # nobody asked, nobody is answered
+        else:  # no request has begun, so there is nothing to answer
             self.transport.close()
 
-    # ------------------------------------------------------------ refusals, before the application is asked
+    # ------------------------------------------------------------ refusals, without the application
     def _refuse(self, error: ApiError) -> None:
-        """Says why, and closes the connection once the client has had time to read it."""
+        """Answer with the error, and close the connection once the client has had time to read it."""
         self._refused = True
         self.logger.info("a connection is refused: %d, %s", error.status_code, error.log_message)
         if self.transport.is_closing():
@@ -217,9 +221,12 @@ class BoundedConnection(HttpToolsProtocol):
 
 
 def count_unread_bytes(transport: asyncio.Transport) -> int:
-    """Those that are still here, and those that the system keeps: it takes more only after a third of what it has."""
+    """Return the bytes that the client has not read: those buffered here, and those in the system's send queue.
+
+    The system takes more bytes only once a third of its queue was read.
+    """
     kept = bytes(4)
-    with contextlib.suppress(OSError):  # not every system tells
+    with contextlib.suppress(OSError):  # not every system has this call
         kept = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kept)
     return transport.get_write_buffer_size() + int.from_bytes(kept, sys.byteorder)
 
@@ -254,7 +261,7 @@ def make_head_without_upgrade(method: bytes, url: bytes, version: str, headers: 
 
 
 def disable_chunked_encoding(cycle: RequestResponseCycle) -> None:
-    """Clients of HTTP/1.0 know no chunks: the end of the connection is the end of the answer."""
+    """Send the response without chunks, which HTTP/1.0 does not have: there the connection's end is the response's."""
     send = cycle.send
     cycle.chunked_encoding = False
 
@@ -267,7 +274,7 @@ def disable_chunked_encoding(cycle: RequestResponseCycle) -> None:
 
 
 def format_error_response(error: ApiError, default_headers: Headers) -> bytes:
-    """Return the whole answer to a request that the application never sees."""
+    """Return the whole response to a request that the application never gets."""
     body = error.encode()
     status = f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}"
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}

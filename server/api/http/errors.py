@@ -1,6 +1,6 @@
 """OpenAI's error object, for everything that goes wrong: {"error": {"message", "type", "param", "code"}}.
 
-A client's mistake never makes clients try again: where they would because of the status, a header says no.
+Clients do not repeat a request that was their mistake: where the status would make them, a header says not to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from server.engine.ipc.messages import Failed
 from server.text.errors import TextError, TextRefused, TextUnavailable
 
 RETRY_HEADERS = {"Retry-After": "1"}  # seconds, where nothing better is known
-NO_RETRY_HEADERS = {"x-should-retry": "false"}  # OpenAI's clients ask again after these otherwise
+NO_RETRY_HEADERS = {"x-should-retry": "false"}  # OpenAI's clients would repeat the request after these statuses
 STATUS_HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     408: NO_RETRY_HEADERS,
@@ -32,19 +32,19 @@ STATUS_HEADERS = {
     503: RETRY_HEADERS,
     504: NO_RETRY_HEADERS,
 }
-MAX_PROBLEMS = 5  # of a body, that its error tells
+MAX_PROBLEMS = 5  # problems of a body that its error names
 MAX_FIELD_LENGTH = 100  # characters of a field's name in an error
 MAX_MESSAGE_LENGTH = 1000  # characters of an error: it may quote what a client sent, or what a chat template says
 TYPE_NAMES: Mapping[type, str] = {bool: "a boolean", int: "a number", float: "a number", str: "a text"}
-EMPTY = '""'  # how a field without a name is told
+EMPTY = '""'  # stands for a field whose name is empty
 MAX_PATH_LENGTH = 200  # characters of a path in an error
-NO_ROUTE = "there is no such route"  # in the log, which has the path as it came: unquoted it may have line breaks
-QUOTING_CODES = ("unknown_kv_cache", "not_found")  # codes of the engine's, whose messages have a client's words
-METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")  # that any route of ours has
+NO_ROUTE = "there is no such route"  # for the log, where the path stands as it came: unquoted, it may have line breaks
+QUOTING_CODES = ("unknown_kv_cache", "not_found")  # of the engine's errors whose messages quote the client
+METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")  # of all routes
 
 
 class ErrorDetails(BaseModel):
-    """What went wrong."""
+    """What went wrong, in OpenAI's form."""
 
     message: str
     type: str
@@ -53,7 +53,7 @@ class ErrorDetails(BaseModel):
 
 
 class Error(BaseModel):
-    """The body of every answer from 400 on."""
+    """The body of every response with a status from 400 on."""
 
     error: ErrorDetails
 
@@ -177,7 +177,7 @@ def _find_allowed_methods(request: Request) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------- fields that were refused
+# ---------------------------------------------------------------- bodies that were refused
 def make_body_error(error: ValidationError, suggestions: Mapping[str, str]) -> ApiError:
     """Return the error for a body that does not fit its model; `suggestions` are for its unknown fields, by path."""
     problems = error.errors(include_url=False, include_context=False)
@@ -214,7 +214,7 @@ def _format_problem(problem: Mapping[str, Any], suggestions: Mapping[str, str]) 
 
 
 def _format_sent_value(problem: Mapping[str, Any]) -> str:
-    """Return what was sent, as the end of a sentence; nothing where the message says it, or is one of our own."""
+    """Return the value that was sent, as the end of a sentence; empty where the message has it or is our own."""
     kind, sent = problem["type"], problem["input"]
     if kind in ("string_too_long", "string_too_short"):
         return f", not {len(sent)}"

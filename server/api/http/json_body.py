@@ -34,10 +34,10 @@ MAX_SUGGESTIONS = 8  # more than an error shows
 
 
 class ReadAs(Enum):
-    """How the value of a field is read."""
+    """How the value of a field is decoded."""
 
     VALUE = auto()
-    IGNORED = auto()  # not decoded: replaced by an empty value of its type
+    IGNORED = auto()  # not decoded, but replaced by an empty value of its type
     TOKEN_IDS = auto()  # may be a long list of numbers, or of lists of them
 
 
@@ -65,7 +65,7 @@ class TooManyValues(Exception):
 
 
 class _Name(str):
-    """A member's name: a type of its own, so that the decoder calls back for each."""
+    """A member's name: a type of its own, so that the decoder calls `dec_hook` for each."""
 
 
 def decode(data: bytes, fields: Mapping[str, ReadAs]) -> Any:
@@ -190,9 +190,9 @@ class Reading:
     def filter_fields(
         self, values: Mapping[str, Any], path_prefix: str, known: Collection[str], no_effect_fields: Collection[str]
     ) -> dict[str, Any]:
-        """Return an object's members that are to be checked; `path_prefix` is the path before their names.
+        """Return the members of an object that are to be checked; `path_prefix` is the path before their names.
 
-        Unknown members are among them unless they are ignored: to refuse them is for the check.
+        Unknown members are among them unless they are ignored: the check refuses them.
         """
         effective = {}
         for name, value in values.items():
@@ -214,13 +214,13 @@ class Reading:
 
     @property
     def header_value(self) -> str:
-        """Return the fields without effect as a header has them: what a client made up is quoted as in a URL."""
+        """Return the fields without effect as the value of a header; names are quoted as in a URL."""
         names = [quote(name, safe="") for name in self.ignored]
         return ", ".join(names[:MAX_REPORTED_NAMES] + ["..."] * (len(names) > MAX_REPORTED_NAMES))
 
 
 def get_reading(context: Any) -> Reading:
-    """Return the notes of the validation with this context; one without any refuses what is unknown."""
+    """Return the notes in the context of a validation; without any, new ones, which refuse unknown fields."""
     return context if isinstance(context, Reading) else Reading()
 
 
@@ -267,9 +267,9 @@ def _get_read_mode(field: FieldInfo) -> ReadAs:
     return next((mark for mark in field.metadata if isinstance(mark, ReadAs)), ReadAs.VALUE)
 
 
-# ---------------------------------------------------------------- in an error
+# ---------------------------------------------------------------- values in errors
 def format_value(value: Any) -> str:
-    """Return a value that was sent, as JSON, for an error; of what is empty, nested or large its type or kind alone."""
+    """Return a value as JSON for an error; of an empty, nested or large value only its type or kind."""
     match value:
         case None:
             return "null"

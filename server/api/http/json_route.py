@@ -1,7 +1,7 @@
-"""Reads JSON bodies strictly: no NaN, no bad UTF-8, no unlimited nesting or numbers.
+"""Routes whose JSON bodies are read strictly: no NaN, no bad UTF-8, no unlimited nesting or numbers.
 
-Knows no endpoint: a router gets it as its route_class, and then declares bodies as pydantic models as usual. A body's
-length and time are bounded before (server/api/http/middleware.py); json_body.py decodes and checks it.
+A router gets JsonRoute as its route_class, and then declares bodies as pydantic models as usual. A body's length and
+time are bounded before (server/api/http/middleware.py); json_body.py decodes and checks it. Knows no endpoint.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LARGE_BODY_BYTES = 2**20  # bytes of a body that takes milliseconds to decode
 class JsonRoute(APIRoute):
     """A route whose JSON body is read by JsonRequest.
 
-    Unknown fields are refused, or ignored where the application's state says so (`unknown_fields`).
+    Unknown fields are refused, or ignored if `unknown_fields` of the application's state is "ignore".
     """
 
     can_ignore_unknown: ClassVar[bool] = True
@@ -73,14 +73,14 @@ class JsonRequest(Request):
         self._received: bytes | None = None
 
     async def body(self) -> bytes:
-        """Return the first byte only: FastAPI keeps it as long as the request, just to know whether there is a body."""
+        """Return the first byte only: FastAPI keeps it as long as the request, only to know whether there is a body."""
         if self._received is None:
             self._received = await super().body()
             del self._body
         return self._received[:1]
 
     async def json(self) -> Any:
-        """Decode and check the body, once, and leave in the state which fields have no effect: `ignored_fields`.
+        """Decode and check the body, once; leave the names of fields without effect in the state as `ignored_fields`.
 
         Return the model that the route declares, which FastAPI takes as it is. Raises ApiError 400.
         """
@@ -91,7 +91,7 @@ class JsonRequest(Request):
         received, self._received = self._received, b""
         values = self._decode(received)
         if len(received) > LARGE_BODY_BYTES:
-            await asyncio.sleep(0)  # others are served before the rest of the work
+            await asyncio.sleep(0)  # other requests come before the rest of the work
         return values if self._model is None else self._validate(self._model, values)
 
     def _validate(self, model: type[Body], values: Any) -> Body:

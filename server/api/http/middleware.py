@@ -29,13 +29,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config.settings import Settings
 from server.api.http.errors import ApiError, make_error_response, to_api_error
-from server.api.ops.request_log import CLIENT_CLOSED_REQUEST, Ended
+from server.api.ops.request_log import CLIENT_CLOSED_REQUEST, EndedRequest
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Hello
 
 _VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-UNCOUNTED_BYTES = 2**16  # bytes of each body: uvicorn buffers as many anyway, and ordinary bodies are never refused
-# Bytes a second of a larger body, beside `body_timeout`: it may not hold what others need for ever
+UNCOUNTED_BYTES = 2**16  # of each body: uvicorn buffers as many anyway, and ordinary bodies are not refused
+# A larger body has to come at least this fast, apart from `body_timeout`: it takes memory from others
 MIN_BYTES_PER_SECOND = 2**14
 ADMIN_PREFIX = "/v1/kv_cache/"
 PROFILE_PATH = "/v1/profile"
@@ -53,12 +53,17 @@ UNVERSIONED_ROUTES = ("/completions", "/chat/completions", "/models", "/kv_cache
 
 # ---------------------------------------------------------------- its lifetime
 class Lifetime:
-    """Middleware that reports each response and the end of each request.
+    """Middleware around all other, from a request's headers to its end.
 
-    The application leaves in the state its `error`, its `generation` and the `ignored_fields` of the body.
+    It gives every response the header x-request-id, the client's own or a new one, and x-ignored-fields where fields of
+    the body have no effect. It reports the status of each response as it begins, 499 where none did, and how each
+    request ended, and it answers unexpected exceptions. The application leaves its `error`, its `generation` and the
+    `ignored_fields` of the body in the scope's state.
     """
 
-    def __init__(self, app: ASGIApp, on_response: Callable[[int], None], on_end: Callable[[Ended], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, on_response: Callable[[int], None], on_end: Callable[[EndedRequest], None]
+    ) -> None:
         """Wrap `app`.
 
         `on_response` is called with the status of every response as it begins, `on_end` after every request.
@@ -90,7 +95,7 @@ class Lifetime:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            if status is not None:  # too late: uvicorn cuts the connection
+            if status is not None:  # too late for an error response: uvicorn closes the connection
                 state["error"] = to_api_error(error)
                 raise
             await make_error_response(Request(scope), error)(scope, receive, send_with_id)
@@ -99,7 +104,7 @@ class Lifetime:
                 status = CLIENT_CLOSED_REQUEST
                 self._on_response(status)
             self._on_end(
-                Ended(
+                EndedRequest(
                     request_id=request_id,
                     method=scope["method"],
                     path=scope["raw_path"].decode("latin-1"),
@@ -123,7 +128,7 @@ def _get_request_id(headers: Headers) -> str:
 # ---------------------------------------------------------------- limits of headers and bodies
 @dataclass
 class InflightBodies:
-    """The bytes of all bodies that are being received, read and tokenised in this process."""
+    """The number of bytes of all bodies that are being received, decoded and tokenised in this process."""
 
     num_bytes: int = 0
 
@@ -153,7 +158,7 @@ class BodyLimits:
 
 
 class RequestBounds:
-    """Middleware that refuses headers, and raises an ApiError where a body is read."""
+    """Middleware that refuses headers that are too long; reading a body beyond its limits raises ApiError."""
 
     def __init__(
         self, app: ASGIApp, max_header_bytes: int, body_limits: Callable[[], BodyLimits], body_timeout: float
@@ -220,7 +225,7 @@ def release_body(scope: Scope) -> None:
 
 @dataclass
 class BoundedBody:
-    """A `receive` that raises ApiError for a body that is too long, stands still, or is counted and comes too slowly.
+    """A `receive` that raises ApiError for a body that is too long, stops coming, or is large and comes too slowly.
 
     There is no timeout after its end.
     """
@@ -230,7 +235,7 @@ class BoundedBody:
     timeout: float
     inflight: InflightBodies
     num_received_bytes: int = 0
-    num_counted_bytes: int = 0  # those of them that count among the bytes in flight
+    num_counted_bytes: int = 0  # those beyond UNCOUNTED_BYTES
     complete: bool = False
     start_time: float = field(default_factory=monotonic)
 
@@ -249,7 +254,7 @@ class BoundedBody:
         return message
 
     def _seconds_left(self) -> float:
-        """Return how long more of it may be awaited."""
+        """Return how many seconds to wait for the next piece of the body."""
         if not self.num_counted_bytes:
             return self.timeout
         return min(
@@ -290,9 +295,11 @@ def _is_unversioned(path: str) -> bool:
 
 # ---------------------------------------------------------------- its key
 class Access:
-    """Middleware. Without API keys every request is let in; without an admin token, none that administers.
+    """Middleware that checks keys and ports, before anything of a body is read.
 
-    With a `metrics_port`, /metrics is on that port only, and /health and /ready are all that is on both.
+    An API key opens API_KEY_PREFIXES, the admin token the administration of caches and profiles and nothing else, the
+    metrics key /metrics. Without API keys every request is let in; without an admin token no administration is. With a
+    `metrics_port`, /metrics is on that port only, and /health and /ready are all that is on both.
     """
 
     def __init__(
@@ -338,7 +345,7 @@ class Access:
 def _check_token(authorization: str, allowed: Iterable[str], what: str) -> ApiError | None:
     """Return None if an allowed token was sent, else an error; the time taken tells nothing about the token."""
     scheme, _, token = authorization.partition(" ")
-    given = token.strip().encode("latin-1")  # as it came
+    given = token.strip().encode("latin-1")  # the bytes as they came
     same = [hmac.compare_digest(given, each.encode()) for each in allowed]
     if scheme.lower() == "bearer" and any(same):
         return None

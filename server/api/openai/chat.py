@@ -39,13 +39,15 @@ class ChatRequest(GenerationRequest, Rendering):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=0, lt=INT64, description="as max_completion_tokens, which is its new name")
+    max_tokens: int | None = Field(None, ge=0, lt=INT64, description="the older name of max_completion_tokens")
     max_completion_tokens: int | None = Field(
         None, ge=0, lt=INT64, description="default: what the context has room for"
     )
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20, description="alternatives to each token; only with logprobs")
-    add_special_tokens: bool = Field(False, description="beside those that the template writes")
+    add_special_tokens: bool = Field(
+        False, description="add those that the model expects, beside those that the template writes"
+    )
     modalities: Annotated[LongList[str], allow_only(["text"])] = Field(default=["text"])
     tools: Annotated[list[Any], allow_only([])] = Field(default_factory=list)
     tool_choice: Annotated[Any, allow_only("none", "auto")] = "none"

@@ -46,7 +46,7 @@ from server.text.tokenizer import TokenizerBase, truncate_prompt
 
 
 def _accept_decoded_prompts(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Return ids that the decoder has checked as a list of prompts."""
+    """Return a list of prompts; ids that the decoder has checked already are not checked again."""
     if not isinstance(value, DecodedIds):
         return validate(value)
     prompts = value.ids if value.nested else [value.ids]
@@ -85,11 +85,15 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompts = Field(description="a text or token ids, or a list of either")
     max_tokens: int = Field(16, ge=0, lt=INT64, description="0: only the prompt is computed")
-    best_of: int | None = Field(None, ge=1, le=128, description="so many are written, and the n likeliest told")
+    best_of: int | None = Field(
+        None, ge=1, le=128, description="choices that are generated, of which the n likeliest are returned"
+    )
     echo: bool = Field(False, description="the text begins with the prompt")
-    logprobs: int | None = Field(None, ge=0, le=5, description="log-probabilities of tokens, and so many alternatives")
-    suffix: str = Field("", description="what comes behind the text, for models that fill in the middle")
-    add_special_tokens: bool = Field(True, description="those which the model expects around a text")
+    logprobs: int | None = Field(
+        None, ge=0, le=5, description="log-probabilities of tokens, with this many alternatives"
+    )
+    suffix: str = Field("", description="the text that follows, for models that fill in the middle")
+    add_special_tokens: bool = Field(True, description="add those that the model expects around a text")
     reasoning_effort: Ignored[str] = None
 
     @field_validator("best_of")
@@ -148,9 +152,9 @@ async def make_completion_job(
 
 
 def _make_completion_sampling(body: CompletionRequest, hello: Hello, choices: int) -> SamplingParams:
-    """Return the sampling.
+    """Return the sampling of the first choice.
 
-    Choices that are compared need log-probabilities, and so does an echo of the prompt with them.
+    Choices that `best_of` compares need log-probabilities, and so does a prompt that is echoed with them.
     """
     compared = 0 if choices > body.n else None
     of_prompt = [top for top in (body.logprobs if body.echo else None, body.prompt_logprobs) if top is not None]
@@ -164,7 +168,7 @@ def _make_completion_sampling(body: CompletionRequest, hello: Hello, choices: in
 
 
 async def encode_prompt(tokenizer: TokenizerBase, prompt: str | list[int], body: CompletionRequest) -> PromptTokens:
-    """Return a prompt's ids, truncated if asked for, and its text. Raises ApiError, TextError."""
+    """Return a prompt's ids, truncated to `truncate_prompt_tokens`, and its text. Raises ApiError, TextError."""
     if isinstance(prompt, str) and body.suffix:
         try:
             ids = await tokenizer.encode_infill(prompt, body.suffix)

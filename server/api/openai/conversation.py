@@ -1,6 +1,6 @@
-"""Messages of a conversation as clients send them, and the prompt they come to. Knows no endpoint.
+"""Messages of a conversation as clients send them, and the prompt that they become. Knows no endpoint.
 
-Strict where the server reads them; what roles there are, and their order, is for the model's chat template to say.
+Fields that the server reads are checked strictly; roles and their order are for the model's chat template to check.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TextPart(TypedDict):
     text: str
 
 
-PART_NO_EFFECT_FIELDS = {"cache_control": dict, "prompt_cache_breakpoint": dict}  # with the types they have
+PART_NO_EFFECT_FIELDS = {"cache_control": dict, "prompt_cache_breakpoint": dict}  # with their types
 PART_FIELDS = {"type", "text", *PART_NO_EFFECT_FIELDS}
 INVALID_CONTENT = 'should be a text, or a list of {"type": "text", "text": "..."}'
 
@@ -66,7 +66,7 @@ def _validate_content(value: Any, info: ValidationInfo) -> Any:
 
 
 def _read_part_text(part: Any, reading: Reading) -> str:
-    """Return what a part says: a refusal is a text, too."""
+    """Return the text of a part, or its refusal, which is a text, too."""
     match part:
         case {"type": "text", "text": str(text)}:
             fields = PART_FIELDS
@@ -114,7 +114,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One message; what it has beside role and content is for the template, but for what has no effect."""
+    """One message. The template gets its fields, except those without effect."""
 
     path_prefix = "messages."
 
@@ -142,7 +142,7 @@ class Message(Body):
 
 
 def _check_arguments(messages: Any) -> Any:
-    """Refuse more values in the arguments of all calls than a body may have, before any are decoded."""
+    """Refuse arguments of calls that together have more values than a body may have, before any are decoded."""
     values = 0
     for arguments in _iter_encoded_arguments(messages):
         values += count_values(arguments.encode())
@@ -201,8 +201,8 @@ class Rendering(Body):
 def iter_texts(messages: Sequence[Message]) -> Iterator[str]:
     """Yield every text in the messages."""
     for message in messages:
-        said = (message.content, message.reasoning_content, message.reasoning)
-        yield from (text for text in said if isinstance(text, str))
+        texts = (message.content, message.reasoning_content, message.reasoning)
+        yield from (text for text in texts if isinstance(text, str))
         if isinstance(message.content, list):
             yield from (part["text"] for part in message.content)
 

@@ -26,7 +26,7 @@ from server.engine.ipc.messages import (
     Tokens,
 )
 from server.records import RequestRecord
-from server.text.output import Detokenizer, OutputText, Placed
+from server.text.output import Detokenizer, OutputText, OutputToken
 from server.text.tokenizer import TokenizerBase
 
 T = TypeVar("T")
@@ -37,11 +37,11 @@ class OutputDelta(NamedTuple):
 
     choice: int
     text: str
-    tokens: list[Placed]
-    logprobs: list[TokenLogprob]  # of each of these tokens, if log-probabilities were asked for; otherwise none
+    tokens: list[OutputToken]
+    logprobs: list[TokenLogprob]  # of each of these tokens, if the request wants log-probabilities; else empty
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token
-    record: RequestRecord | None = None  # with the last delta, of requests that asked to be explained
+    record: RequestRecord | None = None  # with the last delta of requests with `explain`
     num_tokens: int = 0  # of its choice, up to the end of this delta
     is_first: bool = False  # of its choice
     is_first_of_all: bool = False  # of all choices

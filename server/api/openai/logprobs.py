@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's two endpoints and vLLM write them. Knows scores and texts of tokens; no request."""
+"""Log-probabilities as OpenAI's two endpoints and vLLM write them. Knows tokens and scores, but no request."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable, Sequence
 from msgspec import Struct
 
 from server.engine.ipc.messages import TokenLogprob
-from server.text.output import Placed
+from server.text.output import OutputToken
 from server.text.vocabulary import Vocabulary
 
 
 def format_token_id(token: int) -> str:
-    """Return a token's name where a request wants no texts, as vLLM writes it."""
+    """Return a token's name for requests with `return_tokens_as_token_ids`, as in vLLM."""
     return f"token_id:{token}"
 
 
 # ---------------------------------------------------------------- completions
 class CompletionLogprobs(Struct):
-    """Four lists of the same length. What has no text of its own alone is written "bytes:\\xe2"."""
+    """Four lists of the same length. A token that is not a text by itself is written "bytes:\\xe2"."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -38,17 +38,15 @@ def concat_logprobs(one: CompletionLogprobs, other: CompletionLogprobs) -> Compl
 
 def make_completion_logprobs(
     get_name: Callable[[int], str],
-    tokens: Sequence[Placed],
+    tokens: Sequence[OutputToken],
     scores: Sequence[TokenLogprob | None],
     top: int,
     base: int = 0,
 ) -> CompletionLogprobs:
-    """Return the log-probabilities of tokens that are shown, each by its `name`.
+    """Return the log-probabilities of the tokens that are shown.
 
-    The text begins at character `base` of the choice's.
-
-    Only the first token may lack a score. The token itself is always among the alternatives, so that there may be one
-    more than `top`.
+    `get_name` names a token; `base` is where their text begins in the choice's, in characters. Only the first token may
+    lack a score. The token itself is always among the alternatives, so that there may be one more than `top`.
     """
     shown = [(placed, score) for placed, score in zip(tokens, scores, strict=True) if placed.shown]
     return CompletionLogprobs(
@@ -60,7 +58,7 @@ def make_completion_logprobs(
 
 
 def _make_top_logprobs(get_name: Callable[[int], str], score: TokenLogprob, top: int) -> dict[str, float]:
-    """Return log-probabilities by the tokens' names; of tokens with the same name that of the likeliest."""
+    """Return log-probabilities by the tokens' names; of several tokens with one name, that of the likeliest."""
     alternatives = [*score.top_logprobs[:top], (score.token, score.logprob)]
     found: dict[str, float] = {}
     for token, logprob in sorted(alternatives, key=lambda pair: -pair[1]):
@@ -88,7 +86,12 @@ class ChatLogprobs(Struct):
 
 
 def make_chat_logprobs(
-    tokenizer: Vocabulary, tokens: Sequence[Placed], scores: Sequence[TokenLogprob], top: int, *, by_id: bool = False
+    tokenizer: Vocabulary,
+    tokens: Sequence[OutputToken],
+    scores: Sequence[TokenLogprob],
+    top: int,
+    *,
+    by_id: bool = False,
 ) -> ChatLogprobs:
     def alternative(token: int, logprob: float) -> Alternative:
         name = format_token_id(token) if by_id else _decode_token(tokenizer, token)
@@ -108,7 +111,7 @@ def _decode_token(tokenizer: Vocabulary, token: int) -> str:
 
 # ---------------------------------------------------------------- prompts
 class PromptLogprob(Struct):
-    """vLLM's: of one token that could stand at a place."""
+    """A token that could stand at a position of the prompt, as in vLLM."""
 
     logprob: float
     rank: int
@@ -119,14 +122,14 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 def make_prompt_logprobs(tokenizer: Vocabulary, scores: Sequence[TokenLogprob], top: int) -> PromptLogprobs:
-    """Return log-probabilities by place, then by token id; the first token has none."""
-    told: PromptLogprobs = [None]
+    """Return log-probabilities by position, then by token id; the first position has none."""
+    positions: PromptLogprobs = [None]
     for score in scores:
         ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.top_logprobs[:top], 1)]
-        told.append(
+        positions.append(
             {
                 str(token): PromptLogprob(logprob, rank, _decode_token(tokenizer, token))
                 for token, logprob, rank in (*ranked, (score.token, score.logprob, score.rank))
             }
         )
-    return told
+    return positions

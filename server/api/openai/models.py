@@ -1,4 +1,4 @@
-"""GET /v1/models: the model, and where asked a name for it under each KV-cache strategy, `name:instance`."""
+"""GET /v1/models: the model and, if wanted, its name under each KV-cache strategy, `name:instance`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from server.engine.ipc.messages import Hello
 
 
 def router(client: EngineClient, *, list_strategies: bool) -> APIRouter:
-    """Return the routes; with `list_strategies` names with a strategy are listed unless a request says no."""
+    """Return the routes; `list_strategies` is the default of the parameter `strategies`."""
     routes = APIRouter(prefix="/v1/models", tags=["models"], responses=make_error_responses(503))
     created = int(time.time())
 

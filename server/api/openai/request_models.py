@@ -1,7 +1,7 @@
-"""What clients may send, checked strictly: `true` is not a number, NaN is refused, an unknown field is named.
+"""The fields that the bodies of both endpoints of generation have; an endpoint's own fields stand beside its route.
 
-What both endpoints of generation take; what else a body has stands beside its route. Null is the same as absent.
-Knows neither the engine nor the tokenizer.
+They are checked strictly: `true` is not a number, NaN is refused, and an error names an unknown field. Null is the same
+as absent. Knows neither the engine nor the tokenizer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from server.api.http.json_body import Body, DecodedIds, ReadAs, format_value, li
 from server.engine.ipc.messages import SamplingParams
 
 INT64 = 2**63
-MAX_NAME_LENGTH = 128  # characters of an instance's name; longer ones are not even looked up
+MAX_NAME_LENGTH = 128  # characters of an instance's name; longer ones are not looked up
 
 
 def _wrap_in_list(value: Any) -> Any:
@@ -44,7 +44,7 @@ def _accept_decoded_ids(value: Any, validate: ValidatorFunctionWrapHandler) -> A
 
 
 def _parse_token_id_keys(value: Any) -> Any:
-    """JSON has strings for keys; OpenAI's are token ids."""
+    """Return an object with its keys, which are strings in JSON, as token ids."""
     if not isinstance(value, dict):
         return value
     if wrong := [key for key in value if not (key.isascii() and key.isdigit() and len(key) < 10)]:
@@ -70,7 +70,9 @@ def allow_only(*neutral: Any, instead: str = "leave it out") -> AfterValidator:
 
 
 T = TypeVar("T")
-LongList = Annotated[list[T], Field(fail_fast=True)]  # an error for each item would take longer than the longest answer
+LongList = Annotated[
+    list[T], Field(fail_fast=True)
+]  # an error for each item would take longer than the longest response
 TokenIds = Annotated[LongList[int], WrapValidator(_accept_decoded_ids), ReadAs.TOKEN_IDS]
 Prompt = Annotated[
     str | LongList[int],
@@ -79,7 +81,7 @@ Prompt = Annotated[
     ReadAs.TOKEN_IDS,
 ]
 Ignored = Annotated[T | None, ReadAs.IGNORED, Field(exclude=True)]
-Unsupported = Annotated[Any, allow_only()]  # leaving it out would change the answer
+Unsupported = Annotated[Any, allow_only()]  # ignoring it would change the response
 AllowedTokens = Annotated[LongList[int], AfterValidator(_check_not_empty)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
@@ -97,13 +99,13 @@ class StreamOptions(Body):
 
     include_usage: bool = Field(False, description="a last chunk with the usage of the whole request")
     continuous_usage_stats: bool = Field(
-        False, description="with include_usage: each chunk has the usage of its choice up to there"
+        False, description="with include_usage: each chunk has the usage of its choice so far"
     )
     include_obfuscation: Ignored[bool] = None
 
 
 class WithoutEffect(Body):
-    """Parameters of OpenAI that change no answer of this server: only their outermost type is checked."""
+    """Parameters of OpenAI that change no response of this server: only their outermost type is checked."""
 
     user: Ignored[str] = None
     metadata: Ignored[dict[str, Any]] = None
@@ -120,26 +122,32 @@ class WithoutEffect(Body):
 class SamplingRequest(Body):
     """How tokens are drawn, and where a text ends."""
 
-    temperature: float = Field(1.0, ge=0, le=2, description="0 takes the likeliest token")
+    temperature: float = Field(1.0, ge=0, le=2, description="0: the likeliest token")
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=INT64, description="0 and -1: off")
     min_p: float = Field(0.0, ge=0, le=1)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="off a logit for each time its token was drawn")
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="off a logit once its token was drawn")
+    frequency_penalty: float = Field(
+        0.0, ge=-2, le=2, description="subtracted from a logit for each time its token was drawn"
+    )
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="subtracted from a logit once its token was drawn")
     repetition_penalty: float = Field(
-        1.0, gt=0, le=10, description="over 1: what is there already, prompt too, is less likely"
+        1.0, gt=0, le=10, description="over 1: tokens of the prompt and the output are less likely"
     )
     logit_bias: LogitBias = Field(default_factory=dict, description="by token id, added to its logit")
     allowed_token_ids: AllowedTokens = Field(
-        default_factory=list, description="no other token is drawn; default: any is"
+        default_factory=list, description="only these tokens are drawn; default: all"
     )
     seed: int | None = Field(None, ge=-INT64, lt=INT64, description="choice i is drawn with seed + i; default: random")
     n: int = Field(1, ge=1, le=128, description="choices")
     stop: Stop = Field(default_factory=list, description="strings, each of which ends the text")
     stop_token_ids: list[int] = Field(default_factory=list, max_length=128, description="tokens that end the text")
-    include_stop_str_in_output: bool = Field(False, description="the text has what ended it")
-    min_tokens: int = Field(0, ge=0, lt=INT64, description="before so many, no token that ends the text is drawn")
-    ignore_eos: bool = Field(False, description="go on after the end-of-sequence token")
+    include_stop_str_in_output: bool = Field(
+        False, description="the text includes the stop string or stop token that ended it"
+    )
+    min_tokens: int = Field(
+        0, ge=0, lt=INT64, description="the first tokens, as many as this, are none that end the text"
+    )
+    ignore_eos: bool = Field(False, description="go on after an end-of-sequence token")
     skip_special_tokens: bool = Field(True, description="special tokens have no text")
     spaces_between_special_tokens: Annotated[bool, allow_only(True)] = True
     response_format: Annotated[dict[str, Any], allow_only({"type": "text"})] = Field(default={"type": "text"})
@@ -147,7 +155,7 @@ class SamplingRequest(Body):
     def to_sampling(
         self, max_tokens: int, *, logprobs: int | None = None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
-        """Return them as the engine takes them, for the first choice, with a random seed if there is none."""
+        """Return the sampling parameters of the first choice for the engine, with a random seed if none was sent."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -169,7 +177,7 @@ class SamplingRequest(Body):
 
 
 class CacheRequest(Body):
-    """What becomes of the keys and values."""
+    """Which KV cache serves a request, what it takes from there, and how long what it leaves is kept."""
 
     kv_cache: str | None = Field(
         None, max_length=MAX_NAME_LENGTH, description="KV-cache strategy instance; GET /v1/kv_cache lists them"
@@ -177,21 +185,27 @@ class CacheRequest(Body):
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="only requests with the same salt share what is cached"
     )
-    skip_reading_prefix_cache: bool = Field(False, description="compute the whole prompt, whatever is cached")
-    kv_cache_priority: int = Field(0, ge=0, le=100, description="of what it leaves cached: higher stays longer")
-    kv_cache_ttl: float | None = Field(None, gt=0, description="seconds after which that makes room first")
-    explain: bool = Field(False, description="tell with each choice how it came about")
+    skip_reading_prefix_cache: bool = Field(False, description="compute the whole prompt, even if it is cached")
+    kv_cache_priority: int = Field(
+        0, ge=0, le=100, description="of the blocks it leaves cached: higher ones stay longer"
+    )
+    kv_cache_ttl: float | None = Field(None, gt=0, description="seconds after which these blocks are evicted first")
+    explain: bool = Field(False, description="each choice has a record of how it was served")
 
 
 class SpeculativeConfig(Body):
-    """Guesses at the next tokens, from the request's own text; fields as in vLLM's setting of this name."""
+    """Draft tokens, looked up in the request's own text; fields as in vLLM's setting of this name."""
 
     path_prefix = "speculative_config."
 
     method: Literal["ngram"] = "ngram"
-    num_speculative_tokens: int = Field(ge=0, le=MAX_DRAFT_TOKENS, description="guesses a step, at most; 0: none")
-    prompt_lookup_max: int = Field(3, ge=1, le=64, description="so many of the last tokens are looked for in the text,")
-    prompt_lookup_min: int = Field(1, ge=1, le=64, description="and no fewer than so many")
+    num_speculative_tokens: int = Field(ge=0, le=MAX_DRAFT_TOKENS, description="draft tokens a step, at most; 0: none")
+    prompt_lookup_max: int = Field(
+        3, ge=1, le=64, description="the longest end of the text that is looked up, in tokens"
+    )
+    prompt_lookup_min: int = Field(
+        1, ge=1, le=64, description="the shortest end of the text that is looked up, in tokens"
+    )
 
     @field_validator("prompt_lookup_min")
     @classmethod
@@ -202,7 +216,7 @@ class SpeculativeConfig(Body):
 
 
 class GenerationRequest(SamplingRequest, CacheRequest, WithoutEffect):
-    """What completions and chats have in common."""
+    """The fields that completions and chats have in common."""
 
     model: str = Field(
         "",
@@ -213,10 +227,12 @@ class GenerationRequest(SamplingRequest, CacheRequest, WithoutEffect):
     stream_options: StreamOptions | None = Field(None, description="only with stream")
     priority: int = Field(0, ge=-(2**31), lt=2**31, description="lower runs first")
     prompt_logprobs: int | None = Field(None, ge=0, le=20, description="log-probabilities of the prompt's tokens")
-    return_token_ids: bool = Field(False, description="tell the ids of prompt and output")
+    return_token_ids: bool = Field(False, description="return the ids of prompt and output")
     return_tokens_as_token_ids: bool = Field(False, description="log-probabilities name tokens token_id:5, not as text")
-    truncate_prompt_tokens: int | None = Field(None, ge=1, lt=INT64, description="keep so many, the last ones")
-    speculative_config: SpeculativeConfig | None = Field(None, description="default: as the server's settings say")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, lt=INT64, description="keep the last tokens of the prompt, as many as this"
+    )
+    speculative_config: SpeculativeConfig | None = Field(None, description="default: that of the server's settings")
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="part of the answer's id")
 
     @field_validator("stream_options")

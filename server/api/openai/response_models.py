@@ -1,4 +1,4 @@
-"""What the endpoints of generation answer, as OpenAI writes it. Data only; a field that is UNSET is left out."""
+"""The responses of the endpoints of generation, in OpenAI's form. Data only; a field that is UNSET is left out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Usage(Struct):
 
 
 class KVCacheChoice(Struct):
-    """Extension: the strategy instance that serves the request, why, and the prompt tokens it had in store."""
+    """Extension: the strategy instance that serves the request, why, and the prompt tokens that were cached there."""
 
     instance: str
     reason: str
@@ -29,7 +29,7 @@ class KVCacheChoice(Struct):
 
 
 class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_bytes"}):
-    """Extension, with `explain: true`: how one choice came about, as its RequestRecord says."""
+    """Extension, with `explain: true`: how one choice was served, from its RequestRecord."""
 
     instance: str
     reason: str
@@ -45,7 +45,7 @@ class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_by
 
 
 class Choice(Struct, kw_only=True):
-    """What choices of all kinds have."""
+    """The fields that choices of all kinds have."""
 
     index: int
     finish_reason: str | None = None
@@ -62,7 +62,7 @@ class CompletionChoice(Choice, kw_only=True):
 
 
 class GenerationResponse(Struct, kw_only=True):
-    """A whole answer, or a chunk of a streamed one."""
+    """A whole response, or a chunk of a streamed one."""
 
     id: str
     created: int
@@ -100,7 +100,7 @@ class ChatChunkChoice(Choice, kw_only=True):
 
 
 class ChatAnswer(GenerationResponse, kw_only=True):
-    """An answer with the fields of the prompt beside the choices, as in vLLM; completions have them in each choice."""
+    """A response with the prompt's fields beside the choices, as in vLLM; completions have them in each choice."""
 
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET

@@ -1,4 +1,4 @@
-"""What is asked of the tokenizer and the chat template alone: no step of the engine runs.
+"""Routes that need only the tokenizer and the chat template: no step of the engine runs.
 
 POST /tokenize and /detokenize and GET /tokenizer_info, as vLLM has them; POST /apply-template, as llama.cpp.
 """
@@ -24,7 +24,7 @@ from server.engine.ipc.messages import Hello
 from server.text.tokenizer import TokenizerBase
 from server.text.vocabulary import Vocabulary
 
-MAX_DECODED_TOKENS = 2**16  # tokens of /detokenize, where the context is shorter: decoding holds the interpreter's lock
+MAX_DECODED_TOKENS = 2**16  # of /detokenize, where the context is shorter: decoding holds the interpreter's lock
 
 
 class TokenizeRequest(Rendering):
@@ -36,7 +36,7 @@ class TokenizeRequest(Rendering):
     add_special_tokens: bool | None = Field(
         None, description="default: true for a prompt; false for messages, as the chat template writes them"
     )
-    return_token_strs: bool = Field(False, description="also tell how the vocabulary writes each token")
+    return_token_strs: bool = Field(False, description="also return how the vocabulary writes each token")
 
     @field_validator("messages")
     @classmethod
@@ -54,7 +54,7 @@ class DetokenizeRequest(Body):
 
 
 class ApplyTemplateRequest(ChatRequest):
-    """Body of POST /apply-template: what a chat's is. What is not about the prompt has no effect."""
+    """Body of POST /apply-template: that of a chat. Fields that do not concern the prompt have no effect."""
 
 
 class TokenizeResponse(msgspec.Struct):
@@ -118,7 +118,7 @@ async def _encode_body(tokenizer: TokenizerBase, body: TokenizeRequest, limits: 
         limits.check_total_length(iter_texts(body.messages), "messages")
         longest = limits.max_prompt_characters
         return (await encode_chat(tokenizer, body.messages, body, longest, add_special_tokens=special)).ids
-    assert body.prompt is not None, "one of both is there"
+    assert body.prompt is not None, "the validator requires one of both"
     limits.check_length(body.prompt, "prompt")
     return await tokenizer.encode(body.prompt, add_special_tokens=special)
 

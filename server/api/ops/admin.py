@@ -1,6 +1,6 @@
-"""Administration of the caches: look inside, clear, pin, share memory otherwise.
+"""Administration of the caches: inspect and clear them, pin prefixes, change shares of the memory.
 
-Knows the engine's commands; what they come to is the engine's business, and who may give them that of middleware.py.
+Sends commands, which the engine carries out; `Access` in server/api/http/middleware.py checks the admin token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ MAX_PIN_SECONDS = 7 * 24 * 3600  # seconds
 class TenantBody(Body):
     """The tenant and the cache_salt that a command is for."""
 
-    api_key: str | None = Field(None, pattern=r"^(\S.*)?$", description="the tenant's; empty: of those who send none")
+    api_key: str | None = Field(
+        None, pattern=r"^(\S.*)?$", description="the tenant's API key; empty: of clients without one"
+    )
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
     @property
@@ -49,9 +51,9 @@ class PinRequest(TenantBody):
 
 
 class ShareRequest(Body):
-    """Body of PATCH; what is not given stays."""
+    """Body of PATCH; a field that is absent changes nothing."""
 
-    floor: Share | None = Field(None, description="KV memory nobody else may take: '10%' or '512MiB'")
+    floor: Share | None = Field(None, description="KV memory that no other instance may take: '10%' or '512MiB'")
     limit: Share | None = Field(None, description="KV memory it may hold at most")
 
 

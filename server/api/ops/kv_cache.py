@@ -1,4 +1,4 @@
-"""The engine in its own words: GET /v1/kv_cache, the strategies and their state, and /v1/settings, what holds."""
+"""What the engine reports: GET /v1/kv_cache, the strategies and their state; /v1/settings, the settings in effect."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Latest:
         self._before_query = before_query
         self._answer: Answer | None = None
         self._expires_at = 0.0  # monotonic seconds: when the answer expires
-        self._era: object = None  # the client's, when the query was sent
+        self._epoch: object = None  # the client's, when the query was sent
         self._query_task: asyncio.Task[None] | None = None
 
     async def get(self) -> Answer:
@@ -33,7 +33,7 @@ class Latest:
         self._client.get_hello()
         if monotonic() >= self._expires_at:
             await self._refresh()
-        while self._era is not self._client.epoch:  # there was a command meanwhile, or a new engine
+        while self._epoch is not self._client.epoch:  # there was a command in between, or a new engine
             await self._refresh()
         assert self._answer is not None
         if self._answer.error is not None:
@@ -50,6 +50,6 @@ class Latest:
 
     async def _query(self) -> None:
         self._before_query()
-        era = self._client.epoch
+        epoch = self._client.epoch
         self._answer = await self._client.send_query(self._question)
-        self._expires_at, self._era = self._answer.created_at + ANSWER_TTL, era
+        self._expires_at, self._epoch = self._answer.created_at + ANSWER_TTL, epoch

@@ -1,6 +1,6 @@
 """GET /metrics: the engine's snapshot as text, written by the API process so that the engine's steps do not wait.
 
-Knows no single metric.
+Knows no metric by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tells the engine what only an API process sees: its responses by status, and its memory. The engine counts."""
+"""Sends the engine what only an API process knows: its responses by status, and its memory. The engine counts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import psutil
 from server.engine.ipc.client import EngineClient, EngineLost
 from server.engine.ipc.messages import Observed
 
-SEND_INTERVAL = 1.0  # seconds between two words to the engine
+SEND_INTERVAL = 1.0  # seconds between two messages to the engine
 
 
 class Observations:
-    """What was not told yet. While used as a context manager, it is told every second."""
+    """Responses that were not yet reported to the engine. Within `async with` they are sent every second."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -27,7 +27,7 @@ class Observations:
         self._responses[status] += 1
 
     def send(self) -> None:
-        """Now; while there is no engine, it is kept."""
+        """Send them now; while there is no engine, they are kept."""
         with contextlib.suppress(EngineLost):
             self._client.send_observed(Observed(dict(self._responses), self._process.memory_info().rss))
             self._responses.clear()

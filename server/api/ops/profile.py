@@ -1,4 +1,4 @@
-"""POST /v1/profile: a chrome trace of real steps, and a table of it. Knows the engine's answer as bytes only."""
+"""POST /v1/profile: a chrome trace of real steps, and a table of it. The engine's answer is passed on as bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from server.engine.ipc.messages import Profile
 
 MAX_STEPS = 200
 MAX_SECONDS = 60.0
-EXTRA_TIMEOUT = 120.0  # seconds that loading torch's profiler and writing a trace may take besides
+EXTRA_TIMEOUT = 120.0  # seconds that loading torch's profiler and writing a trace may take in addition
 
 
 class ProfileRequest(Body):
-    """Body of POST /v1/profile: what comes first ends the recording."""
+    """Body of POST /v1/profile: whichever limit is reached first ends the recording."""
 
     steps: int = Field(MAX_STEPS, ge=1, le=MAX_STEPS, description="that are recorded at most")
     seconds: float = Field(10.0, gt=0, le=MAX_SECONDS, description="after which recording ends, however few steps")

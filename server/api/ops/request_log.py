@@ -1,7 +1,7 @@
-"""One line of the log for every request for generation when it has ended, and for every other one that fails.
+"""A line of the log for every request for generation that has ended, and for every other request that failed.
 
-No line has anything of a body, but for the model's name: an ApiError says how its message is logged. Where prompts
-are wanted, lines have all of it. Knows what is known of a request at its end, and no endpoint.
+A line has nothing of a body but the model's name: an ApiError has a `log_message` for where its message quotes the
+client. With log_prompts lines have prompts, texts and whole messages. Knows ended requests, but no endpoint.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from server.logs import fields
 
 log = logging.getLogger(__name__)
 
-POLLED_ROUTES = ("/ready",)  # a 503 of these is an answer
+POLLED_ROUTES = ("/ready",)  # where a 503 is an ordinary response
 MAX_PATH_LENGTH = 200
-CLIENT_CLOSED_REQUEST = 499  # before there was a response; nginx's number
+CLIENT_CLOSED_REQUEST = 499  # before there was a response; nginx has this status
 PHASES = ("queue", "prefill", "decode")
 
 
 @dataclass(frozen=True)
-class Ended:
-    """Times are monotonic seconds. Of several choices they are of the one that was admitted first."""
+class EndedRequest:
+    """What is known of a request when it has ended.
+
+    Times are monotonic seconds; of several choices, those of the one that was admitted first.
+    """
 
     request_id: str
     method: str
-    path: str  # as it came, without the query
+    path: str  # as it was sent, without the query
     route: str  # the path, unquoted
     headers: Headers
     status: int
     error: ApiError | None
-    generation: Generation[Any] | None  # of requests that got as far as the engine
+    generation: Generation[Any] | None  # of requests that the engine got
     start_time: float
     end_time: float
 
@@ -51,7 +54,7 @@ class Ended:
 
     @property
     def phases(self) -> dict[str, tuple[float, float]]:
-        """From when to when, each from where the one before ended; as far as it came, the last to the end."""
+        """Return when each phase began and ended, as far as the request came. The last one ends with the request."""
         if self.generation is None:
             return {}
         known = (self.generation.submit_time, self._admission_time, self._first_token_time)
@@ -60,7 +63,7 @@ class Ended:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Of each choice: stop, length; cancelled if it had not ended."""
+        """Return the finish reason of each choice: stop, length; cancelled if it had not ended."""
         reasons = [] if self.generation is None else self.generation.finish_reasons
         return [reason or "cancelled" for reason in reasons]
 
@@ -70,28 +73,34 @@ class Ended:
 
     @property
     def _admission_time(self) -> float | None:
-        """From the engine's word how long it waited, but not after what followed."""
+        """Return the time of admission, by the engine's measure, but not after what followed."""
         if self.generation is None or (admitted := self.generation.first_admitted) is None:
             return None
         return min(self.generation.submit_time + admitted.queue_seconds, self._first_token_time or self.end_time)
 
 
 # ---------------------------------------------------------------- the line
-def log_request(ended: Ended, trace_id: str | None, *, with_prompts: bool) -> None:
+def log_request(ended: EndedRequest, trace_id: str | None, *, with_prompts: bool) -> None:
     """Log a line about a request that failed or generated something, if the level is on."""
     error, generation = ended.error, ended.generation
     level = get_log_level(ended)
     if (error is None and generation is None) or not log.isEnabledFor(level):
         return
-    told = make_http_fields(ended) | (make_error_fields(error, whole=with_prompts) if error else {})
+    line_fields = make_http_fields(ended) | (make_error_fields(error, whole=with_prompts) if error else {})
     if generation is not None:
-        told |= make_generation_fields(ended, generation) | {"outcome": get_outcome(ended)}
-        told |= make_text_fields(generation) if with_prompts else {}
-    told["trace_id"] = trace_id
-    log.log(level, "%s", format_message(told), extra=fields(**told), exc_info=error.__cause__ if error else None)
+        line_fields |= make_generation_fields(ended, generation) | {"outcome": get_outcome(ended)}
+        line_fields |= make_text_fields(generation) if with_prompts else {}
+    line_fields["trace_id"] = trace_id
+    log.log(
+        level,
+        "%s",
+        format_message(line_fields),
+        extra=fields(**line_fields),
+        exc_info=error.__cause__ if error else None,
+    )
 
 
-def get_log_level(ended: Ended) -> int:
+def get_log_level(ended: EndedRequest) -> int:
     if ended.error is None or ended.error.status_code < 500:
         return logging.INFO
     if ended.route in POLLED_ROUTES:
@@ -99,8 +108,8 @@ def get_log_level(ended: Ended) -> int:
     return logging.ERROR if ended.error.status_code == 500 else logging.WARNING
 
 
-# ---------------------------------------------------------------- what there is to tell
-def make_http_fields(ended: Ended) -> dict[str, Any]:
+# ---------------------------------------------------------------- its fields
+def make_http_fields(ended: EndedRequest) -> dict[str, Any]:
     return {
         "request_id": ended.request_id,
         "method": ended.method,
@@ -114,10 +123,10 @@ def make_error_fields(error: ApiError, *, whole: bool) -> dict[str, Any]:
     return {"code": error.code, "error": error.message if whole else error.log_message}
 
 
-def make_generation_fields(ended: Ended, generation: Generation[Any]) -> dict[str, Any]:
-    """Of several choices: strategy, reason, miss and times of the one that was admitted first, tokens of all."""
+def make_generation_fields(ended: EndedRequest, generation: Generation[Any]) -> dict[str, Any]:
+    """Return a generation's fields: strategy and times of the choice admitted first, tokens of all choices."""
     admitted, job = generation.first_admitted, generation.job
-    told = {
+    line_fields = {
         "completion_id": job.id,
         "model": job.model,
         "choices": len(job.submits),
@@ -126,21 +135,21 @@ def make_generation_fields(ended: Ended, generation: Generation[Any]) -> dict[st
         "preemptions": generation.preemptions,
     }
     if generation.drafted_tokens:
-        told |= {"drafted_tokens": generation.drafted_tokens, "accepted_tokens": generation.accepted_tokens}
+        line_fields |= {"drafted_tokens": generation.drafted_tokens, "accepted_tokens": generation.accepted_tokens}
     if admitted is not None:
-        told |= {"strategy": admitted.instance, "reason": admitted.reason, "miss": admitted.miss}
-        told |= {"cached_tokens": generation.cached_tokens, "queue_ms": to_milliseconds(admitted.queue_seconds)}
+        line_fields |= {"strategy": admitted.instance, "reason": admitted.reason, "miss": admitted.miss}
+        line_fields |= {"cached_tokens": generation.cached_tokens, "queue_ms": to_milliseconds(admitted.queue_seconds)}
     if ended.first_token_seconds is not None:
         seated, first = ended.phases["prefill"]
-        told |= {
+        line_fields |= {
             "prefill_ms": to_milliseconds(first - seated),
             "first_token_ms": to_milliseconds(ended.first_token_seconds),
         }
-    return told
+    return line_fields
 
 
-def get_outcome(ended: Ended) -> str:
-    """stop, length; cancelled if the client left. Of several choices each that there is."""
+def get_outcome(ended: EndedRequest) -> str:
+    """Return error, cancelled if the client disconnected, or the distinct finish reasons of all choices."""
     if ended.error is not None:
         return "error"
     reasons = set(ended.finish_reasons)
@@ -148,7 +157,7 @@ def get_outcome(ended: Ended) -> str:
 
 
 def make_text_fields(generation: Generation[Any]) -> dict[str, Any]:
-    """Of prompts that came as token ids, those."""
+    """Return the prompts, as token ids if they were sent so, and the texts."""
     return {"prompts": [prompt.text or prompt.ids for prompt in generation.job.prompts], "texts": generation.texts}
 
 
@@ -156,17 +165,17 @@ def to_milliseconds(seconds: float) -> float:
     return round(seconds * 1000, 2)
 
 
-def format_message(told: dict[str, Any]) -> str:
-    """For people; JSON has it as its message, too."""
-    parts = [f"{told['method']} {told['path']} {told['status']}"]
-    if "outcome" in told:
-        cached = f" ({told['cached_tokens']} cached)" if told.get("cached_tokens") else ""
-        parts.append(f"{told['outcome']}, {told.get('strategy', 'not admitted')}")
-        parts.append(f"{told['prompt_tokens']}{cached} + {told['generated_tokens']} tokens")
-    if "first_token_ms" in told:
-        parts.append(f"first after {told['first_token_ms']:.0f} ms")
-    parts.append(f"{told['total_ms']:.0f} ms")
-    if "error" in told:
-        parts.append(f"{told['error']}")
-    parts += [f"{name} {told[name]!r}" for name in ("prompts", "texts") if name in told]
-    return ", ".join(parts) + f" [{told['request_id']}]"
+def format_message(line_fields: dict[str, Any]) -> str:
+    """Return the fields as one line of text; it is the message of a line in JSON, too."""
+    parts = [f"{line_fields['method']} {line_fields['path']} {line_fields['status']}"]
+    if "outcome" in line_fields:
+        cached = f" ({line_fields['cached_tokens']} cached)" if line_fields.get("cached_tokens") else ""
+        parts.append(f"{line_fields['outcome']}, {line_fields.get('strategy', 'not admitted')}")
+        parts.append(f"{line_fields['prompt_tokens']}{cached} + {line_fields['generated_tokens']} tokens")
+    if "first_token_ms" in line_fields:
+        parts.append(f"first after {line_fields['first_token_ms']:.0f} ms")
+    parts.append(f"{line_fields['total_ms']:.0f} ms")
+    if "error" in line_fields:
+        parts.append(f"{line_fields['error']}")
+    parts += [f"{name} {line_fields[name]!r}" for name in ("prompts", "texts") if name in line_fields]
+    return ", ".join(parts) + f" [{line_fields['request_id']}]"

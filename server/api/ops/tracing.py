@@ -1,7 +1,7 @@
 """OpenTelemetry's spans of requests for generation, made at their end: the request, and in it queue, prefill, decode.
 
 Names follow the conventions for generative AI, and vLLM where these have none. No prompt and no text is in them. The
-only place that imports OpenTelemetry's SDK, and only when it is switched on: the extra `otel` need not be installed.
+only module that imports OpenTelemetry's SDK, and only when spans are switched on: the extra `otel` is optional.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from urllib.parse import urlsplit
 
 from config.errors import SettingsError
 from server.api.openai.generation import Generation
-from server.api.ops.request_log import Ended
+from server.api.ops.request_log import EndedRequest
 from server.version import get_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
-SHUTDOWN_TIMEOUT = 2.0  # seconds they have when the process ends
+SHUTDOWN_TIMEOUT = 2.0  # seconds for the remaining spans when the process ends
 PROVIDER = "kvmux"
 
 
 def make_tracing(endpoint: str | None) -> Tracing | None:
-    """Return what sends spans to `endpoint` as OTLP over HTTP, in a thread; None without an endpoint.
+    """Return a Tracing that sends spans to `endpoint` as OTLP over HTTP, in a thread; None without an endpoint.
 
     OpenTelemetry's environment variables choose the rest. Raises SettingsError when the packages are missing.
     """
@@ -55,7 +55,7 @@ def traces_url(endpoint: str) -> str:
 
 
 class Tracing:
-    """Makes spans of what is known of a request at its end."""
+    """Makes the spans of requests that have ended."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import trace
@@ -67,7 +67,7 @@ class Tracing:
         self._set_span_in_context = trace.set_span_in_context
         self._server_kind, self._error_status = trace.SpanKind.SERVER, trace.Status(trace.StatusCode.ERROR)
 
-    def record(self, ended: Ended) -> str | None:
+    def record(self, ended: EndedRequest) -> str | None:
         """Record the spans of a request; return the trace's id, or None for requests that generate nothing."""
         if ended.route not in OPERATIONS or ended.method != "POST":
             return None
@@ -98,13 +98,13 @@ class Tracing:
         return f"{trace_id:032x}" if trace_id else None
 
     def close(self) -> None:
-        """Send what is left, if the collector takes it soon."""
+        """Send the remaining spans; wait SHUTDOWN_TIMEOUT for the collector at most."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing", daemon=True)
         closing.start()
         closing.join(SHUTDOWN_TIMEOUT)
 
 
-def http_attributes(ended: Ended) -> dict[str, Any]:
+def http_attributes(ended: EndedRequest) -> dict[str, Any]:
     error = ended.error
     return {
         "gen_ai.provider.name": PROVIDER,
@@ -116,8 +116,8 @@ def http_attributes(ended: Ended) -> dict[str, Any]:
     }
 
 
-def generation_attributes(ended: Ended, generation: Generation[Any]) -> dict[str, Any]:
-    """Of several choices: strategy and times of the one that was admitted first, tokens of all."""
+def generation_attributes(ended: EndedRequest, generation: Generation[Any]) -> dict[str, Any]:
+    """Return a generation's attributes: strategy and times of the choice admitted first, tokens of all choices."""
     job, admitted = generation.job, generation.first_admitted
     sampling = job.submits[0].sampling
     return {

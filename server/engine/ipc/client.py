@@ -1,6 +1,6 @@
 """An API worker's end of the socket to the engine: a stream of events for each request.
 
-Connects again for ever, as the engine may be loading or restarting. Knows messages, but neither HTTP nor text.
+Reconnects for ever, as the engine may be loading or restarting. Knows messages, but neither HTTP nor text.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def make_event_decoder() -> FrameDecoder[list[FromEngine]]:
 
 
 class EngineRefused(Exception):
-    """The engine did not obey a command."""
+    """The engine refused a command, or failed to answer."""
 
     def __init__(self, refused: Failed) -> None:
         super().__init__(refused.message)
@@ -62,7 +62,7 @@ class EngineRefused(Exception):
 
 
 class EngineLost(Exception):
-    """The engine is not there, or went away before it had answered; it is expected in `retry_after` seconds."""
+    """There is no engine, or it ended before it had answered; the next one is expected in `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -74,17 +74,17 @@ class Stream:
 
     def __init__(self, submits: Iterable[Submit], send_cancel: Callable[[Cancel], None]) -> None:
         self._wants_explanation = {submit.request_id: submit.explain for submit in submits}
-        self._running = set(self._wants_explanation)  # requests whose last event was not read yet
-        self._stopped: set[str] = set()  # of these, those of which only the explanation is still wanted
+        self._running = set(self._wants_explanation)  # ids of requests whose last event was not read yet
+        self._stopped: set[str] = set()  # those of them of which only the explanation is still to be read
         self._send_cancel = send_cancel
         self._events: deque[RequestEvent | Exception] = deque()
-        self._arrival: asyncio.Future[None] | None = None  # of an event, for whom waits for it
+        self._arrival: asyncio.Future[None] | None = None  # resolved by the next event
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> RequestEvent:
-        """Return the next event. Raises EngineLost when the connection is lost, or the error that `fail` was given."""
+        """Return the next event. Raises EngineLost when the connection is lost, and the error that `fail` was given."""
         while self._running:
             if (event := self.get_nowait()) is not None:
                 return event
@@ -101,7 +101,7 @@ class Stream:
         while self._running and self._events:
             event = self._events.popleft()
             if isinstance(event, EngineLost):
-                self._running.clear()  # there is no engine to cancel them
+                self._running.clear()  # there is no engine that could cancel them
             if isinstance(event, Exception):
                 self.cancel_all("error")
                 raise event
@@ -116,7 +116,7 @@ class Stream:
     def cancel(self, request_id: str, outcome: Literal["cancelled", "stop", "error"] = "cancelled") -> None:
         """Stop one request: no more of its events are delivered, except the explanation of one that ended with "stop".
 
-        One that has ended is no error.
+        Does nothing for a request that has ended.
         """
         if request_id not in self._running:
             return
@@ -157,11 +157,11 @@ class EngineClient:
         self._path = os.fspath(path)
         self._connection: _Connection | None = None
         self._streams: dict[str, Stream] = {}  # by request id
-        self._queue_seconds = 0.0  # that the latest admitted request waited: an estimate of when a full queue has room
+        self._queue_seconds = 0.0  # of the request admitted last: an estimate of when a full queue has room
         self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._query_ids = itertools.count()
         self._task: asyncio.Task[None] | None = None
-        self._end_error: Exception | None = None  # why no request is accepted any more
+        self._end_error: Exception | None = None  # raised for every further request
 
     def get_hello(self) -> Hello:
         """Return what the engine serves. Raises EngineLost while it is not connected."""
@@ -183,7 +183,7 @@ class EngineClient:
         self._streams |= {submit.request_id: stream for submit in submits}
         try:
             yield stream
-        except Exception:  # the client's leaving is none
+        except Exception:  # not when the client disconnects: that raises CancelledError
             stream.cancel_all("error")
             raise
         finally:
@@ -207,7 +207,7 @@ class EngineClient:
     async def send_query(self, what: Question | Command | Profile, timeout: float | None = None) -> Answer:
         """Return the engine's answer, which may be a refusal. Raises EngineLost, also after `timeout` seconds.
 
-        None stands for the client's own patience.
+        None stands for `query_timeout`.
         """
         timeout = self.query_timeout if timeout is None else timeout
         query_id = next(self._query_ids)
@@ -234,7 +234,7 @@ class EngineClient:
     def _send(self, *messages: ToEngine) -> None:
         """Send messages in one piece, so that requests that belong together arrive together."""
         self.get_hello()
-        assert self._connection is not None, "who was greeted is connected"
+        assert self._connection is not None, "a client with a Hello is connected"
         if self._connection.transport.is_closing():  # the engine has just ended, and `hello` is about to go
             raise self._make_lost_error("the engine is not ready; try again")
         self._connection.transport.write(b"".join(map(encode_message, messages)))
@@ -297,7 +297,7 @@ class EngineClient:
                 if isinstance(event, Failed) and event.code == "queue_full":
                     event = msgspec.structs.replace(event, retry_after=self._queue_seconds)
                 stream = self._streams.get(event.request_id)
-                if stream is not None:  # else it was left, and this was under way
+                if stream is not None:  # else the request was cancelled while the event was on its way
                     stream.put(event)
 
     def _handle_disconnect(self) -> None:
@@ -314,7 +314,7 @@ class EngineClient:
 
 
 class _Connection(asyncio.Protocol):
-    """Events from the engine, each handed on as it comes."""
+    """A connection to the engine, which passes each event to `dispatch` as it arrives."""
 
     transport: asyncio.WriteTransport
 

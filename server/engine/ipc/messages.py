@@ -1,4 +1,4 @@
-"""What API workers and the engine say to each other: token ids in, token ids out, and what operators want to know.
+"""The messages between API workers and the engine: token ids to it and back, and what operators ask for.
 
 Plain msgspec structs, so both sides read them and neither needs the other's libraries.
 """
@@ -25,40 +25,40 @@ class SamplingParams(msgspec.Struct, frozen=True):
     min_p: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
-    min_tokens: int = 0  # before so many are drawn, none that would end the text is
+    min_tokens: int = 0  # the first so many tokens are none that would end the text
     stop_token_ids: tuple[int, ...] = ()  # end the text, as the model's own end tokens do
-    frequency_penalty: float = 0.0  # off a logit for each time its token was drawn
-    presence_penalty: float = 0.0  # off a logit once its token was drawn
-    repetition_penalty: float = 1.0  # divides, if negative multiplies, the logits of tokens of prompt and output
+    frequency_penalty: float = 0.0  # subtracted from a logit for each time its token was drawn
+    presence_penalty: float = 0.0  # subtracted from a logit once its token was drawn
+    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt and output, multiplies others
     logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
     allowed_token_ids: bytes = (
         b""  # the only tokens that may be drawn, as 64-bit integers of this machine; none: all may
     )
-    logprobs: int | None = None  # log-probabilities of each token drawn, and of so many of the likeliest
-    prompt_logprobs: int | None = None  # the same of each token of the prompt
+    logprobs: int | None = None  # of each token drawn, and of this many of the likeliest; None: none
+    prompt_logprobs: int | None = None  # likewise of each token of the prompt
 
 
 class Caching(msgspec.Struct, frozen=True):
-    """What a request finds in the cache, and what it leaves there."""
+    """Which cached tokens a request may use, and how long those that it leaves are kept."""
 
     tenant: str = ""  # only requests with the same tenant and the same cache_salt share what is cached
     cache_salt: str = ""
     max_cached: int | None = None  # prompt tokens that may be taken from the cache
-    priority: int = 0  # of what it leaves; higher ones stay longer
-    ttl: float | None = None  # seconds after which that goes first; None: as the instance has it
+    priority: int = 0  # of the blocks it leaves; those of higher priority stay longer
+    ttl: float | None = None  # seconds after which these blocks are evicted first; None: as the instance has it
 
 
 class Speculation(msgspec.Struct, frozen=True):
     """Drafts of the next tokens, looked up in the request's own text (`ngram_proposer.py`). Named as in vLLM."""
 
-    num_speculative_tokens: int = 0  # of a draft, at most; 0: there are none
-    prompt_lookup_max: int = 3  # so many of the last tokens are looked for,
-    prompt_lookup_min: int = 1  # and no fewer than so many
+    num_speculative_tokens: int = 0  # of a draft, at most; 0: no drafts
+    prompt_lookup_max: int = 3  # the longest end of the text that is looked up, in tokens
+    prompt_lookup_min: int = 1  # the shortest
 
 
 # ---------------------------------------------------------------- to the engine
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """A new request. `kv_cache`, `header`, `alias`: instance named in the body, the header, the model's name."""
+    """A new request. `kv_cache`, `header`, `alias`: the instance that body, header, or the model's name ask for."""
 
     request_id: str
     prompt: list[int]
@@ -69,19 +69,19 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     priority: int = 0  # lower runs first
     caching: Caching = Caching()
     sibling_of: str | None = None  # an earlier request with the same prompt, whose computed prompt it may take over
-    explain: bool = False  # an Explained is the last that is said of it, if it does not fail
-    speculation: Speculation | None = None  # None: as the settings say
+    explain: bool = False  # the last event is an Explained, unless the request fails
+    speculation: Speculation | None = None  # None: that of the settings
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """Stop it now and free its memory; nothing more is sent about it. Unknown ids are ignored."""
+    """Ends a request now and frees its memory; no more of its events are sent. Unknown ids are ignored."""
 
     request_id: str
-    outcome: Literal["cancelled", "stop", "error"] = "cancelled"  # stop: at a stop string; error: not by its client
+    outcome: Literal["cancelled", "stop", "error"] = "cancelled"  # stop: at a stop string; error: by the worker
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):
-    """Shows the requests of an instance, and what it holds."""
+    """Asks for an instance's requests, and what its memory holds."""
 
     instance: str
 
@@ -95,7 +95,7 @@ class Clear(msgspec.Struct, tag=True, frozen=True):
 
 
 class PinPrefix(msgspec.Struct, tag=True, frozen=True):
-    """Keeps what is cached of a prompt for a number of seconds."""
+    """Pins what is cached of a prompt for `ttl` seconds."""
 
     instance: str
     tokens: list[int]
@@ -105,14 +105,14 @@ class PinPrefix(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unpin(msgspec.Struct, tag=True, frozen=True):
-    """Lets go of a pinned prefix."""
+    """Releases a pinned prefix."""
 
     instance: str
     pin_id: str
 
 
 class Share(msgspec.Struct, tag=True, frozen=True):
-    """Gives an instance another floor or limit, as settings write them; None: as it was."""
+    """Changes an instance's floor and limit, written as in the settings; None leaves one as it is."""
 
     instance: str
     floor: str | None
@@ -137,11 +137,11 @@ Command = Inspect | Clear | PinPrefix | Unpin | Share
 
 
 Question = Literal["kv_cache", "settings", "metrics"]  # answered as JSON; metrics as a `server.metrics` Snapshot
-ANSWER_TTL = 1.0  # for which an answer to a question is reused, however many clients ask
+ANSWER_TTL = 1.0  # seconds for which an answer to a question is reused
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):
-    """Asks for an Answer: to a question, what a command comes to, or a profile."""
+    """Asks for an Answer: to a question, the result of a command, or a profile."""
 
     query_id: int
     payload: Question | Command | Profile
@@ -166,11 +166,11 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     max_seq_len: int
     vocab_size: int
     strategies: list[Strategy]
-    system_fingerprint: str = ""  # of answers
+    system_fingerprint: str = ""  # of responses
 
 
 class Admitted(msgspec.Struct, tag=True, frozen=True):
-    """The request runs: under which instance and why, and how many prompt tokens were found in the cache."""
+    """The request got its seat: in which instance and why, and how many prompt tokens were found in the cache."""
 
     request_id: str
     instance: str
@@ -187,12 +187,12 @@ class Preempted(msgspec.Struct, tag=True, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """How likely the model itself finds a token: from its logits as they are, before temperature and penalties."""
+    """A token's log-probability under the model: from its logits before temperature and penalties."""
 
     token: int
     logprob: float
     rank: int  # 1: the likeliest
-    top_logprobs: list[tuple[int, float]]  # the likeliest tokens and their log-probabilities, as many as were asked for
+    top_logprobs: list[tuple[int, float]]  # the likeliest tokens and their log-probabilities
 
 
 class PromptScores(msgspec.Struct, tag=True, frozen=True):
@@ -211,30 +211,30 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     request_id: str
     tokens: list[int]
     finish_reason: str | None = None
-    logprobs: list[TokenLogprob] | None = None  # one for each token, if they were asked for
-    num_draft_tokens: int = 0  # guesses that were verified; all of `tokens` but the last one had been among them
+    logprobs: list[TokenLogprob] | None = None  # one for each token; None if the request wants none
+    num_draft_tokens: int = 0  # that were verified; all of `tokens` but the last were among them
 
 
 class Explained(msgspec.Struct, tag=True, frozen=True):
-    """What became of a request that asked for it: comes after its last tokens, or after it was stopped."""
+    """The record of a request with `explain`: comes after its last tokens, or after it was stopped."""
 
     request_id: str
     record: RequestRecord
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The request ended without an answer. `status` is the HTTP status to give, if none was given yet."""
+    """The request failed. `status` is the HTTP status of the response, if that has not begun."""
 
     request_id: str
     status: int
     message: str
     code: str | None = None
     param: str | None = None
-    retry_after: float | None = None  # seconds after which it may be worth trying again, where that is known
+    retry_after: float | None = None  # seconds after which another attempt may succeed, where that is known
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """The reply to a Query; a command that was refused says why."""
+    """The reply to a Query; with `error` if it was refused or failed."""
 
     query_id: int
     body: bytes

@@ -1,8 +1,8 @@
-"""The engine's end of the socket: hands its thread the workers' messages, and the workers its events.
+"""The engine's end of the socket: takes the workers' messages, and sends them the engine's events.
 
-Its own thread reads, so that the engine's never waits for a worker; what there is to send the engine's thread writes
-itself, as far as the socket has room. Knows no request: it moves messages. Messages arrive in `inbox` in the order in
-which a worker sent them; its last one is Gone.
+A thread of its own reads, so that the engine's thread never waits for a worker. The engine's thread writes events
+itself, as far as the socket has room. Knows no request: it moves messages. A worker's messages are in `inbox` in the
+order in which it sent them; the last one is a WorkerDisconnected.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from server.processes.framing import FrameDecoder, WireError, encode_frame
 
 log = logging.getLogger(__name__)
 
-MAX_READ_BYTES = 2**18  # bytes
+MAX_READ_BYTES = 2**18  # bytes, in one call
 ACCEPT_RETRY_DELAY = 0.1  # seconds, after a connection that failed
-MAX_UNREAD_BYTES = 64 * 2**20  # bytes a worker may leave unread; then it is taken for stuck and hung up on
+MAX_UNREAD_BYTES = 64 * 2**20  # of a worker; one that leaves more is taken for stuck, and its connection is closed
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -171,7 +171,7 @@ class Gateway:
 
 
 class Outbox:
-    """A worker's socket, and the bytes it had no room for. Any thread may write; none waits."""
+    """A worker's socket, and the bytes that it had no room for. Any thread may write; none waits."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
