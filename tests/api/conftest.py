@@ -21,7 +21,7 @@ from server.api.worker import ApiServer
 from server.engine.ipc.client import EngineClient
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer, TokenizerBase
-from tests.api.fake_engine import FakeEngine, says
+from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import Encode
 from tests.text.tiny_tokenizers import byte_level
 
@@ -87,14 +87,14 @@ def lone_api() -> Iterator[Api]:
 
 @pytest.fixture(scope="session")
 def running_engine(api: Api) -> Iterator[FakeEngine]:
-    with FakeEngine(api.socket_path, says([])) as engine:
+    with FakeEngine(api.socket_path, generates([])) as engine:
         api.await_ready()
         yield engine
 
 
 @pytest.fixture
 def engine(running_engine: FakeEngine, encode: Encode) -> FakeEngine:
-    running_engine.begin_again(says(encode("hello world")))
+    running_engine.begin_again(generates(encode("hello world")))
     return running_engine
 
 

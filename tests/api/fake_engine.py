@@ -1,4 +1,4 @@
-"""An engine without a model: speaks the real protocol over a real socket, and says what a test scripts."""
+"""An engine without a model, on a real socket with the real protocol: it sends what a test's script returns."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HELLO = Hello(
 
 
 def snapshot_of(value: float) -> bytes:
-    """The metrics of an engine that has nothing but `kvmux_things`."""
+    """Return the metrics of an engine that has nothing but `kvmux_things`."""
     families = [FamilyShape("gauge", "kvmux_things", "Things.", (), (), (Series(()),))]
     return msgspec.msgpack.encode(
         Snapshot(msgspec.Raw(msgspec.msgpack.encode(families)), array("d", [value]).tobytes())
@@ -56,7 +56,7 @@ def snapshot_of(value: float) -> bytes:
 
 
 class FakeEngine:
-    """Serves `path` while used as a context manager. Keeps what it heard."""
+    """Serves `path` while used as a context manager. Keeps the messages that it received."""
 
     def __init__(self, path: Path, script: Script, hello: Hello = HELLO) -> None:
         self._answering = threading.Lock()
@@ -66,7 +66,7 @@ class FakeEngine:
         self._stopping = False
 
     def begin_again(self, script: Script) -> None:
-        """Forgets everything, so that the next test finds it as new."""
+        """Forget everything, so that the next test finds it as new."""
         with self._answering:  # it may have answered a request, but not noted it yet
             self._forget(script)
 
@@ -77,10 +77,10 @@ class FakeEngine:
             "settings": b'{"device": "cpu"}',
             "metrics": snapshot_of(1.0),
         }
-        self.dated = False  # whether answers tell when they were made; the others are asked for again each time
+        self.dated = False  # whether answers have the time they were made at; others are queried again each time
         self.refusal: Failed | None = None  # of commands
         self.refused_questions: Failed | None = None
-        self.heard: list[ToEngine | WorkerDisconnected] = []  # but for what was observed
+        self.received: list[ToEngine | WorkerDisconnected] = []  # but for what was observed
         self.responses = Counter[int]()  # by status, as observed
         self._workers: dict[str, int] = {}
 
@@ -95,18 +95,18 @@ class FakeEngine:
         self._gateway.close()
 
     def send(self, *events: Admitted | Tokens | Failed) -> None:
-        """One frame to the worker of the first event's request."""
+        """Send one frame to the worker of the first event's request."""
         self._gateway.send(self._workers[events[0].request_id], list(events))
 
     def all(self, kind: type[T]) -> list[T]:
         with self._answering:  # what was answered is noted
-            return [message for message in self.heard if isinstance(message, kind)]
+            return [message for message in self.received if isinstance(message, kind)]
 
     def wait_for(self, kind: type[T], count: int = 1, timeout: float = 5.0) -> list[T]:
-        """The messages of a kind, as soon as there are `count`."""
+        """Return the messages of a kind, as soon as there are `count`."""
         deadline = time.monotonic() + timeout
         while len(found := self.all(kind)) < count:
-            assert time.monotonic() < deadline, f"{count} {kind.__name__} expected, heard {self.heard}"
+            assert time.monotonic() < deadline, f"{count} {kind.__name__} expected, received {self.received}"
             time.sleep(0.002)
         return found
 
@@ -124,7 +124,7 @@ class FakeEngine:
             with self._answering:
                 for events in self._replies(worker_id, message):
                     self._gateway.send(worker_id, events)
-                self.heard.append(message)  # last: a test that has seen it finds the replies on their way
+                self.received.append(message)  # last: a test that has seen it finds the replies on their way
 
     def _replies(self, worker_id: int, message: ToEngine | WorkerDisconnected) -> Iterator[list[FromEngine]]:
         match message:
@@ -155,8 +155,8 @@ def admitted(submit: Submit, cached_tokens: int = 0) -> Admitted:
     return Admitted(submit.request_id, submit.kv_cache or "paged", "default", cached_tokens)
 
 
-def says(tokens: list[int], finish_reason: str | None = "length", *, cached_tokens: int = 0) -> Script:
-    """The same tokens for every request, one a frame. Without a finish_reason it never ends."""
+def generates(tokens: list[int], finish_reason: str | None = "length", *, cached_tokens: int = 0) -> Script:
+    """Return a script that sends every request these tokens, one a frame. Without a finish_reason it never ends."""
 
     def script(submit: Submit) -> list[list[FromEngine]]:
         frames: list[list[FromEngine]] = [[admitted(submit, cached_tokens)]]
@@ -173,18 +173,18 @@ def score(token: int, *others: tuple[int, float], logprob: float = -0.5) -> Toke
 
 
 def scores(tokens: list[int], finish_reason: str = "length") -> Script:
-    """A prompt scored in two parts, if that was asked for, and then these tokens one by one."""
+    """Return a script that scores the prompt in two parts, if the request wants it, and then sends these tokens."""
 
     def script(submit: Submit) -> list[list[FromEngine]]:
         name, wanted = submit.request_id, submit.sampling
         frames: list[list[FromEngine]] = [[admitted(submit)]]
         if wanted.prompt_logprobs is not None:
-            told = [score(token, logprob=-float(i)) for i, token in enumerate(submit.prompt)][1:]
-            frames += [[PromptScores(name, told[:1])], [PromptScores(name, told[1:])]]
+            result = [score(token, logprob=-float(i)) for i, token in enumerate(submit.prompt)][1:]
+            frames += [[PromptScores(name, result[:1])], [PromptScores(name, result[1:])]]
         for i, token in enumerate(tokens):
             last = finish_reason if i == len(tokens) - 1 else None
-            told = [score(token, (0, -3.0))] if wanted.logprobs is not None else None
-            frames.append([Tokens(name, [token], last, told)])
+            result = [score(token, (0, -3.0))] if wanted.logprobs is not None else None
+            frames.append([Tokens(name, [token], last, result)])
         return frames
 
     return script

@@ -97,9 +97,9 @@ SIZES = [
     HostileRequest("100 kB of headers", [raw_get("/health", f"x: {'a' * 100_000}")], 431, "headers_too_long"),
 ]
 
-# ---------------------------------------------------------------- answered before the application hears of it
+# ---------------------------------------------------------------- answered without the application
 # uvicorn's parser refuses these, or would keep them for ever: server/api/http/connection.py answers.
-UNHEARD = [
+NOT_RECEIVED = [
     HostileRequest("1 MB of headers", [b"GET /health HTTP/1.1\r\n", b"x: " + MEGABYTE], 431, "headers_too_long"),
     HostileRequest("endless headers", [b"GET / HTTP/1.1\r\n", *[b"x: aaaa\r\n" * 9999] * 99], 431, "headers_too_long"),
     HostileRequest("an address without end", [b"GET /", *[MEGABYTE] * 9], 431, "headers_too_long"),
@@ -121,4 +121,4 @@ UNHEARD = [
     HostileRequest("HTTP/2", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"], 400, "invalid_http"),
     HostileRequest("TLS", [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"], 400, "invalid_http"),
 ]  # fmt: skip
-ALL = [*BODIES, *ADDRESSES, *SIZES, *UNHEARD]
+ALL = [*BODIES, *ADDRESSES, *SIZES, *NOT_RECEIVED]

@@ -21,10 +21,10 @@ def chunks_of(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
-def error_of(response: httpx.Response, *, heard: bool = True) -> dict[str, Any]:
-    """Return OpenAI's error object. `heard`: the application saw the request, so that the response has an id."""
+def error_of(response: httpx.Response, *, received: bool = True) -> dict[str, Any]:
+    """Return OpenAI's error object. `received`: the application got the request, so that the response has an id."""
     assert response.headers["content-type"] == "application/json"
-    assert not heard or response.headers["x-request-id"]
+    assert not received or response.headers["x-request-id"]
     body = response.json()
     assert list(body) == ["error"]
     assert sorted(body["error"]) == ["code", "message", "param", "type"]

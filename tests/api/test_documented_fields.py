@@ -38,7 +38,7 @@ def test_every_field_is_in_a_table(body: type[BaseModel]) -> None:
     assert body.model_fields.keys() <= named
 
 
-def test_the_documentation_tells_every_parameter(http: httpx.Client) -> None:
+def test_the_documentation_has_every_parameter(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
     body = document["components"]["schemas"]["CompletionRequest"]
     assert {"prompt", "kv_cache", "echo", "priority"} <= set(body["properties"])

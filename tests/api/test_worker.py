@@ -23,7 +23,7 @@ from config.settings import Settings
 from server.api.worker import serve_worker
 from server.engine.ipc.messages import Cancel, Submit, Tokens
 from server.processes.child_process import request_stop
-from tests.api.fake_engine import FakeEngine, Script, says
+from tests.api.fake_engine import FakeEngine, Script, generates
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
 from tests.text.tiny_tokenizers import byte_level
 
@@ -90,7 +90,7 @@ def worker(tmp_path: Path, socket_path: Path, script: Script, **settings: float)
 
 def test_it_lets_running_requests_end(tmp_path: Path, socket_path: Path, encode: Encode) -> None:
     with (
-        worker(tmp_path, socket_path, says(encode("hello"), None)) as running,
+        worker(tmp_path, socket_path, generates(encode("hello"), None)) as running,
         httpx.stream(
             "POST", f"{running.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=20
         ) as response,
@@ -105,10 +105,10 @@ def test_it_lets_running_requests_end(tmp_path: Path, socket_path: Path, encode:
         assert done == "data: [DONE]"
 
 
-def test_what_does_not_end_in_time_is_told(tmp_path: Path, socket_path: Path, encode: Encode) -> None:
+def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path: Path, socket_path: Path, encode: Encode) -> None:
     """Everything that the engine sent until then arrives, and then the reason."""
     with (
-        worker(tmp_path, socket_path, says(encode("hello"), None), drain_seconds=3) as running,
+        worker(tmp_path, socket_path, generates(encode("hello"), None), drain_seconds=3) as running,
         ThreadPoolExecutor() as pool,
         httpx.stream(
             "POST", f"{running.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=20
@@ -120,8 +120,8 @@ def test_what_does_not_end_in_time_is_told(tmp_path: Path, socket_path: Path, en
         for submit in submits:
             running.engine.send(Tokens(submit.request_id, encode(" world"), None))
         stream.read()
-        *told, error = chunks_of(stream)
-        assert "".join(chunk["choices"][0]["text"] for chunk in told) == "hello world"
+        *found, error = chunks_of(stream)
+        assert "".join(chunk["choices"][0]["text"] for chunk in found) == "hello world"
         refused = plain.result()
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"

@@ -22,7 +22,7 @@ from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Hello
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import CHAT
-from tests.api.fake_engine import FakeEngine, says
+from tests.api.fake_engine import FakeEngine, generates
 from tests.text.tiny_tokenizers import byte_level
 
 TICK = 0.002  # seconds
@@ -91,7 +91,7 @@ def running_worker(hello: Hello, **settings: Any) -> Iterator[Worker]:
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory(prefix="kvmux-") as directory,
-        FakeEngine(Path(directory) / "engine.sock", says([100]), hello),
+        FakeEngine(Path(directory) / "engine.sock", generates([100]), hello),
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         longest = context.Value("d", 0.0)

@@ -13,7 +13,7 @@ import pytest
 from server.api.openai.generation_job import get_tenant
 from server.engine.ipc.messages import Query, Submit
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
-from tests.api.fake_engine import FakeEngine, says
+from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import VALID_REQUEST, error_of
 from tests.api.raw_http import raw_post, send_raw
 
@@ -29,14 +29,14 @@ def guarded() -> Iterator[Api]:
 
 @pytest.fixture(scope="module")
 def guarded_engine(guarded: Api) -> Iterator[FakeEngine]:
-    with FakeEngine(guarded.socket_path, says([100])) as engine:
+    with FakeEngine(guarded.socket_path, generates([100])) as engine:
         guarded.await_ready()
         yield engine
 
 
 @pytest.fixture
 def locked(guarded: Api, guarded_engine: FakeEngine) -> Iterator[httpx.Client]:
-    guarded_engine.begin_again(says([100]))
+    guarded_engine.begin_again(generates([100]))
     with httpx.Client(base_url=guarded.url, timeout=20) as client:
         yield client
 
@@ -104,10 +104,10 @@ def test_nothing_else_opens(
     error = error_of(answer)
     assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", None, "invalid_api_key")
     assert not any(key in answer.text for key in KEYS)
-    assert guarded_engine.heard == []
+    assert guarded_engine.received == []
 
 
-def test_openai_says_so(guarded: Api) -> None:
+def test_openai_raises_its_authentication_error(guarded: Api) -> None:
     with (
         openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="sk-wrong-secret", max_retries=0) as client,
         pytest.raises(openai.AuthenticationError, match="an API key of this server"),
@@ -151,13 +151,13 @@ def test_a_key_does_not_administer_and_the_admin_token_needs_no_key(
     for method, path in (("GET", ""), ("PATCH", ""), ("POST", "/clear"), ("POST", "/pins"), ("DELETE", "/pins/1")):
         answer = locked.request(method, f"/v1/kv_cache/paged{path}", headers=bearer(KEYS[0]))
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
-    assert guarded_engine.heard == []
+    assert guarded_engine.received == []
     assert locked.get("/v1/kv_cache/paged", headers=bearer(ADMIN_TOKEN)).status_code == 200
     assert len(guarded_engine.all(Query)) == 1
 
 
 @pytest.mark.parametrize("route", ["/v1/kv_cache/paged/clear", "/v1/profile"])
-def test_without_an_admin_token_nobody_administers(route: str) -> None:
+def test_without_an_admin_token_administration_is_refused(route: str) -> None:
     with running_api(admin_token=None) as api:
         answer = httpx.post(f"{api.url}{route}", headers=bearer("anything"))
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_off")
@@ -205,7 +205,7 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
             yield f"{method} {path}", operation
 
 
-def test_openapi_tells_which_errors_there_are(http: httpx.Client) -> None:
+def test_openapi_has_the_errors(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
     assert "422" not in http.get("/openapi.json").text
     assert set(document["components"]["schemas"]["ErrorDetails"]["properties"]) == {"message", "type", "param", "code"}
@@ -221,7 +221,7 @@ def test_openapi_tells_which_errors_there_are(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("keys", [True, False])
-def test_openapi_tells_who_may(locked: httpx.Client, http: httpx.Client, keys: bool) -> None:
+def test_openapi_has_the_keys_that_routes_need(locked: httpx.Client, http: httpx.Client, keys: bool) -> None:
     document = (locked if keys else http).get("/openapi.json").json()
     for name, operation in operations(document):
         path = name.split()[1]

@@ -23,7 +23,7 @@ from server.api.openai.generation_job import Job
 from server.engine.ipc.messages import Submit
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import Api, running_api
-from tests.api.fake_engine import FakeEngine, says
+from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import VALID_REQUEST, error_of
 from tests.api.raw_http import connect, raw_post, read_response, send_raw
 
@@ -40,7 +40,7 @@ def narrow_api() -> Iterator[Api]:
 
 @pytest.fixture
 def narrow(narrow_api: Api) -> Iterator[Api]:
-    with FakeEngine(narrow_api.socket_path, says([100])):
+    with FakeEngine(narrow_api.socket_path, generates([100])):
         narrow_api.await_ready()
         yield narrow_api
 
@@ -67,7 +67,7 @@ def half_sent(api: Api) -> Iterator[socket.socket]:
 
 
 def test_a_body_that_finds_no_room(narrow: Api) -> None:
-    """It is told to come again; ordinary ones have room all the while, and the one that came first is answered."""
+    """It is refused with 429; ordinary ones have room all the while, and the one that came first is answered."""
     with half_sent(narrow) as first:
         refused = await_refusal(narrow)
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
@@ -94,7 +94,7 @@ def test_a_body_that_trickles_keeps_no_room(monkeypatch: pytest.MonkeyPatch) -> 
     limits = {"max_body_bytes": MOST, "max_inflight_body_bytes": MOST}
     with (
         running_api(**limits, body_timeout=1) as api,
-        FakeEngine(api.socket_path, says([100])),
+        FakeEngine(api.socket_path, generates([100])),
     ):
         api.await_ready()
         with half_sent(api) as slow:
@@ -139,11 +139,11 @@ def test_a_body_takes_room_until_its_request_is_with_the_engine(narrow: Api, mon
 
 
 def test_an_answer_that_goes_on_takes_no_room(narrow_api: Api) -> None:
-    with FakeEngine(narrow_api.socket_path, says([100], None)) as engine:
+    with FakeEngine(narrow_api.socket_path, generates([100], None)) as engine:
         narrow_api.await_ready()
         with connect(narrow_api.url, raw_post(LARGE)):
             engine.wait_for(Submit)
-            engine.script = says([100])
+            engine.script = generates([100])
             assert send_raw(narrow_api.url, raw_post(LARGE)).status_code == 200
 
 
@@ -200,7 +200,7 @@ def test_before_the_context_is_known() -> None:
     with running_api(max_choices=1024) as api:
         answer = send_raw(api.url, raw_post(body))
         assert (answer.status_code, error_of(answer)["code"]) == (503, "engine_unavailable")
-        with FakeEngine(api.socket_path, says([100])):
+        with FakeEngine(api.socket_path, generates([100])):
             api.await_ready()
             assert send_raw(api.url, raw_post(body)).status_code == 413
     with running_api(max_body_bytes=MEBIBYTE) as api:

@@ -26,13 +26,13 @@ SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Application:
-    """Notes what it hears, and whose client went away. What it does depends on the path."""
+    """Notes the requests that it receives, and those whose client disconnected. The path says what it does."""
 
     def __init__(self) -> None:
         self.begin_again()
 
     def begin_again(self) -> None:
-        self.heard: list[tuple[str, bytes]] = []
+        self.received: list[tuple[str, bytes]] = []
         self.headers: list[set[str]] = []  # their names
         self.waiting: queue.Queue[str] = queue.Queue()  # paths
         self.left: queue.Queue[str] = queue.Queue()
@@ -41,7 +41,7 @@ class Application:
         request = Request(scope, receive)
         path = request.url.path
         if path != "/early":
-            self.heard.append((path, await request.body()))
+            self.received.append((path, await request.body()))
             self.headers.append(set(request.headers))
         match path:
             case "/silent" | "/endless":
@@ -137,12 +137,12 @@ def test_offers_of_another_protocol_are_ignored(
     sent = post("/1", SMUGGLED, *OFFER, f"Content-Length: {len(SMUGGLED)}") + chunked("/2", SMUGGLED, *OFFER)
     sent += raw_get("/3", *OFFER) + post("/4", b"{}", last, "Upgrade: websocket", "Content-Length: 2")
     for cut in range(1, len(sent), 3):
-        app.heard.clear()
+        app.received.clear()
         with connect(url, sent[:cut]) as connection:
             time.sleep(0.001)  # else both pieces are one
             connection.sendall(sent[cut:])
             assert rest(connection).count(b"HTTP/1.1 200 OK\r\n") == 4
-        assert app.heard == [("/1", SMUGGLED), ("/2", SMUGGLED), ("/3", b""), ("/4", b"{}")]
+        assert app.received == [("/1", SMUGGLED), ("/2", SMUGGLED), ("/3", b""), ("/4", b"{}")]
     assert caplog.records == []
 
 
@@ -156,7 +156,7 @@ def test_trailers_are_no_headers(app: Application, url: str) -> None:
 
 # ---------------------------------------------------------------- heads
 @pytest.mark.parametrize(
-    ("sent", "told"),
+    ("sent", "result"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "Host came 0 times"),
         (raw_get("/", "Host: x"), "Host came 2 times"),
@@ -169,17 +169,17 @@ def test_trailers_are_no_headers(app: Application, url: str) -> None:
         (raw_get("/", "Host: y", *OFFER), "Host came 2 times"),
     ],
 )
-def test_heads_that_are_refused(app: Application, url: str, sent: bytes, told: str) -> None:
+def test_heads_that_are_refused(app: Application, url: str, sent: bytes, result: str) -> None:
     answer = send_raw(url, sent)
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] == "invalid_http"
-    assert told in answer.json()["error"]["message"]
-    assert app.heard == []
+    assert result in answer.json()["error"]["message"]
+    assert app.received == []
 
 
 def test_names_of_codings_have_no_case(app: Application, url: str) -> None:
     assert send_raw(url, chunked("/", b"{}").replace(b"chunked", b"Chunked")).status_code == 200
-    assert app.heard == [("/", b"{}")]
+    assert app.received == [("/", b"{}")]
 
 
 @pytest.mark.parametrize(("path", "body"), [("/pieces", b"onetwo"), ("/whole", b"/whole")])
@@ -201,7 +201,7 @@ def test_a_client_that_leaves(app: Application, url: str, path: str, together: b
         app.waiting.get(timeout=PATIENCE)
         connection.sendall(b"" if together else raw_get("/next"))
     assert app.left.get(timeout=PATIENCE) == path
-    assert app.heard == [(path, b"")]
+    assert app.received == [(path, b"")]
 
 
 @pytest.mark.parametrize("path", ["/silent", "/endless"])
@@ -215,7 +215,7 @@ def test_one_that_is_refused(app: Application, url: str, path: str) -> None:
         received = rest(connection)
     assert received.startswith(b"HTTP/1.1 400 " if path == "/silent" else b"HTTP/1.1 200 OK")
     assert received.endswith(b"}" if path == "/silent" else b"a piece\r\n")
-    assert app.heard == [(path, b"")]
+    assert app.received == [(path, b"")]
 
 
 def test_more_of_them_than_are_read_ahead(app: Application, url: str) -> None:

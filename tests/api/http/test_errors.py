@@ -176,7 +176,7 @@ def test_a_body_that_is_not_said_to_be_json(engine: FakeEngine, http: httpx.Clie
     assert "Content-Type: application/json" in error_of(response)["message"]
 
 
-def test_missing_fields_are_all_told(engine: FakeEngine, http: httpx.Client) -> None:
+def test_all_missing_fields_are_named(engine: FakeEngine, http: httpx.Client) -> None:
     error = error_of(http.post("/v1/completions", json={"n": 0}))
     assert error["message"] == ("prompt is required; n: should be greater than or equal to 1, not 0")
     assert error["param"] == "prompt"
@@ -224,7 +224,7 @@ def test_wrong_address(engine: FakeEngine, http: httpx.Client, method: str, path
         ("/v1/models", "GET"),
     ],
 )
-def test_every_method_that_is_allowed_is_told(http: httpx.Client, path: str, allowed: str) -> None:
+def test_every_method_that_is_allowed_is_named(http: httpx.Client, path: str, allowed: str) -> None:
     response = http.put(path, headers={"Authorization": f"Bearer {ADMIN_TOKEN}"})
     assert response.status_code == 405
     assert response.headers["allow"] == allowed
@@ -265,14 +265,14 @@ def test_a_full_queue_is_tried_again_after_the_time_that_places_take(engine: Fak
     assert http.post("/v1/completions", json=VALID_REQUEST).headers["retry-after"] == "1"
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.0, "1"), (41.2, "42")])
-def test_without_an_engine_it_is_told_when_there_is_one(
-    lone_api: Api, monkeypatch: pytest.MonkeyPatch, seconds: float, told: str
+@pytest.mark.parametrize(("seconds", "result"), [(0.0, "1"), (41.2, "42")])
+def test_without_an_engine_the_error_has_the_seconds_until_the_next(
+    lone_api: Api, monkeypatch: pytest.MonkeyPatch, seconds: float, result: str
 ) -> None:
     monkeypatch.setattr(lone_api.client, "estimate_retry_after", lambda: seconds)
     for path in ("/ready", "/metrics", "/v1/models"):
         response = httpx.get(lone_api.url + path)
-        assert (response.status_code, response.headers["retry-after"]) == (503, told)
+        assert (response.status_code, response.headers["retry-after"]) == (503, result)
 
 
 def test_an_unexpected_exception(
@@ -310,7 +310,7 @@ def test_request_id(engine: FakeEngine, http: httpx.Client, theirs: str | None) 
         (raw_post(b"", length=10**12), 413),
     ],
 )
-def test_errors_have_the_id_whoever_answers(engine: FakeEngine, api: Api, sent: bytes, status: int) -> None:
+def test_errors_have_the_id_wherever_they_arise(engine: FakeEngine, api: Api, sent: bytes, status: int) -> None:
     answer = send_raw(api.url, sent.replace(b"Host: x", b"Host: x\r\nX-Request-Id: mine"))
     assert answer.status_code == status
     assert answer.headers["x-request-id"] == "mine"

@@ -18,7 +18,7 @@ from server.engine.ipc.messages import Submit
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import ADMIN_TOKEN, running_api
-from tests.api.fake_engine import FakeEngine, says
+from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import chunks_of, error_of
 from tests.text.tiny_tokenizers import byte_level
 
@@ -185,7 +185,7 @@ def test_parts_of_a_message(engine: FakeEngine, http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "result"),
     [
         ([{"type": "image_url", "image_url": {"url": "x"}}], '{"type": "image_url", ...}'),
         ([{"type": "text"}], '{"type": "text"}'),
@@ -193,8 +193,8 @@ def test_parts_of_a_message(engine: FakeEngine, http: httpx.Client) -> None:
         ({"type": "text", "text": "hello"}, '{"type": "text", "text": "hello"}'),
     ],
 )
-def test_content_that_is_none_is_named(engine: FakeEngine, http: httpx.Client, content: Any, told: str) -> None:
-    assert error_of(said(http, USER | {"content": content}))["message"].endswith(f", not {told}")
+def test_content_that_is_none_is_named(engine: FakeEngine, http: httpx.Client, content: Any, result: str) -> None:
+    assert error_of(said(http, USER | {"content": content}))["message"].endswith(f", not {result}")
 
 
 def test_a_refusal_is_what_the_assistant_said(engine: FakeEngine, http: httpx.Client) -> None:
@@ -242,7 +242,7 @@ def reasoning() -> Iterator[tuple[httpx.Client, FakeEngine]]:
     )
     with (
         running_api(Tokenizer(byte_level(), template)) as api,
-        FakeEngine(api.socket_path, says([100])) as engine,
+        FakeEngine(api.socket_path, generates([100])) as engine,
         httpx.Client(base_url=api.url, timeout=10) as client,
     ):
         api.await_ready()
@@ -258,8 +258,8 @@ def test_reasoning_effort_is_for_the_chat_template(reasoning: tuple[httpx.Client
     ):
         assert ignored(ask(client, "/v1/chat/completions", **body)) == []
         assert prompt_of(engine).endswith(f"effort {effort}")
-        told = client.post("/tokenize", json={"messages": [USER]} | body)
-        assert told.json()["tokens"] == engine.all(Submit)[-1].prompt
+        result = client.post("/tokenize", json={"messages": [USER]} | body)
+        assert result.json()["tokens"] == engine.all(Submit)[-1].prompt
     assert ask(client, "/v1/chat/completions", reasoning_effort=5).status_code == 400
     assert ignored(ask(client, "/v1/completions", reasoning_effort="low")) == ["reasoning_effort"]
 
@@ -277,7 +277,7 @@ def ignorant() -> Iterator[httpx.Client]:
     """A server that ignores unknown fields."""
     with (
         running_api(unknown_fields="ignore") as api,
-        FakeEngine(api.socket_path, says([100])),
+        FakeEngine(api.socket_path, generates([100])),
         httpx.Client(base_url=api.url, timeout=10) as client,
     ):
         api.await_ready()
@@ -322,7 +322,7 @@ def test_unlike_any_field(engine: FakeEngine, http: httpx.Client, path: str) -> 
     assert message == "xyzzy is not a parameter of this endpoint; remove it"
 
 
-def test_several_unknown_fields_are_told(engine: FakeEngine, http: httpx.Client, path: str) -> None:
+def test_several_unknown_fields_are_named(engine: FakeEngine, http: httpx.Client, path: str) -> None:
     message = error_of(ask(http, path, temprature=1, top_l=5, n=0))["message"]
     assert "did you mean temperature?" in message
     assert "did you mean top_" in message
@@ -331,8 +331,14 @@ def test_several_unknown_fields_are_told(engine: FakeEngine, http: httpx.Client,
 
 def test_names_that_a_client_made_up_are_quoted(ignorant: httpx.Client, path: str) -> None:
     names = ["a b", "x\r\nSet-Cookie: a=b", "schlüssel", "a,b", "n" * 500]
-    told = ignored(ask(ignorant, path, **dict.fromkeys(names, 1)))
-    assert told == ["a%20b", "x%0D%0ASet-Cookie%3A%20a%3Db", "schl%C3%BCssel", "a%2Cb", "n" * MAX_REPORTED_NAME_LENGTH]
+    result = ignored(ask(ignorant, path, **dict.fromkeys(names, 1)))
+    assert result == [
+        "a%20b",
+        "x%0D%0ASet-Cookie%3A%20a%3Db",
+        "schl%C3%BCssel",
+        "a%2Cb",
+        "n" * MAX_REPORTED_NAME_LENGTH,
+    ]
     many = ignored(ask(ignorant, path, **{f"field{i}": i for i in range(80)}))
     assert many == [*(f"field{i}" for i in range(MAX_REPORTED_NAMES)), "..."]
 

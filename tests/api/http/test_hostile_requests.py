@@ -10,7 +10,7 @@ import pytest
 from server.engine.ipc.messages import Submit
 from tests.api.conftest import Api
 from tests.api.fake_engine import FakeEngine
-from tests.api.hostile_requests import ALL, UNHEARD, HostileRequest
+from tests.api.hostile_requests import ALL, NOT_RECEIVED, HostileRequest
 from tests.api.payloads import VALID_REQUEST, error_of
 from tests.api.raw_http import connect, raw_get, raw_post, read_response, send_raw
 
@@ -19,7 +19,7 @@ from tests.api.raw_http import connect, raw_get, raw_post, read_response, send_r
 def test_is_refused(api: Api, engine: FakeEngine, http: httpx.Client, hostile: HostileRequest) -> None:
     answer = send_raw(api.url, *hostile.sent)
     assert answer.status_code == hostile.status, answer.text
-    error = error_of(answer, heard=hostile not in UNHEARD)
+    error = error_of(answer, received=hostile not in NOT_RECEIVED)
     assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", hostile.code, hostile.param)
     assert hostile.param is None or hostile.param in error["message"]
     assert len(error["message"]) < 1500

@@ -111,9 +111,9 @@ def test_as_msgspec_decodes_it(dice: random.Random) -> None:
     [('"x"', ""), ("[1]", []), ('{"a": 1}', {}), ("true", False), ("-1.5", 0), ("1e999", 0), ("null", None)],
 )
 def test_of_what_is_ignored_the_outermost_type_is_kept(value: str, empty: object) -> None:
-    told = decode(f'{{"a": {value}, "unknown": {value}}}'.encode(), {"a": IGNORED})
-    assert told == {"a": empty, "unknown": empty}
-    assert [type(each) for each in told.values()] == [type(empty)] * 2
+    result = decode(f'{{"a": {value}, "unknown": {value}}}'.encode(), {"a": IGNORED})
+    assert result == {"a": empty, "unknown": empty}
+    assert [type(each) for each in result.values()] == [type(empty)] * 2
     if not value.startswith("{"):
         assert decode(value.encode(), {}) == empty
 

@@ -159,7 +159,7 @@ def longest_turn_here() -> float:
 
 
 @pytest.mark.parametrize("body", LARGE, ids=lambda body: body.name)
-def test_a_large_body_holds_up_nobody(worker: Worker, body: Large) -> None:
+def test_a_large_body_holds_up_no_other_request(worker: Worker, body: Large) -> None:
     """By the processor time of the loop's thread, which a busy machine does not lengthen much."""
     httpx.get(f"{worker.url}/health")
     before = worker.memory

@@ -1,4 +1,4 @@
-"""What a request may take: bytes, seconds, and what is said when it takes more."""
+"""What a request may take: bytes, seconds, and which error it gets when it takes more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from server.engine.ipc.messages import Cancel, Submit, Tokens
 from tests.api.conftest import Api, running_api
-from tests.api.fake_engine import FakeEngine, Script, says, silent
+from tests.api.fake_engine import FakeEngine, Script, generates, silent
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
 from tests.api.raw_http import connect, raw_get, raw_post, read_response, send_raw
 
@@ -32,16 +32,16 @@ def served(script: Script, **settings: object) -> Iterator[tuple[Api, FakeEngine
 @pytest.fixture(scope="module")
 def small() -> Iterator[Api]:
     """Few bytes."""
-    with served(says([100]), max_header_bytes=BYTES, max_body_bytes=BYTES) as (api, _):
+    with served(generates([100]), max_header_bytes=BYTES, max_body_bytes=BYTES) as (api, _):
         yield api
 
 
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[Api]:
-    """Little time for those who send."""
+    """Little time for sending."""
     with (
         pytest.MonkeyPatch.context() as patch,
-        served(says([100]), header_timeout=TIMEOUT, body_timeout=TIMEOUT) as (api, _),
+        served(generates([100]), header_timeout=TIMEOUT, body_timeout=TIMEOUT) as (api, _),
     ):
         patch.setattr("server.api.http.connection.LINGER", 0.5)
         yield api
@@ -70,7 +70,7 @@ def test_headers_may_have_as_many_bytes_as_the_settings_say(small: Api, length: 
     assert answer.status_code == status
 
 
-def test_a_client_of_http_is_told_while_it_still_sends(small: Api) -> None:
+def test_a_client_gets_the_error_while_it_still_sends(small: Api) -> None:
     """openai reads the answer although it could not send everything."""
     with (
         openai.OpenAI(base_url=f"{small.url}/v1", api_key="-", max_retries=0) as client,
@@ -142,7 +142,7 @@ def test_a_body_may_take_longer_as_long_as_it_moves(hasty: Api) -> None:
 
 def test_a_client_that_does_not_read(encode: Encode) -> None:
     """More than fits between it and the server."""
-    with served(says(encode("hello") * 50_000, None), body_timeout=1) as (api, engine):
+    with served(generates(encode("hello") * 50_000, None), body_timeout=1) as (api, engine):
         body = json.dumps(VALID_REQUEST | {"stream": True}).encode()
         with connect(api.url, raw_post(body)):
             engine.wait_for(Submit, timeout=60)
@@ -162,7 +162,7 @@ def test_a_request_that_does_not_get_its_place(stream: bool) -> None:
 
 def test_one_that_has_its_place_may_take_longer() -> None:
     with (
-        served(says([100], None), queue_timeout=1) as (api, engine),
+        served(generates([100], None), queue_timeout=1) as (api, engine),
         httpx.stream("POST", f"{api.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=20) as answer,
     ):
         (submit,) = engine.wait_for(Submit)
@@ -171,7 +171,7 @@ def test_one_that_has_its_place_may_take_longer() -> None:
         assert "error" not in answer.read().decode()
 
 
-@pytest.mark.parametrize("script", [silent, says([100, 101], None)])
+@pytest.mark.parametrize("script", [silent, generates([100, 101], None)])
 def test_an_answer_that_takes_too_long(script: Script) -> None:
     with served(script, request_timeout=0.3) as (api, engine):
         answer = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST, timeout=20)
@@ -183,7 +183,7 @@ def test_an_answer_that_takes_too_long(script: Script) -> None:
 
 
 def test_a_stream_that_takes_too_long(encode: Encode) -> None:
-    with served(says(encode("hello"), None), request_timeout=1) as (api, engine):
+    with served(generates(encode("hello"), None), request_timeout=1) as (api, engine):
         answer = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=20)
         assert answer.status_code == 200
         first, *_, last = chunks_of(answer)

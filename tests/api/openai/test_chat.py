@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from server.engine.ipc.messages import Submit
-from tests.api.fake_engine import FakeEngine, says, scores
+from tests.api.fake_engine import FakeEngine, generates, scores
 from tests.api.payloads import Encode, chunks_of, error_of
 from tests.text.tiny_tokenizers import EOS, byte_level
 
@@ -23,21 +23,21 @@ def ask(http: httpx.Client, **body: Any) -> httpx.Response:
 
 
 def test_a_chat(engine: FakeEngine, openai_client: openai.OpenAI, encode: Encode) -> None:
-    engine.script = says([*encode("hello world"), EOS], "stop", cached_tokens=2)
-    told = openai_client.chat.completions.create(model="tiny", messages=MESSAGES)
-    assert told.id.startswith("chatcmpl-")
-    assert told.object == "chat.completion"
-    (choice,) = told.choices
+    engine.script = generates([*encode("hello world"), EOS], "stop", cached_tokens=2)
+    result = openai_client.chat.completions.create(model="tiny", messages=MESSAGES)
+    assert result.id.startswith("chatcmpl-")
+    assert result.object == "chat.completion"
+    (choice,) = result.choices
     assert (choice.message.role, choice.message.content) == ("assistant", "hello world")
     assert (choice.finish_reason, choice.logprobs, choice.message.refusal) == ("stop", None, None)
     (submit,) = engine.all(Submit)
     assert submit.prompt == BACKEND.encode(PROMPT, add_special_tokens=False).ids
     assert submit.sampling.max_tokens == 256 - len(submit.prompt), "up to the context's end"
-    assert told.usage is not None
-    assert told.usage.prompt_tokens == len(submit.prompt)
-    assert told.usage.completion_tokens == len(encode("hello world")) + 1
-    assert told.usage.prompt_tokens_details is not None
-    assert told.usage.prompt_tokens_details.cached_tokens == 2
+    assert result.usage is not None
+    assert result.usage.prompt_tokens == len(submit.prompt)
+    assert result.usage.completion_tokens == len(encode("hello world")) + 1
+    assert result.usage.prompt_tokens_details is not None
+    assert result.usage.prompt_tokens_details.cached_tokens == 2
 
 
 def test_in_deltas(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
@@ -60,8 +60,8 @@ def test_in_deltas(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
 
 def test_logprobs(engine: FakeEngine, openai_client: openai.OpenAI, encode: Encode) -> None:
     engine.script = scores(encode("hi \u2603"))
-    told = openai_client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=1)
-    logprobs = told.choices[0].logprobs
+    result = openai_client.chat.completions.create(model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=1)
+    logprobs = result.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
     assert b"".join(bytes(token.bytes or []) for token in logprobs.content).decode() == "hi \u2603"
@@ -72,10 +72,10 @@ def test_logprobs(engine: FakeEngine, openai_client: openai.OpenAI, encode: Enco
 
 def test_tokens_may_be_named_by_their_ids(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     engine.script = scores(encode("hi"))
-    told = ask(http, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True).json()["choices"][0]["logprobs"]
-    assert [token["token"] for token in told["content"]] == [f"token_id:{token}" for token in encode("hi")]
-    assert all(token["top_logprobs"][0]["token"] == token["token"] for token in told["content"])
-    assert b"".join(bytes(token["bytes"]) for token in told["content"]) == b"hi"
+    result = ask(http, logprobs=True, top_logprobs=1, return_tokens_as_token_ids=True).json()["choices"][0]["logprobs"]
+    assert [token["token"] for token in result["content"]] == [f"token_id:{token}" for token in encode("hi")]
+    assert all(token["top_logprobs"][0]["token"] == token["token"] for token in result["content"])
+    assert b"".join(bytes(token["bytes"]) for token in result["content"]) == b"hi"
 
 
 def test_a_stream_has_the_logprobs_of_its_deltas(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
@@ -84,11 +84,11 @@ def test_a_stream_has_the_logprobs_of_its_deltas(engine: FakeEngine, http: httpx
     assert [chunk["choices"][0]["logprobs"] for chunk in (opening, closing)] == [None, None]
     for chunk in received:
         (choice,) = chunk["choices"]
-        told = "".join(token["token"] for token in choice["logprobs"]["content"])
-        assert told == choice["delta"]["content"]
+        result = "".join(token["token"] for token in choice["logprobs"]["content"])
+        assert result == choice["delta"]["content"]
 
 
-def test_what_was_asked_of_the_prompt_is_told_once(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+def test_fields_of_the_prompt_are_sent_once(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     """At the top level, as in vLLM; of a stream in its first chunk."""
     engine.script = scores(encode("hi"))
     wanted = {"prompt_logprobs": 1, "return_token_ids": True, "n": 2}
@@ -97,15 +97,19 @@ def test_what_was_asked_of_the_prompt_is_told_once(engine: FakeEngine, http: htt
     first, *others = chunks_of(ask(http, **wanted, stream=True))
     assert whole["prompt_token_ids"] == first["prompt_token_ids"] == ids
     assert whole["prompt_logprobs"] == first["prompt_logprobs"]
-    assert [None, *([str(token)] for token in ids[1:])] == [told and list(told) for told in whole["prompt_logprobs"]]
+    assert [None, *([str(token)] for token in ids[1:])] == [
+        result and list(result) for result in whole["prompt_logprobs"]
+    ]
     for part in (*whole["choices"], *(choice for chunk in (first, *others) for choice in chunk["choices"])):
         assert not {"prompt_token_ids", "prompt_logprobs"} & part.keys()
     assert not any({"prompt_token_ids", "prompt_logprobs"} & chunk.keys() for chunk in others)
     assert [choice["token_ids"] for choice in whole["choices"]] == [encode("hi")] * 2
 
 
-def test_a_stream_tells_role_text_and_end_apart(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
-    engine.script = says([*encode("hello"), EOS], "stop")
+def test_a_stream_has_role_text_and_end_in_chunks_of_their_own(
+    engine: FakeEngine, http: httpx.Client, encode: Encode
+) -> None:
+    engine.script = generates([*encode("hello"), EOS], "stop")
     wanted = {"stream": True, "return_token_ids": True}
     (opening, *between, closing) = [chunk["choices"][0] for chunk in chunks_of(ask(http, **wanted))]
     assert opening["delta"] == {"role": "assistant", "content": ""}
@@ -137,7 +141,7 @@ def test_either_name_of_the_limit(engine: FakeEngine, http: httpx.Client, limits
 def test_an_answer_can_be_sent_back_as_it_came(
     engine: FakeEngine, openai_client: openai.OpenAI, encode: Encode
 ) -> None:
-    engine.script = says(encode("hi"), "stop")
+    engine.script = generates(encode("hi"), "stop")
     first = openai_client.chat.completions.create(model="tiny", messages=MESSAGES).choices[0].message
     talk = [*MESSAGES, first.model_dump(), {"role": "user", "content": "more"}]
     openai_client.chat.completions.create(model="tiny", messages=talk)

@@ -10,7 +10,7 @@ import pytest
 
 from server.engine.ipc.messages import FromEngine, Submit, Tokens
 from tests.api.conftest import running_api
-from tests.api.fake_engine import FakeEngine, admitted, says
+from tests.api.fake_engine import FakeEngine, admitted, generates
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of, error_of
 
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -34,7 +34,7 @@ def text_of(choice: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- stop strings
 @pytest.mark.parametrize("stop", HUMAN_EVAL)
 def test_nine_stop_strings(engine: FakeEngine, http: httpx.Client, encode: Encode, path: str, stop: str) -> None:
-    engine.script = says(encode(f"    return 1{stop} more"), None)
+    engine.script = generates(encode(f"    return 1{stop} more"), None)
     answer = ask(http, path, stop=HUMAN_EVAL)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
@@ -42,12 +42,12 @@ def test_nine_stop_strings(engine: FakeEngine, http: httpx.Client, encode: Encod
     assert choice["stop_reason"] == stop
 
 
-def test_as_many_stop_strings_as_the_setting_says(engine: FakeEngine, http: httpx.Client, path: str) -> None:
+def test_the_setting_limits_the_number_of_stop_strings(engine: FakeEngine, http: httpx.Client, path: str) -> None:
     assert ask(http, path, stop=[str(i) for i in range(64)]).is_success
     refused = ask(http, path, stop=[str(i) for i in range(65)])
     assert (refused.status_code, error_of(refused)["param"]) == (400, "stop")
     assert "65 strings are too many: at most 64" in error_of(refused)["message"]
-    with running_api(max_stop_strings=100) as api, FakeEngine(api.socket_path, says([100])):
+    with running_api(max_stop_strings=100) as api, FakeEngine(api.socket_path, generates([100])):
         api.await_ready()
         with httpx.Client(base_url=api.url, timeout=10) as raised:
             assert ask(raised, path, stop=[str(i) for i in range(100)]).is_success
@@ -60,7 +60,7 @@ OPTIONS = {"include_usage": True, "continuous_usage_stats": True}
 
 def test_usage_in_every_chunk(engine: FakeEngine, http: httpx.Client, encode: Encode, path: str) -> None:
     """As GuideLLM asks for it, always."""
-    engine.script = says(encode("hello world"), cached_tokens=1)
+    engine.script = generates(encode("hello world"), cached_tokens=1)
     *parts, last = chunks_of(ask(http, path, stream=True, stream_options=OPTIONS))
     count = len(encode("hello world"))
     around = path == "/v1/chat/completions"  # a chunk for the role, and one for the end
@@ -80,8 +80,8 @@ def test_usage_of_each_choice(engine: FakeEngine, http: httpx.Client, encode: En
 
     def script(submit: Submit) -> list[list[FromEngine]]:
         tokens = encode("hello") * (1 + int(submit.request_id[-1]))
-        told: list[FromEngine] = [Tokens(submit.request_id, [token]) for token in tokens[:-1]]
-        return [[admitted(submit, 2), *told, Tokens(submit.request_id, [tokens[-1], 1], "stop")]]
+        result: list[FromEngine] = [Tokens(submit.request_id, [token]) for token in tokens[:-1]]
+        return [[admitted(submit, 2), *result, Tokens(submit.request_id, [tokens[-1], 1], "stop")]]
 
     engine.script = script
     body: dict[str, Any] = {"prompt": [[5, 6], [7, 8, 9]], "n": 2, "stream": True, "stream_options": OPTIONS}
@@ -115,8 +115,8 @@ def test_no_name_is_the_served_model(
     for stream in (False, True):
         answer = http.post(path, json=PATHS[path] | model | {"stream": stream})
         assert answer.status_code == 200, answer.text
-        told = chunks_of(answer)[0] if stream else answer.json()
-        assert told["model"] == "tiny"
+        result = chunks_of(answer)[0] if stream else answer.json()
+        assert result["model"] == "tiny"
     assert [submit.alias for submit in engine.all(Submit)] == [None, None]
     assert http.post("/tokenize", json={"prompt": "x"} | model).status_code == 200
 
@@ -126,7 +126,7 @@ def open_minded() -> Iterator[tuple[httpx.Client, FakeEngine]]:
     """A server that takes any name."""
     with (
         running_api(skip_model_name_validation=True) as api,
-        FakeEngine(api.socket_path, says([100])) as engine,
+        FakeEngine(api.socket_path, generates([100])) as engine,
         httpx.Client(base_url=api.url, timeout=10) as client,
     ):
         api.await_ready()
@@ -134,12 +134,12 @@ def open_minded() -> Iterator[tuple[httpx.Client, FakeEngine]]:
 
 
 @pytest.mark.parametrize("name", ["dummy", "tgi", "gpt-4", "owner/name:provider", "tiny:other"])
-def test_any_name_if_the_setting_says_so(
+def test_any_model_name_with_the_setting(
     open_minded: tuple[httpx.Client, FakeEngine], engine: FakeEngine, http: httpx.Client, path: str, name: str
 ) -> None:
     """huggingface_hub sends the first one, TGI's client the second."""
     client, their_engine = open_minded
-    their_engine.begin_again(says([100]))
+    their_engine.begin_again(generates([100]))
     answer = ask(client, path, model=name)
     assert (answer.status_code, answer.json()["model"]) == (200, "tiny")
     assert ask(client, path, model="tiny:short").json()["model"] == "tiny:short"
@@ -149,10 +149,10 @@ def test_any_name_if_the_setting_says_so(
     assert ask(http, path, model=name).status_code == 404
 
 
-# ---------------------------------------------------------------- what answers tell
+# ---------------------------------------------------------------- fields of responses
 def test_every_answer_has_the_system_fingerprint(engine: FakeEngine, http: httpx.Client, path: str) -> None:
     streamed = chunks_of(ask(http, path, stream=True, stream_options=OPTIONS))
-    assert {told["system_fingerprint"] for told in (ask(http, path).json(), *streamed)} == {"fp_of_the_fake"}
+    assert {result["system_fingerprint"] for result in (ask(http, path).json(), *streamed)} == {"fp_of_the_fake"}
 
 
 # ---------------------------------------------------------------- whole bodies

@@ -10,7 +10,7 @@ import pytest
 
 from server.api.openai.completions import CompletionRequest
 from server.engine.ipc.messages import Cancel, Failed, FromEngine, SamplingParams, Submit, Tokens
-from tests.api.fake_engine import FakeEngine, admitted, says
+from tests.api.fake_engine import FakeEngine, admitted, generates
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
 from tests.text.tiny_tokenizers import BOS, EOS, byte_level
 
@@ -37,8 +37,10 @@ def test_completion(engine: FakeEngine, openai_client: openai.OpenAI, encode: En
     assert engine.all(Cancel) == []
 
 
-def test_cached_tokens_and_the_strategy_are_told(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
-    engine.script = says(encode("hello"), cached_tokens=3)
+def test_the_response_has_cached_tokens_and_the_strategy(
+    engine: FakeEngine, http: httpx.Client, encode: Encode
+) -> None:
+    engine.script = generates(encode("hello"), cached_tokens=3)
     response = http.post("/v1/completions", json={"model": "tiny", "prompt": [1, 2, 3, 4], "kv_cache": "short"})
     completion = response.json()
     assert response.headers["x-kv-cache"] == "short"
@@ -95,7 +97,7 @@ def test_n(engine: FakeEngine, openai_client: openai.OpenAI, encode: Encode) -> 
 
 @pytest.mark.parametrize("as_list", [False, True])
 def test_stop_string(engine: FakeEngine, openai_client: openai.OpenAI, encode: Encode, as_list: bool) -> None:
-    engine.script = says(encode("hello world hello"), None)
+    engine.script = generates(encode("hello world hello"), None)
     completion = openai_client.completions.create(model="tiny", prompt="x", stop=["zz", "o w"] if as_list else "o w")
     (choice,) = completion.choices
     assert (choice.text, choice.finish_reason) == ("hell", "stop")
@@ -107,7 +109,7 @@ def test_stop_string(engine: FakeEngine, openai_client: openai.OpenAI, encode: E
 def test_the_end_of_sequence_token_counts_and_has_no_text(
     engine: FakeEngine, openai_client: openai.OpenAI, encode: Encode
 ) -> None:
-    engine.script = says([*encode("hello"), EOS], "stop")
+    engine.script = generates([*encode("hello"), EOS], "stop")
     completion = openai_client.completions.create(model="tiny", prompt="x")
     assert (completion.choices[0].text, completion.choices[0].finish_reason) == ("hello", "stop")
     assert completion.usage is not None
@@ -191,7 +193,7 @@ def test_stream_begins_while_other_choices_wait_for_a_place(
 
 
 def test_stream_never_shows_a_stop_string(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
-    engine.script = says(encode("hello world hello"), None)
+    engine.script = generates(encode("hello world hello"), None)
     body = VALID_REQUEST | {"stream": True, "stop": ["world", "lo wa"]}
     received = chunks_of(http.post("/v1/completions", json=body))
     text = ""
@@ -204,16 +206,14 @@ def test_stream_never_shows_a_stop_string(engine: FakeEngine, http: httpx.Client
 
 
 def test_stream_shows_whole_characters(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
-    engine.script = says(encode("\u2603\U0001f600"))
+    engine.script = generates(encode("\u2603\U0001f600"))
     received = chunks_of(http.post("/v1/completions", json=VALID_REQUEST | {"stream": True}))
     assert [chunk["choices"][0]["text"] for chunk in received] == ["\u2603", "\U0001f600"]
 
 
-def test_stream_tells_any_text_in_chunks_alike_but_for_it(
-    engine: FakeEngine, http: httpx.Client, encode: Encode
-) -> None:
+def test_chunks_of_a_stream_differ_in_their_text_only(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     text = 'a "b" \\ \0 \n\n data: [DONE] </s'
-    engine.script = says(encode(text))
+    engine.script = generates(encode(text))
     received = chunks_of(http.post("/v1/completions", json=VALID_REQUEST | {"stream": True, "n": 2}))
     for index in range(2):
         first, *others, last = (chunk for chunk in received if chunk["choices"][0]["index"] == index)
@@ -238,7 +238,7 @@ def test_stream_of_tokens_that_come_together(engine: FakeEngine, http: httpx.Cli
 
 
 def test_stream_answers_as_tokens_come(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
-    engine.script = says([], None)
+    engine.script = generates([], None)
     with http.stream("POST", "/v1/completions", json=VALID_REQUEST | {"stream": True}) as response:
         assert response.status_code == 200  # before the first token
         lines = response.iter_lines()

@@ -1,4 +1,4 @@
-"""What clients may say about the cache, and what they are told: tenants, salts, explanations."""
+"""The fields of requests and responses that concern the cache: tenants, salts, explanations."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def explains(tokens: list[int]) -> Callable[[Submit], list[list[FromEngine]]]:
 
 
 # ---------------------------------------------------------------- tenants
-def test_a_tenant_is_whoever_has_the_key() -> None:
+def test_a_tenant_is_an_api_key() -> None:
     assert get_tenant("Bearer sk-1") == get_tenant("bearer  sk-1 ") != get_tenant("Bearer sk-2")
     assert (
         get_tenant(None)
@@ -96,12 +96,12 @@ def test_openai_clients_are_tenants_by_their_key(engine: FakeEngine, openai_clie
     assert engine.all(Submit)[0].caching.tenant == get_tenant(f"Bearer {openai_client.api_key}")
 
 
-def test_wishes_reach_the_engine(engine: FakeEngine, http: httpx.Client) -> None:
+def test_cache_fields_reach_the_engine(engine: FakeEngine, http: httpx.Client) -> None:
     assert ask(http).is_success
     assert ask(http, skip_reading_prefix_cache=True, kv_cache_priority=7, kv_cache_ttl=2.5).is_success
-    plain, wishes = engine.all(Submit)
+    plain, other = engine.all(Submit)
     assert (plain.caching, plain.explain) == (Caching(), False)
-    assert wishes.caching == Caching(max_cached=0, priority=7, ttl=2.5)
+    assert other.caching == Caching(max_cached=0, priority=7, ttl=2.5)
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_the_last_chunk_of_a_stream_explains(engine: FakeEngine, http: httpx.Cli
 def test_what_ends_with_a_stop_string_is_explained(
     engine: FakeEngine, http: httpx.Client, encode: Encode, stream: bool
 ) -> None:
-    """The engine goes on, as it knows of no stop strings; what it says after the stop is not delivered."""
+    """The engine goes on, as it knows no stop strings; what it sends after the stop is not delivered."""
     engine.script = explains(encode("hello world hello"))
     response = ask(http, explain=True, stop="o w", stream=stream)
     choices = [c["choices"][0] for c in chunks_of(response)] if stream else response.json()["choices"]

@@ -17,7 +17,7 @@ from server.text.chat import ChatTemplate, ChatTemplateError
 from server.text.encoder import Encoder
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
-from tests.api.fake_engine import FakeEngine, says, scores
+from tests.api.fake_engine import FakeEngine, generates, scores
 from tests.api.payloads import Encode, error_of
 from tests.text.tiny_tokenizers import byte_level
 
@@ -110,7 +110,7 @@ def narrow_api() -> Iterator[Api]:
 @pytest.fixture
 def narrow(narrow_api: Api) -> Iterator[httpx.Client]:
     with (
-        FakeEngine(narrow_api.socket_path, says([*byte_level().encode("hello").ids])),
+        FakeEngine(narrow_api.socket_path, generates([*byte_level().encode("hello").ids])),
         httpx.Client(base_url=narrow_api.url, timeout=10) as client,
     ):
         narrow_api.await_ready()
@@ -227,7 +227,9 @@ def test_an_error_stays_short(engine: FakeEngine, http: httpx.Client, path: str,
     assert len(answer.content) < 2000
 
 
-def test_so_does_what_a_template_says(engine: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_does_the_message_of_a_template(
+    engine: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> str:
         raise ChatTemplateError(LONG)
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from server.engine.ipc.messages import FromEngine, PromptScores, SamplingParams, Speculation, Submit, Tokens
-from tests.api.fake_engine import FakeEngine, admitted, says, score, scores
+from tests.api.fake_engine import FakeEngine, admitted, generates, score, scores
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
 from tests.text.tiny_tokenizers import BOS, EOS, byte_level
 
@@ -79,9 +79,9 @@ def test_several_tokens_may_come_at_once(
         return [[admitted(submit), Tokens(name, tokens[:1])], [Tokens(name, tokens[1:], "length", None, 4)]]
 
     engine.script = script
-    told = ask(http, stop=stop)
-    assert told["choices"][0]["text"] == text
-    assert told["usage"]["completion_tokens"] == count
+    result = ask(http, stop=stop)
+    assert result["choices"][0]["text"] == text
+    assert result["usage"]["completion_tokens"] == count
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed(http, stop=stop)) == text
 
 
@@ -91,12 +91,12 @@ def test_several_prompts_have_choices_in_their_order(engine: FakeEngine, http: h
         return [[admitted(submit, cached_tokens=1), Tokens(submit.request_id, tokens, "length")]]
 
     engine.script = script
-    told = ask(http, prompt=["a", "bb"], n=2)
-    assert [(c["index"], c["text"]) for c in told["choices"]] == [(0, "a0"), (1, "a1"), (2, "bb0"), (3, "bb1")]
+    result = ask(http, prompt=["a", "bb"], n=2)
+    assert [(c["index"], c["text"]) for c in result["choices"]] == [(0, "a0"), (1, "a1"), (2, "bb0"), (3, "bb1")]
     prompts = [submit.prompt for submit in engine.all(Submit)]
     assert prompts == [[BOS, *encode("a")]] * 2 + [[BOS, *encode("bb")]] * 2
-    assert told["usage"]["prompt_tokens"] == len(prompts[0]) + len(prompts[2])
-    assert told["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert result["usage"]["prompt_tokens"] == len(prompts[0]) + len(prompts[2])
+    assert result["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
     siblings = [submit.sibling_of for submit in engine.all(Submit)]
     heads = [submit.request_id for submit in engine.all(Submit)][::2]
     assert siblings == [None, heads[0], None, heads[1]]
@@ -109,9 +109,9 @@ def test_prompts_of_ids_too(engine: FakeEngine, http: httpx.Client) -> None:
 
 @pytest.mark.parametrize(("limit", "kept"), [(2, [6, 7]), (3, [5, 6, 7]), (9, [5, 6, 7])])
 def test_a_prompt_can_be_cut_in_front(engine: FakeEngine, http: httpx.Client, limit: int, kept: list[int]) -> None:
-    told = ask(http, prompt=[5, 6, 7], truncate_prompt_tokens=limit)
+    result = ask(http, prompt=[5, 6, 7], truncate_prompt_tokens=limit)
     assert engine.all(Submit)[0].prompt == kept
-    assert told["usage"]["prompt_tokens"] == len(kept)
+    assert result["usage"]["prompt_tokens"] == len(kept)
 
 
 def test_special_tokens_around_a_text_are_optional(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
@@ -129,36 +129,36 @@ def test_the_answer_bears_the_clients_id(engine: FakeEngine, http: httpx.Client)
 # ---------------------------------------------------------------- log-probabilities
 def test_logprobs(engine: FakeEngine, openai_client: openai.OpenAI, encode: Encode) -> None:
     engine.script = scores(encode("hello"))
-    told = openai_client.completions.create(model="tiny", prompt="x", logprobs=2).choices[0]
+    result = openai_client.completions.create(model="tiny", prompt="x", logprobs=2).choices[0]
     pieces = [BACKEND.decode([token]) for token in encode("hello")]
-    assert told.logprobs is not None
-    assert told.logprobs.tokens == pieces
-    assert told.logprobs.token_logprobs == [-0.5] * len(pieces)
-    assert told.logprobs.top_logprobs == [{piece: -0.5, "<s>": -3.0} for piece in pieces]
-    assert told.logprobs.text_offset == [len("".join(pieces[:i])) for i in range(len(pieces))]
+    assert result.logprobs is not None
+    assert result.logprobs.tokens == pieces
+    assert result.logprobs.token_logprobs == [-0.5] * len(pieces)
+    assert result.logprobs.top_logprobs == [{piece: -0.5, "<s>": -3.0} for piece in pieces]
+    assert result.logprobs.text_offset == [len("".join(pieces[:i])) for i in range(len(pieces))]
 
 
-def test_without_alternatives_the_token_itself_is_told(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+def test_without_alternatives_there_is_the_token_itself(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     engine.script = scores(encode("ab"))
-    told = ask(http, logprobs=0)["choices"][0]["logprobs"]
-    assert told["token_logprobs"] == [-0.5] * len(encode("ab"))
-    assert told["top_logprobs"] == [{token: -0.5} for token in told["tokens"]]
+    result = ask(http, logprobs=0)["choices"][0]["logprobs"]
+    assert result["token_logprobs"] == [-0.5] * len(encode("ab"))
+    assert result["top_logprobs"] == [{token: -0.5} for token in result["tokens"]]
 
 
 def test_tokens_may_be_named_by_their_ids(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     engine.script = scores(encode("ab"))
     names = [f"token_id:{token}" for token in encode("ab")]
     asked: dict[str, Any] = {"logprobs": 2, "return_tokens_as_token_ids": True}
-    told = ask(http, **asked)["choices"][0]["logprobs"]
-    assert told["tokens"] == names
-    assert told["top_logprobs"] == [{name: -0.5, "token_id:0": -3.0} for name in names]
+    result = ask(http, **asked)["choices"][0]["logprobs"]
+    assert result["tokens"] == names
+    assert result["top_logprobs"] == [{name: -0.5, "token_id:0": -3.0} for name in names]
     echoed = ask(http, **asked, echo=True, prompt=[5, 6])["choices"][0]["logprobs"]
     assert echoed["tokens"] == ["token_id:5", "token_id:6", *names]
 
 
 @pytest.mark.parametrize("text", ["hello world", "\u2603 and \U0001f600!"])
 @pytest.mark.parametrize("stop", [None, "o w", "world"])
-def test_a_stream_tells_the_same(
+def test_a_stream_has_the_same_logprobs(
     engine: FakeEngine, http: httpx.Client, encode: Encode, text: str, stop: str | None
 ) -> None:
     engine.script = scores(encode(text))
@@ -175,9 +175,7 @@ def test_a_stream_tells_the_same(
     )
 
 
-def test_tokens_that_a_stop_string_took_away_are_not_told(
-    engine: FakeEngine, http: httpx.Client, encode: Encode
-) -> None:
+def test_tokens_that_a_stop_string_removed_are_left_out(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     engine.script = scores(encode("hello world"))
     choice = ask(http, logprobs=0, stop=" w")["choices"][0]
     assert choice["text"] == "hello"
@@ -185,11 +183,11 @@ def test_tokens_that_a_stop_string_took_away_are_not_told(
     assert choice["stop_reason"] == " w"
 
 
-def test_half_a_character_is_told_as_bytes(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
+def test_half_a_character_is_written_as_bytes(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     engine.script = scores(encode("\U0001f600"))
-    told = ask(http, logprobs=0)["choices"][0]
-    assert told["text"] == "\U0001f600"
-    spelled = "".join(token.removeprefix("bytes:") for token in told["logprobs"]["tokens"])
+    result = ask(http, logprobs=0)["choices"][0]
+    assert result["text"] == "\U0001f600"
+    spelled = "".join(token.removeprefix("bytes:") for token in result["logprobs"]["tokens"])
     assert spelled == r"\xf0\x9f\x98\x80"
 
 
@@ -198,8 +196,8 @@ def test_echo_with_logprobs_as_evaluations_ask_for_it(engine: FakeEngine, http: 
     prompt = encode("hello world")
     engine.script = scores(encode("!"))
     asked: dict[str, Any] = {"prompt": [prompt, prompt[:3]], "temperature": 0, "max_tokens": 1, "logprobs": 1}
-    told = ask(http, **asked, seed=1234, echo=True)
-    for choice, ids in zip(told["choices"], (prompt, prompt[:3]), strict=True):
+    result = ask(http, **asked, seed=1234, echo=True)
+    for choice, ids in zip(result["choices"], (prompt, prompt[:3]), strict=True):
         assert choice["text"] == BACKEND.decode(ids) + "!"
         logprobs = choice["logprobs"]
         assert logprobs["token_logprobs"] == [None, *(-float(i) for i in range(1, len(ids))), -0.5]
@@ -219,9 +217,9 @@ def test_offsets_are_those_of_the_text(
     """A special token has its length where the text spells it, and none elsewhere."""
     engine.script = scores(encode("!"))
     choice = ask(http, prompt=prompt, echo=True, logprobs=0)["choices"][0]
-    told = dict(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
-    assert offsets.items() <= told.items()
-    assert told["!"] == len(choice["text"]) - 1
+    result = dict(zip(choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"], strict=True))
+    assert offsets.items() <= result.items()
+    assert result["!"] == len(choice["text"]) - 1
 
 
 def test_no_stop_string_before_the_least_tokens(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
@@ -239,9 +237,9 @@ def test_echo_alone_computes_nothing_more(engine: FakeEngine, http: httpx.Client
 def test_an_empty_text_among_prompts_is_the_token_that_begins_texts(
     engine: FakeEngine, http: httpx.Client, encode: Encode
 ) -> None:
-    told = ask(http, prompt=["", "a"], echo=True)
+    result = ask(http, prompt=["", "a"], echo=True)
     assert [submit.prompt for submit in engine.all(Submit)] == [[BOS], [BOS, *encode("a")]]
-    assert [choice["text"] for choice in told["choices"]] == ["hello world", "ahello world"]
+    assert [choice["text"] for choice in result["choices"]] == ["hello world", "ahello world"]
     refused = http.post("/v1/completions", json={"model": "tiny", "prompt": ["a", ""], "add_special_tokens": False})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
 
@@ -251,9 +249,9 @@ def test_an_echo_of_ids_has_special_tokens_when_asked(engine: FakeEngine, http: 
     ids = [BOS, *encode("so: "), EOS, *encode("then")]
     for skip, text in ((False, "<s>so: </s>thenhello"), (True, "so: thenhello")):
         asked: dict[str, Any] = {"prompt": ids, "echo": True, "skip_special_tokens": skip}
-        told = ask(http, **asked, logprobs=0)["choices"][0]
-        assert told["text"] == text
-        places = dict(zip(told["logprobs"]["tokens"], told["logprobs"]["text_offset"], strict=True))
+        result = ask(http, **asked, logprobs=0)["choices"][0]
+        assert result["text"] == text
+        places = dict(zip(result["logprobs"]["tokens"], result["logprobs"]["text_offset"], strict=True))
         assert text[places["</s>"] :].startswith("then" if skip else "</s>then")
         assert "".join(chunk["choices"][0]["text"] for chunk in streamed(http, **asked)) == text
 
@@ -263,10 +261,10 @@ def test_a_prompt_alone(engine: FakeEngine, http: httpx.Client) -> None:
         [admitted(submit), PromptScores(submit.request_id, [score(token) for token in submit.prompt[1:]])],
         [Tokens(submit.request_id, [], "length")],
     ]
-    told = ask(http, prompt="hello", echo=True, logprobs=1, max_tokens=0)
-    assert told["choices"][0]["text"] == "hello"
-    assert told["choices"][0]["finish_reason"] == "length"
-    assert told["usage"]["completion_tokens"] == 0
+    result = ask(http, prompt="hello", echo=True, logprobs=1, max_tokens=0)
+    assert result["choices"][0]["text"] == "hello"
+    assert result["choices"][0]["finish_reason"] == "length"
+    assert result["usage"]["completion_tokens"] == 0
 
 
 def test_choices_share_the_scores_of_their_prompt(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
@@ -281,8 +279,8 @@ def test_choices_share_the_scores_of_their_prompt(engine: FakeEngine, http: http
         return [*frames, *held]
 
     engine.script = script
-    told = ask(http, prompt=[5, 6, 7], n=2, prompt_logprobs=1)
-    for choice in told["choices"]:
+    result = ask(http, prompt=[5, 6, 7], n=2, prompt_logprobs=1)
+    for choice in result["choices"]:
         assert choice["prompt_logprobs"] == [
             None,
             {"6": {"logprob": -1.0, "rank": 1, "decoded_token": BACKEND.decode([6])}},
@@ -298,18 +296,18 @@ def test_the_likeliest_of_several(engine: FakeEngine, http: httpx.Client, encode
     def script(submit: Submit) -> list[list[FromEngine]]:
         index = submit.request_id[-1]
         tokens = encode(index * (int(index) + 1))
-        told = [score(token, logprob=likely[index]) for token in tokens]
-        return [[admitted(submit), Tokens(submit.request_id, tokens, "length", told)]]
+        result = [score(token, logprob=likely[index]) for token in tokens]
+        return [[admitted(submit), Tokens(submit.request_id, tokens, "length", result)]]
 
     engine.script = script
-    told = ask(http, n=2, best_of=3)
-    assert [(choice["index"], choice["text"]) for choice in told["choices"]] == [(0, "11"), (1, "222")]
-    assert all(choice["logprobs"] is None for choice in told["choices"]), "nobody asked to see them"
-    assert told["usage"]["completion_tokens"] == sum(len(encode(str(i) * (i + 1))) for i in range(3))
+    result = ask(http, n=2, best_of=3)
+    assert [(choice["index"], choice["text"]) for choice in result["choices"]] == [(0, "11"), (1, "222")]
+    assert all(choice["logprobs"] is None for choice in result["choices"]), "the request wants none"
+    assert result["usage"]["completion_tokens"] == sum(len(encode(str(i) * (i + 1))) for i in range(3))
 
 
 def test_ids_of_prompt_and_output(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
-    engine.script = says([*encode("hello"), EOS], "stop")
+    engine.script = generates([*encode("hello"), EOS], "stop")
     choice = ask(http, prompt="x", return_token_ids=True)["choices"][0]
     assert choice["prompt_token_ids"] == [BOS, *encode("x")]
     assert choice["token_ids"] == [*encode("hello"), EOS]
@@ -317,7 +315,7 @@ def test_ids_of_prompt_and_output(engine: FakeEngine, http: httpx.Client, encode
 
 def test_a_stop_token_has_no_text_unless_wanted(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     (stop,) = encode("!")
-    engine.script = says([*encode("hello"), stop], "stop")
+    engine.script = generates([*encode("hello"), stop], "stop")
     for include, text in ((False, "hello"), (True, "hello!")):
         choice = ask(http, stop_token_ids=[stop], include_stop_str_in_output=include)["choices"][0]
         assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, "stop", stop)
@@ -326,6 +324,6 @@ def test_a_stop_token_has_no_text_unless_wanted(engine: FakeEngine, http: httpx.
 def test_the_stop_string_and_special_tokens_can_be_shown(
     engine: FakeEngine, http: httpx.Client, encode: Encode
 ) -> None:
-    engine.script = says([*encode("hello"), EOS, *encode(" world")])
+    engine.script = generates([*encode("hello"), EOS, *encode(" world")])
     choice = ask(http, stop="wo", include_stop_str_in_output=True, skip_special_tokens=False)["choices"][0]
     assert (choice["text"], choice["stop_reason"]) == ("hello</s> wo", "wo")

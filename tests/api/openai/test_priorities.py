@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from config.settings import Settings
 from server.engine.ipc.messages import Submit
 from tests.api.conftest import running_api
-from tests.api.fake_engine import FakeEngine, says
+from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import VALID_REQUEST, error_of
 
 KEYS = ["sk-ordinary", "sk-urgent-team"]
@@ -25,7 +25,7 @@ def bounded() -> Iterator[tuple[httpx.Client, FakeEngine]]:
     """An API process with the default bounds, and others for one of its two keys."""
     with (
         running_api(api_keys=KEYS, key_limits=LIMITS, **DEFAULTS) as api,
-        FakeEngine(api.socket_path, says([100])) as engine,
+        FakeEngine(api.socket_path, generates([100])) as engine,
     ):
         api.await_ready()
         with httpx.Client(base_url=api.url, timeout=20) as client:
@@ -36,7 +36,7 @@ def ask(
     bounded: tuple[httpx.Client, FakeEngine], key: str, route: str = "/v1/completions", **fields: Any
 ) -> httpx.Response:
     client, engine = bounded
-    engine.begin_again(says([100]))
+    engine.begin_again(generates([100]))
     body = VALID_REQUEST | fields
     if route == "/v1/chat/completions":
         body = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]} | fields
@@ -84,7 +84,7 @@ def test_a_key_without_one_of_the_bounds_has_the_servers() -> None:
         running_api(
             api_keys=KEYS, key_limits={KEYS[0]: {"min_priority": -3}}, min_priority=-1, max_kv_cache_priority=7
         ) as api,
-        FakeEngine(api.socket_path, says([100])) as engine,
+        FakeEngine(api.socket_path, generates([100])) as engine,
         httpx.Client(base_url=api.url, timeout=20) as client,
     ):
         api.await_ready()

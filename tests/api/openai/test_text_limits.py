@@ -1,4 +1,4 @@
-"""What a model's own tokenizer and chat template make of a request costs that request, and nobody else's."""
+"""What a model's own tokenizer and chat template make of a request costs that request, and no other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tokenizers import decoders
 from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import running_api
-from tests.api.fake_engine import FakeEngine, says
+from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of, error_of
 from tests.text.hostile_models import TEMPLATES, save_with_template
 from tests.text.tiny_tokenizers import byte_level
@@ -29,7 +29,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     directory = save_with_template(tmp_path_factory.mktemp("model"), BOTH)
     with (
         running_api(SandboxedTokenizer(directory, CallLimits(0.5, 2**26))) as api,
-        FakeEngine(api.socket_path, says(byte_level().encode("hello").ids)),
+        FakeEngine(api.socket_path, generates(byte_level().encode("hello").ids)),
         httpx.Client(base_url=api.url, timeout=30) as client,
     ):
         api.await_ready()
@@ -82,15 +82,15 @@ def test_a_decoder_that_panics_ends_its_stream_with_a_sentence(encode: Encode) -
     broken = backend.token_to_id("h")
     with (
         running_api(Tokenizer(backend)) as api,
-        FakeEngine(api.socket_path, says([*encode(" world"), broken])),
+        FakeEngine(api.socket_path, generates([*encode(" world"), broken])),
         httpx.Client(base_url=api.url, timeout=30) as client,
     ):
         api.await_ready()
         for prompt, status in (([5], 200), ([broken], 400)):
             response = client.post("/v1/completions", json=VALID_REQUEST | {"prompt": prompt, "stream": True})
             assert response.status_code == status
-            told = chunks_of(response)[-1] if status == 200 else response.json()
-            assert told["error"]["code"] == "tokenizer_failed"
+            found = chunks_of(response)[-1] if status == 200 else response.json()
+            assert found["error"]["code"] == "tokenizer_failed"
         assert client.get("/health").status_code == 200
 
 
@@ -99,7 +99,7 @@ def test_the_model_of_a_directory_serves(tmp_path: Path) -> None:
     tokenizer = SandboxedTokenizer(save_with_template(tmp_path, ""), CallLimits(30, 2**30))
     with (
         running_api(tokenizer) as api,
-        FakeEngine(api.socket_path, says(byte_level().encode("hello world").ids)),
+        FakeEngine(api.socket_path, generates(byte_level().encode("hello world").ids)),
         httpx.Client(base_url=api.url, timeout=30) as client,
     ):
         api.await_ready()

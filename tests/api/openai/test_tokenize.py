@@ -23,9 +23,9 @@ BOTH_WAYS = {"continue_final_message": True, "add_generation_prompt": True}
 def tokens_of(http: httpx.Client, body: dict[str, Any]) -> list[int]:
     answer = http.post("/tokenize", json=body)
     assert answer.status_code == 200, answer.text
-    told = answer.json()
-    assert (told["count"], told["max_model_len"]) == (len(told["tokens"]), 256)
-    return list(told["tokens"])
+    result = answer.json()
+    assert (result["count"], result["max_model_len"]) == (len(result["tokens"]), 256)
+    return list(result["tokens"])
 
 
 def test_a_prompt(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
@@ -37,8 +37,8 @@ def test_a_prompt(engine: FakeEngine, http: httpx.Client, encode: Encode) -> Non
 
 
 def test_token_strings(engine: FakeEngine, http: httpx.Client) -> None:
-    told = http.post("/tokenize", json={"prompt": "hello \u2603", "return_token_strs": True}).json()
-    assert told["token_strs"] == byte_level().encode("hello \u2603").tokens
+    result = http.post("/tokenize", json={"prompt": "hello \u2603", "return_token_strs": True}).json()
+    assert result["token_strs"] == byte_level().encode("hello \u2603").tokens
     assert http.post("/tokenize", json={"prompt": "hello"}).json()["token_strs"] is None
 
 
@@ -176,7 +176,7 @@ def test_the_prompt_that_messages_become(engine: FakeEngine, http: httpx.Client)
         answer = http.post("/apply-template", json=said | more)
         assert answer.status_code == 200, answer.text
         assert answer.json() == {"prompt": f"<s>user: hello\n{end}"}
-    assert engine.heard == []
+    assert engine.received == []
 
 
 def test_a_template_is_applied_to_messages_alone(engine: FakeEngine, http: httpx.Client) -> None:
@@ -189,7 +189,7 @@ def test_tokenizer_info_is_off_by_default(engine: FakeEngine, http: httpx.Client
 
 
 def test_tokenizer_info(tmp_path: Path) -> None:
-    """What transformers' own tokenizer says of itself, which is what vLLM tells."""
+    """The response has what transformers' own tokenizer reports, as vLLM's has."""
     backend = byte_level()
     backend.save(str(tmp_path / "tokenizer.json"))
     bos = {"__type": "AddedToken", "content": "<s>", "lstrip": False, "special": True}
@@ -198,10 +198,10 @@ def test_tokenizer_info(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(written))
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     with running_api(model=str(tmp_path), enable_tokenizer_info_endpoint=True) as api:
-        told = httpx.get(f"{api.url}/tokenizer_info").json()
+        result = httpx.get(f"{api.url}/tokenizer_info").json()
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for name in ("bos_token", "eos_token", "chat_template", "model_max_length"):
-        assert told[name] == getattr(theirs, name)
-    assert told["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert told["added_tokens_decoder"] == {"0": "<s>"}
-    assert "vocab_file" not in told
+        assert result[name] == getattr(theirs, name)
+    assert result["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert result["added_tokens_decoder"] == {"0": "<s>"}
+    assert "vocab_file" not in result

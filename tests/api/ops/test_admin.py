@@ -1,4 +1,4 @@
-"""Administration over HTTP: who may, what reaches the engine, and how refusals are told."""
+"""Administration over HTTP: which requests are allowed, what reaches the engine, and how refusals are reported."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_bad_bodies_are_named(
 
 
 @pytest.mark.parametrize("status", [404, 409])
-def test_what_the_engine_refuses_is_told(engine: FakeEngine, http: httpx.Client, status: int) -> None:
+def test_a_refusal_by_the_engine_is_the_response(engine: FakeEngine, http: httpx.Client, status: int) -> None:
     engine.refusal = Failed("", status, "no, because", "not_so")
     response = ask(http, "GET", "")
     error = response.json()["error"]

@@ -9,7 +9,7 @@ from tests.api.fake_engine import FakeEngine
 
 
 @pytest.mark.parametrize("what", ["kv_cache", "settings"])
-def test_what_the_engine_says_of_itself(engine: FakeEngine, http: httpx.Client, what: str) -> None:
+def test_the_engines_own_description(engine: FakeEngine, http: httpx.Client, what: str) -> None:
     response = http.get(f"/v1/{what}")
     assert response.headers["content-type"] == "application/json"
     assert response.content == engine.answers[what]

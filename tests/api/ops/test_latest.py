@@ -1,4 +1,4 @@
-"""However many poll, the engine hears one question a second, and the text is written once."""
+"""However many clients poll, the engine gets one query a second, and the text is written once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POLLERS, POLLS = 16, 12
 
 @pytest.fixture
 def dated(api: Api, engine: FakeEngine) -> Iterator[FakeEngine]:
-    """An engine whose answers tell when they were made, as the real one's do, and of which nothing is known yet."""
+    """An engine whose answers have the time they were made at, as the real one's do; nothing of it is cached yet."""
     engine.dated = True
     api.client.epoch = object()
     yield engine

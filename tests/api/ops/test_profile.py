@@ -1,4 +1,4 @@
-"""Profiles over HTTP: who may have one, what reaches the engine, and how the trace comes."""
+"""Profiles over HTTP: which requests are allowed, what reaches the engine, and how the trace is returned."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_engine_is_asked_and_its_trace_comes_as_the_client_reads_it(
 
 
 @pytest.mark.parametrize("token", ["", "open-sesam"])
-def test_without_the_token_nobody_has_one(engine: FakeEngine, http: httpx.Client, token: str) -> None:
+def test_without_the_token_a_profile_is_refused(engine: FakeEngine, http: httpx.Client, token: str) -> None:
     answer = http.post("/v1/profile", headers={"Authorization": f"Bearer {token}"} if token else {})
     assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
     assert engine.all(Query) == []
@@ -64,7 +64,7 @@ def test_bad_bodies_are_named(engine: FakeEngine, http: httpx.Client, body: Any,
     assert engine.all(Query) == []
 
 
-def test_the_engines_refusal_is_told(engine: FakeEngine, http: httpx.Client) -> None:
+def test_the_engines_refusal_is_the_response(engine: FakeEngine, http: httpx.Client) -> None:
     engine.refusal = Failed("", 409, "steps are being profiled", "profile_running")
     answer = ask(http)
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "profile_running")

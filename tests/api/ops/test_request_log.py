@@ -16,7 +16,7 @@ from server.api.openai.chat import ChatRequest
 from server.api.openai.completions import CompletionRequest
 from server.engine.ipc.messages import Admitted, Preempted, Submit, Tokens
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
-from tests.api.fake_engine import FakeEngine, fails, says, silent
+from tests.api.fake_engine import FakeEngine, fails, generates, silent
 from tests.api.payloads import VALID_REQUEST, Encode
 from tests.api.raw_http import connect, raw_post
 
@@ -52,23 +52,25 @@ def ask(http: httpx.Client, request_id: str, **body: object) -> httpx.Response:
     return http.post("/v1/completions", json=VALID_REQUEST | body, headers={"x-request-id": request_id})
 
 
-def test_what_the_engine_says_is_told(engine: FakeEngine, http: httpx.Client, encode: Encode, line: Line) -> None:
+def test_the_engines_error_is_logged(engine: FakeEngine, http: httpx.Client, encode: Encode, line: Line) -> None:
     def script(submit: Submit) -> list[list[Any]]:
         name = submit.request_id
         admitted = Admitted(name, "paged", "rule 3", 1, "evicted", queue_seconds=0.25)
         return [[admitted], [Preempted(name)], [Preempted(name), Tokens(name, encode("hi"), "stop")]]
 
     engine.script = script
-    assert ask(http, "told").status_code == 200
-    told = fields_of(line("told"))
+    assert ask(http, "result").status_code == 200
+    result = fields_of(line("result"))
     known = {"strategy": "paged", "reason": "rule 3", "miss": "evicted", "cached_tokens": 1, "queue_ms": 250.0}
     known |= {"preemptions": 2, "outcome": "stop", "generated_tokens": 1, "prompt_tokens": 2, "status": 200}
-    assert told | known == told
-    assert "prompts" not in told
-    assert "2 (1 cached) + 1 tokens" in line("told").getMessage()
+    assert result | known == result
+    assert "prompts" not in result
+    assert "2 (1 cached) + 1 tokens" in line("result").getMessage()
 
 
-def test_guesses_are_told_if_there_were_any(engine: FakeEngine, http: httpx.Client, encode: Encode, line: Line) -> None:
+def test_draft_tokens_are_logged_if_there_were_any(
+    engine: FakeEngine, http: httpx.Client, encode: Encode, line: Line
+) -> None:
     def script(submit: Submit) -> list[list[Any]]:
         name, tokens = submit.request_id, [token for letter in "hello" for token in encode(letter)]
         drafted = [Tokens(name, tokens[1:4], None, None, 4), Tokens(name, tokens[4:], "length", None, 1)]
@@ -76,9 +78,9 @@ def test_guesses_are_told_if_there_were_any(engine: FakeEngine, http: httpx.Clie
 
     engine.script = script
     assert ask(http, "guessed").status_code == 200
-    told = fields_of(line("guessed"))
-    assert (told["drafted_tokens"], told["accepted_tokens"], told["generated_tokens"]) == (5, 2, 5)
-    engine.script = says(encode("hello"))
+    result = fields_of(line("guessed"))
+    assert (result["drafted_tokens"], result["accepted_tokens"], result["generated_tokens"]) == (5, 2, 5)
+    engine.script = generates(encode("hello"))
     assert ask(http, "unguessed").status_code == 200
     assert "drafted_tokens" not in fields_of(line("unguessed"))
 
@@ -90,21 +92,26 @@ def test_who_has_to_hear_of_it(engine: FakeEngine, http: httpx.Client, line: Lin
     assert ask(http, name).status_code == status
     record = line(name)
     assert (record.levelno, record.exc_info) == (level, None)
-    told = fields_of(record)
-    assert (told["status"], told["code"], told["error"], told["outcome"]) == (status, "some_code", "no luck", "error")
+    result = fields_of(record)
+    assert (result["status"], result["code"], result["error"], result["outcome"]) == (
+        status,
+        "some_code",
+        "no luck",
+        "error",
+    )
 
 
 def test_a_stream_that_fails_had_a_good_status(
     engine: FakeEngine, http: httpx.Client, encode: Encode, line: Line
 ) -> None:
-    engine.script = lambda submit: [*says(encode("hi"), None)(submit), *fails(500, "out of luck")(submit)]
+    engine.script = lambda submit: [*generates(encode("hi"), None)(submit), *fails(500, "out of luck")(submit)]
     assert ask(http, "streamed", stream=True).status_code == 200
     record = line("streamed")
     assert record.levelno == logging.ERROR
     assert fields_of(record) | {"status": 200, "outcome": "error", "error": "out of luck"} == fields_of(record)
 
 
-def test_a_fault_within_a_stream_is_told_once_with_its_traceback(
+def test_a_fault_within_a_stream_is_logged_once_with_its_traceback(
     engine: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, line: Line
 ) -> None:
     def broken(*_: object) -> None:
@@ -121,12 +128,12 @@ def test_a_client_that_leaves_before_there_is_an_answer(api: Api, engine: FakeEn
     engine.script = silent
     with connect(api.url, raw_post(json.dumps(VALID_REQUEST).encode(), "x-request-id: impatient")):
         engine.wait_for(Submit)
-    told = fields_of(line("impatient"))
-    assert (told["status"], told["outcome"]) == (499, "cancelled")
-    assert "error" not in told
+    result = fields_of(line("impatient"))
+    assert (result["status"], result["outcome"]) == (499, "cancelled")
+    assert "error" not in result
 
 
-def test_whoever_polls_ready_does_not_fill_the_log(lone_api: Api, caplog: pytest.LogCaptureFixture) -> None:
+def test_polling_ready_does_not_fill_the_log(lone_api: Api, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert httpx.get(f"{lone_api.url}/ready", headers={"x-request-id": "polls"}).status_code == 503
     assert httpx.get(f"{lone_api.url}/metrics", headers={"x-request-id": "asks"}).status_code == 503
@@ -150,9 +157,9 @@ def test_no_field_gets_into_the_log(
     statuses = [http.post(path, json=each, headers={"x-kv-cache": "paged"}).status_code for each in asked]
     assert statuses.count(400) > 100
     http.post(path, json=good, headers={"authorization": f"Bearer {MARK}"})
-    told = [record for record in caplog.records if record.name.startswith("server.")]
-    assert len(told) > 100
-    for record in told:
+    result = [record for record in caplog.records if record.name.startswith("server.")]
+    assert len(result) > 100
+    for record in result:
         line = fields_of(record)
         line.pop("completion_id", None)  # the body's request_id is there to be found
         assert MARK not in f"{record.getMessage()} {line}"
@@ -160,7 +167,7 @@ def test_no_field_gets_into_the_log(
 
 @pytest.mark.parametrize(("known", "status"), [("/nowhere", 404), ("/v1/kv_cache/paged", 405)])
 def test_a_path_cannot_begin_a_line(http: httpx.Client, line: Line, known: str, status: int) -> None:
-    """Quoted as it came, it is harmless; what errors tell of it to the client is not."""
+    """The path is harmless as it was sent, quoted; in the message of an error it is not."""
     path, name = f"{known}%0aCRITICAL%1b%5b31m%C2%85%E2%80%A8", f"forged-{status}"
     headers = {"x-request-id": name, "authorization": f"Bearer {ADMIN_TOKEN}"}
     assert http.put(path, headers=headers).status_code == status
@@ -174,7 +181,7 @@ def test_a_path_cannot_begin_a_line(http: httpx.Client, line: Line, known: str, 
 def telling(encode: Encode) -> Iterator[httpx.Client]:
     with (
         running_api(log_prompts=True) as api,
-        FakeEngine(api.socket_path, says(encode("hello world"))),
+        FakeEngine(api.socket_path, generates(encode("hello world"))),
         httpx.Client(base_url=api.url, timeout=10) as client,
     ):
         api.await_ready()
@@ -185,13 +192,13 @@ def telling(encode: Encode) -> Iterator[httpx.Client]:
 def test_prompts_and_texts_if_they_are_switched_on(telling: httpx.Client, line: Line, stream: bool) -> None:
     name = f"said-{stream}"
     assert ask(telling, name, prompt=["knock knock", "who"], stream=stream).status_code == 200
-    told = fields_of(line(name))
-    assert told["prompts"] == ["knock knock", "who"]
-    assert told["texts"] == ["hello world", "hello world"]
+    result = fields_of(line(name))
+    assert result["prompts"] == ["knock knock", "who"]
+    assert result["texts"] == ["hello world", "hello world"]
     assert "'knock knock'" in line(name).getMessage()
 
 
-def test_prompts_of_token_ids_are_told_as_they_came(telling: httpx.Client, line: Line) -> None:
+def test_prompts_of_token_ids_are_logged_as_they_were_sent(telling: httpx.Client, line: Line) -> None:
     assert ask(telling, "ids", prompt=[5, 6]).status_code == 200
     assert fields_of(line("ids"))["prompts"] == [[5, 6]]
 

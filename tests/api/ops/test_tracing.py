@@ -21,7 +21,7 @@ from config.errors import SettingsError
 from server.api.ops.tracing import Tracing, make_tracing, traces_url
 from server.engine.ipc.messages import Admitted, Submit, Tokens
 from tests.api.conftest import running_api
-from tests.api.fake_engine import FakeEngine, fails, says
+from tests.api.fake_engine import FakeEngine, fails, generates
 from tests.api.payloads import VALID_REQUEST, Encode
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -55,7 +55,7 @@ def traced(encode: Encode) -> Iterator[Spans]:
         patch.setattr("server.api.app.make_tracing", lambda _: Tracing(provider))
         with (
             running_api() as api,
-            FakeEngine(api.socket_path, says([])) as engine,
+            FakeEngine(api.socket_path, generates([])) as engine,
             httpx.Client(base_url=api.url, timeout=10) as http,
         ):
             api.await_ready()
@@ -78,11 +78,11 @@ def test_a_request_and_its_parts(traced: Spans, encode: Encode) -> None:
     assert whole.name == "text_completion tiny"
     assert whole.parent is not None
     assert (f"{whole.parent.trace_id:032x}", f"{whole.parent.span_id:016x}") == (TRACE, PARENT)
-    told = known(whole)
-    assert told.pop("gen_ai.response.id").startswith("cmpl-")
-    assert told.pop("kvmux.request_id")
-    assert 0 < told.pop("gen_ai.latency.time_to_first_token") <= told.pop("gen_ai.latency.e2e")
-    assert told == {
+    result = known(whole)
+    assert result.pop("gen_ai.response.id").startswith("cmpl-")
+    assert result.pop("kvmux.request_id")
+    assert 0 < result.pop("gen_ai.latency.time_to_first_token") <= result.pop("gen_ai.latency.e2e")
+    assert result == {
         "gen_ai.provider.name": "kvmux",
         "gen_ai.operation.name": "text_completion",
         "gen_ai.request.model": "tiny",
@@ -118,7 +118,7 @@ def test_a_request_and_its_parts(traced: Spans, encode: Encode) -> None:
     )
 
 
-def test_parts_lie_within_the_request_whatever_the_engine_says(traced: Spans, encode: Encode) -> None:
+def test_parts_lie_within_the_request_whatever_times_the_engine_sends(traced: Spans, encode: Encode) -> None:
     def script(submit: Submit) -> list[list[Any]]:
         name = submit.request_id
         return [[Admitted(name, "paged", "default", 0, None, 99.0)], [Tokens(name, encode("hi"), "length")]]
@@ -130,7 +130,7 @@ def test_parts_lie_within_the_request_whatever_the_engine_says(traced: Spans, en
 
 
 def test_a_chat(traced: Spans, encode: Encode) -> None:
-    traced.engine.begin_again(says(encode("hi")))
+    traced.engine.begin_again(generates(encode("hi")))
     messages = [{"role": "user", "content": "hello"}]
     whole = traced.of("/v1/chat/completions", model="tiny", messages=messages, stream=True)["whole"]
     assert whole.name == "chat tiny"
@@ -154,7 +154,7 @@ def test_a_mistake_of_the_client_is_no_error_of_the_server(traced: Spans) -> Non
 
 
 def test_what_the_client_does_not_sample_is_left_out(traced: Spans, encode: Encode) -> None:
-    traced.engine.begin_again(says(encode("hi")))
+    traced.engine.begin_again(generates(encode("hi")))
     assert traced.of(sampled=False, **VALID_REQUEST) == {}
 
 
@@ -166,7 +166,7 @@ def test_other_requests_have_none(traced: Spans) -> None:
     assert len(traced._exporter.get_finished_spans()) == 1
 
 
-def test_without_the_packages_it_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_packages_the_error_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(SettingsError, match=r"^otlp_traces_endpoint needs OpenTelemetry: pip install 'kvmux\[otel\]'$"):
         make_tracing("http://127.0.0.1:4318")

@@ -102,7 +102,7 @@ def receive(worker: socket.socket) -> list[FromEngine]:
     return msgspec.msgpack.decode(worker.recv(length, socket.MSG_WAITALL), type=list[FromEngine])
 
 
-def test_workers_are_greeted_told_apart_and_missed(gateway: Gateway, socket_path: Path) -> None:
+def test_workers_get_a_hello_an_id_and_a_disconnected_message(gateway: Gateway, socket_path: Path) -> None:
     with connect(socket_path) as one, connect(socket_path) as two:
         assert receive(one) == receive(two) == [HELLO]
         one.sendall(encode_message(SUBMIT) + encode_message(Cancel("r-0")))
@@ -124,7 +124,7 @@ def test_workers_are_greeted_told_apart_and_missed(gateway: Gateway, socket_path
         assert receive(two) == []
 
 
-def test_a_worker_that_talks_nonsense_is_hung_up_on(
+def test_a_worker_that_sends_other_bytes_is_disconnected(
     gateway: Gateway, socket_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with connect(socket_path) as worker:
@@ -135,7 +135,7 @@ def test_a_worker_that_talks_nonsense_is_hung_up_on(
     assert "holds no message" in caplog.text
 
 
-def test_a_worker_that_does_not_read_holds_up_nobody(
+def test_a_worker_that_does_not_read_holds_up_no_other(
     gateway: Gateway, socket_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(gateway_module, "MAX_UNREAD_BYTES", 2**20)
@@ -196,13 +196,13 @@ def test_leaving_a_stream_cancels_what_still_runs(gateway: Gateway, socket_path:
             await ready(client)
             async with client.stream(submits) as stream:
                 worker_id = (await asyncio.to_thread(gateway.inbox.get))[0]
-                # r-0 ends, and r-1 is cancelled with its end on the way: nothing more is heard of it
+                # r-0 ends, and r-1 is cancelled with its end on the way: no more of its events are delivered
                 gateway.send(worker_id, [Tokens("r-0", [5], "stop"), Tokens("r-1", [6]), Tokens("r-1", [7], "stop")])
-                heard = [await anext(stream), await anext(stream)]
+                received = [await anext(stream), await anext(stream)]
                 stream.cancel("r-1")
                 stream.cancel("r-1")
                 gateway.send(worker_id, [Tokens("r-2", [8])])
-                return [*heard, await anext(stream)]
+                return [*received, await anext(stream)]
 
     assert asyncio.run(use()) == [Tokens("r-0", [5], "stop"), Tokens("r-1", [6]), Tokens("r-2", [8])]
     sent = [message for _, message in drained(gateway)]
