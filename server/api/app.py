@@ -23,8 +23,8 @@ from server.api.http.middleware import (
 )
 from server.api.openai import chat, completions, models, tokenize
 from server.api.openai.generation_job import Deadlines, Priorities, RequestLimits, Serving
-from server.api.ops import admin, health, kv_cache, metrics, profile
-from server.api.ops.observations import Observations
+from server.api.ops import admin
+from server.api.ops.monitoring import Observations, health_router, kv_cache_router, metrics_router
 from server.api.ops.request_log import EndedRequest, log_request
 from server.api.ops.tracing import Tracing, make_tracing
 from server.engine.ipc.client import EngineClient
@@ -70,8 +70,8 @@ def create_app(
     errors.add_exception_handlers(app)
     add_middleware(app, settings, tracing, observations, make_body_limits_getter(settings, client), metrics_port)
     add_routers(app, settings, client, tokenizer)
-    app.include_router(health.router(client))
-    app.include_router(metrics.router(client, observations))
+    app.include_router(health_router(client))
+    app.include_router(metrics_router(client, observations))
     return app
 
 
@@ -141,7 +141,7 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
     info = read_tokenizer_info(Path(settings.model)) if settings.enable_tokenizer_info_endpoint else None
     keyed.include_router(tokenize.router(serving, info))
     keyed.include_router(models.router(client, list_strategies=settings.list_strategies))
-    keyed.include_router(kv_cache.router(client))
+    keyed.include_router(kv_cache_router(client))
     app.include_router(keyed)
     app.include_router(admin.router(client, tokenizer, most), dependencies=[make_security_dependency("admin token")])
-    app.include_router(profile.router(client), dependencies=[make_security_dependency("admin token")])
+    app.include_router(admin.profile_router(client), dependencies=[make_security_dependency("admin token")])

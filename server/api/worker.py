@@ -25,7 +25,7 @@ from config.sizes import parse_bytes
 from server.api.app import create_app
 from server.api.http.connection import make_connection_class
 from server.api.http.errors import ApiError
-from server.api.ops.observations import Observations
+from server.api.ops.monitoring import Observations
 from server.engine.ipc.client import EngineClient
 from server.logs import hide_exception_messages
 from server.processes.child_process import STOP_SIGNAL

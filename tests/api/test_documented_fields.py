@@ -13,8 +13,7 @@ from server.api.openai.chat import ChatRequest
 from server.api.openai.completions import CompletionRequest
 from server.api.openai.request_models import SpeculativeConfig, StreamOptions
 from server.api.openai.tokenize import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
-from server.api.ops.admin import ClearRequest, PinRequest, ShareRequest
-from server.api.ops.profile import ProfileRequest
+from server.api.ops.admin import ClearRequest, PinRequest, ProfileRequest, ShareRequest
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "reference" / "api.md").read_text()
 BODIES = (

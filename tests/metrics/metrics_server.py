@@ -9,7 +9,7 @@ from threading import Thread
 
 from cache_strategies.base import BlockEvents, Blocks, CacheUsage
 from kernels.selfcheck.op_db import OP_NAMES
-from server.api.ops.metrics import OPENMETRICS
+from server.api.ops.monitoring import OPENMETRICS
 from server.metrics.families import MISS_REASON, OUTCOME, WAIT_REASON
 from server.metrics.registry import Metrics
 from server.records import Admission, DeviceMemory, DraftRecord, StepPart

@@ -1,18 +1,22 @@
-"""Administration of the caches: inspect and clear them, pin prefixes, change shares of the memory.
+"""Administration: of the caches (inspect, clear, pin prefixes, change shares of the memory), and profiles of steps.
 
-Sends commands, which the engine carries out; `Access` in server/api/http/middleware.py checks the admin token.
+POST /v1/profile returns a chrome trace of real steps with a table of it. The engine carries out the commands; `Access`
+in server/api/http/middleware.py checks the admin token.
 """
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+import asyncio
+import gzip
+
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from config.sizes import Share
 from server.api.http.errors import make_error_responses
 from server.api.http.json_body import Body
-from server.api.http.json_route import StrictJsonRoute
-from server.api.http.middleware import ADMIN_PREFIX
+from server.api.http.json_route import JsonRoute, StrictJsonRoute
+from server.api.http.middleware import ADMIN_PREFIX, PROFILE_PATH
 from server.api.openai.generation_job import RequestLimits, check_prompt, hash_api_key
 from server.api.openai.request_models import Prompt
 from server.engine.ipc import messages
@@ -20,6 +24,9 @@ from server.engine.ipc.client import EngineClient
 from server.text.tokenizer import TokenizerBase
 
 MAX_PIN_SECONDS = 7 * 24 * 3600  # seconds
+MAX_PROFILED_STEPS = 200
+MAX_PROFILED_SECONDS = 60.0
+PROFILE_EXTRA_TIMEOUT = 120.0  # seconds that loading torch's profiler and writing a trace may take in addition
 
 
 class TenantBody(Body):
@@ -91,5 +98,34 @@ def router(client: EngineClient, tokenizer: TokenizerBase, limits: RequestLimits
     @routes.delete("/pins/{pin_id}")
     async def unpin(instance: str, pin_id: str) -> Response:
         return await send_command(messages.Unpin(instance, pin_id))
+
+    return routes
+
+
+# ---------------------------------------------------------------- profiles
+class ProfileRequest(Body):
+    """Body of POST /v1/profile: whichever limit is reached first ends the recording."""
+
+    steps: int = Field(MAX_PROFILED_STEPS, ge=1, le=MAX_PROFILED_STEPS, description="that are recorded at most")
+    seconds: float = Field(
+        10.0, gt=0, le=MAX_PROFILED_SECONDS, description="after which recording ends, however few steps"
+    )
+
+
+def profile_router(client: EngineClient) -> APIRouter:
+    routes = APIRouter(
+        route_class=JsonRoute,
+        tags=["administration"],
+        responses=make_error_responses(400, 401, 403, 409, 413, 503),
+    )
+
+    @routes.post(PROFILE_PATH)
+    async def profile(request: Request, body: ProfileRequest | None = None) -> Response:
+        wanted = body or ProfileRequest()
+        patience = wanted.seconds + PROFILE_EXTRA_TIMEOUT
+        packed = await client.query(messages.Profile(wanted.steps, wanted.seconds), patience)
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            return Response(packed, media_type="application/json", headers={"Content-Encoding": "gzip"})
+        return Response(await asyncio.to_thread(gzip.decompress, packed), media_type="application/json")
 
     return routes
