@@ -15,7 +15,7 @@ from kernels.types import LayerSpec
 from server.models.base import Model
 
 
-class FullContext:
+class NoCacheAttention:
     """Implements `kernels.ops.Attention` for one text that enters whole, in any order; keeps nothing."""
 
     def __init__(self, specs: Sequence[LayerSpec] | Mapping[int, LayerSpec], length: int, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class FullContext:
 @torch.inference_mode()
 def full_context_logits(model: Model, ids: Sequence[int]) -> Tensor:
     """Return the logits [V] after the last of `ids`."""
-    attention = FullContext(model.layer_specs, len(ids), model.device)
+    attention = NoCacheAttention(model.layer_specs, len(ids), model.device)
     return model.forward(torch.tensor(ids, device=model.device), attention)[0]
 
 

@@ -23,7 +23,7 @@ from server.models.base import Stepwise
 from server.models.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelInfo, read_eos_ids
 from server.models.config_file import check_counts, read_json, shorten_repr
 from server.models.errors import ModelError
-from server.models.no_cache import FullContext
+from server.models.no_cache import NoCacheAttention
 
 ATTN_IMPLEMENTATION = "kvmux"  # our name among transformers' kinds of attention
 MAX_MESSAGE_LENGTH = 300  # characters of what transformers says
@@ -217,7 +217,7 @@ def _get_layer_index(module: nn.Module) -> int:
 
 
 # ---------------------------------------------------------------- what a model is like
-class _Probe(FullContext):
+class _Probe(NoCacheAttention):
     """Attention over one short text that learns on the way what every layer's attention is."""
 
     def __init__(self, length: int, config: Any, positions: int, device: torch.device) -> None:

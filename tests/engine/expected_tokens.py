@@ -17,13 +17,13 @@ from kernels.types import LayerSpec
 from server.engine.ipc.messages import SamplingParams
 from server.engine.sampling.draw import Draw, Noise, draw_tokens
 from server.models.decoder import Decoder
-from server.models.no_cache import FullContext, debug_generate_full_context
+from server.models.no_cache import NoCacheAttention, debug_generate_full_context
 
 MIN_MARGIN = 1e-5  # far above the rounding of float32, far below what tells tokens apart
 
 
-class Windowed(FullContext):
-    """As FullContext, but a query sees its latest `window` tokens and the first `sinks` only."""
+class Windowed(NoCacheAttention):
+    """As NoCacheAttention, but a query sees its latest `window` tokens and the first `sinks` only."""
 
     def __init__(self, specs: Sequence[LayerSpec], length: int, window: int, sinks: int) -> None:
         super().__init__(specs, length, torch.device("cpu"))
@@ -68,7 +68,7 @@ class Reference:
         if key not in self._others:
             ids = list(prompt)
             for _ in range(sampling.max_tokens):
-                logits = self._logits(ids, FullContext(self.model.layer_specs, len(ids), self.model.device))
+                logits = self._logits(ids, NoCacheAttention(self.model.layer_specs, len(ids), self.model.device))
                 _assert_clear_draw(logits[0], sampling, len(ids))
                 ids += draw_tokens(logits, [Draw(sampling, len(ids))])
             self._others[key] = ids[len(prompt) :]
@@ -87,12 +87,12 @@ class Reference:
         return self._others[key]
 
     @torch.inference_mode()
-    def _logits(self, ids: Sequence[int], attention: FullContext) -> Tensor:
+    def _logits(self, ids: Sequence[int], attention: NoCacheAttention) -> Tensor:
         return self.model.forward(torch.tensor(ids), attention)
 
     def _assert_clear(self, ids: Sequence[int], first: int) -> None:
         """Every token from `first` on has won clearly."""
-        attention = FullContext(self.model.layer_specs, len(ids), self.model.device)
+        attention = NoCacheAttention(self.model.layer_specs, len(ids), self.model.device)
         attention.logit_index = attention.positions[first - 1 : -1]
         for logits in self._logits(ids, attention):
             _assert_clear_winner(logits)

@@ -28,7 +28,7 @@ from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
 from server.models.files.directory import locate
 from server.models.load import load_model, read_model_info
-from server.models.no_cache import FullContext
+from server.models.no_cache import NoCacheAttention
 from server.models.weights import WeightFormat, WeightsConfig
 from server.text.tokenizer import Tokenizer
 from tests.models import malformed_models
@@ -144,7 +144,7 @@ def _served(model: str, ops: Ops, kept: WeightsConfig) -> Served:
     positions = min(facts.max_positions, 256)
     loaded = load_model(directory, "auto", ops=ops, dtype=torch.float32, weights=kept, device=CPU, positions=positions)
     ids = torch.arange(2, 2 + min(12, positions)) % facts.vocab_size
-    attention = FullContext(loaded.layer_specs, len(ids), CPU)
+    attention = NoCacheAttention(loaded.layer_specs, len(ids), CPU)
     attention.logit_index = attention.positions
     return Served(loaded.forward(ids, attention), facts.eos_ids, facts.vocab_size)
 

@@ -23,7 +23,7 @@ from server.models.config import load_config
 from server.models.decoder import Decoder
 from server.models.errors import ModelError
 from server.models.load import read_model_info
-from server.models.no_cache import FullContext, debug_generate_full_context
+from server.models.no_cache import NoCacheAttention, debug_generate_full_context
 from server.models.weights import Safetensors
 from tests.models.random_models import CONFIGS, load_decoder, save_random_model
 
@@ -33,7 +33,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = save_random_model(name, tmp_path)
     ours = load_decoder(tmp_path)
     ids = torch.randint(2, 300, (70,))
-    attention = FullContext(ours.layer_specs, len(ids), ours.device)
+    attention = NoCacheAttention(ours.layer_specs, len(ids), ours.device)
     attention.logit_index = attention.positions  # all rows
     with torch.inference_mode():
         expected = theirs(ids[None]).logits[0]
@@ -51,7 +51,7 @@ def test_the_decoder_of_a_model_that_sees_is_served_alone(tmp_path: Path) -> Non
     ours = load_decoder(tmp_path)
     ids = torch.randint(2, 200, (40,))
     with torch.inference_mode():
-        logits = ours.forward(ids, FullContext(ours.layer_specs, len(ids), ours.device))
+        logits = ours.forward(ids, NoCacheAttention(ours.layer_specs, len(ids), ours.device))
         torch.testing.assert_close(logits[0], theirs(input_ids=ids[None]).logits[0, -1], rtol=0, atol=1e-4)
 
 
@@ -62,7 +62,7 @@ def test_longrope_factors_are_those_of_the_longest_text_served(positions: int, t
     ours = load_decoder(tmp_path, positions=positions)
     ids = torch.randint(2, 300, (positions,))
     with torch.inference_mode():
-        logits = ours.forward(ids, FullContext(ours.layer_specs, len(ids), ours.device))
+        logits = ours.forward(ids, NoCacheAttention(ours.layer_specs, len(ids), ours.device))
         torch.testing.assert_close(logits[0], theirs(ids[None]).logits[0, -1], rtol=0, atol=1e-4)
 
 
@@ -80,7 +80,7 @@ def test_sharded_weights_are_found(tmp_path: Path) -> None:
     ids = torch.randint(2, 300, (20,))
     ours = load_decoder(tmp_path)
     with torch.inference_mode():
-        logits = ours.forward(ids, FullContext(ours.layer_specs, len(ids), ours.device))
+        logits = ours.forward(ids, NoCacheAttention(ours.layer_specs, len(ids), ours.device))
         torch.testing.assert_close(logits[0], theirs(ids[None]).logits[0, -1], rtol=0, atol=1e-4)
 
 
@@ -91,7 +91,7 @@ def test_weights_can_be_kept_narrower_than_activations(tmp_path: Path) -> None:
     ours = Decoder(load_config(tmp_path), weights, ReferenceOps(), torch.float32)
     assert ours.weight_bytes == sum(p.numel() for p in theirs.parameters()) * 2
     with torch.inference_mode():
-        logits = ours.forward(ids, FullContext(ours.layer_specs, len(ids), ours.device))[0]
+        logits = ours.forward(ids, NoCacheAttention(ours.layer_specs, len(ids), ours.device))[0]
         expected = theirs(ids[None]).logits[0, -1]
     assert torch.corrcoef(torch.stack((logits, expected)))[0, 1] > 0.99
 
@@ -178,7 +178,7 @@ def test_what_config_json_leaves_out_is_what_transformers_takes_for_granted(name
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
         ours = load_decoder(tmp_path, positions=40)
         with torch.inference_mode():
-            logits = ours.forward(ids, FullContext(ours.layer_specs, len(ids), ours.device))
+            logits = ours.forward(ids, NoCacheAttention(ours.layer_specs, len(ids), ours.device))
             expected = theirs(ids[None]).logits[0, -1]
         torch.testing.assert_close(logits[0], expected, rtol=0, atol=1e-4, msg=f"{key} left out")
         assert {spec.window for spec in ours.layer_specs} == _windows_of(theirs), key

@@ -26,7 +26,7 @@ from transformers import (
 from kernels.reference.backend import ReferenceOps
 from server.models.errors import ModelError
 from server.models.load import load_model, read_model_info
-from server.models.no_cache import FullContext
+from server.models.no_cache import NoCacheAttention
 from server.models.transformers_backend import TransformersModel
 from server.models.weights import WeightsConfig
 from tests.models.random_models import CONFIGS, FALLBACK, SHAPE, save_random_model
@@ -39,7 +39,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = save_random_model(name, tmp_path)
     ours = TransformersModel(tmp_path, torch.float32, CPU)
     ids = torch.randint(2, 300, (60,))
-    attention = FullContext(ours.layer_specs, len(ids), CPU)
+    attention = NoCacheAttention(ours.layer_specs, len(ids), CPU)
     attention.logit_index = attention.positions[::7]
     with torch.inference_mode():
         expected = theirs(ids[None]).logits[0, ::7]
@@ -59,7 +59,7 @@ def test_longrope_factors_are_those_of_the_longest_text_served(positions: int, t
     for length in (3, positions, 2):
         ids = torch.randint(2, 300, (length,))
         with torch.inference_mode():
-            theirs, ours = (m.forward(ids, FullContext(m.layer_specs, length, CPU)) for m in models)
+            theirs, ours = (m.forward(ids, NoCacheAttention(m.layer_specs, length, CPU)) for m in models)
         torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
 
 
@@ -176,8 +176,8 @@ def test_a_model_that_attends_otherwise_than_it_says_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_random_model("olmo2", tmp_path)
-    attend = FullContext.attend
-    monkeypatch.setattr(FullContext, "attend", lambda self, layer, q, k, v: attend(self, layer, q, k, v) * 1.5)
+    attend = NoCacheAttention.attend
+    monkeypatch.setattr(NoCacheAttention, "attend", lambda self, layer, q, k, v: attend(self, layer, q, k, v) * 1.5)
     with pytest.raises(ModelError, match="with our attention it computes something else than without"):
         TransformersModel(tmp_path, torch.float32, CPU)
 

@@ -20,7 +20,7 @@ from server.evaluation.compare import Fidelity, update_fidelities
 from server.evaluation.documents import Document
 from server.evaluation.flags import EvaluateOptions
 from server.models.base import Model
-from server.models.no_cache import FullContext
+from server.models.no_cache import NoCacheAttention
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,7 +54,7 @@ def compare_models(models: Sequence[Model], documents: Sequence[Document]) -> li
         ids = torch.tensor(document.ids, device=models[0].device)
         logits = []
         for model in models:
-            attention = FullContext(model.layer_specs, len(ids) - 1, model.device)
+            attention = NoCacheAttention(model.layer_specs, len(ids) - 1, model.device)
             attention.logit_index = attention.positions
             logits.append(model.forward(ids[:-1], attention).float())
         # [models][n]: whether the token after the i-th was the likeliest.

@@ -1,7 +1,7 @@
-"""Messages between an API worker and a process that reads texts. Data only.
+"""Messages between an API worker and a process that runs the model's tokenizer and chat template. Data only.
 
-Messages to the process are pickled, which takes whatever JSON can express (integers of any length, too); only the
-worker can send them. Answers are msgpack, read strictly: the process runs code that came with the model.
+Messages to the process are pickled, because pickle takes all values that JSON has (also integers of any length). That
+is safe: only the worker can send them. Answers are msgpack, decoded strictly, as the process runs the model's own code.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Start(msgspec.Struct, frozen=True):
     """The first message: what to load, and within which limits."""
 
     directory: str
-    seconds: float  # for one call; the process ends itself when they are over
-    memory: int  # bytes for calls, beyond what is there once all is loaded
-    load_memory: int  # bytes for loading
+    seconds: float  # that one call may take; the process ends itself after that
+    memory: int  # bytes that a call may take beyond those in use after loading
+    load_memory: int  # bytes that loading may take
     with_vocabulary: bool  # send the vocabulary once it is loaded
 
 
@@ -43,7 +43,7 @@ class EncodeChat(msgspec.Struct, frozen=True):
 
 
 class Infill(msgspec.Struct, frozen=True):
-    """Encode a prompt after which the model writes what stands between prefix and suffix."""
+    """Encode a fill-in-the-middle prompt: after it the model writes the text between prefix and suffix."""
 
     prefix: str
     suffix: str
@@ -59,7 +59,7 @@ class Decode(msgspec.Struct, frozen=True):
 Call: TypeAlias = Encode | EncodeChat | Infill | Decode
 
 
-# ---------------------------------------------------------------- and back
+# ---------------------------------------------------------------- from the process
 class VocabularyData(msgspec.Struct, frozen=True):
     """The parts of a tokenizer that decoding needs."""
 
@@ -76,7 +76,7 @@ class TokenizerLoaded(msgspec.Struct, tag=True, frozen=True):
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
-    """The first answer and the last: the model's files cannot be used, and why."""
+    """The first and only answer of a process that cannot use the model's files: the reason."""
 
     message: str
 
@@ -98,7 +98,7 @@ REFUSAL_ERRORS: dict[RefusalKind, type[TextRefused]] = {  # by kind of refusal; 
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """There is no result, and why. A refusal of the kind "memory" is the process's last message."""
+    """The reason why a call has no result. A refusal of the kind "memory" is the process's last message."""
 
     kind: RefusalKind
     message: str

@@ -1,9 +1,9 @@
-"""The process that reads texts with a model's own tokenizer and chat templates.
+"""The process that encodes texts with a model's own tokenizer and chat templates.
 
-`python -m server.text.processes.sandbox_process`: its socket is its standard input. It loads what the first message
-names, and then answers calls, one after another. What it runs came with the model, so the kernel bounds it: its
-address space by RLIMIT_AS, and the time of a call by an alarm, which ends the process even if its worker is gone.
-Knows neither requests nor the engine.
+`python -m server.text.processes.sandbox_process`: its socket is its standard input. It loads the tokenizer that the
+first message names, and then answers calls one at a time. The code it runs came with the model, so the kernel bounds
+it: its address space by RLIMIT_AS, and the time of a call by an alarm, which ends the process even if its worker is
+gone. Knows neither requests nor the engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from server.text.processes.messages import (
 )
 
 CHUNK = 2**18  # bytes read at a time
-MAX_OPEN_FILES = 16  # once all is loaded
+MAX_OPEN_FILES = 16  # after the tokenizer is loaded
 KINDS = {error: kind for kind, error in REFUSAL_ERRORS.items()}
 
 
@@ -47,11 +47,11 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=os.dup(0)) as connection, contextlib.suppress(OSError):  # OSError: the worker is gone
         serve(connection)
-    os._exit(0)  # at once: there is much to free, and nothing to keep
+    os._exit(0)  # skips the interpreter's cleanup, which takes time and has nothing to save
 
 
 def serve(connection: socket.socket) -> None:
-    """Load, and answer until the worker's end of the socket closes."""
+    """Load the tokenizer, then answer calls until the worker closes its end of the socket."""
     messages = receive_messages(connection)
     start = next(messages, None)
     if not isinstance(start, Start):
@@ -66,11 +66,11 @@ def serve(connection: socket.socket) -> None:
     limit_resources(start.memory)
     send(connection, TokenizerLoaded(loaded.vocabulary_data if start.with_vocabulary else None))
     for call in messages:
-        assert not isinstance(call, Start), "it comes first"
+        assert not isinstance(call, Start), "Start is only the first message"
         answer = answer_with_timeout(start.seconds, loaded, call)
         send(connection, answer)
         if isinstance(answer, Refused) and answer.kind == "memory":
-            return None  # the interpreter cannot be trusted after that
+            return None  # after a MemoryError the interpreter may be in any state
 
 
 def receive_messages(connection: socket.socket) -> Iterator[Start | Call]:
@@ -92,12 +92,12 @@ def load_encoder(start: Start) -> Encoder | Broken:
         return Broken(str(error))
     except MemoryError:
         return Broken(f"model: the tokenizer in {start.directory} takes more than {start.load_memory} bytes to load")
-    except Exception as error:  # files of a form that was not expected
+    except Exception as error:  # files of an unexpected form raise errors of any kind
         return Broken(f"model: the tokenizer in {start.directory} cannot be read: {type(error).__name__}: {error}")
 
 
 def answer_with_timeout(seconds: float, encoder: Encoder, call: Call) -> Answer:
-    """Return the answer to a call; SIGALRM ends the process where it takes longer."""
+    """Return the answer to a call. If it takes more than `seconds`, SIGALRM ends the process."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         return answer_call(encoder, call)
@@ -125,7 +125,7 @@ def redirect_stderr() -> None:
 
 
 def limit_resources(memory: int) -> None:
-    """Allow only what calls need: `memory` beyond what is in use, few open files, no writes, no core dump."""
+    """Allow only what calls need: `memory` bytes beyond those in use, few open files, no writes, no core dump."""
     limit_memory(memory, for_good=True)
     for kind, limit in (
         (resource.RLIMIT_NOFILE, MAX_OPEN_FILES),
@@ -136,9 +136,9 @@ def limit_resources(memory: int) -> None:
 
 
 def limit_memory(allowance: int, *, for_good: bool = False) -> None:
-    """Bound the address space to `allowance` bytes more than now.
+    """Bound the address space to `allowance` bytes more than now; `for_good`: the limit cannot be raised again.
 
-    macOS enforces no such limit; there the worker watches the memory of a call.
+    macOS does not enforce the limit; there the worker watches the memory of a call.
     """
     if (in_use := read_address_space()) is not None:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)

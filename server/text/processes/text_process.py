@@ -1,6 +1,6 @@
-"""A worker's handle of one process that reads texts: starts it, sends it one call at a time, kills it.
+"""A worker's handle of one tokenizer process: it starts the process, sends it one call at a time, and kills it.
 
-Knows the messages, but not what is to happen when a call fails.
+The caller decides what happens when a call fails.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ from server.text.processes.messages import (
 
 MODULE = "server.text.processes.sandbox_process"
 MEMORY_LIMIT_ENFORCED = sys.platform != "darwin"  # whether the system enforces RLIMIT_AS
-MEMORY_POLL_INTERVAL = 0.05  # seconds between two looks at the memory of a process whose limit is not enforced
+MEMORY_POLL_INTERVAL = 0.05  # seconds between two readings of the process's memory, where no limit is enforced
 LOAD_TIMEOUT = 120.0  # seconds to load a tokenizer, at most
 CHUNK = 2**18  # bytes read at a time
 BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # sent to whole process groups
-INHERITED = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")  # no secrets
+# Environment variables that the process inherits: none that may hold secrets.
+INHERITED = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
 
 FailureReason: TypeAlias = Literal["time", "memory", "killed", "crash"]
 _DECODER: msgspec.msgpack.Decoder[ProcessMessage] = msgspec.msgpack.Decoder(ProcessMessage)
 
 
 class ProcessFailed(Exception):
-    """A process did not answer a call, and was ended."""
+    """Raised for a call that the process did not answer, with the reason; the process cannot be used any more."""
 
     def __init__(self, reason: FailureReason) -> None:
         super().__init__(reason)
@@ -54,13 +55,16 @@ class ProcessFailed(Exception):
 
 
 class TextProcess(asyncio.Protocol):
-    """Loads at once. Call `connect`, `wait_until_ready`, then `run_call` as often as needed, and `end`."""
+    """A process that loads a tokenizer from the moment it is made.
+
+    Call `connect`, `wait_until_ready`, then `run_call` any number of times, and `end`.
+    """
 
     def __init__(self, start: Start, *, memory_limit: int | None = None) -> None:
-        """Start the process. Raises OSError when the system starts no more processes.
+        """Start the process. Raises OSError when the system cannot start more processes.
 
-        With `memory_limit`, a call that takes more bytes than that is failed from here; by default this is done only
-        where the system does not enforce the process's own limit.
+        With `memory_limit`, this worker watches the process's memory and fails a call that takes more bytes. By
+        default it does so only where the system does not enforce the process's own limit.
         """
         if memory_limit is None and not MEMORY_LIMIT_ENFORCED:
             memory_limit = start.memory
@@ -70,7 +74,7 @@ class TextProcess(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._answer_future: asyncio.Future[ProcessMessage] | None = None
         self._loaded = False
-        self._idle_memory = 0  # bytes, once it is loaded
+        self._idle_memory = 0  # bytes in use after loading
         self._check_timer: asyncio.TimerHandle
         self._socket, theirs = socket.socketpair()
         try:
@@ -81,7 +85,7 @@ class TextProcess(asyncio.Protocol):
             self._socket.close()
             raise
         self.pid = self._process.pid
-        self.disconnected = False  # whether its end of the socket is closed
+        self.disconnected = False  # whether the process's end of the socket is closed
 
     def wait_for_vocabulary(self) -> VocabularyData:
         """Wait until the tokenizer is loaded, without an event loop; return its vocabulary. Raises SettingsError."""
@@ -152,7 +156,7 @@ class TextProcess(asyncio.Protocol):
             self._check_timer.cancel()
 
     def _check_limits(self, deadline: float) -> None:
-        """Fail the call if its time is over, or too much memory is in use where that is watched; else look again."""
+        """Fail the call if its time is over or it takes too much memory (where that is watched); else check later."""
         left = deadline - time.monotonic()
         if left <= 0:
             self._fail("time")
@@ -178,12 +182,12 @@ class TextProcess(asyncio.Protocol):
             return 0
 
     async def end(self) -> int:
-        """Kill the process, wait until it is gone, and return its exit code; it may have ended before."""
+        """Kill the process if it still runs, wait until it is gone, and return its exit code."""
         if self._transport is None:
             self._socket.close()
         else:
             self._transport.abort()
-        if self.disconnected:  # it may be about to end by itself, and its exit code says why
+        if self.disconnected:  # it may be ending by itself: its exit code then gives the reason
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return await asyncio.to_thread(self._process.wait, 1)
         self._process.kill()
@@ -225,7 +229,7 @@ def _start_program(theirs: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def make_environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of such a process: where Python finds modules, no threads, no secrets."""
+    """Return the environment of a tokenizer process: this one's module path, no threads, no secrets."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     alone = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "PYTHONPATH": path}
     return {name: ours[name] for name in INHERITED if name in ours} | alone

@@ -10,7 +10,7 @@ import torch
 
 from server.engine.ipc.messages import TokenLogprob
 from server.engine.sampling.logprobs import MIN_LOGPROB, compute_logprobs, compute_row_logprobs
-from server.models.no_cache import FullContext
+from server.models.no_cache import NoCacheAttention
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
@@ -26,7 +26,7 @@ SETTINGS: dict[str, Any] = {
 @torch.inference_mode()
 def by_the_whole_text(reference: Reference, ids: list[int]) -> torch.Tensor:
     """Log-probabilities [len(ids) - 1, V] in float64: of what follows each token, computed without a cache."""
-    attention = FullContext(reference.model.layer_specs, len(ids), reference.model.device)
+    attention = NoCacheAttention(reference.model.layer_specs, len(ids), reference.model.device)
     attention.logit_index = attention.positions[:-1]
     return reference.model.forward(torch.tensor(ids), attention).double().log_softmax(-1)
 

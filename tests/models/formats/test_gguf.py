@@ -28,7 +28,7 @@ from server.models.formats.gguf_directory import find_gguf_file
 from server.models.formats.gguf_file import read_header
 from server.models.formats.gguf_weights import GGUFWeights
 from server.models.load import load_model, read_model_info
-from server.models.no_cache import FullContext
+from server.models.no_cache import NoCacheAttention
 from server.models.weights import WeightsConfig
 from server.text.tokenizer import Tokenizer
 from tests.engine.engine_driver import Driver
@@ -78,7 +78,7 @@ def served(file: Path, dtype: torch.dtype = torch.float32, *, as_stored: bool = 
 @torch.inference_mode()
 def logits(model: Model, ids: torch.Tensor) -> torch.Tensor:
     """ids [n] -> [n, V]."""
-    attention = FullContext(model.layer_specs, len(ids), model.device)
+    attention = NoCacheAttention(model.layer_specs, len(ids), model.device)
     attention.logit_index = attention.positions
     return model.forward(ids, attention)
 

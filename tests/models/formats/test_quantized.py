@@ -30,7 +30,7 @@ from server.models.errors import ModelError
 from server.models.formats import quantized
 from server.models.formats.mlx_weights import MLXWeights
 from server.models.load import load_model, read_model_info
-from server.models.no_cache import FullContext
+from server.models.no_cache import NoCacheAttention
 from server.models.weights import WeightFormat, WeightsConfig
 from tests.engine.engine_driver import Driver
 from tests.kernels.backend_matrix import BACKENDS, SLOW
@@ -71,7 +71,7 @@ def loaded(directory: Path, weights: WeightsConfig, *, impl: Any = "auto", ops: 
 @torch.inference_mode()
 def logits(model: Model, ids: torch.Tensor) -> torch.Tensor:
     """ids [n] -> [n, V]."""
-    attention = FullContext(model.layer_specs, len(ids), CPU)
+    attention = NoCacheAttention(model.layer_specs, len(ids), CPU)
     attention.logit_index = attention.positions
     return model.forward(ids, attention)
 

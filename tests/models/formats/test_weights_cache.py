@@ -25,7 +25,7 @@ from server.models.formats import quantized, weights_cache
 from server.models.formats.checksum import checksum
 from server.models.formats.weights_cache import CachedWeightsWriter, get_cache_folder, open_cached_weights
 from server.models.load import load_model
-from server.models.no_cache import FullContext
+from server.models.no_cache import NoCacheAttention
 from server.models.weights import WeightFormat, WeightsConfig
 from tests.models.gguf_files import gguf_model, write_gguf
 from tests.models.mlx_files import write_mlx
@@ -56,7 +56,7 @@ def loaded(directory: Path, home: Path | None, format: str = "int4") -> Model:
 @torch.inference_mode()
 def logits(model: Model) -> torch.Tensor:
     ids = torch.arange(2, 40)
-    attention = FullContext(model.layer_specs, len(ids), CPU)
+    attention = NoCacheAttention(model.layer_specs, len(ids), CPU)
     attention.logit_index = attention.positions
     return model.forward(ids, attention)
 
