@@ -1,8 +1,8 @@
-"""A conversation as a prompt: the chat template of the model's directory, found and rendered as transformers does.
+"""Conversations become prompts by the model's chat template, which is found and rendered as transformers does.
 
 Templates come with models, so they run in jinja's sandbox, and in a process with limits of time and memory
-(`sandbox.py`). Knows neither requests nor tokens' ids.
-What a message may look like is checked elsewhere; here it is what a template sees, keys and values.
+(`processes/sandbox.py`). A message is a dict, as the template sees it; the API has validated it before. Knows neither
+requests nor token ids.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MAX_PROMPT_LENGTH = 2**25  # characters
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 COMMON_ROLES = frozenset({"user", "assistant"})  # roles that every template has
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "model"})
-REASONING = ("reasoning_content", "thinking", "reasoning")  # one thing; templates read the first or second
-END_MARK = "[the final message ends here] "  # the space at its end shows whether the template trims what is said
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys for the same text; templates read the first or second
+END_MARK = "[the final message ends here] "  # its last space shows whether the template strips the content
 
 Message = Mapping[str, Any]
 
@@ -39,7 +39,7 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: Path) -> ChatTemplate:
-        """Read the template of a model; without one, every rendering fails. Raises SettingsError."""
+        """Read the templates in a model's directory. If it has none, `render` will fail. Raises SettingsError."""
         return cls(_read_sources(directory), read_special_tokens(directory))
 
     @property
@@ -58,11 +58,11 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the prompt with its special tokens: encode it without adding them. Raises ChatTemplateError.
+        """Return the prompt with its special tokens: encode it without adding them.
 
-        Also when it has more than `max_length` characters.
-        With `continue_final_message` it ends with the last message, which the model continues. `variables` are the
-        template's own, such as enable_thinking. May take any time and memory: a template is a program.
+        With `continue_final_message` the prompt ends within the last message, which the model continues. `variables`
+        are those of the template, such as enable_thinking. May take any time and memory: a template is a program.
+        Raises ChatTemplateError, and TextTooLong for a prompt of more than `max_length` characters.
         """
         if not messages:
             raise ChatTemplateError("there should be at least one message")
@@ -94,9 +94,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Return what `render` does. Raises ChatTemplateError also for roles that the template leaves out.
+        """Return the prompt as `render` does. Raises ChatTemplateError also for roles that the template leaves out.
 
-        A role cannot be judged by its name alone: many templates write any role that they do not know.
+        These are found by rendering: the names in a template do not decide it, as many templates write any role.
         """
         template = self._get_template(with_tools=False)
         known = COMMON_ROLES | template.compared_texts
@@ -112,8 +112,8 @@ class ChatTemplate:
             raise
         except ChatTemplateError as error:
             if unnamed and (named := sorted(ROLES & template.compared_texts)):
-                says = f"it names the roles {', '.join(named)}, and not {_quote_roles(unnamed)}"
-                raise ChatTemplateError(f"{error} ({says})") from None
+                hint = f"it names the roles {', '.join(named)}, and not {_quote_roles(unnamed)}"
+                raise ChatTemplateError(f"{error} ({hint})") from None
             raise
         if omitted := self._find_omitted_roles(messages, unnamed, max_length, options):
             raise ChatTemplateError(
@@ -125,7 +125,7 @@ class ChatTemplate:
     def _find_omitted_roles(
         self, messages: Sequence[Message], roles: Mapping[str, int], max_length: int, options: Mapping[str, Any]
     ) -> list[str]:
-        """Return those of the roles, each with the place of a message, whose content is not in the prompt."""
+        """Return the roles whose messages are not in the prompt; `roles` maps each to the index of one message."""
         marked = [*messages]
         marks: dict[str, str] = {}
         for number, (role, place) in enumerate(roles.items()):
@@ -135,12 +135,12 @@ class ChatTemplate:
             return []
         try:
             text = self.render(marked, max_length + sum(map(len, marks.values())), **options).lower()
-        except ChatTemplateError:  # the template does not take the marks; it took the messages
+        except ChatTemplateError:  # the template refuses the marks; it accepted the messages without them
             return []
         return [role for role, mark in marks.items() if mark not in text]
 
     def _get_template(self, *, with_tools: bool) -> _Template:
-        """Return a template, compiled when it is first needed: a broken one is no obstacle to completions."""
+        """Return the template to use, compiled when first needed: a broken one must not prevent completions."""
         if not self._sources:
             raise ChatTemplateError(
                 "the model has no chat template: use /v1/completions, or put a chat_template.jinja into its directory"
@@ -154,7 +154,7 @@ class ChatTemplate:
 
 
 class _Template:
-    """One template, and what it expects of messages."""
+    """One compiled template, and the form in which it reads messages."""
 
     def __init__(self, environment: jinja2.Environment, source: str) -> None:
         try:
@@ -168,7 +168,7 @@ class _Template:
             raise ChatTemplateError(f"the model's chat template is broken: {shorten_message(error)}") from None
 
     def prepare_message(self, message: Message) -> dict[str, Any]:
-        """Return a message as the template sees it, without what is null: templates only ask whether a key is there."""
+        """Return a message as the template sees it, without null values: templates only test whether a key exists."""
         prepared = {key: value for key, value in message.items() if value is not None}
         if isinstance(parts := prepared.get("content"), list):
             text = _join_parts(parts)
@@ -193,19 +193,19 @@ class _Template:
                 f"the model's chat template does not take these messages: {shorten_message(error)}"
             ) from None
         raise TextTooLong(
-            f"the chat template makes more than {max_length} characters of them, which cannot fit; send less"
+            f"the chat template makes more than {max_length} characters of these messages, which cannot fit; send less"
         )
 
 
-# ---------------------------------------------------------------- where templates are
+# ---------------------------------------------------------------- finding templates
 def _read_sources(directory: Path) -> dict[str, str]:
-    """Return templates by name. Files of their own come before those of a configuration, which is then ignored."""
+    """Return templates by name; if there are .jinja files, those in the JSON configuration are ignored."""
     named = {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (default := directory / "chat_template.jinja").is_file():
         named["default"] = default
     if named:
         return {name: _read(file) for name, file in named.items()}
-    for name in ("tokenizer_config.json", "chat_template.json"):  # the latter is of an older time
+    for name in ("tokenizer_config.json", "chat_template.json"):  # the latter is what older models have
         if (found := read_json_object(directory / name).get("chat_template")) is not None:
             return _parse_sources(found, directory / name)
     return {}
@@ -219,7 +219,7 @@ def _read(file: Path) -> str:
 
 
 def _parse_sources(found: Any, file: Path) -> dict[str, str]:
-    """Return templates by name; they are written as one template, a list of {"name", "template"}, or an object."""
+    """Return templates by name, from one template, a list of {"name", "template"} objects, or an object by name."""
     if isinstance(found, list) and all(isinstance(item, dict) for item in found):
         found = {item.get("name"): item.get("template") for item in found}
     sources = found if isinstance(found, dict) else {"default": found}
@@ -230,7 +230,7 @@ def _parse_sources(found: Any, file: Path) -> dict[str, str]:
 
 # ---------------------------------------------------------------- messages
 def _join_parts(parts: list[Any]) -> str:
-    """Return the text of all parts, for templates that know only text."""
+    """Return the text of all parts, for templates that expect the content to be a string."""
     texts = [text for part in parts if (text := _get_part_text(part)) is not None]
     if len(texts) < len(parts):
         raise ChatTemplateError('the parts of a message should be of the form {"type": "text", "text": "..."}')
@@ -245,7 +245,7 @@ def _get_part_text(part: Any) -> str | None:
 
 
 def _mark_end(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the text that is to be continued, and the message with a mark after it."""
+    """Return the text of the message that the model continues, and the message with a mark after that text."""
     content: Any = message.get("content")
     if (marked := _append_mark(content, END_MARK)) is not None:
         return content if isinstance(content, str) else content[-1]["text"], message | {"content": marked}
@@ -267,7 +267,7 @@ def _quote_roles(roles: Iterable[str]) -> str:
 
 
 def _cut_at_mark(text: str, continued: str) -> str:
-    """Return the prompt up to the mark, without the spaces before it where the template strips the content."""
+    """Return the prompt up to the mark; if the template strips the content, without the spaces before the mark."""
     mark = END_MARK.rstrip()
     begins = text.rfind(mark)
     if begins < 0 or continued.strip() not in text:

@@ -1,6 +1,6 @@
-"""The language of chat templates: jinja's, in a sandbox, with what templates on the Hugging Face Hub rely on.
+"""The jinja environment of chat templates: sandboxed, with the functions that templates on the Hugging Face Hub use.
 
-Knows no messages. transformers' own is the specification, and the tests compare with it.
+transformers' environment is the specification; the tests compare with it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def make_environment() -> jinja2.Environment:
 
 
 def reads_content_parts(template: nodes.Template) -> bool:
-    """Return whether a template iterates over a message's content as a list of parts; all others know only text."""
+    """Return whether a template iterates over a message's content as a list of parts; other templates expect text."""
     names = {"content"}  # of variables and of macros' parameters
     names |= {
         assigned.target.name
@@ -44,7 +44,7 @@ def reads_content_parts(template: nodes.Template) -> bool:
 
 
 def find_compared_texts(template: nodes.Template) -> frozenset[str]:
-    """Return the texts that a template compares something with: the roles it knows are among them."""
+    """Return the string constants that a template compares values with: among them are the roles it knows."""
     sides = [
         side
         for compare in template.find_all(nodes.Compare)
@@ -71,9 +71,9 @@ def _strip_filters(node: nodes.Node | None) -> nodes.Node | None:
 
 
 class _Generation(Extension):
-    """{% generation %} surrounds what the model said, for training; here it is only a block."""
+    """The tag {% generation %}, which marks the assistant's text for training; here it has no effect."""
 
-    tags = {"generation"}  # noqa: RUF012 -- so declared by jinja
+    tags = {"generation"}  # noqa: RUF012 -- jinja declares it so
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -81,7 +81,7 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Refuses names that Python itself looks up in objects, which would lead out of the sandbox."""
+    """A jinja namespace that refuses names with a leading underscore, which would lead out of the sandbox."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
@@ -99,7 +99,7 @@ def _make_namespace(*given: Any, **attributes: Any) -> Namespace:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON without the escapes for HTML of jinja's own filter."""
+    """Return the value as JSON, without the HTML escapes of jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,7 +1,7 @@
 """Encodes texts and conversations with a model's tokenizer and chat templates, one call after another.
 
-Wraps the `tokenizers` library, and reads the model's files as transformers does. A call may take any time and memory,
-as the model's files decide; `sandbox_process.py` runs it within limits. Knows neither requests nor the engine.
+Wraps the `tokenizers` library, and reads the model's files as transformers does. Depending on these files a call may
+take any time and memory; `processes/sandbox_process.py` sets limits. Knows neither requests nor the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from server.text.vocabulary import Vocabulary, extract_vocabulary
 
 PREFIX, SUFFIX = "{prefix}", "{suffix}"
 
-FIM_FORMATS = (  # what stands before, between and behind
+FIM_FORMATS = (  # fill-in-the-middle prompts: special tokens around the prefix and the suffix, in order
     ("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>"),  # Qwen Coder, CodeGemma
     ("<fim_prefix>", PREFIX, "<fim_suffix>", SUFFIX, "<fim_middle>"),  # StarCoder, Granite, StableCode
     ("<fim-prefix>", PREFIX, "<fim-suffix>", SUFFIX, "<fim-middle>"),  # SantaCoder
@@ -38,7 +38,7 @@ FIM_FORMATS = (  # what stands before, between and behind
 
 
 def make_infill_prompt(encoder: Encoder, prefix: str, suffix: str) -> list[int]:
-    """Return the prompt after which the model writes what stands between the two. Raises InfillError."""
+    """Return a prompt that the model continues with the text between prefix and suffix. Raises InfillError."""
     for form in FIM_FORMATS:
         if marks := _find_mark_ids(encoder, form):
             break
@@ -50,20 +50,20 @@ def make_infill_prompt(encoder: Encoder, prefix: str, suffix: str) -> list[int]:
 
 
 def _find_mark_ids(encoder: Encoder, form: tuple[str, ...]) -> dict[str, list[int]]:
-    """Return the ids of a form's tokens; empty if one is missing."""
+    """Return the ids of a fill-in-the-middle format's special tokens by name; empty if the model lacks one."""
     marks = [part for part in form if part not in (PREFIX, SUFFIX)]
     ids = {mark: [token] for mark in marks if (token := encoder.backend.token_to_id(mark)) is not None}
     return ids if len(ids) == len(marks) else {}
 
 
 def _find_begin_tokens(encoder: Encoder) -> list[int]:
-    """Return the special tokens before every text."""
+    """Return the ids of the special tokens that the tokenizer puts before every text."""
     plain, whole = [encoder.encode("a", add_special_tokens=special) for special in (False, True)]
     return whole[: next(i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain)]
 
 
 def _encode_continuation(encoder: Encoder, text: str) -> list[int]:
-    """Return the ids of a text that continues another: SentencePiece would put a space before one that begins."""
+    """Return the ids of a text that continues another, without the space that SentencePiece puts before a text."""
     ids, before = [encoder.encode(part, add_special_tokens=False) for part in (text, "\n")]
     if not before or not encoder.vocabulary.token_bytes(before[0]).startswith(b" "):
         return ids
@@ -72,10 +72,10 @@ def _encode_continuation(encoder: Encoder, text: str) -> list[int]:
 
 
 class Encoder:
-    """A model's tokenizer and chat templates. Owns `backend`: its truncation and padding are switched off."""
+    """A model's tokenizer and chat templates. Switches off truncation and padding of the `backend` it is given."""
 
     def __init__(self, backend: tokenizers.Tokenizer, chat: ChatTemplate | None = None) -> None:
-        """Wrap a tokenizer. Raises SettingsError for one that cannot decode in bounded time."""
+        """Wrap a tokenizer. Raises SettingsError for a tokenizer whose decoder may take any time."""
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -85,7 +85,7 @@ class Encoder:
 
     @classmethod
     def from_directory(cls, directory: Path) -> Encoder:
-        """Load the directory's tokenizer. Raises SettingsError if there is none that can be used."""
+        """Load the tokenizer of a model's directory. Raises SettingsError if there is none, or it cannot be used."""
         file = directory / "tokenizer.json"
         if not file.is_file():
             raise SettingsError(f"model: {directory} has no tokenizer.json; is it the directory of a model?")
@@ -110,7 +110,7 @@ class Encoder:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of `text`, with the special tokens the model expects around it. Raises TokenizerError."""
-        try:  # not `encode`: that one holds the interpreter's lock, and with it the event loop, where there is one
+        try:  # not `encode`, which holds the GIL and so stops the event loop
             return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
             raise wrap_tokenizer_error(error) from None
@@ -127,7 +127,10 @@ class Encoder:
 
 
 def _mark_special_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
-    """Mark the tokens that `file` calls special, as some tokenizer.json do not. Raises SettingsError."""
+    """Mark the tokens as special that `file` names as such: some tokenizer.json do not mark them.
+
+    Raises SettingsError.
+    """
     config = read_json_object(file)
     further, added = config.get("additional_special_tokens") or [], config.get("added_tokens_decoder") or {}
     if not isinstance(further, list):
@@ -137,5 +140,5 @@ def _mark_special_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
     named = [*(config.get(name) for name in SPECIAL_TOKEN_NAMES), *further]
     named += [token for token in added.values() if token.get("special")]
     special = {content for token in named if (content := get_token_text(token)) is not None}
-    known = sorted(content for content in special if backend.token_to_id(content) is not None)  # never a new token
+    known = sorted(content for content in special if backend.token_to_id(content) is not None)  # do not add new tokens
     backend.add_special_tokens(known)

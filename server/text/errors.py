@@ -1,4 +1,4 @@
-"""Errors between texts and tokens, in words for the client. Knows neither HTTP nor processes."""
+"""Errors of encoding and decoding texts, with messages for the client. Knows neither HTTP nor processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ class TextError(Exception):
 
 
 class TextRefused(TextError):
-    """Text or messages that cannot be read; another attempt ends in the same way."""
+    """Text or messages that cannot be encoded; another attempt would fail, too."""
 
-    code: str | None = None  # of the error that the client gets
+    code: str | None = None  # `error.code` of the response
 
 
 class TextUnavailable(TextError):
-    """No text can be read at the moment; a later attempt may succeed."""
+    """No text can be encoded at the moment; a later attempt may succeed."""
 
 
 class ChatTemplateError(TextRefused):
@@ -22,7 +22,7 @@ class ChatTemplateError(TextRefused):
 
 
 class TextTooLong(TextRefused):
-    """The prompt made of these messages has more characters than can be read, or can fit the context."""
+    """The prompt made of these messages has more characters than the context can hold."""
 
     code = "context_length_exceeded"
 
@@ -38,14 +38,14 @@ class TokenizerError(TextRefused):
 
 
 class TextLimitError(TextRefused):
-    """Reading a text took more time or memory than is allowed, or ended the process that did it."""
+    """Encoding a text took more time or memory than is allowed, or crashed the process that did it."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
         self.code = code
 
 
-MAX_REASON_LENGTH = 300  # characters of what a library says
+MAX_REASON_LENGTH = 300  # characters of a library's message that are passed on
 
 
 def shorten_message(error: BaseException) -> str:
@@ -53,18 +53,20 @@ def shorten_message(error: BaseException) -> str:
     return str(error)[:MAX_REASON_LENGTH]
 
 
-def wrap_tokenizer_error(error: BaseException, what: str = "the model's tokenizer fails on this text") -> BaseException:
+def wrap_tokenizer_error(
+    error: BaseException, prefix: str = "the model's tokenizer fails on this text"
+) -> BaseException:
     """Return a TokenizerError for an exception of the tokenizers library; return any other exception unchanged."""
     if isinstance(error, TextError | MemoryError):
         return error
     if is_tokenizers_error(error):
-        return TokenizerError(f"{what}: {shorten_message(error)}")
+        return TokenizerError(f"{prefix}: {shorten_message(error)}")
     return error
 
 
 def is_tokenizers_error(error: BaseException) -> bool:
-    """Return whether the tokenizers library may have raised it: an Exception, or a panic of its Rust code.
+    """Return whether the tokenizers library may have raised the error: an Exception, or a panic of its Rust code.
 
-    The class of a panic derives from BaseException, and cannot be imported.
+    A panic's class derives from BaseException and cannot be imported, so it is known by its name.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

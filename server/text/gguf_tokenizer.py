@@ -1,8 +1,8 @@
-"""The tokenizer that a GGUF file describes, as a tokenizer.json and a tokenizer_config.json would have it.
+"""Converts the tokenizer in a GGUF file's metadata to the contents of tokenizer.json and tokenizer_config.json.
 
-llama.cpp stores a vocabulary and the name of a pre-tokenizer; what the name means is data below. A name that is not
-there is refused: text that is split otherwise gets other ids, and nobody would see why the model became worse.
-Knows neither files nor models.
+llama.cpp stores a vocabulary and the name of a pre-tokenizer; the table SPLITS maps names to regular expressions. An
+unknown name is an error: text split in another way gets other ids, and the model would become worse without a sign.
+Reads no files.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from config.errors import SettingsError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens; others: unused, byte
-MAX_TOKEN_LENGTH = 2048  # characters; all ways to cut a token in two are looked at
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens; 5 and 6 are unused and byte
+MAX_TOKEN_LENGTH = 2048  # characters; the work for one token is proportional to its length squared
 SPACE = "\u2581"  # SentencePiece's
 PREFIX = "tokenizer.ggml."
 END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 
 
 class Split(NamedTuple):
-    """How text is cut before byte pairs are merged."""
+    """How a pre-tokenizer splits text before byte pairs are merged."""
 
     regex: str | None = None  # None: GPT-2's
-    digits: bool = False  # each on its own, before anything else
-    ignore_merges: bool = False  # a piece that is in the vocabulary is not merged from bytes
-    nfc: bool = False  # Unicode is normalised
-    bos: bool = False  # unless add_bos_token says otherwise
+    digits: bool = False  # whether each digit is split off first
+    ignore_merges: bool = False  # whether a piece that is in the vocabulary is one token without merging
+    nfc: bool = False  # whether Unicode is normalized to NFC
+    bos: bool = False  # whether a text begins with the BOS token, if add_bos_token is not in the file
 
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -60,7 +60,10 @@ SPLITS: Mapping[str, Split] = {  # by tokenizer.ggml.pre
 
 
 def make_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the contents of tokenizer.json and tokenizer_config.json. Raises SettingsError."""
+    """Return the tokenizer that a GGUF file's metadata describes, and its tokenizer_config.json.
+
+    Raises SettingsError.
+    """
     vocabulary = _Vocabulary(metadata)
     kind = vocabulary.get("model")
     if kind == "gpt2":
@@ -91,7 +94,7 @@ def make_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, An
 
 
 def find_end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
-    """Return all ids that end a text or a turn: those that the file names, tokens or not (-1), and known ones."""
+    """Return the ids that end a text or a turn: those of the file's keys, valid or not, and known ones."""
     vocabulary = _Vocabulary(metadata)
     named = [id for end in ("eos", "eot", "eom") if (id := vocabulary.get(f"{end}_token_id")) is not None]
     control = (i for i, kind in enumerate(vocabulary.types) if kind == CONTROL)
@@ -99,7 +102,7 @@ def find_end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
 
 
 class _Vocabulary:
-    """The tokens with what the file says of each."""
+    """The tokens of a GGUF file with their types and scores. Raises SettingsError for lists that do not fit."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
@@ -109,7 +112,7 @@ class _Vocabulary:
         if not self.tokens:
             raise SettingsError(f"it has no vocabulary ({PREFIX}tokens)")
         if (longest := max(map(len, self.tokens))) > MAX_TOKEN_LENGTH:
-            raise SettingsError(f"its longest token has {longest} characters, and {MAX_TOKEN_LENGTH} can be read")
+            raise SettingsError(f"its longest token has {longest} characters; at most {MAX_TOKEN_LENGTH} can be read")
         self.types: list[int] = self._get_list("token_type", int) or [NORMAL] * len(self.tokens)
         self.scores: list[float] = self._get_list("scores", float) or [0.0] * len(self.tokens)
         if not len(self.tokens) == len(self.types) == len(self.scores):
@@ -155,7 +158,7 @@ def _find_split(vocabulary: _Vocabulary) -> Split:
     name = vocabulary.get("pre")
     if name not in SPLITS:
         raise SettingsError(
-            f"how its tokenizer splits text ({PREFIX}pre) is {name!r}, which is none of {', '.join(SPLITS)}: "
+            f"its pre-tokenizer ({PREFIX}pre) {name!r} is not known: it should be one of {', '.join(SPLITS)}; "
             "if the file is old, convert the model again"
         )
     return SPLITS[name]
@@ -176,7 +179,7 @@ def _make_byte_level(vocabulary: _Vocabulary, split: Split) -> Tokenizer:
 
 # ---------------------------------------------------------------- SentencePiece
 def _make_sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
-    """Make a tokenizer of byte pairs over characters, with bytes for those not known; a space is a character."""
+    """Make a tokenizer of byte pairs over characters, with byte fallback and U+2581 for spaces."""
     unknown = next((vocabulary.tokens[i] for i, kind in enumerate(vocabulary.types) if kind == UNKNOWN), None)
     tokenizer = _make_bpe(vocabulary.ids, _merges(vocabulary), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     spaces = normalizers.Replace(" ", SPACE)
@@ -191,15 +194,15 @@ def _make_sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _escape_spaces(token: str) -> str:
-    """Return a token as SentencePiece writes it: runs of spaces that were added by hand are written as spaces."""
+    """Return a token as SentencePiece writes it: GGUF files may write a run of spaces without U+2581."""
     return token if token.strip(" ") else SPACE * len(token)
 
 
 def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
-    """Return every way to put a token together from two others, those of the best token first."""
+    """Return the BPE merges: every pair of tokens that together are a token, in the order of that token's score."""
     ids, whole = vocabulary.ids, {CONTROL, UNKNOWN}
     ranked = [i for i, token in enumerate(vocabulary.tokens) if len(token) > 1 and vocabulary.types[i] not in whole]
-    if not vocabulary.is_gemma:  # whose scores do not order tokens that were added by hand; the file's order does
+    if not vocabulary.is_gemma:  # Gemma's scores do not order its added tokens, but the file's order does
         ranked.sort(key=lambda i: -vocabulary.scores[i])
     merges = []
     for token in (vocabulary.tokens[i] for i in ranked):
@@ -210,20 +213,20 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 # ---------------------------------------------------------------- tokens that are never cut
 def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Add tokens: control tokens have no text; tokens that users defined have, and are found whole."""
+    """Add control tokens, which have no text, and user-defined tokens, which do; neither is ever split."""
     named = {vocabulary.get_special_token(key) for key in ("bos", "eos", "eot", "eom", "unknown", "padding")}
     control, defined = [], []
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
         if kind in (CONTROL, UNKNOWN) or token in named:
             control.append(AddedToken(token, normalized=False, special=True))
-        elif kind == USER_DEFINED and token.strip(SPACE):  # runs of spaces are merged
+        elif kind == USER_DEFINED and token.strip(SPACE):  # runs of spaces come from merges
             defined.append(AddedToken(token, normalized=False, special=False))
     tokenizer.add_special_tokens(control)
     tokenizer.add_tokens(defined)
 
 
 def _set_post_processor(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Let a text begin and end with these tokens."""
+    """Set the tokens that every text begins and ends with: BOS and EOS, as the configuration says."""
     before = [config["bos_token"]] if config["add_bos_token"] and "bos_token" in config else []
     after = [config["eos_token"]] if config["add_eos_token"] and "eos_token" in config else []
     if before or after:

@@ -1,6 +1,6 @@
-"""The number of characters of a text that one token can stand for: longer texts are refused before tokenising.
+"""The largest number of characters that one token can stand for: it lets the API refuse too long texts unencoded.
 
-There is such a number for tokenizers that leave out nothing of a text. Knows neither requests nor the context's length.
+A tokenizer has such a number if it leaves out nothing of a text. Knows neither requests nor the context's length.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-COMPOSED = 4  # characters that become one when composed, at most; Unicode's longest canonical decomposition
-NORMALIZERS = {  # characters of a text that become one, at most; others may leave out any number
+COMPOSED = 4  # characters that Unicode composes into one, at most: its longest canonical decomposition
+NORMALIZERS = {  # the number of characters that become one, at most; normalizers not named here may drop any number
     "NFC": COMPOSED,
     "NFKC": COMPOSED,
     "NFD": 1,
@@ -23,9 +23,9 @@ NORMALIZERS = {  # characters of a text that become one, at most; others may lea
     "Prepend": 1,
     "ByteLevel": 1,
 }
-PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits"}  # cut a text and keep all of it; UnicodeScripts loses spaces
-CUTTING = {"Split", "Punctuation"}  # keep all of it unless they remove what they find
-BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
+PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits"}  # split a text and keep all of it; UnicodeScripts drops spaces
+CUTTING = {"Split", "Punctuation"}  # split a text and keep all of it, unless their behavior is "Removed"
+BYTES = {f"<0x{byte:02X}>" for byte in range(256)}  # the tokens of a vocabulary with byte fallback
 
 
 def compute_max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
@@ -66,9 +66,9 @@ def _keeps_text(pre_tokenizer: dict[str, Any]) -> bool:
 
 
 def _knows_every_character(backend: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> bool:
-    """Return whether no character is left out, and no two are one unknown token."""
+    """Return whether the model encodes every character, and never several unknown ones as one token."""
     model = backend.model
-    if not isinstance(model, models.BPE):  # of others, unknown words are one token however long they are
+    if not isinstance(model, models.BPE):  # in other models a whole unknown word is one token
         return False
     if model.byte_fallback and vocabulary.keys() >= BYTES:
         return True

@@ -1,7 +1,4 @@
-"""What the JSON files of a model's directory say about its tokens, as transformers reads them.
-
-Knows neither the tokenizer nor templates.
-"""
+"""Reads the JSON files of a model's directory that describe its special tokens, as transformers does."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Return a file's JSON object; an empty one where there is no such file. Raises SettingsError."""
+    """Return the JSON object in a file, or {} if the file does not exist. Raises SettingsError."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -34,7 +31,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
 
 @contextmanager
 def convert_library_errors(message: str) -> Iterator[None]:
-    """Turn what the tokenizers library raises into a SettingsError: `message`, and what it says in one line."""
+    """Turn an error of the tokenizers library into a SettingsError: `message`, then the library's text in one line."""
     try:
         yield
     except (SettingsError, OSError, MemoryError):
@@ -47,14 +44,14 @@ def convert_library_errors(message: str) -> Iterator[None]:
 
 
 def get_token_text(token: Any) -> str | None:
-    """Return the text of a token, which is written as a string or as {"content": ...}."""
+    """Return the text of a token that is given as a string or as {"content": ...}; None for anything else."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """Return the texts of tokens that have a role, such as {"bos_token": "<s>"}. Raises SettingsError."""
+    """Return the texts of the special tokens by role, such as {"bos_token": "<s>"}. Raises SettingsError."""
     config = read_json_object(directory / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:  # of an older time, when the other file had the last word
+    if "added_tokens_decoder" not in config:  # an old model, where special_tokens_map.json takes precedence
         config |= read_json_object(directory / "special_tokens_map.json")
     return {name: content for name in SPECIAL_TOKEN_NAMES if (content := get_token_text(config.get(name))) is not None}

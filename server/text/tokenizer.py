@@ -1,7 +1,7 @@
-"""Text to token ids and back, as API workers use it: `Tokenizer` does all of it in this process.
+"""The interface of tokenizers that API workers use, and `Tokenizer`, which does all work in this process.
 
-The server uses `sandbox.py` instead, which leaves to a process with limits what the model's own files may make slow.
-Knows neither requests nor the engine.
+The server uses `processes/sandbox.py` instead: the model's files may make encoding slow, so it runs in a process with
+limits. Knows neither requests nor the engine.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from server.text.model_files import get_token_text, read_json_object, read_speci
 from server.text.processes.messages import Call, Decode, Encode, EncodeChat, Encoded, Infill
 from server.text.vocabulary import Vocabulary
 
-MAX_INLINE_LENGTH = 2000  # characters; encoding them takes about a millisecond, more would hold up other requests
+MAX_INLINE_LENGTH = 2000  # characters to encode on the event loop, at most: about 1 ms in which other requests wait
 
 Self = TypeVar("Self", bound="TokenizerBase")
 
 
 class TokenizerBase(Vocabulary, ABC):
-    """Encodes texts and conversations, and decodes. Encoding raises TextRefused and TextUnavailable.
+    """A tokenizer with its chat template, used on one event loop within `async with`.
 
-    It is used within `async with`, on one event loop; decoding a few ids needs neither.
+    Encoding raises TextRefused and TextUnavailable. `decode`, for a few ids, works without an event loop.
     """
 
     @abstractmethod
@@ -44,11 +44,11 @@ class TokenizerBase(Vocabulary, ABC):
         return await self.answer(chat)
 
     async def encode_infill(self, prefix: str, suffix: str) -> list[int]:
-        """Return the ids of a prompt after which the model writes what stands between the two."""
+        """Return the ids of a prompt after which the model writes the text between prefix and suffix."""
         return (await self.answer(Infill(prefix, suffix))).ids
 
     async def decode_many(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return what `decode` does, of any number of ids: without holding up the event loop."""
+        """Return the text of any number of ids; unlike `decode` it does not block the event loop."""
         return (await self.answer(Decode(list(ids), skip_special_tokens))).text
 
     async def __aenter__(self: Self) -> Self:
@@ -66,7 +66,7 @@ class Tokenizer(TokenizerBase):
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
-        """Load the directory's tokenizer. Raises SettingsError if there is none that can be used."""
+        """Load the tokenizer of a model's directory. Raises SettingsError if there is none, or it cannot be used."""
         tokenizer = cls.__new__(cls)
         tokenizer._set_encoder(Encoder.from_directory(directory))
         return tokenizer
@@ -78,24 +78,28 @@ class Tokenizer(TokenizerBase):
         self.chat_template = encoder.chat_template
 
     async def answer(self, call: Call) -> Encoded:
-        """Return the result of a call; what may take long is done in a thread."""
+        """Return the result of a call; calls that may take long run in a thread."""
         if isinstance(call, Encode) and len(call.text) < MAX_INLINE_LENGTH:
             return self.encoder.answer(call)
         return await asyncio.to_thread(self.encoder.answer, call)
 
 
 def truncate_prompt(ids: list[int], limit: int | None) -> list[int]:
-    """Return the last `limit` tokens of a prompt, as `truncate_prompt_tokens` asks for; without a limit all of them."""
+    """Return the last `limit` tokens of a prompt (the field `truncate_prompt_tokens`); all of them if it is None."""
     assert limit is None or limit > 0, "nothing would be left"
     return ids if limit is None else ids[-limit:]
 
 
-PATHS = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")  # on the machine where the tokenizer was saved
-DEFAULT_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # of a tokenizer.json that has no other
+# Keys of tokenizer_config.json whose values are paths on the machine where the tokenizer was saved.
+PATHS = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
+DEFAULT_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # if tokenizer_config.json does not name one
 
 
 def read_tokenizer_info(directory: Path) -> dict[str, Any]:
-    """Return what tokenizer_config.json has, tokens as texts, and the chat template. Raises SettingsError."""
+    """Return the contents of tokenizer_config.json, with tokens as strings, and the chat template.
+
+    Raises SettingsError.
+    """
     config = read_json_object(directory / "tokenizer_config.json")
     info = {"tokenizer_class": DEFAULT_TOKENIZER_CLASS} | {
         name: _replace_token_objects(value) for name, value in config.items() if name not in PATHS
@@ -106,7 +110,7 @@ def read_tokenizer_info(directory: Path) -> dict[str, Any]:
 
 
 def _replace_token_objects(value: Any) -> Any:
-    """Return a value with the text of each token that is written as an object."""
+    """Return a JSON value in which each token that is an object is replaced by its text."""
     if isinstance(value, dict):
         content = get_token_text(value)
         return {name: _replace_token_objects(member) for name, member in value.items()} if content is None else content

@@ -1,7 +1,7 @@
-"""A model's tokens as text: the part of a tokenizer that an API worker holds itself, as it decodes at every step.
+"""Decoding: the part of a tokenizer that each API worker holds itself, because it decodes at every step.
 
-It is a table from ids to tokens and the tokenizer's decoder. The decoder comes with the model, so only kinds are
-accepted whose work is proportional to the text. Knows neither how texts become tokens nor where the table came from.
+It is a table from ids to tokens, and the tokenizer's decoder. The decoder comes with the model, so only kinds whose
+work is proportional to the text are accepted. Does not encode, and does not read files.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from server.text.errors import wrap_tokenizer_error
 from server.text.longest_token import compute_max_chars_per_token
 from server.text.processes.messages import VocabularyData
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a piece of vocabularies with byte fallback
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a token for one byte, in vocabularies with byte fallback
 
 
 def make_piece_reader(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
-    """Return what turns a piece into its bytes, for the decoder that tokenizer.json describes."""
+    """Return a function from a token's piece to its bytes, for the `decoder` of a tokenizer.json."""
     steps = flatten_steps(decoder)
     kinds = {step["type"] for step in steps}
     replaced = [pair for step in steps if (pair := _replacement(step))]
@@ -41,7 +41,7 @@ def make_piece_reader(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
 
 
 def format_token_bytes(data: bytes) -> str:
-    """Return bytes as text or, if they are not UTF-8, as "bytes:" with \\xe2 for those beyond ASCII, as OpenAI does."""
+    """Return bytes as text; if they are not UTF-8, as OpenAI does: "bytes:" and \\xe2 for each beyond ASCII."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -49,7 +49,7 @@ def format_token_bytes(data: bytes) -> str:
 
 
 def flatten_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return a decoder's description as a list of those that do something."""
+    """Return the steps of a decoder's JSON description as a flat list, without nested sequences."""
     if decoder is None:
         return []
     return (
@@ -58,7 +58,7 @@ def flatten_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
-    """Return the text that a step replaces, and the text it writes instead."""
+    """Return the text that a decoder step replaces and the text it writes instead; None if it replaces nothing."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             return old, new
@@ -70,7 +70,7 @@ def _replacement(step: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def _make_byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's alphabet: a byte that Latin-1 prints is itself, the others are characters from U+0100 on."""
+    """Return GPT-2's alphabet, character to byte: printable Latin-1 stays, other bytes are characters from U+0100."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -78,13 +78,14 @@ def _make_byte_alphabet() -> dict[str, int]:
 
 MAX_VOCAB_SIZE = 2**23  # ids; the largest vocabularies have a few hundred thousand
 MAX_TOKEN_LENGTH = 2**13  # characters
-MAX_DECODER_STEPS = 16  # of a decoder
-MAX_GROWTH = 64  # times longer than its tokens a text may become
+MAX_DECODER_STEPS = 16
+MAX_GROWTH = 64  # a decoded text may have this many times the characters of its tokens
+# Decoder steps whose work is proportional to the text.
 LINEAR = frozenset({"ByteFallback", "ByteLevel", "BPEDecoder", "CTC", "Fuse", "Metaspace", "Strip", "WordPiece"})
 
 
 def extract_vocabulary(backend: tokenizers.Tokenizer) -> VocabularyData:
-    """Return what decoding needs of a tokenizer. Raises SettingsError for what cannot be decoded in bounded time."""
+    """Return the tables that decoding needs. Raises SettingsError if they are too large or too slow to use."""
     vocab_size = max(backend.get_vocab().values(), default=-1) + 1
     if vocab_size > MAX_VOCAB_SIZE:
         raise SettingsError(
@@ -101,7 +102,7 @@ def extract_vocabulary(backend: tokenizers.Tokenizer) -> VocabularyData:
 
 
 def check_decoder(decoder: dict[str, Any] | None) -> None:
-    """Raise SettingsError for a decoder whose work may grow faster than the text it makes."""
+    """Raise SettingsError for a decoder whose work may grow faster than the text."""
     steps = flatten_steps(decoder)
     if len(steps) > MAX_DECODER_STEPS:
         raise SettingsError(f"model: its tokenizer's decoder has {len(steps)} steps; at most {MAX_DECODER_STEPS}")
@@ -117,21 +118,21 @@ def _compute_growth(step: dict[str, Any]) -> float:
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             return max(1.0, len(new.encode()) / len(old.encode()) if old else 1.0 + len(new.encode()))
-        case {"type": "BPEDecoder" | "CTC"}:  # a space for what may be empty
+        case {"type": "BPEDecoder" | "CTC"}:  # they may add a space for each token
             return 2.0
         case {"type": kind} if kind in LINEAR:
             return 1.0
     raise SettingsError(
         f"model: its tokenizer's decoder has a step {step.get('type')!r} that may take any time (a regular expression, "
-        "or a kind that is not known); replace it in tokenizer.json by one with a string"
+        "or an unknown kind); replace it in tokenizer.json by one with a string"
     )
 
 
 class Vocabulary:
-    """Decodes ids. Built once, from what `extract_vocabulary` returned."""
+    """The decoding half of a tokenizer, built from the result of `extract_vocabulary`."""
 
     def __init__(self, data: VocabularyData) -> None:
-        """Build the table. Raises SettingsError for a decoder that `check_decoder` refuses."""
+        """Build the tables. Raises SettingsError for a decoder that `check_decoder` refuses."""
         decoder = _parse_decoder(data.decoder)
         check_decoder(decoder)
         self._decoder = None if decoder is None else _make_decoder(decoder)
@@ -147,9 +148,9 @@ class Vocabulary:
         return sum(token is not None for token in self._tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a few ids; special tokens are left out, or spelled as they are.
+        """Return the text of a few ids, with or without special tokens.
 
-        Ids that are not tokens have no text. Raises TokenizerError.
+        Ids that are not in the vocabulary have no text. Raises TokenizerError.
         """
         table = self._visible_tokens if skip_special_tokens else self._tokens
         end = len(table)
@@ -162,7 +163,7 @@ class Vocabulary:
             raise wrap_tokenizer_error(error, "the model's tokenizer cannot decode these tokens") from None
 
     def has_text(self, token: int, *, skip_special_tokens: bool = True) -> bool:
-        """Return False for what has no text: ids outside the vocabulary, and special tokens if they are skipped."""
+        """Return whether a token has text: not if it is outside the vocabulary, or special and these are skipped."""
         table = self._visible_tokens if skip_special_tokens else self._tokens
         return 0 <= token < len(table) and table[token] is not None
 
@@ -171,10 +172,10 @@ class Vocabulary:
         return (self._tokens[token] or "") if 0 <= token < len(self._tokens) else ""
 
     def token_bytes(self, token: int) -> bytes:
-        """Return what one token adds to a text, as UTF-8 or a part of it; a special token as it is spelled.
+        """Return the UTF-8 bytes that one token adds to a text, maybe only part of a character.
 
-        Together the tokens of a text are its bytes, but for what the tokenizer itself adds: special tokens, and the
-        space that SentencePiece puts before a text (and decoding takes away again).
+        The tokens of a text together give its bytes, and those that the tokenizer adds: special tokens, and the space
+        that SentencePiece puts before a text (and that decoding removes again).
         """
         piece = self.piece(token)
         return piece.encode() if token in self._special else self._piece_to_bytes(piece)
@@ -189,6 +190,6 @@ def _parse_decoder(decoder: str | None) -> dict[str, Any] | None:
 
 
 def _make_decoder(described: dict[str, Any]) -> Any:
-    """Return the library's decoder; it is made only as a part of a tokenizer."""
+    """Return the tokenizers library's decoder; the library makes one only as part of a tokenizer."""
     empty = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
     return tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "model": empty, "decoder": described})).decoder

@@ -244,7 +244,10 @@ def test_models_of_another_scale(tmp_path: Path) -> None:
         ({"llama__expert_count": 8}, "has experts"),
         ({"llama__rope__scaling__type": "spiral"}, "RoPE scaling 'spiral' is not known"),
         ({"split__count": 3}, "one part of several: join them"),
-        ({"tokenizer__ggml__pre": "unheard-of"}, r"tokenizer\.ggml\.pre\) is 'unheard-of', which is none of gpt-2"),
+        (
+            {"tokenizer__ggml__pre": "unheard-of"},
+            r"tokenizer\.ggml\.pre\) 'unheard-of' is not known: it should be one of gpt-2",
+        ),
         ({"llama__attention__head_count": 0}, "head_count is 0, and should be a number from 1 to"),
         ({"llama__attention__layer_norm_rms_epsilon": "a"}, "rms_epsilon is 'a', and should be a finite number"),
         ({"llama__rope__dimension_count": 64}, "partial_rotary_factor is 4.0"),
