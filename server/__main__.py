@@ -1,10 +1,10 @@
-"""`python -m server` is `kvmux`. Imports nothing until it is called: the children of the server import it, too."""
+"""Makes `python -m server` the command `kvmux`. Imports little, as the server's child processes import it, too."""
 
 import sys
 
 
 def main() -> int:
-    if sys.argv[1:] == ["health"]:  # it runs again and again beside a server that computes: without all the rest
+    if sys.argv[1:] == ["health"]:  # container health checks run it every few seconds: skip the other imports
         from server.cli.health import check_health
 
         return check_health()

@@ -1,7 +1,7 @@
-"""Generates the text after one prompt without a scheduler: a model, a cache of any strategy, and nothing else.
+"""Generates tokens after one prompt without a scheduler, from just a model and a cache of any strategy.
 
-The prompt enters in the pieces that an idle server would take, each further token by `forward_step`, and tokens are
-drawn as the server draws them. So the text is the server's. Knows token ids; `server/llm.py` knows text.
+The prompt is prefilled in the chunks that an idle server would use, each further token is computed by `forward_step`,
+and tokens are sampled as in the server, so the result is the same. Works on token ids; `server/llm.py` adds text.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from server.sequence import CachedSequence
 FinishReason = Literal["stop", "length"]
 
 
-class NotANumber(ArithmeticError):
-    """The model's logits are NaN or infinite."""
+class NonFiniteLogitsError(ArithmeticError):
+    """Raised when the model's logits are NaN or infinite."""
 
 
 class GeneratedToken(NamedTuple):
-    """A token of the text. With the reason 'stop' it is a token that ends texts."""
+    """A generated token id. With the finish reason "stop" it is a stop token."""
 
     token: int
-    finish_reason: FinishReason | None  # of the last one
+    finish_reason: FinishReason | None  # None except for the last token
 
 
 def generate(
     model: Model, cache: KVCache, prompt: Sequence[int], sampling: SamplingParams
 ) -> Generator[GeneratedToken, None, None]:
-    """Return an iterator over the tokens that follow a prompt, each of which is computed when it is asked for.
+    """Return an iterator over the tokens that follow a prompt; each is computed by `next()`.
 
-    The sequence has its place in the cache from the first token until the iterator ends, is closed, or raises:
-    MemoryError if there is no room, StrategyError, NotANumber. Log-probabilities are not computed. Raises ValueError
-    at once for a prompt or a sampling that the model cannot have: it is empty, too long, or names unknown tokens.
+    The sequence has a seat in the cache from the first token until the iterator ends, is closed, or raises:
+    MemoryError if there is no room, StrategyError, NonFiniteLogitsError. Log-probabilities are not computed. Raises
+    ValueError at once for invalid arguments: an empty prompt, more tokens than the context, unknown token ids.
     """
     _check_arguments(model, cache, prompt, sampling)
     request = Request((0, ""), list(prompt), sampling, cache, "generate", NO_SALT)
@@ -55,7 +55,7 @@ def generate(
 
 
 def _check_arguments(model: Model, cache: KVCache, prompt: Sequence[int], sampling: SamplingParams) -> None:
-    """Raise ValueError for what the model or the cache can never compute."""
+    """Raise ValueError for arguments that do not fit the model or the cache."""
     total, context = len(prompt) + sampling.max_tokens, cache.setup.geometry.max_seq_len
     if sampling.max_tokens < 1:
         raise ValueError(f"max_tokens is {sampling.max_tokens}: ask for at least one token")
@@ -74,9 +74,9 @@ def _check_arguments(model: Model, cache: KVCache, prompt: Sequence[int], sampli
         "logit_bias": [token for token, _ in sampling.logit_bias],
         "allowed_token_ids": array("q", sampling.allowed_token_ids),
     }
-    for what, ids in named.items():
+    for name, ids in named.items():
         if ids and not 0 <= min(ids) <= max(ids) < model.info.vocab_size:
-            raise ValueError(f"{what}: token ids should be from 0 to {model.info.vocab_size - 1}")
+            raise ValueError(f"{name}: token ids should be from 0 to {model.info.vocab_size - 1}")
 
 
 def _generate_tokens(model: Model, request: Request) -> Generator[GeneratedToken, None, None]:
@@ -87,7 +87,7 @@ def _generate_tokens(model: Model, request: Request) -> Generator[GeneratedToken
             token = _sample_token(model, request, logits)
             if token is None:
                 sequence.discard()
-                raise NotANumber(NON_FINITE_LOGITS_MESSAGE)
+                raise NonFiniteLogitsError(NON_FINITE_LOGITS_MESSAGE)
             request.append_token(token, model.info.eos_ids)
             yield GeneratedToken(token, request.finish_reason)
             if request.finish_reason is not None:
@@ -99,7 +99,7 @@ def _generate_tokens(model: Model, request: Request) -> Generator[GeneratedToken
 
 @torch.inference_mode()
 def _prefill(model: Model, request: Request, sequence: CachedSequence) -> Tensor:
-    """Compute what the cache does not hold of the prompt -> logits [1, V] of the token after it."""
+    """Compute the part of the prompt that is not cached; return the logits [1, V] of the token after the prompt."""
     longest = request.cache.setup.geometry.max_num_batched_tokens
     longest = min(longest, request.cache.contract.max_row or longest)
     while True:
@@ -112,14 +112,14 @@ def _prefill(model: Model, request: Request, sequence: CachedSequence) -> Tensor
 
 @torch.inference_mode()
 def _decode(model: Model, token: int, sequence: CachedSequence) -> Tensor:
-    """Enter a token and return the logits [1, V] of the one after it."""
+    """Compute one token; return the logits [1, V] of the next one."""
     embedding = model.embed(torch.tensor([token], device=model.device)).view(1, 1, -1)
     return model.forward_step(embedding, sequence.length, sequence)[0]
 
 
 @torch.inference_mode()
 def _sample_token(model: Model, request: Request, logits: Tensor) -> int | None:
-    """Return the next token, drawn from logits [1, V]; None if they are NaN or infinite."""
+    """Return the next token, sampled from logits [1, V]; None if they are NaN or infinite."""
     draws = make_draws(request, model.info.eos_ids)
     [token] = draw_tokens(logits, draws, request.cache.setup.ops.sample)
     return token

@@ -1,4 +1,4 @@
-"""One sequence on its own in a KVCache: for `forward_step` and what is built on it. Requests go through `core.py`."""
+"""One sequence in a KVCache, without a scheduler: for `forward_step`. The server's requests go through `core.py`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from cache_strategies.base import KVCache, Row
 from server.engine.batch import Batch, RowInput
 
-_NO_TOKEN_ID = -1  # an embedding need not be a token: kept by the cache, not shared
-POLL_INTERVAL = 0.001  # seconds between two looks at a seat that is not ready
+_NO_TOKEN_ID = -1  # stands for an embedding without a token id: its block is not shared
+POLL_INTERVAL = 0.001  # seconds between two polls of a seat that is not ready
 
 
 class CachedSequence:
-    """Implements `server.models.base.SequenceCache` over a seat."""
+    """Implements `server.models.base.SequenceCache` with a seat of a KVCache."""
 
     def __init__(self, cache: KVCache, device: torch.device | str = "cpu", token_ids: Sequence[int] = ()) -> None:
         """Open a seat. Raises MemoryError if there is no room.
 
-        `token_ids`: ids of the tokens that will enter, which its owner may append to. A strategy that shares finds its
-        beginning and keeps it for others; `length` tokens need not enter then. Without it nothing is shared.
+        `token_ids`: the ids of the tokens to come; the caller may append to the list later. A strategy with a prefix
+        cache finds their longest cached prefix (`length` tokens, which must not be computed again) and caches the
+        rest. Without ids nothing is shared.
         """
         cache.poll()
         seat = cache.open(token_ids or [_NO_TOKEN_ID])
@@ -35,9 +36,9 @@ class CachedSequence:
         return self._seat.length
 
     def begin(self, num_tokens: int) -> Batch:
-        """Make room for the next tokens and return their attention.
+        """Allocate memory for the next tokens and return their batch, which is their `Attention`.
 
-        Raises MemoryError if there is no room for them, StrategyError if the strategy fails.
+        Raises MemoryError if there is no room, StrategyError if the strategy fails.
         """
         self._cache.poll()
         while not self._cache.ready(self._seat):
@@ -56,7 +57,7 @@ class CachedSequence:
         self._batch = None
 
     def discard(self) -> None:
-        """Share nothing of it that is not finite; close() follows."""
+        """Remove this sequence's blocks from the prefix cache, as their values may be NaN; close() must follow."""
         self._cache.discard(self._seat)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which version of the project this is."""
+"""The installed version of kvmux."""
 
 from __future__ import annotations
 

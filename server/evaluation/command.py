@@ -1,4 +1,4 @@
-"""`kvmux evaluate`: from the command line's options to a report. Wires the engine, the documents and the comparison."""
+"""`kvmux evaluate`: builds an engine and documents from the command line's options, compares, writes the report."""
 
 from __future__ import annotations
 
@@ -30,14 +30,17 @@ from server.models.files.directory import resolve_model_settings
 from server.models.load import read_model_info
 from server.text.tokenizer import Tokenizer
 
-DEFAULT_MAX_LENGTH = 2048  # tokens of a document, unless given
-BASELINE = "exact_caching"  # compared with, if nothing that was asked for is exact
-WHOLE = {"floor": "0%", "limit": "100%"}  # the memory is cut to fit the documents; shares would only get in the way
-MAX_LOGITS = 1 << 26  # in a step; their softmax takes a few times their memory
+DEFAULT_MAX_LENGTH = 2048  # tokens of a document without --length, at most
+BASELINE = "exact_caching"  # the instance to compare with if no chosen strategy is exact
+WHOLE = {"floor": "0%", "limit": "100%"}  # each strategy may use all memory: there is room for one document under each
+MAX_LOGITS = 1 << 26  # numbers in the logits of a step, whose softmax takes a few times their memory
 
 
 def run(file: Path | None, flags: dict[str, Any]) -> int:
-    """Run an evaluation; `flags` are those given, fields of EvaluateOptions and settings. Raises SettingsError."""
+    """Run an evaluation; `flags` are fields of EvaluateOptions and settings. Return the exit status.
+
+    Raises SettingsError.
+    """
     options = EvaluateOptions(**{f.name: flags.pop(f.name) for f in fields(EvaluateOptions) if f.name in flags})
     check_files(options)
     engine, names = start_engine(file, flags, options)
@@ -53,7 +56,7 @@ def run(file: Path | None, flags: dict[str, Any]) -> int:
 
 
 def check_files(options: EvaluateOptions) -> None:
-    """Check the files before anything slow. Raises SettingsError."""
+    """Check that the input and output files can be opened, before any slow work. Raises SettingsError."""
     outputs = {"--json": options.json, "--plot": options.plot}
     for flag, file in outputs.items():
         if file:
@@ -65,7 +68,7 @@ def check_files(options: EvaluateOptions) -> None:
             except OSError as error:
                 raise SettingsError(f"{flag}: cannot write {file}: {error.strerror}") from None
     if options.json and options.plot and options.json.absolute() == options.plot.absolute():
-        raise SettingsError(f"--json and --plot are both {options.json}: give one another name")
+        raise SettingsError(f"--json and --plot are both {options.json}: give them different names")
     if options.plot:
         check_plot(options.plot)
     if options.text:
@@ -73,7 +76,7 @@ def check_files(options: EvaluateOptions) -> None:
 
 
 def write_outputs(report: EvaluationReport, options: EvaluateOptions) -> list[str]:
-    """Write the files that were asked for; return what could not be written, in words."""
+    """Write the files of --json and --plot; return a message for each that could not be written."""
     unsaved = []
     for flag, file, write in (("--json", options.json, write_json), ("--plot", options.plot, save_plot)):
         if file:
@@ -89,7 +92,11 @@ def write_json(report: EvaluationReport, file: Path) -> None:
 
 
 def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
-    """Parse "paged", an instance, or "sliding_window:window=64,sinks=0", a new one that is named by its options."""
+    """Return the name and options of a --strategy argument.
+
+    "paged" is the name of an instance, without options; "sliding_window:window=64,sinks=0" is a new instance, which is
+    named by its options. Raises SettingsError.
+    """
     kind, colon, given = text.partition(":")
     if not colon:
         return text, {}
@@ -102,12 +109,15 @@ def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def select_strategies(settings: Settings, wanted: Sequence[str]) -> dict[str, StrategySettings]:
-    """Return the strategies asked for, by name; all declared ones, if none was. Raises SettingsError."""
+    """Return the strategies that `wanted` lists, by name, or all instances in the settings if it is empty.
+
+    Raises SettingsError.
+    """
     strategies = {}
     for text in wanted or settings.strategies:
         name, options = parse_strategy(text)
         if options and name in settings.strategies:
-            raise SettingsError(f"--strategy {text!r}: there is an instance {name} already; ask for that, or rename it")
+            raise SettingsError(f"--strategy {text!r}: an instance {name} exists; give --strategy {name}, or rename it")
         if not options and name not in settings.strategies:
             there = ", ".join(sorted(settings.strategies))
             raise SettingsError(
@@ -118,12 +128,15 @@ def select_strategies(settings: Settings, wanted: Sequence[str]) -> dict[str, St
 
 
 def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateOptions) -> tuple[Engine, list[str]]:
-    """Build an engine with room for a document under each strategy; return their names, too, an exact one first."""
+    """Build an engine with room for one document under each strategy; return it with their names, an exact one first.
+
+    Raises SettingsError.
+    """
     settings = resolve_model_settings(load_settings(file, flags))
     strategies = select_strategies(settings, options.strategy)
     positions = read_model_info(Path(settings.model), settings.model_impl).max_positions
     if options.length is not None and not 2 <= options.length <= positions:
-        raise SettingsError(f"--length: between 2 and {positions} tokens, the positions of the model")
+        raise SettingsError(f"--length: should be from 2 to {positions} tokens, the context of the model")
     all_of_them = {BASELINE: StrategySettings(kind="contiguous", **WHOLE)}
     all_of_them |= {name: each.model_copy(update=WHOLE) for name, each in strategies.items()}
     engine = build_engine(
@@ -141,7 +154,7 @@ def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateO
 
 
 def evaluate(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> EvaluationReport:
-    """Read the text and the records under the named strategies, the first of them an exact one."""
+    """Run the model on the text and the records under the named strategies, and compare them with the first one."""
     core, length = engine.core, engine.max_seq_len
     caches = [core.caches[name] for name in names]
     row_tokens = compute_max_row_tokens(core, caches)
@@ -172,20 +185,20 @@ def evaluate(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> 
 
 
 def compute_max_row_tokens(core: Core, caches: Sequence[KVCache]) -> int:
-    """Return how many tokens of a document can enter every cache in one step, without too many logits."""
+    """Return the largest number of a document's tokens that fit every cache and MAX_LOGITS in one step."""
     rows = [cache.contract.max_row for cache in caches if cache.contract.max_row is not None]
     step_tokens = min(core.scheduler.limits.max_num_batched_tokens, MAX_LOGITS // core.model.info.vocab_size)
     return max(1, min([step_tokens // len(caches), *rows]))
 
 
 def order_strategies(caches: Mapping[str, KVCache], names: Sequence[str]) -> list[str]:
-    """Return the names, an exact one first, asked for or not: the others are compared with it."""
+    """Return the names with an exact strategy first, which is added if none of them is exact."""
     exact = next((name for name in names if caches[name].contract.exact), BASELINE)
     return list(dict.fromkeys([exact, *names]))
 
 
 def read_documents(engine: Engine, options: EvaluateOptions) -> tuple[list[Document], list[Document]]:
-    """Return running text and records, in the model's tokens."""
+    """Return the documents of running text, and the records, as tokens of the model. Raises SettingsError."""
     tokenizer = Tokenizer.from_directory(engine.model_dir).backend
     info = engine.core.model.info
     marks = documents.find_marks(tokenizer, info.eos_ids, info.vocab_size)

@@ -1,7 +1,7 @@
-"""Reads documents under several strategies side by side, and counts how far each is from exact caching.
+"""Runs documents under several strategies at once, and measures how far each is from exact caching.
 
-All strategies read the same tokens in the same step, as rows of one batch, the way the server runs them; so no logits
-are kept longer than a step. Knows documents and caches; not where either comes from, nor how results are shown.
+All strategies compute the same tokens in the same step, as rows of one batch, as in the server; so no logits are kept
+longer than a step. Documents come from documents.py, and report.py shows the results.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from server.models.base import Model
 
 @dataclass
 class Fidelity:
-    """Sums over the tokens that one strategy has read."""
+    """The agreement of one strategy with exact caching, as sums over the tokens of some documents."""
 
     num_tokens: int = 0
-    total_nll: float = 0.0  # -log p of the true tokens, nats
-    num_agreed: int = 0  # tokens at which the likeliest one is that of exact caching
+    total_nll: float = 0.0  # negative log-likelihood of the documents' tokens, nats
+    num_agreed: int = 0  # positions at which the likeliest token is that of exact caching
     total_kl: float = 0.0  # KL(exact || this), nats
-    answer_recalls: list[tuple[int, bool]] = field(default_factory=list)  # per answer: tokens back, and was it known?
+    # For each answer: tokens back to the latest mention, and whether all of its tokens were predicted.
+    answer_recalls: list[tuple[int, bool]] = field(default_factory=list)
 
     @property
     def perplexity(self) -> float:
@@ -40,16 +41,19 @@ class Fidelity:
 
     @property
     def agreement(self) -> float:
-        """Share of the tokens."""
+        """The share of positions at which the likeliest token is that of exact caching."""
         return self.num_agreed / self.num_tokens
 
     @property
     def kl(self) -> float:
-        """Mean over the tokens, nats."""
+        """The mean KL divergence from exact caching over the tokens, nats."""
         return self.total_kl / self.num_tokens
 
     def recall(self, nearest: int, farthest: int) -> tuple[int, int]:
-        """Return the answers known and the answers asked, whose nearest mention stood that many tokens back."""
+        """Return the numbers of right answers and of all answers whose latest mention is `nearest` to `farthest` back.
+
+        Both distances are in tokens and inclusive.
+        """
         known = [right for distance, right in self.answer_recalls if nearest <= distance <= farthest]
         return sum(known), len(known)
 
@@ -63,19 +67,19 @@ def compare(
     row_tokens: int,
     on_tokens_read: Callable[[int], object] = lambda tokens: None,
 ) -> list[Fidelity]:
-    """Read the documents under each cache; caches[0] is the exact one that the others are compared with.
+    """Run the documents under each cache, and return the fidelity of each cache to caches[0], which is exact.
 
-    `row_tokens`: of a document that enter in a step, at most the max_row of every cache; with 1 they enter as in
-    decoding. `on_tokens_read` gets the tokens of each step. Raises SettingsError if there is no room for a document
-    under all, before it reads any, or if the model computes no numbers.
+    `row_tokens` of a document enter in one step, at most the max_row of every cache; with 1 they enter as in decoding.
+    `on_tokens_read` is called after each step with its number of tokens. Raises SettingsError if there is no room for
+    the longest document under every cache, before any is computed, or if logits are NaN or infinite.
     """
     _check_room(caches, max(documents, key=lambda document: len(document.ids)))
     results = [Fidelity() for _ in caches]
     for document in documents:
-        known = torch.zeros(len(caches), len(document.ids), dtype=torch.bool)  # was the token the likeliest one?
+        known = torch.zeros(len(caches), len(document.ids), dtype=torch.bool)  # the token was predicted (greedily)
         with _open_seats(caches, document) as seats:
             for first in range(0, len(document.ids) - 1, row_tokens):
-                tokens = document.ids[first : first + row_tokens + 1]  # one more than enter: the last target
+                tokens = document.ids[first : first + row_tokens + 1]  # the last one is only a target
                 logits = _run_step(model, caches, seats, tokens[:-1])
                 targets = torch.tensor(tokens[1:], device=logits.device)
                 known[:, first + 1 : first + len(tokens)] = update_fidelities(results, logits, targets)
@@ -86,24 +90,24 @@ def compare(
 
 
 def _run_step(model: Model, caches: Sequence[KVCache], seats: Sequence[Seat], tokens: Sequence[int]) -> Tensor:
-    """Enter tokens into every cache, in one batch -> logits [S, n, V]."""
+    """Compute n tokens under each of S caches in one batch; return logits [S, n, V]. Raises SettingsError."""
     n = len(tokens)
     row_inputs = [
         RowInput(c, Row(_grow_seat(c, seat, n), n), tokens, num_logits=n) for c, seat in zip(caches, seats, strict=True)
     ]
     batch = Batch(row_inputs, model.device)
-    assert batch.row_order == list(range(len(row_inputs))), "one row a strategy, so there is nothing to order"
+    assert batch.row_order == list(range(len(row_inputs))), "each strategy has one row, so the order is unchanged"
     logits = model.forward(batch.input_ids, batch).float().view(len(row_inputs), n, -1)
     batch.commit()
     if not logits.isfinite().all():
-        raise SettingsError("the model's logits are not finite: try --dtype float32, or look at its weights")
+        raise SettingsError("the model's logits are not finite: try --dtype float32, or check its weights")
     return logits
 
 
 def update_fidelities(results: Sequence[Fidelity], logits: Tensor, targets: Tensor) -> Tensor:
-    """Add to each strategy's sums; return [S, n], where the target was the likeliest token.
+    """Add n tokens to the sums of S strategies; return bool [S, n]: whether the target was the likeliest token.
 
-    logits [S, n, V], those of exact caching first; targets [n].
+    `logits` are [S, n, V], with exact caching first; `targets` are [n].
     """
     logp = logits.log_softmax(-1)
     nll = -logp.gather(-1, targets.expand(len(logits), -1).unsqueeze(-1)).squeeze(-1)  # [S, n]
@@ -119,12 +123,15 @@ def update_fidelities(results: Sequence[Fidelity], logits: Tensor, targets: Tens
 
 @contextmanager
 def _open_seats(caches: Sequence[KVCache], document: Document) -> Iterator[list[Seat]]:
-    """Open a seat in each cache for a text to compute from its first token; afterwards they are empty again."""
+    """Open a seat in each cache for a document, without using cached prefixes; at exit, empty the caches again.
+
+    Raises SettingsError if there is no room.
+    """
     with ExitStack() as stack:
         seats = []
         for cache in caches:
             stack.callback(_reclaim_idle, cache)
-            seat = cache.open(document.ids[:-1], max_cached=0)  # the last one never enters
+            seat = cache.open(document.ids[:-1], max_cached=0)  # the last token is only a target
             if seat is None:
                 raise _no_room_error(cache)
             stack.callback(cache.close, seat)
@@ -133,7 +140,7 @@ def _open_seats(caches: Sequence[KVCache], document: Document) -> Iterator[list[
 
 
 def _reclaim_idle(cache: KVCache) -> None:
-    """Give back what a cache keeps for later, or the next document might not find a run of pages."""
+    """Free a cache's idle blocks, so that the next document finds a run of pages."""
     cache.reclaim(cache.idle_pages())
 
 

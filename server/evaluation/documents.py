@@ -1,4 +1,4 @@
-"""What an evaluation reads: running text, and records whose answers stand far back. Knows tokens; no model."""
+"""The documents of an evaluation, as tokens: running text, and records with answers to recall from far back."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from config.errors import SettingsError
 from server.evaluation.corpus.packing import RECORDS, STORIES, MarkedAnswer, Marks, Mix, pack
 from server.evaluation.corpus.words import HELD_OUT, HELD_OUT_NAMES, TRAIN, Lexicon
 
-MAX_TOKEN_LENGTH = 16  # characters, generously: of a long file no more is read than is needed
+MAX_TOKEN_LENGTH = 16  # characters per token that are read from a file: more than enough
 
 
 class Document(NamedTuple):
-    """Tokens to read, the last one only as a target; `answers` are spans of them that stood earlier in the text."""
+    """A text as tokens, the last one only as a target; `answers` are spans of them that also occur earlier."""
 
     ids: Sequence[int]
     answers: Sequence[MarkedAnswer] = ()
 
 
 def make_stories(tokenizer: Tokenizer, marks: Marks, length: int, count: int, seed: str) -> list[Document]:
-    """Make stories that the embedded model has not read."""
+    """Return `count` documents of up to `length` tokens of stories that the embedded model was not trained on."""
     return _make_documents(tokenizer, marks, length, count, STORIES, TRAIN, seed)
 
 
 def make_records(
     tokenizer: Tokenizer, marks: Marks, length: int, count: int, seed: str, *, new_phrasings: bool = False
 ) -> list[Document]:
-    """Make texts that say and ask who keeps what where, of people and things that the embedded model never met.
+    """Return `count` documents that state facts and later ask for them ("who keeps what where").
 
-    `new_phrasings`: and in sentences it never met.
+    The names of people and things do not occur in the embedded model's training; with `new_phrasings`, neither do the
+    sentences.
     """
     return _make_documents(
         tokenizer, marks, length, count, RECORDS, HELD_OUT if new_phrasings else HELD_OUT_NAMES, seed
@@ -47,22 +48,22 @@ def _make_documents(
 
 
 def check_text_file(file: Path) -> None:
-    """Raise SettingsError if read_text_file() could not read it."""
+    """Raise SettingsError if `read_text_file` could not read the file."""
     _read_beginning(file, MAX_TOKEN_LENGTH)
 
 
 def read_text_file(tokenizer: Tokenizer, marks: Marks, length: int, count: int, file: Path) -> list[Document]:
-    """Return the first `count` stretches of `length` tokens of a file. Raises SettingsError."""
+    """Return the first `count` chunks of `length` tokens of a file. Raises SettingsError."""
     text = _read_beginning(file, MAX_TOKEN_LENGTH * length * count)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if not ids or len(ids) + len(marks.begin_ids) < 2:
-        raise SettingsError(f"--text: {file} holds no text to read")
+        raise SettingsError(f"--text: {file} has no text")
     step = length - len(marks.begin_ids)
     if step < 1:
         raise SettingsError(
-            f"--length: at least {len(marks.begin_ids) + 1}, for the tokens that begin a text and one more"
+            f"--length: should be at least {len(marks.begin_ids) + 1}: the special tokens before a text and one more"
         )
-    # A stretch reads `length` tokens and has one more, the last target, with which the next one begins.
+    # A chunk has `length` tokens and one more, the last target, which is also the first token of the next chunk.
     starts = range(0, max(1, len(ids) - 1), step)[:count]
     return [Document([*marks.begin_ids, *ids[start : start + step + 1]]) for start in starts]
 
@@ -74,11 +75,11 @@ def _read_beginning(file: Path, max_characters: int) -> str:
     except OSError as error:
         raise SettingsError(f"--text: cannot read {file}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise SettingsError(f"--text: {file} is no UTF-8 text") from None
+        raise SettingsError(f"--text: {file} is not UTF-8 text") from None
 
 
 def find_marks(tokenizer: Tokenizer, eos_ids: frozenset[int], vocab_size: int) -> Marks:
-    """Return what the tokenizer puts before a text, and what ends one: the model's end token, or a new line."""
+    """Return the special tokens that the tokenizer puts before a text, and the model's end token or a newline."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     marked = tokenizer.encode("a").ids
     begin = marked[: marked.index(plain[0])] if plain else marked
@@ -88,7 +89,9 @@ def find_marks(tokenizer: Tokenizer, eos_ids: frozenset[int], vocab_size: int) -
 
 
 def check_vocabulary(documents: Sequence[Document], vocab_size: int) -> None:
-    """Raise SettingsError if the tokenizer makes tokens that the model does not have."""
+    """Raise SettingsError if a document has a token id that is not in the model's vocabulary."""
     largest_id = max(max(document.ids) for document in documents)
     if largest_id >= vocab_size:
-        raise SettingsError(f"the tokenizer makes token {largest_id}, and the model has {vocab_size}: they do not fit")
+        raise SettingsError(
+            f"the tokenizer gives token id {largest_id}, and the model has {vocab_size} tokens: they do not fit"
+        )

@@ -1,4 +1,4 @@
-"""The flags of `kvmux evaluate` that are no settings of the server. Imports nothing heavy: help comes at once."""
+"""The flags of `kvmux evaluate` beside the server's settings. Imports nothing heavy, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DESCRIPTION = """\
-Reads the same documents under several cache strategies, through the server's own engine, and reports what each one
-loses against exact caching: perplexity, how often the likeliest token is the same, KL divergence, and how far back
-an answer may stand and still be known."""
+Runs the same documents under several cache strategies, with the server's own engine, and reports how each differs
+from exact caching: perplexity, share of tokens with the same top-1 token, KL divergence, and recall of answers by
+their distance in the text."""
 
 EPILOG = """\
-The records are made by the project's own generator, about people and things the embedded model never met; they are
-plain English, so any model that has learnt to look back can be asked. Running text is stories of the same generator,
-or a file of yours (--text).
+Records are generated texts in plain English that state facts and later ask for them; their names do not occur in the
+embedded model's training, and other models can answer, too. Running text is stories of the same generator, or a file
+of yours (--text).
 
 examples:
   kvmux evaluate
@@ -26,7 +26,7 @@ examples:
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What to evaluate."""
+    """The options of `kvmux evaluate`; each is a flag, described by its help text."""
 
     strategy: Sequence[str] = ()
     text: Path | None = None
@@ -41,7 +41,7 @@ class EvaluateOptions:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for every field of EvaluateOptions; those not given are left out, as those of settings are."""
+    """Add a flag for every field of EvaluateOptions."""
     add = parser.add_argument_group("evaluation").add_argument
     add(
         "--strategy",
@@ -49,8 +49,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="instance to evaluate, or KIND:option=value,...; may be given several times (default: all instances)",
     )
-    add("--text", type=Path, metavar="FILE", help="running text, read from its beginning (default: stories)")
-    add("--length", type=_parse_positive, metavar="N", help="tokens of a document (default: the model's, at most 2048)")
+    add("--text", type=Path, metavar="FILE", help="file of running text, read from its start (default: stories)")
+    add(
+        "--length",
+        type=_parse_positive,
+        metavar="N",
+        help="tokens of a document (default: the model's context, at most 2048)",
+    )
     add(
         "--texts",
         type=_parse_positive,
@@ -66,17 +71,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--new-phrasings",
         action="store_true",
-        help="tell and ask the records in sentences, too, that the embedded model never met",
+        help="write the records also in sentences that the embedded model was not trained on",
     )
     add(
         "--row-tokens",
         type=_parse_positive,
         metavar="N",
-        help="tokens of a document that enter in a step; 1 is as in decoding (default, and at most: what fits)",
+        help="tokens of a document in one step; 1 is as in decoding (default and maximum: as many as fit)",
     )
-    add("--seed", type=_parse_text, metavar="TEXT", help="other documents of the generator")
-    add("--json", type=Path, metavar="FILE", help="write the figures there")
-    add("--plot", type=Path, metavar="FILE", help="draw them there: .png, .svg or .pdf; needs kvmux[evaluate]")
+    add("--seed", type=_parse_text, metavar="TEXT", help="seed of the generated documents")
+    add("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
+    add("--plot", type=Path, metavar="FILE", help="plot the results to this .png, .svg or .pdf; needs kvmux[evaluate]")
 
 
 def _parse_positive(text: str) -> int:
@@ -86,6 +91,6 @@ def _parse_positive(text: str) -> int:
 
 
 def _parse_text(text: str) -> str:
-    if not text.isprintable():  # undecodable bytes of a command line are not, either
-        raise argparse.ArgumentTypeError(f"{text!r} is not plain text")
+    if not text.isprintable():  # also false for bytes of the command line that cannot be decoded
+        raise argparse.ArgumentTypeError(f"{text!r} is not printable text")
     return text

@@ -1,4 +1,4 @@
-"""A picture of an evaluation: recall by distance, and fidelity beside memory. Needs matplotlib."""
+"""Plots an evaluation: recall by distance, and agreement with exact caching by memory. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ENDINGS = (".png", ".svg", ".pdf")
-MARKERS = "osD^vP*X"  # strategies may lie on one another, and a reader may see no colours
+MARKERS = "osD^vP*X"  # lines may coincide, and some readers cannot tell their colours
 
 
 def check_plot(file: Path) -> None:
-    """Raise SettingsError for an ending that means no picture, or if there is no matplotlib."""
+    """Raise SettingsError if the file's ending is not in ENDINGS, or if matplotlib is not installed."""
     if file.suffix.lower() not in ENDINGS:
         raise SettingsError(f"--plot {file}: the name should end in {', '.join(ENDINGS)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -25,7 +25,7 @@ def check_plot(file: Path) -> None:
 
 
 def save_plot(report: EvaluationReport, file: Path) -> None:
-    """Write a PNG, SVG or PDF, by the file's ending. Raises OSError."""
+    """Write the plot as PNG, SVG or PDF, by the file's ending. Raises OSError."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")
@@ -47,8 +47,8 @@ def _plot_recall(axes: Axes, report: EvaluationReport) -> None:
         [span.farthest for span in report.distance_ranges], [f"{span.farthest:,}" for span in report.distance_ranges]
     )
     axes.set_ylim(-3, 103)
-    axes.set_xlabel("answer stands up to so many tokens back")
-    axes.set_ylabel("answers known, %")
+    axes.set_xlabel("distance of the answer, up to N tokens back")
+    axes.set_ylabel("recall, %")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
 
@@ -58,5 +58,5 @@ def _plot_memory(axes: Axes, report: EvaluationReport) -> None:
         axes.plot(result.kv_bytes / 1024, 100 * result.records.agreement, marker=marker, linestyle="")
     axes.set_xlim(left=0)
     axes.set_xlabel("KV memory of a document, KiB")
-    axes.set_ylabel("same likeliest token as exact caching, records, %")
+    axes.set_ylabel("same top-1 token as exact caching, records, %")
     axes.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""What an evaluation found, as a table for people and as JSON for programs. Knows figures; not how they were made."""
+"""The results of an evaluation (`EvaluationReport`), and their form as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from rich.table import Table
 
 from server.evaluation.compare import Fidelity
 
-NEAREST_BOUND = 64
+NEAREST_BOUND = 64  # tokens; the end of the first distance range
 
 
 class DistanceRange(NamedTuple):
-    """Distances, tokens back, both ends included."""
+    """A range of distances between an answer and its latest mention, in tokens, both ends included."""
 
     nearest: int
     farthest: int
 
     def __str__(self) -> str:
-        return f"{self.nearest:,}-{self.farthest:,}"  # plain ASCII: not every terminal knows more
+        return f"{self.nearest:,}-{self.farthest:,}"  # ASCII, as some terminals have no en dash
 
 
 @dataclass(frozen=True)
 class StrategyResult:
-    """One strategy."""
+    """The results of one strategy."""
 
     name: str
     kind: str
@@ -42,20 +42,20 @@ class StrategyResult:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """One evaluation; results[0] is the exact strategy that the others are compared with."""
+    """The results of one evaluation; results[0] is the exact strategy that the others are compared with."""
 
     model: str
     device: str
     dtype: str
-    source: str  # of the running text
-    num_documents: tuple[int, int]  # of running text, of records
+    source: str  # of the running text: a file's name or "stories"
+    num_documents: tuple[int, int]  # of running text, and of records
     length: int  # tokens of a document
-    row_tokens: int
+    row_tokens: int  # tokens of a document in one step
     results: Sequence[StrategyResult]
 
     @property
     def distance_ranges(self) -> list[DistanceRange]:
-        """Up to 64 tokens back, 65 to 128, and so on to the length of a document."""
+        """The ranges for recall: 1 to 64 tokens, 65 to 128, and so on to the length of a document."""
         ranges = [DistanceRange(1, min(NEAREST_BOUND, self.length))]
         while ranges[-1].farthest < self.length:
             ranges.append(DistanceRange(ranges[-1].farthest + 1, min(2 * ranges[-1].farthest, self.length)))
@@ -63,7 +63,7 @@ class EvaluationReport:
 
 
 def as_table(report: EvaluationReport) -> str:
-    """Return a table in GitHub's Markdown. Recall is the share of right answers, by how far back the answer stood."""
+    """Return the results as a table in GitHub's Markdown; "recall" is the share of right answers by distance."""
     table = Table(box=box.MARKDOWN)
     table.add_column("strategy")
     columns = [

@@ -1,4 +1,4 @@
-"""What the engine needs of a model of any implementation; and one token's step, alike for all. Knows no weights."""
+"""The interface between the engine and a model (`Model`), and `forward_step`, which is the same for every model."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from server.models.config import ModelInfo
 
 
 class Model(Protocol):
-    """N tokens of any sequences go in, logits of the K wanted ones come out."""
+    """A model that computes the logits of K of N tokens; the tokens may belong to any number of sequences."""
 
     @property
     def info(self) -> ModelInfo: ...
 
     @property
     def impl(self) -> Literal["lean", "transformers"]:
-        """What computes it: the decoder of this project, or transformers."""
+        """The implementation: "lean" is the decoder of this project."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations, keys and values."""
+        """The dtype of activations, keys and values."""
         ...
 
     @property
     def layer_specs(self) -> Sequence[LayerSpec]:
-        """Of every layer."""
+        """The attention parameters of every layer, in order."""
         ...
 
     @property
@@ -40,12 +40,12 @@ class Model(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """Of all distinct weights."""
+        """The size of all weights; tied weights count once."""
         ...
 
     @property
     def weight_format(self) -> str:
-        """What most weights are kept in: "float32", "int4"."""
+        """The format of most weights: "float32", "int4"."""
         ...
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
@@ -66,37 +66,37 @@ class Model(Protocol):
 
 
 class SequenceCache(Protocol):
-    """The keys and values of one sequence: what `forward_step` needs of a cache."""
+    """The keys and values of one sequence, as `forward_step` uses them."""
 
     @property
     def length(self) -> int:
-        """Tokens entered so far."""
+        """The number of tokens in the cache."""
         ...
 
     def begin(self, num_tokens: int) -> Attention:
-        """Return attention for the next tokens; they have entered after commit() was called."""
+        """Return the attention for the next tokens; commit() then adds them to the cache."""
         ...
 
     def commit(self) -> None: ...
 
 
 class Stepwise(ABC):
-    """A model that computes embedded tokens computes one of them at a time, too."""
+    """Implements `Model.forward_step` for models that can compute tokens from their embeddings."""
 
     @abstractmethod
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
-        """Compute logits [K, V] of x [N, d]: `forward` for tokens that are embedded already."""
+        """Compute logits [K, V] from embeddings x [N, d], as `forward` does from ids."""
 
     def forward_step(self, token_embedding: Tensor, current_pos: int, cache: SequenceCache) -> Tensor:
         """Compute a token of a sequence: its embedding [1, 1, d_model] -> the logits [1, 1, V] of the next token.
 
         Mechanism: the token's query attends over the keys of all tokens before it, which `cache` kept from their own
         steps, and over its own; only its own key and value are computed, at RoPE position `current_pos`, and they enter
-        the cache. So a step costs one pass over the weights and one over the cached keys, whatever came before; nothing
-        is recomputed, and nothing is allocated that grows with the text.
+        the cache. So a step costs one pass over the weights and one over the cached keys and values; nothing is
+        recomputed, and nothing is allocated that grows with the text.
 
-        This is the batched forward with a batch of one. Raises ValueError if the cache does not stand at `current_pos`:
-        it would hold other keys than the caller thinks.
+        This is the batched forward with a batch of one. Raises ValueError if the cache does not hold exactly
+        `current_pos` tokens.
         """
         if current_pos != cache.length:
             raise ValueError(f"current_pos is {current_pos}, but the cache holds {cache.length} tokens")

@@ -1,7 +1,7 @@
-"""Reads config.json into the decoder's own description of a model. Imports no torch: the API reads it too.
+"""Reads config.json into `ModelConfig`, the decoder's description of a model. Imports no torch: the API uses it, too.
 
-What differs between families is data: a row in FAMILIES, and fields of ModelConfig. Reads the files of transformers 5,
-and those from before it.
+Differences between model families are data: a row in FAMILIES, and fields of ModelConfig. Reads the files of
+transformers 5 and of earlier versions.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_tanh": "gelu_tanh",
 }
-ROPE_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")  # of RoPE
+ROPE_SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")  # the values of rope_type
 SLIDING_ATTENTION = "sliding_attention"
 FULL_ATTENTION = "full_attention"
 
 
 class Dim(int):
-    """A dimension of a tensor, with the keys of config.json that it follows from, for error messages."""
+    """A tensor dimension, with the keys of config.json that determine it, for error messages."""
 
     description: str
 
@@ -44,7 +44,7 @@ class Dim(int):
 
 
 class ModelInfo(NamedTuple):
-    """What the engine must know of a model before its weights are read."""
+    """The properties of a model that the engine and the API need before the weights are read."""
 
     vocab_size: int
     max_positions: int
@@ -54,12 +54,12 @@ class ModelInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Rope:
-    """How queries and keys of a layer turn with their position."""
+    """The rotary position embedding of a layer."""
 
     theta: float
-    dim: int  # leading dimensions of a head that turn; the others stay
+    dim: int  # leading dimensions of a head that are rotated; the others stay
     max_positions: int
-    original_max_positions: int  # before the context was stretched
+    original_max_positions: int  # those of pretraining, before the context was extended
     scaling: str = "default"
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
     file: Path = field(default=Path("config.json"), compare=False)  # that these values come from
@@ -67,23 +67,23 @@ class Rope:
 
 @dataclass(frozen=True)
 class MixtureOfExperts:
-    """A layer whose feed-forward is chosen token by token."""
+    """The mixture of experts of a layer: each token is computed by the few experts that a router chooses."""
 
-    module: str
-    projections: tuple[str, str, str]
+    module: str  # the name of the mixture's module within a layer
+    projections: tuple[str, str, str]  # the names of an expert's gate, up and down matrices
     num_experts: int
-    num_experts_per_tok: int  # per token
-    intermediate_size: int
-    norm_topk_prob: bool
+    num_experts_per_tok: int
+    intermediate_size: int  # of one expert
+    norm_topk_prob: bool  # whether the weights of the chosen experts are scaled to sum to 1
 
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What may differ from layer to layer."""
+    """The parts of a model's configuration that may differ from layer to layer."""
 
-    window: int | None  # None: sees everything
-    rope: Rope | None  # None: positions do not turn anything
-    experts: MixtureOfExperts | None
+    window: int | None  # of sliding-window attention; None: full attention
+    rope: Rope | None  # None: queries and keys are not rotated (NoPE)
+    experts: MixtureOfExperts | None  # None: a dense feed-forward
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class ModelConfig:
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """Read config.json and generation_config.json. Raises ModelError for what the decoder does not know."""
+    """Read config.json and generation_config.json. Raises ModelError for a model that the decoder cannot compute."""
     file = directory / "config.json"
     config = parse_config(read_json(file), file)
     return replace(config, eos_ids=read_eos_ids(directory, config.vocab_size))
@@ -154,7 +154,7 @@ def load_config(directory: Path) -> ModelConfig:
 def parse_config(raw: RawConfig, file: Path) -> ModelConfig:
     """Return the model that the JSON object of config.json describes, without eos_ids; `file` is named in errors.
 
-    Raises ModelError for what no model can have, and UnknownModelError for what the decoder does not know.
+    Raises ModelError for invalid values, and UnknownModelError for valid ones that the decoder does not support.
     """
     architecture = get_architecture(raw)
     family = FAMILIES.get(architecture)
@@ -212,8 +212,8 @@ def get_architecture(raw: RawConfig) -> str:
 def _check_heads(heads: int, kv_heads: int, head_dim: int, file: Path) -> None:
     if heads % kv_heads or head_dim % 2 or not head_dim:
         raise ModelError(
-            f"{file}: {heads} heads over {kv_heads} KV heads of {head_dim} do not fit: "
-            "the first must be a multiple of the second, and the last even"
+            f"{file}: {heads} heads and {kv_heads} KV heads of dimension {head_dim} do not fit: "
+            "the number of heads must be a multiple of the number of KV heads, and the dimension even"
         )
 
 
@@ -224,21 +224,21 @@ def _check_supported(raw: RawConfig, file: Path) -> None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         named = shorten_repr(method).strip("'")
         raise ModelError(
-            f"{file}: the checkpoint is quantized ({named}), which cannot be read: take the one "
-            "it was made from, one of MLX, or a GGUF file"
+            f"{file}: the checkpoint is quantized ({named}), which cannot be read: use the unquantized model, "
+            "an MLX checkpoint, or a GGUF file"
         )
     if raw.get("use_bidirectional_attention"):
         raise ModelError(f"{file}: use_bidirectional_attention makes it an encoder, which cannot be served")
 
 
 def _parse_layers(raw: RawConfig, family: ModelFamily, head_dim: int, file: Path) -> tuple[LayerConfig, ...]:
-    """Return the layers; the family's rule for windows holds only where layer_types is not given (vllm#49795)."""
+    """Return the layers; the family's sliding rule is used only if layer_types is not given (vllm#49795)."""
     count = raw["num_hidden_layers"]
     kinds = raw.get("layer_types") or [
         SLIDING_ATTENTION if sliding else FULL_ATTENTION for sliding in family.sliding_rule(raw, count)
     ]
     interval = raw.get("no_rope_layer_interval") or count + 1
-    uses_rope = raw.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]  # 0: does not turn
+    uses_rope = raw.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]  # 0: without RoPE
     if len(kinds) != count or len(uses_rope) != count:
         raise ModelError(f"{file} has {count} layers, {len(kinds)} layer_types, {len(uses_rope)} no_rope_layers")
     if unknown := set(kinds) - {SLIDING_ATTENTION, FULL_ATTENTION}:
@@ -261,7 +261,7 @@ def _parse_layers(raw: RawConfig, family: ModelFamily, head_dim: int, file: Path
 
 
 def _parse_rope(raw: RawConfig, family: ModelFamily, head_dim: int, kind: str, file: Path) -> Rope:
-    """Return RoPE for a kind of layer: rope_parameters in transformers 5, before that rope_theta and rope_scaling."""
+    """Return the RoPE of a kind of layer, from rope_parameters (transformers 5) or rope_theta and rope_scaling."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     theta: float = raw.get("rope_theta") or 10_000.0
     if given.get(kind) is not None:
@@ -277,13 +277,13 @@ def _parse_rope(raw: RawConfig, family: ModelFamily, head_dim: int, kind: str, f
             f"{file}: RoPE scaling {shorten_repr(scaling)}; the decoder knows {', '.join(ROPE_SCALINGS)}"
         )
     max_positions = raw["max_position_embeddings"]
-    # Phi-3 writes the positions of training beside the scaling, not within.
+    # Phi-3 has original_max_position_embeddings beside rope_scaling, not in it.
     trained = (
         given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or max_positions
     )
     dim = int(head_dim * share)
     if dim < 2 or dim % 2:
-        raise ModelError(f"{file}: {dim} of {head_dim} dimensions of a head turn, which must be an even number of them")
+        raise ModelError(f"{file}: RoPE rotates {dim} of {head_dim} dimensions of a head, which must be an even number")
     return Rope(
         theta=float(theta),
         dim=dim,
@@ -301,7 +301,7 @@ def _parse_experts(raw: RawConfig, experts: Experts | None, file: Path) -> Mixtu
     count = next((raw[key] for key in experts.num_experts_keys if raw.get(key) is not None), None)
     num_chosen, width = raw.get("num_experts_per_tok"), raw.get(experts.intermediate_size_key)
     if not count or not num_chosen or not width:
-        raise ModelError(f"{file} does not say how many experts there are, of what width, or how many a token takes")
+        raise ModelError(f"{file} lacks the number of experts, their width, or num_experts_per_tok")
     if num_chosen > count:
         raise ModelError(f"{file}: num_experts_per_tok is {num_chosen}, and there are {count} experts")
     return MixtureOfExperts(
@@ -318,12 +318,12 @@ def _parse_experts(raw: RawConfig, experts: Experts | None, file: Path) -> Mixtu
 
 # ---------------------------------------------------------------- the ends of texts
 def read_eos_ids(directory: Path, vocab_size: int) -> frozenset[int]:
-    """Return the tokens of the vocabulary that end a text. Raises ModelError."""
+    """Return the valid token ids in eos_token_id, which end a text. Raises ModelError."""
     return frozenset(end for end in _read_raw_eos_ids(directory) if _is_token(end, vocab_size))
 
 
 def warn_invalid_eos_ids(directory: Path, vocab_size: int) -> None:
-    """Warn of ids that should end a text, but are not tokens (-1, in broken fine-tunes): they are ignored."""
+    """Log a warning if eos_token_id has ids that are not tokens (-1, in broken fine-tunes): they are ignored."""
     if strange := [end for end in _read_raw_eos_ids(directory) if not _is_token(end, vocab_size)]:
         log.warning(
             "%s: eos_token_id has %s, which are not in the vocabulary of %d tokens: they are ignored",
@@ -334,7 +334,7 @@ def warn_invalid_eos_ids(directory: Path, vocab_size: int) -> None:
 
 
 def _read_raw_eos_ids(directory: Path) -> list[Any]:
-    """Return the numbers of eos_token_id, from generation_config.json if it has them: it often has more of them."""
+    """Return eos_token_id as a list: that of generation_config.json, which often has more ids, or of config.json."""
     path = directory / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     eos = generation.get("eos_token_id", read_json(directory / "config.json").get("eos_token_id"))

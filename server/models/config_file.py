@@ -1,6 +1,6 @@
 """Checks config.json: types and ranges of the keys that the decoder knows. Imports no torch.
 
-Does not know what a key means (config.py), nor a family's defaults (families.py).
+The meaning of the keys is in config.py, the defaults of each family in families.py.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from server.models.errors import ModelError, first_line
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-# Bounds far beyond any model, so that no list or table of gigabytes is made before the weights' shapes are compared.
 MAX_VALUE_LENGTH = 80  # characters of a value in a message
+# Bounds far beyond any model, so that no list or table of gigabytes is made before the weights' shapes are compared.
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 100_000
 Count = Annotated[int, Field(gt=0, lt=2**31)]
 NumLayers = Annotated[int, Field(gt=0, le=MAX_LAYERS)]
-NumExperts = Annotated[int, Field(ge=0, le=MAX_EXPERTS)]  # dense models may say 0
+NumExperts = Annotated[int, Field(ge=0, le=MAX_EXPERTS)]  # 0 in some dense models
 Real = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # float32 computes with its square and inverse
 RealOrZero = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Theta = Annotated[float, Field(gt=1, le=1e12, allow_inf_nan=False)]
@@ -101,7 +101,7 @@ class ConfigFile(_Strict):
 
 
 def check_config(raw: Mapping[str, Any], file: Path) -> None:
-    """Raise ModelError for a key that is missing, or has a value that no model can have."""
+    """Raise ModelError for a missing key or an invalid value."""
     try:
         ConfigFile.model_validate(raw)
     except ValidationError as error:
@@ -109,15 +109,15 @@ def check_config(raw: Mapping[str, Any], file: Path) -> None:
 
 
 def check_counts(raw: Mapping[str, Any], file: Path) -> None:
-    """Raise ModelError for more layers or experts than a model can have, whatever the keys are called.
+    """Raise ModelError if any key with "layer" or "expert" in its name has a value far beyond any model.
 
-    For the models that transformers computes: it makes an object for each of them before it looks at the weights.
+    This protects transformers, which makes an object for each layer and expert before it looks at the weights.
     """
     for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
         for key, value in part.items():
             limit = MAX_LAYERS if "layer" in key else MAX_EXPERTS if "expert" in key else None
             if limit is not None and isinstance(value, int | float) and value > limit:
-                raise ModelError(f"{file}: {key} is {shorten_repr(value)}, and can be {limit} at most")
+                raise ModelError(f"{file}: {key} is {shorten_repr(value)}, and should be at most {limit}")
 
 
 def _format_validation_error(error: ValidationError) -> str:

@@ -1,6 +1,6 @@
-"""The forward pass of Llama-like models, driven by their config. Knows positions; no cache, no batch, no request.
+"""The forward pass of Llama-like models, driven by their config. Knows no cache and no request.
 
-All arithmetic goes through `Ops`; all keys and values through the `Attention` it is handed.
+All arithmetic is done by `Ops`; keys and values are stored and read only by the `Attention` of the step.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Decoder(Stepwise):
     ) -> None:
         """Load the model. `dtype` is that of activations, keys and values; weights keep the one they were read with.
 
-        `positions`: the longest text it will see; default: what the model was made for. Raises ModelError.
+        `positions`: the length of the longest text, by default the model's max_position_embeddings. Raises ModelError.
         """
         self.config = config
         self.info = config.info
         self.dtype = dtype
         self._ops = ops
         self._embedding, self._lm_head = load_embedding_and_head(config, weights, ops)
-        # Gemma: the factor is rounded to the activations' type, as it was in training.
+        # Gemma: the factor is rounded to the activations' dtype, as it was in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         tables = cache(partial(compute_rope_tables, positions=positions or config.max_positions, device=self.device))
         self.layer_specs = [self._make_layer_spec(i, layer.window) for i, layer in enumerate(config.layers)]
@@ -56,24 +56,24 @@ class Decoder(Stepwise):
 
     @property
     def weight_bytes(self) -> int:
-        """Of all distinct weights."""
+        """The size of all weights; tied weights count once."""
         return sum(weight.nbytes for weight in self._weights())
 
     @property
     def weight_format(self) -> str:
-        """What most weights are kept in: "float32", "int4"."""
+        """The format of most weights: "float32", "int4"."""
         counts: Counter[str] = Counter()
         for weight in self._weights():
             counts[_get_format_name(weight)] += weight.shape.numel()
         return counts.most_common(1)[0][0]
 
     def _weights(self) -> Iterable[Weight]:
-        """Yield each weight once."""
+        """Return all weights; tied weights occur once."""
         layers = (weight for layer in self._layers.layers for weight in layer.tensors())
         return {id(w): w for w in (self._embedding, self._norm, self._lm_head, *layers)}.values()
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embed ids [N] int64 -> [N, d]; of a packed or quantized embedding, these rows alone are taken out."""
+        """Embed ids [N] int64 -> [N, d]; only these rows of a packed or quantized embedding are unpacked."""
         match self._embedding:
             case Tensor():
                 x = F.embedding(ids, self._embedding)
@@ -85,14 +85,14 @@ class Decoder(Stepwise):
         return x if self._embedding_scale == 1 else x * self._embedding_scale
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """Compute logits [K, V] of ids [N] int64, for rows `attention.logit_index`; float32 where they are capped."""
+        """Compute logits [K, V] of ids [N] int64, for rows `attention.logit_index`; float32 if they are soft-capped."""
         return self.forward_embedded(self.embed(ids), attention)
 
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
-        """Compute logits [K, V] of x [N, d]: `forward` for tokens that are embedded already."""
+        """Compute logits [K, V] from embeddings x [N, d], as `forward` does from ids."""
         x = self._ops.forward_layers(self._layers, x, attention)
-        wanted = self._ops.rms_norm(x[attention.logit_index], self._norm, self.config.rms_norm_eps)
-        return apply_softcap(self._ops.linear(wanted, self._lm_head), self.config.logit_softcap)
+        hidden = self._ops.rms_norm(x[attention.logit_index], self._norm, self.config.rms_norm_eps)
+        return apply_softcap(self._ops.linear(hidden, self._lm_head), self.config.logit_softcap)
 
     def count_flops(self, num_tokens: int, num_logits: int) -> int:
         """Return the floating-point operations of multiplying with the weights in a step, without the routers."""
@@ -119,13 +119,13 @@ class Decoder(Stepwise):
         )
 
     def _shift_positions(self, i: int, x: Tensor, delta: Tensor) -> Tensor:
-        """Return x [N,H,D] as if computed `delta` [N] positions later, or, where that is negative, earlier."""
+        """Return keys or queries x [N,H,D] with their RoPE positions shifted by `delta` [N], which may be negative."""
         tables = self._layers.layers[i].attention.tables
         if tables is None:
             return x
         cos, sin = tables
-        forth, back = (apply_rope(self._ops, x, (cos, signed), delta.abs()) for signed in (sin, -sin))
-        return torch.where((delta < 0).view(-1, 1, 1), back, forth)
+        forward, backward = (apply_rope(self._ops, x, (cos, signed), delta.abs()) for signed in (sin, -sin))
+        return torch.where((delta < 0).view(-1, 1, 1), backward, forward)
 
 
 def _get_format_name(weight: Weight) -> str:
@@ -139,5 +139,5 @@ def _get_format_name(weight: Weight) -> str:
 
 
 def apply_softcap(logits: Tensor, cap: float | None) -> Tensor:
-    """Return cap * tanh(logits / cap) (Gemma 2); the logits themselves without a cap."""
+    """Return cap * tanh(logits / cap) (Gemma 2); if `cap` is None, the logits unchanged."""
     return logits if cap is None else cap * torch.tanh(logits.float() / cap)

@@ -1,6 +1,6 @@
-"""What differs between families of models, as data: one row an architecture. Knows config.json's words; no tensor.
+"""The differences between model families as data: one row of FAMILIES per architecture. Knows no tensors.
 
-An architecture that is not here is served through transformers (transformers_backend.py).
+An architecture without a row is served through transformers (transformers_backend.py).
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
-RawConfig = Mapping[str, Any]  # config.json
-SlidingRule = Callable[[RawConfig, int], list[bool]]  # for each of a number of layers: does its attention slide?
+RawConfig = Mapping[str, Any]  # the contents of config.json
+SlidingRule = Callable[[RawConfig, int], list[bool]]  # (config, number of layers) -> for each: has it a sliding window?
 
 
 def _slide_none(raw: RawConfig, layers: int) -> list[bool]:
@@ -21,7 +21,7 @@ def _slide_all(raw: RawConfig, layers: int) -> list[bool]:
 
 
 def _slide_upper_if_enabled(raw: RawConfig, layers: int) -> list[bool]:
-    """Return Qwen's rule: the layers from max_window_layers on slide, if use_sliding_window says so at all."""
+    """Follow Qwen's rule: layers from max_window_layers on have a sliding window if use_sliding_window is true."""
     first = raw.get("max_window_layers")
     return [bool(raw.get("use_sliding_window")) and first is not None and i >= first for i in range(layers)]
 
@@ -39,33 +39,33 @@ def _slide_all_but_every_nth(raw: RawConfig, layers: int) -> list[bool]:
 
 
 class Experts(NamedTuple):
-    """Where a mixture of experts is described and kept."""
+    """The names that a family's mixture of experts has in config.json and in checkpoints."""
 
-    module: str  # of a layer, in checkpoints: "<module>.gate.weight" is the router, "<module>.experts.0..." the first
-    num_experts_keys: tuple[str, ...]  # keys of config.json, the first that is there counts
+    module: str  # of a layer: "<module>.gate.weight" is the router, "<module>.experts.0..." the first expert
+    num_experts_keys: tuple[str, ...]  # keys of config.json; the first that is present is used
     intermediate_size_key: str
-    norm_topk_prob: bool | None = True  # do the weights of the chosen sum to 1? None: norm_topk_prob says
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # of an expert
+    norm_topk_prob: bool | None = True  # scale the chosen experts' weights to sum to 1? None: config.json decides
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # an expert's matrices
 
 
 NOTHING: Mapping[str, Any] = {}
 
 
 class ModelFamily(NamedTuple):
-    """How an architecture differs from Llama."""
+    """The differences of an architecture from Llama."""
 
-    qkv_bias: bool | None = None  # None: attention_bias decides
-    qk_norm: bool = False  # queries and keys are normalised, head by head, before they turn
-    sliding_rule: SlidingRule = _slide_none  # if there are no layer_types
-    sandwich_norm: bool = False  # norms after attention and feed-forward, too
+    qkv_bias: bool | None = None  # None: attention_bias in config.json decides
+    qk_norm: bool = False  # whether each head's query and key is normalized before RoPE
+    sliding_rule: SlidingRule = _slide_none  # used if config.json has no layer_types
+    sandwich_norm: bool = False  # whether attention and feed-forward are also followed by a norm
     norm_offset: float = 0.0  # added to the weights of norms
-    scaled_embedding: bool = False  # by the root of the width
-    tie_embeddings: bool = False  # unless config.json says otherwise
+    scaled_embedding: bool = False  # whether embeddings are multiplied by the square root of hidden_size
+    tie_embeddings: bool = False  # used if config.json has no tie_word_embeddings
     activation_key: Literal["hidden_act", "hidden_activation"] = "hidden_act"
     experts: Experts | None = None
-    local_theta: float | None = None  # of sliding layers, if rope_local_base_freq is not given
-    defaults: RawConfig = NOTHING  # what config.json may leave out, where it is not Llama's; as in transformers
-    rope_scaling_aliases: Mapping[str, str] = NOTHING  # other names of RoPE scalings
+    local_theta: float | None = None  # rope_theta of sliding layers, if config.json has no rope_local_base_freq
+    defaults: RawConfig = NOTHING  # for keys that config.json may leave out, as in transformers
+    rope_scaling_aliases: Mapping[str, str] = NOTHING  # other names of RoPE scalings -> those in ROPE_SCALINGS
 
 
 _MIXTRAL = Experts("block_sparse_moe", ("num_local_experts",), "intermediate_size", projections=("w1", "w3", "w2"))
@@ -107,7 +107,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         qkv_bias=False,
         sliding_rule=_slide_all,
         defaults={"rms_norm_eps": 1e-5},
-        rope_scaling_aliases={"su": "longrope", "yarn": "longrope"},  # its first files' names
+        rope_scaling_aliases={"su": "longrope", "yarn": "longrope"},  # as in the first Phi-3 files
     ),
     "Qwen2ForCausalLM": ModelFamily(qkv_bias=True, sliding_rule=_slide_upper_if_enabled, defaults=_QWEN_DEFAULTS),
     "Qwen3ForCausalLM": ModelFamily(
@@ -125,5 +125,5 @@ FAMILIES: Mapping[str, ModelFamily] = {
         sliding_rule=_slide_alternate, defaults={**_GEMMA.defaults, **_GEMMA2_DEFAULTS}
     ),
     "Gemma3ForCausalLM": _GEMMA3,
-    "Gemma3ForConditionalGeneration": _GEMMA3,  # its decoder: text only
+    "Gemma3ForConditionalGeneration": _GEMMA3,  # only its text decoder is served
 }

@@ -1,6 +1,6 @@
-"""The weights of one layer as the decoder wants them, from the names that checkpoints give them.
+"""Loads one layer's weights by their names in checkpoints, and computes mixtures of experts (`Mixture`).
 
-Knows names and shapes, and which of several feed-forwards computes a token; neither attention nor positions.
+Checks names and shapes; attention and positions are elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from server.models.weights import Matrix, Weights
 
 @dataclass(frozen=True)
 class Mixture:
-    """A router [E, d] chooses a few of E dense feed-forwards for each token, and weighs them (Shazeer et al. 2017)."""
+    """A mixture of experts: a router [E, d] chooses and weighs top_k of E MLPs for each token (Shazeer et al. 2017)."""
 
     router: Weight
     experts: Sequence[GatedMLP]
@@ -50,13 +50,13 @@ class Mixture:
 
 
 def load_norm(config: ModelConfig, weights: Weights, name: str, width: Dim) -> Tensor:
-    """Return the factors of a norm, [width]; sums stay in float32, as bfloat16 would round them away."""
+    """Return a norm's weights [width]; with a norm_offset in float32, as bfloat16 would round the sum."""
     weight = weights.get(f"{name}.weight", (width,))
     return weight.float() + config.norm_offset if config.norm_offset else weight
 
 
 def load_embedding_and_head(config: ModelConfig, weights: Weights, ops: Ops) -> tuple[Weight, Weight]:
-    """Return the embedding and lm_head; where they are tied, one weight. Raises ModelError for what is missing."""
+    """Return the embedding and lm_head, the same object if they are tied. Raises ModelError if one is missing."""
     embedding, shape = "model.embed_tokens.weight", (config.vocab_dim, config.hidden_dim)
     if config.tie_embeddings:
         tied = ops.pack(weights.matrix(embedding, shape))
@@ -67,7 +67,7 @@ def load_embedding_and_head(config: ModelConfig, weights: Weights, ops: Ops) -> 
 def load_layer(
     config: ModelConfig, weights: Weights, ops: Ops, i: int, spec: LayerSpec, tables: Callable[[Rope], RopeTables]
 ) -> DecoderLayer:
-    """Return layer `i`, its matrices packed; `tables` makes its RoPE tables. Raises ModelError for what is missing."""
+    """Return layer `i` with packed matrices; `tables` computes RoPE tables. Raises ModelError."""
     at = f"model.layers.{i}."
     projections = f"{at}self_attn."
     c, kind = config, config.layers[i]
@@ -83,7 +83,7 @@ def load_layer(
         qkv=ops.pack(qkv),
         qkv_bias=qkv_bias,
         qk_norm=(norm("self_attn.q_norm", c.head_width), norm("self_attn.k_norm", c.head_width)) if c.qk_norm else None,
-        # Made only now: the projections have shown that heads are as large as config.json says.
+        # Computed after the projections were loaded, which checks the head dimension of config.json.
         tables=None if kind.rope is None else tables(kind.rope),
         q_heads=c.num_q_heads,
         kv_heads=c.num_kv_heads,
@@ -100,7 +100,7 @@ def load_layer(
 def _load_fused(
     weights: Weights, at: str, fused: str, parts: Mapping[str, Dim], width: Dim, biased: bool
 ) -> tuple[Matrix | ConcatenatedWeight, Tensor | None]:
-    """Return a matrix and its bias, joined from `parts` (rows by name) unless the checkpoint has them fused."""
+    """Return a matrix and its bias, concatenated from `parts` (name: rows) unless the checkpoint has `fused`."""
     if f"{at}{fused}.weight" in weights:
         parts = {fused: Dim(sum(parts.values()), " + ".join(rows.description for rows in parts.values()))}
     matrix = _concatenate([weights.matrix(f"{at}{name}.weight", (rows, width)) for name, rows in parts.items()])
@@ -110,7 +110,7 @@ def _load_fused(
 
 
 def _concatenate(parts: Sequence[Matrix]) -> Matrix | ConcatenatedWeight:
-    """Join several matrices along the first dimension; the result is quantized if all of them are."""
+    """Concatenate matrices along the first dimension; the result is quantized if all of them are."""
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedTensor)]

@@ -1,4 +1,4 @@
-"""Chooses what computes a model: the lean decoder for the families it knows, transformers for all others."""
+"""Loads a model with the lean decoder if that supports its family, otherwise with transformers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from server.models.weights import Safetensors, Weights, WeightsConfig
 
 
 def read_model_info(directory: Path, impl: ModelImpl) -> ModelInfo:
-    """Return what is known of a model before its weights are read. Raises ModelError."""
+    """Return the model's vocabulary size, context length and the like, without reading weights. Raises ModelError."""
     config = _load_lean_config(directory, impl)
     info = read_transformers_info(directory) if config is None else config.info
     warn_invalid_eos_ids(directory, info.vocab_size)
@@ -39,7 +39,7 @@ def load_model(
     device: torch.device,
     positions: int,
 ) -> Model:
-    """Return the model ready to run, for texts of up to `positions` tokens; `weights` says how they are kept.
+    """Return the model ready to run, for texts of up to `positions` tokens; `weights` is their dtype and format.
 
     Raises ModelError.
     """
@@ -49,7 +49,7 @@ def load_model(
             return Decoder(config, opened, ops, dtype, positions=positions)
     if weights.format is not None:
         raise ModelError(
-            f"{directory}: transformers computes this model, and with quantized weights only the lean decoder does: "
+            f"{directory}: this model is computed by transformers, and only the lean decoder can quantize weights: "
             "give --weights auto, or leave --model-impl out"
         )
     if weights.dtype != dtype:
@@ -64,7 +64,7 @@ def _load_lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
     """Return the config for the lean decoder; None if transformers computes the model."""
     if find_gguf_file(directory) is not None or is_mlx(directory):
         if impl == "transformers":
-            kind = "a checkpoint of MLX" if find_gguf_file(directory) is None else "a GGUF file"
+            kind = "an MLX checkpoint" if find_gguf_file(directory) is None else "a GGUF file"
             raise ModelError(f"{kind} is computed by the lean decoder only: leave --model-impl out")
         return load_config(directory)
     if impl == "transformers":
@@ -79,11 +79,11 @@ def _load_lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
 
 @contextmanager
 def _open_weights(directory: Path, config: ModelConfig, kept: WeightsConfig, device: torch.device) -> Iterator[Weights]:
-    """Yield the weights for as long as the model is loaded."""
+    """Yield the checkpoint's weights, quantized if `kept` has a format; they are closed after the model was built."""
     if kept.format is None:
         yield _open_checkpoint(directory, config, kept.dtype, device, as_stored=kept.as_stored)
         return
-    # Read in the checkpoint's own dtype, so that what is rounded to whole numbers was not rounded before.
+    # Read in the checkpoint's own dtype, so that values are rounded only once, by quantization.
     checkpoint = _open_checkpoint(directory, config, getattr(torch, config.dtype), device, as_stored=kept.as_stored)
     with open_quantized_weights(checkpoint, directory, kept, device, config.num_layers) as weights:
         yield weights
@@ -92,16 +92,16 @@ def _open_weights(directory: Path, config: ModelConfig, kept: WeightsConfig, dev
 def _open_checkpoint(
     directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, as_stored: bool
 ) -> Weights:
-    """Open a checkpoint's weights as they are in its files."""
+    """Open the weights of a GGUF, MLX or safetensors checkpoint; `as_stored` keeps quantized ones as they are."""
     if (file := find_gguf_file(directory)) is not None:
-        from server.models.formats.gguf_weights import GGUFWeights  # here, as other models start sooner without gguf
+        from server.models.formats.gguf_weights import GGUFWeights  # here, so that other models start without gguf
 
         return GGUFWeights(file, dtype, device, as_stored=as_stored)
     if not is_mlx(directory):
         return Safetensors(directory, dtype, device)
     if any(layer.experts for layer in config.layers):
         raise ModelError(
-            f"{directory}: MLX keeps the experts of a layer as one, which cannot be read: take the checkpoint it was "
-            "made from, and give --weights int4 or int8"
+            f"{directory}: MLX checkpoints of mixtures of experts cannot be read: use the unquantized checkpoint, and "
+            "give --weights int4 or int8"
         )
     return MLXWeights(directory, dtype, device, as_stored=as_stored)

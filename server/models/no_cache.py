@@ -1,7 +1,7 @@
-"""Generation without any cache: the whole text through the model for every token. Slow, obvious, and independent.
+"""Generation without a KV cache: the whole text goes through the model for every token. Slow and simple.
 
-The reference of tests for everything that caches, the baseline of benchmarks, and what transformers_backend.py probes
-a model with.
+Tests compare the cached ways with it, benchmarks use it as a baseline, and transformers_backend.py probes models
+with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from server.models.base import Model
 
 
 class NoCacheAttention:
-    """Implements `kernels.ops.Attention` for one text that enters whole, in any order; keeps nothing."""
+    """Implements `kernels.ops.Attention` for one text whose tokens all enter in one forward pass; stores nothing."""
 
     def __init__(self, specs: Sequence[LayerSpec] | Mapping[int, LayerSpec], length: int, device: torch.device) -> None:
         self._specs = specs
@@ -25,24 +25,24 @@ class NoCacheAttention:
 
     @property
     def kv_locations(self) -> None:
-        """None: keys lie in no store."""
+        """None, as keys and values are not stored."""
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from every query to every key it may see, with all scores [Hq, N, N] in memory."""
+        """Compute causal attention, with the layer's window if it has one; all scores [Hq, N, N] are in memory."""
         spec = self._specs[layer_idx]
         num_queries_per_kv = spec.num_q_heads // spec.num_kv_heads
         k, v = (x.float().repeat_interleave(num_queries_per_kv, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
         if spec.softcap:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        broken = ~v.isfinite().all(-1)  # [N, Hq]: hidden by their scores, as a weight of 0 times NaN is NaN
+        broken = ~v.isfinite().all(-1)  # [N, Hq]: their scores become NaN, as even a weight of 0 times NaN is NaN
         scores = scores.masked_fill(broken.T[:, None], torch.nan)
         distance = self.positions[:, None] - self.positions
         hidden = distance < 0
         if spec.window is not None:
             hidden |= distance >= spec.window
         scores = scores.masked_fill(hidden, -torch.inf)
-        if spec.sink_logits is not None:  # one more column, which has no value
+        if spec.sink_logits is not None:  # one more column of scores, without a value
             sinks = spec.sink_logits.float().view(-1, 1, 1).expand(-1, len(scores[0]), 1)
             scores = torch.cat((scores, sinks), -1)
         weights = scores.softmax(-1)[..., : len(k)]
@@ -57,7 +57,7 @@ def full_context_logits(model: Model, ids: Sequence[int]) -> Tensor:
 
 
 def debug_generate_full_context(model: Model, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Generate tokens greedily after `prompt`, computing all of the text anew for each: O(n^2) tokens of work."""
+    """Return the tokens generated greedily after `prompt`; each recomputes the whole text: O(n^2) tokens of work."""
     ids = list(prompt)
     for _ in range(max_tokens):
         ids.append(int(full_context_logits(model, ids).argmax()))

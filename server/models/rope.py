@@ -1,4 +1,4 @@
-"""Rotary position embedding: the frequencies that a config means, in every scaling models come with.
+"""Rotary position embedding: frequencies and tables for every RoPE scaling that models use.
 
 Formulas follow the papers named at each; angles are computed in float64 (float32 is off by 2e-3 rad at position 1e5).
 Knows no model and no cache.
@@ -17,25 +17,28 @@ from server.models.errors import ModelError
 
 
 def compute_rope_tables(rope: Rope, positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [positions, dim / 2] float32, of the frequencies for texts of up to `positions` tokens."""
+    """Return the cos and sin tables, each [positions, dim / 2] float32, for texts of up to `positions` tokens."""
     frequencies, amplitude = compute_frequencies(rope, positions)
     angle = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
     return (angle.cos() * amplitude).float().to(device), (angle.sin() * amplitude).float().to(device)
 
 
 def compute_frequencies(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """Return radians a position [dim / 2] float64, and the factor of cos and sin. Raises ModelError."""
+    """Return frequencies [dim / 2] float64 in radians per position, and the factor of cos and sin.
+
+    Raises ModelError.
+    """
     try:
         frequencies, amplitude = _ROPE_INIT_FUNCTIONS[rope.scaling](rope, positions)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise ModelError(f"{rope.file}: RoPE scaling {rope.scaling!r} lacks or garbles {error}") from None
+        raise ModelError(f"{rope.file}: RoPE scaling {rope.scaling!r} has no valid value: {error}") from None
     if not (frequencies.isfinite().all() and math.isfinite(amplitude)):
         raise ModelError(f"{rope.file}: RoPE scaling {rope.scaling!r} gives frequencies that are not finite")
     return frequencies, amplitude
 
 
 def _compute_inv_freq(theta: float, dim: int) -> Tensor:
-    """Return theta ** -(0, 2, ... / dim) (Su et al. 2021)."""
+    """Return the frequencies theta ** -(i / dim) for i = 0, 2, ... (Su et al. 2021)."""
     return theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
@@ -44,12 +47,12 @@ def _default(rope: Rope, positions: int) -> tuple[Tensor, float]:
 
 
 def _linear(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """Squeeze positions into those of training (Chen et al. 2023)."""
+    """Scale linearly: divide positions so that they fall into those of training (Chen et al. 2023)."""
     return _compute_inv_freq(rope.theta, rope.dim) / rope.parameters["factor"], 1.0
 
 
 def _dynamic(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """NTK-aware: a larger theta for longer texts; chosen once, for the longest text served, as keys stay cached."""
+    """Scale NTK-aware: theta grows with the text; set once, for the longest text, as cached keys cannot change."""
     reach = max(positions, rope.max_positions) / rope.max_positions
     factor = rope.parameters["factor"]
     stretched = rope.theta * (factor * reach - (factor - 1)) ** (rope.dim / (rope.dim - 2))
@@ -57,7 +60,7 @@ def _dynamic(rope: Rope, positions: int) -> tuple[Tensor, float]:
 
 
 def _llama3(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """Scale as Llama 3.1: slow frequencies are divided, fast ones stay, those between are blended."""
+    """Scale as Llama 3.1: low frequencies are divided, high ones stay, those between are interpolated."""
     p = rope.parameters
     plain = _compute_inv_freq(rope.theta, rope.dim)
     turns = p["original_max_position_embeddings"] * plain / (2 * math.pi)  # in the context of training
@@ -67,7 +70,7 @@ def _llama3(rope: Rope, positions: int) -> tuple[Tensor, float]:
 
 
 def _yarn(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """Scale as YaRN (Peng et al. 2023): blended by the number of turns in the context of training, and louder."""
+    """Scale as YaRN (Peng et al. 2023): interpolate by the turns in the training context, and scale cos and sin."""
     p, dim = rope.parameters, rope.dim
     trained = p["original_max_position_embeddings"]
     factor = p.get("factor") or rope.max_positions / trained
@@ -96,10 +99,9 @@ def _yarn_attention_factor(p: Mapping[str, float], factor: float) -> float:
 
 
 def _longrope(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """Scale as LongRoPE (Ding et al. 2024): a factor for every pair, short ones or long ones.
+    """Scale as LongRoPE (Ding et al. 2024): divide each frequency by its factor, from short_factor or long_factor.
 
-    Chosen once, by the longest text served: keys that were turned by one set cannot be compared with queries turned by
-    the other.
+    The set is chosen once, by the longest text: keys rotated with one set do not match queries rotated with the other.
     """
     p = rope.parameters
     trained = p["original_max_position_embeddings"]
@@ -113,7 +115,7 @@ def _longrope(rope: Rope, positions: int) -> tuple[Tensor, float]:
     return _compute_inv_freq(rope.theta, rope.dim) / factors, amplitude
 
 
-_ROPE_INIT_FUNCTIONS: Mapping[str, Callable[[Rope, int], tuple[Tensor, float]]] = {  # all of config.ROPE_SCALINGS
+_ROPE_INIT_FUNCTIONS: Mapping[str, Callable[[Rope, int], tuple[Tensor, float]]] = {  # for each of config.ROPE_SCALINGS
     "default": _default,
     "linear": _linear,
     "dynamic": _dynamic,

@@ -1,10 +1,10 @@
-"""Any decoder-only model that transformers knows, computed by transformers, with our attention in place of its own.
+"""Runs any decoder-only model of transformers, with kvmux's attention in place of its own.
 
-The model's code runs as it is; where it would attend, it calls back into the step's `Attention`, which keeps the keys
-under whatever strategy each sequence has. What a layer's attention is like is mostly seen, not read from configs, which
-differ from family to family: a short text goes through once, its tokens in reverse order, and every layer shows its
-heads, scale, window and cap. The same text through transformers' own attention must give the same logits, or the model
-is refused. What shows in longer texts only is not checked: windows are what the layer, or else its config, says.
+The model's code runs unchanged; for attention it calls the step's `Attention`, which stores keys and values under each
+sequence's strategy. Configs differ from family to family, so the parameters of each layer's attention (heads, scale,
+window, softcap) are recorded in a probe: one forward pass over a short text with its tokens in reverse order. The model
+is refused unless transformers' own attention gives the same logits for that text. The probe is too short to show
+windows: they are taken from the layer or else from the config.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from server.models.config_file import check_counts, read_json, shorten_repr
 from server.models.errors import ModelError
 from server.models.no_cache import NoCacheAttention
 
-ATTN_IMPLEMENTATION = "kvmux"  # our name among transformers' kinds of attention
-MAX_MESSAGE_LENGTH = 300  # characters of what transformers says
+ATTN_IMPLEMENTATION = "kvmux"  # the name under which the attention is registered with transformers
+MAX_MESSAGE_LENGTH = 300  # characters of a message of transformers that are passed on
 PROBE_TOKENS = 24
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.02}  # of the largest logit
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.02}  # relative to the largest logit
 
 _current_attention: ContextVar[Attention] = ContextVar("attention of the step that runs")
 
@@ -41,9 +41,9 @@ class TransformersModel(Stepwise):
     def __init__(
         self, directory: Path, dtype: torch.dtype, device: torch.device, *, positions: int | None = None
     ) -> None:
-        """Load the model. `positions`: the longest text it will see; default: what the model was made for.
+        """Load the model. `positions`: the length of the longest text, by default its max_position_embeddings.
 
-        Raises ModelError if transformers cannot load it, or if layers keep something else than keys and values.
+        Raises ModelError if transformers cannot load it, or if its layers have other state than keys and values.
         """
         self.info = read_transformers_info(directory)
         self.dtype = dtype
@@ -69,7 +69,7 @@ class TransformersModel(Stepwise):
         return str(self.dtype).removeprefix("torch.")
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """Compute logits [K, V] float32 of ids [N] int64, for the rows `attention.logit_index`."""
+        """Compute logits [K, V] float32 of ids [N] int64, for rows `attention.logit_index`."""
         return _compute_logits(self._model, attention, input_ids=ids[None])
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -81,12 +81,12 @@ class TransformersModel(Stepwise):
         """Return None: the shapes of a model's matrices stand in its own code."""
 
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
-        """Compute logits [K, V] float32 of x [N, d]: `forward` for tokens that are embedded already."""
+        """Compute logits [K, V] float32 from embeddings x [N, d], as `forward` does from ids."""
         return _compute_logits(self._model, attention, inputs_embeds=x[None])
 
 
 def read_transformers_info(directory: Path) -> ModelInfo:
-    """Return what is known of a model from its config, as transformers reads it. Raises ModelError."""
+    """Return the properties of a model from its config, as transformers reads it. Raises ModelError."""
     check_counts(read_json(directory / "config.json"), directory / "config.json")
     config = _load_config(directory)
     text = config.get_text_config()
@@ -94,8 +94,8 @@ def read_transformers_info(directory: Path) -> ModelInfo:
     positions = getattr(text, "max_position_embeddings", None)
     if positions is None:
         raise ModelError(
-            f"{directory}: a {type(config).__name__} has no number of positions; state spaces, linear attention and "
-            "ALiBi cannot be served: they keep no keys and values, or not these alone"
+            f"{directory}: a {type(config).__name__} has no max_position_embeddings; models with state spaces, linear "
+            "attention or ALiBi cannot be served"
         )
     vocab_size: Any = getattr(text, "vocab_size", None)
     for key, value in (("vocab_size", vocab_size), ("positions", positions)):
@@ -111,7 +111,7 @@ def _load_config(directory: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of many kinds: transformers checks configs in several ways
+    except Exception as error:  # transformers raises errors of many kinds for a bad config
         raise ModelError(f"{directory}: transformers cannot read its config: {_format_error(error)}") from None
 
 
@@ -121,7 +121,7 @@ def _load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> An
     AttentionInterface.register(ATTN_IMPLEMENTATION, _attend)
     empty: Any = AutoModelForCausalLM
     try:
-        with torch.device("meta"):  # which takes no memory
+        with torch.device("meta"):  # takes no memory
             numbers = sum(p.numel() for p in empty.from_config(_load_config(directory)).parameters())
         _check_size(directory, numbers)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -143,18 +143,18 @@ def _load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> An
     model, found = loaded
     if lacking := sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"]):
         raise ModelError(
-            f"{directory} is incomplete, or config.json speaks of another model: no {lacking[0]} as it should be, "
-            f"and {len(lacking) - 1} more"
+            f"{directory} is incomplete, or config.json is of another model: {lacking[0]} is missing or has another "
+            f"shape (tensors with such faults: {len(lacking)})"
         )
     return model.to(device).eval().requires_grad_(False)
 
 
 def _check_size(directory: Path, numbers: int) -> None:
-    """Raise ModelError if the files cannot hold that many numbers: transformers would make up what they lack."""
+    """Raise ModelError if the files are too small for `numbers` parameters: transformers would invent the rest."""
     stored = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
-    if numbers > 8 * stored:  # a number takes a bit at least
+    if numbers > 8 * stored:  # a parameter takes at least one bit
         raise ModelError(
-            f"{directory}: config.json describes a model of {numbers} numbers, and the files have {stored} bytes; "
+            f"{directory}: config.json describes a model of {numbers} parameters, and the files have {stored} bytes; "
             "is it the file of this model?"
         )
 
@@ -164,10 +164,10 @@ def _format_error(error: Exception) -> str:
 
 
 def _freeze_longrope(model: nn.Module, positions: int) -> None:
-    """Choose for good that of the two sets of LongRoPE that is for texts of this length.
+    """Fix LongRoPE's frequencies to the set (short or long) for texts of up to `positions` tokens.
 
-    transformers chooses anew by the longest text of a step, which cached keys and other sequences do not survive.
-    Raises ModelError if a model's own code does so, too.
+    transformers would choose by the longest text of each step, which would contradict cached keys and affect other
+    sequences. Raises ModelError if a model's own code does so, too.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -201,7 +201,7 @@ def _compute_logits(model: Any, attention: Attention, **tokens: Tensor) -> Tenso
 def _attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, **how: Any
 ) -> tuple[Tensor, None]:
-    """Attend as transformers calls it: q [1,Hq,N,D], k and v [1,H,N,D] -> [1,N,Hq,D]."""
+    """Compute attention with the signature of transformers: q [1,Hq,N,D], k and v [1,H,N,D] -> [1,N,Hq,D], None."""
     attention = _current_attention.get()
     if isinstance(attention, _Probe):
         attention.record_layer(module, q, k, v, how)
@@ -212,21 +212,21 @@ def _attend(
 def _get_layer_index(module: nn.Module) -> int:
     index = getattr(module, "layer_idx", None)
     if not isinstance(index, int):
-        raise ModelError(f"{type(module).__name__} does not know which layer it is: the model cannot be served")
+        raise ModelError(f"{type(module).__name__} has no layer_idx: the model cannot be served")
     return index
 
 
-# ---------------------------------------------------------------- what a model is like
+# ---------------------------------------------------------------- the probe
 class _Probe(NoCacheAttention):
-    """Attention over one short text that learns on the way what every layer's attention is."""
+    """Attention over one short text that records the parameters of every layer's attention (`layer_specs`)."""
 
     def __init__(self, length: int, config: Any, positions: int, device: torch.device) -> None:
         self.layer_specs: dict[int, LayerSpec] = {}
         super().__init__(self.layer_specs, length, device)
         self.logit_index = self.positions  # all rows
-        self.positions = self.positions.flip(0)  # a step mixes texts: positions alone may tell where a token stands
+        self.positions = self.positions.flip(0)  # reversed, to find models that take row order for position
         self._config = config
-        self._max_positions = positions  # of the longest text
+        self._max_positions = positions  # tokens of the longest text
 
     def record_layer(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> None:
         index = _get_layer_index(module)
@@ -245,13 +245,13 @@ class _Probe(NoCacheAttention):
         )
 
     def _find_window(self, index: int) -> int | None:
-        """Return a layer's window by layer_types, for models that have it in the mask alone (vllm#49795)."""
+        """Return a layer's window by the config, for models that have it only in the mask (vllm#49795)."""
         kinds = getattr(self._config, "layer_types", None)
         window = getattr(self._config, "sliding_window", None)
         if kinds is None:
             if window is not None and window < self._max_positions:
                 raise ModelError(
-                    f"config.json has a window of {window}, and nothing says which layers it is for: "
+                    f"config.json has sliding_window {window}, but no layer_types to tell which layers have it: "
                     f"give --max-seq-len {window}"
                 )
             return None
@@ -265,7 +265,7 @@ class _Probe(NoCacheAttention):
 
 @torch.inference_mode()
 def _probe_layers(model: Any, info: ModelInfo, positions: int, device: torch.device) -> list[LayerSpec]:
-    """Return every layer's attention. Raises ModelError if a layer does something else, or something more."""
+    """Return every layer's attention parameters. Raises ModelError if the model cannot run with our attention."""
     name, config = type(model).__name__, model.config.get_text_config()
     probe = _Probe(PROBE_TOKENS, config, positions, device)
     ids = (torch.arange(PROBE_TOKENS, device=device) * 7919) % info.vocab_size
@@ -273,7 +273,7 @@ def _probe_layers(model: Any, info: ModelInfo, positions: int, device: torch.dev
         ours = _compute_logits(model, probe, input_ids=ids.flip(0)[None]).flip(0)
     except ModelError:
         raise
-    except Exception as error:  # a forward without position_ids or logits_to_keep; its own checks
+    except Exception as error:  # its `forward` lacks position_ids or logits_to_keep, or fails in another way
         raise ModelError(f"{name} cannot be served: {_format_error(error)}") from None
     layers = config.num_hidden_layers
     if sorted(probe.layer_specs) != list(range(layers)):
@@ -288,5 +288,5 @@ def _probe_layers(model: Any, info: ModelInfo, positions: int, device: torch.dev
     if not ours.isfinite().all():
         raise ModelError(f"{name} cannot be served: its logits are NaN or infinite; is the checkpoint damaged?")
     if (ours - theirs).abs().max() > PROBE_TOLERANCE[model.dtype] * theirs.abs().max():
-        raise ModelError(f"{name} cannot be served: with our attention it computes something else than without")
+        raise ModelError(f"{name} cannot be served: its logits with our attention and with its own differ")
     return [probe.layer_specs[i] for i in range(layers)]

@@ -16,7 +16,7 @@ from cache_strategies import plugins, registry
 from cache_strategies.base import KVCache
 from server.engine.batch import StrategyError
 from server.engine.ipc.messages import SamplingParams
-from server.generate import NotANumber, generate
+from server.generate import NonFiniteLogitsError, generate
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 from tests.models.random_models import save_random_model
@@ -203,7 +203,7 @@ def test_logits_that_are_no_numbers_are_told_and_shared_with_nobody(
         next(stream)
     with monkeypatch.context() as patch:
         patch.setattr(model, "forward_embedded", lambda x, attention: forward_embedded(x * torch.nan, attention))
-        with pytest.raises(NotANumber, match="logits are not numbers"):
+        with pytest.raises(NonFiniteLogitsError, match="logits are not numbers"):
             next(stream)
     nothing_is_left(cache)
     assert written(driver, "paged", prompt) == written(driver, "unshared", prompt)

@@ -102,7 +102,7 @@ def test_the_exact_strategy_is_there_unasked(
         (["--strategy", "paged:block_size"], "write KIND:option=value,option=value"),
         (["--strategy", "sliding_window:window=8,window=9"], "each option once"),
         (["--strategy", "paged:block_size=0"], "strategies.paged-block_size0.block_size"),
-        (["--length", "4096"], "--length: between 2 and 512 tokens, the positions of the model"),
+        (["--length", "4096"], "--length: should be from 2 to 512 tokens, the context of the model"),
         (["--length", "0"], "'0' is not a number above 0"),
         (["--records", "-3"], "'-3' is not a number above 0"),
         (["--text", "no/such/file"], "--text: cannot read no/such/file"),
@@ -110,7 +110,7 @@ def test_the_exact_strategy_is_there_unasked(
         (["--json", "."], "--json: cannot write .: Is a directory"),
         (["--plot", "no/such/folder/a.png"], "--plot: cannot write no/such/folder/a.png: No such file or directory"),
         (["--json", "/tmp/kvmux.png", "--plot", "/tmp/kvmux.png"], "--json and --plot are both"),
-        (["--seed", "\udcff"], "'\\udcff' is not plain text"),
+        (["--seed", "\udcff"], "'\\udcff' is not printable text"),
         (["--strategy", "sliding_window:window=99999999999999999999"], "window: Input should be less than"),
         (["--plot", "report.gif"], "--plot report.gif: the name should end in .png, .svg, .pdf"),
         (["--model", "no/such/model"], "no model at 'no/such/model'"),
@@ -181,7 +181,7 @@ def test_a_name_is_not_given_twice(model_directory: Path, tmp_path: Path, capsys
     file.write_text(f'model = "{model_directory}"\n[strategies.paged-block_size8]\nkind = "paged"\n')
     code, _, err = _run(capsys, "--config", str(file), "--strategy", "paged:block_size=8")
     assert code == 2
-    assert "there is an instance paged-block_size8 already" in err
+    assert "an instance paged-block_size8 exists" in err
 
 
 def test_a_strategy_that_fails_is_told(

@@ -326,7 +326,7 @@ def test_more_experts_than_there_are_cannot_be_chosen(tmp_path: Path) -> None:
     raw = json.loads(path.read_text())
     for change, message in (
         ({"num_experts_per_tok": 6}, "num_experts_per_tok is 6, and there are 5 experts"),
-        ({"num_experts_per_tok": 0}, "does not say how many experts"),
+        ({"num_experts_per_tok": 0}, "lacks the number of experts"),
         ({"num_local_experts": 4}, r"by config\.json it should be \[4, 64\] \(the number of experts, hidden_size\)"),
     ):
         path.write_text(json.dumps(raw | change))

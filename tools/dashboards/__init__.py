@@ -1,4 +1,4 @@
-"""Grafana's dashboards, written from the table of metrics: config/grafana/dashboards has them as JSON.
+"""Generates the Grafana dashboards in config/grafana/dashboards from the table of metrics.
 
-`python -m tools.dashboards` writes them again; a test compares. Needs the extra `dashboards`.
+`python -m tools.dashboards` writes the JSON files, and a test checks them. Needs the extra `dashboards`.
 """

@@ -1,4 +1,4 @@
-"""`python -m tools.dashboards`: writes config/grafana/dashboards."""
+"""`python -m tools.dashboards`: writes the Grafana dashboards in config/grafana/dashboards."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""All dashboards, what they look like as files, and every query in them. Knows no metric and no panel."""
+"""The list of all dashboards, their JSON files, and an iterator over their queries."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ FOLDER = Path(__file__).parents[2] / "config" / "grafana" / "dashboards"
 
 
 class Query(NamedTuple):
-    """A line, or several, of a panel."""
+    """A PromQL query of a panel; it may return several lines."""
 
     dashboard: str
     panel: str
     legend: str
-    expression: str  # with Grafana's variables, see `promql.fill_variables`
+    expression: str  # PromQL with Grafana variables, see `promql.fill_variables`
 
 
 def build_dashboards() -> list[Dashboard]:
@@ -55,7 +55,7 @@ def get_targets(panel: Panel) -> list[Dataquery]:
 
 
 def render_files() -> dict[Path, str]:
-    """Return each dashboard as Grafana reads it, by its file."""
+    """Return the JSON text of each dashboard by its file."""
     return {
         FOLDER / f"{dashboard.uid}.json": json.dumps(dashboard, cls=JSONEncoder, indent=2) + "\n"
         for dashboard in build_dashboards()

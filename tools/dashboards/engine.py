@@ -1,4 +1,4 @@
-"""Kernels and engine: what a step is made of, and what the process needs. Nothing here is by strategy."""
+"""The dashboard of engine and kernels: steps, operations, processes and devices, for all strategies together."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def build_engine_dashboard() -> Dashboard:
     return make_dashboard(
         "engine",
         "kernels and engine",
-        "Steps, what enters them, and the operations that compute them.",
+        "Engine steps, the time of each kernel operation, memory of processes and devices.",
         {
             "Steps": [
                 make_timeseries("Steps", TIMES_A_SECOND, {"steps": rate(f.STEPS)}),
                 make_timeseries(
-                    "Time of a step",
+                    "Step time",
                     SECONDS,
                     {
                         "mean": mean(f.STEP_SECONDS),
@@ -40,27 +40,27 @@ def build_engine_dashboard() -> Dashboard:
                     },
                 ),
                 make_timeseries(
-                    "In a step, mean",
+                    "Batch size of a step, mean",
                     NUMBER,
                     {"sequences": mean(f.STEP_ROWS), "tokens": mean(f.STEP_TOKENS)},
                 ),
             ],
-            "Kernels, in steps that were timed": [
+            "Kernels (sampled steps)": [
                 make_timeseries(
-                    "Time of a step, by operation",
+                    "Step time by operation",
                     SECONDS,
-                    {make_legend(f.OP): f"{BY_OPERATION} > 0", "the rest": REST},
+                    {make_legend(f.OP): f"{BY_OPERATION} > 0", "other": REST},
                     stacked=True,
                     width=12,
                 ),
                 make_timeseries(
-                    "Time of a step, by what its rows do",
+                    "Step time by phase",
                     SECONDS,
                     {make_legend(f.PHASE): mean(f.TIMED_STEP_SECONDS, f.PHASE)},
                     width=6,
                 ),
                 make_stat(
-                    "Operations that fell back",
+                    "Fallback operations",
                     NUMBER,
                     f"{max_by(f.KERNEL_FALLBACK, f.OP)} > 0",
                     legend=make_legend(f.OP),
@@ -71,18 +71,22 @@ def build_engine_dashboard() -> Dashboard:
             ],
             "Processes and device": [
                 make_timeseries(
-                    "Processes", BYTES, {make_legend(f.ROLE): sum_by(f.PROCESS_MEMORY, f.ROLE)}, stacked=True, width=9
+                    "Process memory",
+                    BYTES,
+                    {make_legend(f.ROLE): sum_by(f.PROCESS_MEMORY, f.ROLE)},
+                    stacked=True,
+                    width=9,
                 ),
                 make_timeseries(
-                    "Device",
+                    "Device memory",
                     BYTES,
                     {make_legend(f.DEVICE_STATE): sum_by(f.DEVICE_MEMORY, f.DEVICE_STATE)},
                     stacked=True,
                     width=9,
                 ),
-                make_stat("Restarts of the engine", NUMBER, sum_by(f.ENGINE_RESTARTS), red_from=1, width=6),
+                make_stat("Engine restarts", NUMBER, sum_by(f.ENGINE_RESTARTS), red_from=1, width=6),
             ],
-            "What runs": [
+            "Build and settings": [
                 make_info_table("Build", f.BUILD, height=9),
                 make_info_table("Settings", f.SETTINGS, height=9),
             ],

@@ -1,4 +1,4 @@
-"""Memory and hit rate: which strategy holds what, what was found in it, and why no more."""
+"""The dashboard of KV memory and prefix caching: hit rates, memory by strategy and state, evictions."""
 
 from __future__ import annotations
 
@@ -29,45 +29,52 @@ def build_memory_dashboard() -> Dashboard:
     return make_dashboard(
         "memory",
         "memory and hit rate",
-        "Where KV memory is, what prompts found in it, and what had to make room.",
+        "Prefix cache hits and misses, KV memory by strategy and state, and evictions.",
         {
-            "Found": [
-                make_timeseries("Hit rate", SHARE, {STRATEGY_LEGEND: hit_rate(f.STRATEGY)}),
+            "Prefix cache": [
+                make_timeseries("Prefix cache hit rate", SHARE, {STRATEGY_LEGEND: hit_rate(f.STRATEGY)}),
                 make_timeseries(
-                    "Looked up and found",
+                    "Prefix cache queries and hits",
                     TOKENS_A_SECOND,
-                    {"looked up": rate(f.PREFIX_QUERIES), "found": rate(f.PREFIX_HITS)},
+                    {"queries": rate(f.PREFIX_QUERIES), "hits": rate(f.PREFIX_HITS)},
                 ),
                 make_timeseries(
-                    "Not found, by reason",
+                    "Prefix cache misses by reason",
                     TOKENS_A_SECOND,
                     {make_legend(f.MISS_REASON): rate(f.PREFIX_MISSES, f.MISS_REASON)},
                     stacked=True,
-                    note="cold: never there; short: does not fill a block; evicted: had to make room; window: the "
-                    "strategy forgets; busy: in use and not shared; salt: there under another; bypass: not wanted.",
+                    note="cold: never cached; short: less than a block; evicted: cached once, but evicted; window: out "
+                    "of the strategy's window; busy: in use and not shareable; salt: cached with another salt only; "
+                    "bypass: the request switched the cache off.",
                 ),
             ],
-            "Held": [
+            "KV memory": [
                 make_timeseries(
-                    "All of it", BYTES, {make_legend(f.POOL_STATE): sum_by(f.KV_POOL, f.POOL_STATE)}, stacked=True
+                    "KV memory of the device",
+                    BYTES,
+                    {make_legend(f.POOL_STATE): sum_by(f.KV_POOL, f.POOL_STATE)},
+                    stacked=True,
                 ),
                 make_timeseries(
-                    "Held, by strategy", BYTES, {STRATEGY_LEGEND: sum_by(f.KV_BYTES, f.STRATEGY)}, stacked=True
+                    "KV memory by strategy", BYTES, {STRATEGY_LEGEND: sum_by(f.KV_BYTES, f.STRATEGY)}, stacked=True
                 ),
                 make_timeseries(
-                    "Held, by state", BYTES, {make_legend(f.KV_STATE): sum_by(f.KV_BYTES, f.KV_STATE)}, stacked=True
+                    "KV memory by state",
+                    BYTES,
+                    {make_legend(f.KV_STATE): sum_by(f.KV_BYTES, f.KV_STATE)},
+                    stacked=True,
                 ),
                 make_timeseries(
-                    "KV memory used of the limit", SHARE, {STRATEGY_LEGEND: max_by(f.KV_USAGE, f.STRATEGY)}
+                    "KV cache usage, share of the limit", SHARE, {STRATEGY_LEGEND: max_by(f.KV_USAGE, f.STRATEGY)}
                 ),
                 make_timeseries(
-                    "Wasted of what is held",
+                    "Wasted share of KV memory",
                     SHARE,
                     {STRATEGY_LEGEND: ratio(_select_state("wasted"), sum_by(f.KV_BYTES, f.STRATEGY))},
                 ),
-                make_timeseries("Idle", BYTES, {STRATEGY_LEGEND: _select_state("idle")}),
+                make_timeseries("Idle KV memory", BYTES, {STRATEGY_LEGEND: _select_state("idle")}),
                 make_timeseries(
-                    "Limits and floors",
+                    "Memory limits and floors",
                     BYTES,
                     {
                         f"{STRATEGY_LEGEND} limit": sum_by(f.KV_LIMIT, f.STRATEGY),
@@ -75,15 +82,17 @@ def build_memory_dashboard() -> Dashboard:
                     },
                 ),
                 make_timeseries(
-                    "Blocks, by state", NUMBER, {make_legend(f.BLOCK_STATE): sum_by(f.KV_BLOCKS, f.BLOCK_STATE)}
+                    "Blocks by state", NUMBER, {make_legend(f.BLOCK_STATE): sum_by(f.KV_BLOCKS, f.BLOCK_STATE)}
                 ),
-                make_timeseries("Copies on write", TIMES_A_SECOND, {STRATEGY_LEGEND: rate(f.KV_COPIES, f.STRATEGY)}),
+                make_timeseries("Copy-on-write", TIMES_A_SECOND, {STRATEGY_LEGEND: rate(f.KV_COPIES, f.STRATEGY)}),
             ],
-            "Kept, and made room": [
-                make_timeseries("Evicted", BYTES_A_SECOND, {STRATEGY_LEGEND: rate(f.KV_EVICTED, f.STRATEGY)}, width=6),
-                _make_age_panel("Age of evicted blocks", f.BLOCK_LIFETIME),
-                _make_age_panel("Idle before they were evicted", f.BLOCK_IDLE),
-                _make_age_panel("Idle before they were used again", f.BLOCK_REUSE_GAP),
+            "Eviction": [
+                make_timeseries(
+                    "Evicted bytes", BYTES_A_SECOND, {STRATEGY_LEGEND: rate(f.KV_EVICTED, f.STRATEGY)}, width=6
+                ),
+                _make_age_panel("Lifetime of evicted blocks", f.BLOCK_LIFETIME),
+                _make_age_panel("Idle time before eviction", f.BLOCK_IDLE),
+                _make_age_panel("Idle time before reuse", f.BLOCK_REUSE_GAP),
             ],
         },
     )

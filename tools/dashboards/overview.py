@@ -1,4 +1,4 @@
-"""The first dashboard to look at: what is asked, how fast it is answered, and whether something is short."""
+"""The dashboard to look at first: traffic, latency, cache hits, memory and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build_overview_dashboard() -> Dashboard:
             "Now": _make_now_panels(),
             "Traffic": _make_traffic_panels(),
             "Latency": _make_latency_panels(),
-            "Cache and trouble": _make_health_panels(),
+            "Cache and errors": _make_health_panels(),
         },
     )
 
@@ -40,20 +40,20 @@ def build_overview_dashboard() -> Dashboard:
 def _make_now_panels() -> list[Stat]:
     return [
         make_stat("Requests", REQUESTS_A_SECOND, rate(f.REQUESTS)),
-        make_stat("Tokens", TOKENS_A_SECOND, rate(f.GENERATION_TOKENS)),
-        make_stat("First token, p95", SECONDS, quantile(0.95, f.FIRST_TOKEN_TIME)),
-        make_stat("Running", NUMBER, sum_by(f.RUNNING)),
-        make_stat("Waiting", NUMBER, sum_by(f.WAITING)),
-        make_stat("Hit rate", SHARE, hit_rate()),
-        make_stat("Fullest strategy", SHARE, max_by(f.KV_USAGE), red_from=0.95),
-        make_stat("Errors", SHARE, error_share(), red_from=0.01),
+        make_stat("Generated tokens", TOKENS_A_SECOND, rate(f.GENERATION_TOKENS)),
+        make_stat("TTFT, p95", SECONDS, quantile(0.95, f.FIRST_TOKEN_TIME)),
+        make_stat("Running requests", NUMBER, sum_by(f.RUNNING)),
+        make_stat("Waiting requests", NUMBER, sum_by(f.WAITING)),
+        make_stat("Prefix hit rate", SHARE, hit_rate()),
+        make_stat("Max KV usage", SHARE, max_by(f.KV_USAGE), red_from=0.95),
+        make_stat("Error rate", SHARE, error_share(), red_from=0.01),
     ]
 
 
 def _make_traffic_panels() -> list[Timeseries]:
     return [
         make_timeseries(
-            "Requests, by outcome",
+            "Finished requests by outcome",
             REQUESTS_A_SECOND,
             {make_legend(f.OUTCOME): rate(f.REQUESTS, f.OUTCOME)},
             stacked=True,
@@ -63,12 +63,12 @@ def _make_traffic_panels() -> list[Timeseries]:
             TOKENS_A_SECOND,
             {
                 "generated": rate(f.GENERATION_TOKENS),
-                "of prompts": rate(f.PROMPT_TOKENS),
-                "of these, cached": rate(f.CACHED_TOKENS),
+                "prompt": rate(f.PROMPT_TOKENS),
+                "prompt, cached": rate(f.CACHED_TOKENS),
             },
         ),
         make_timeseries(
-            "Running and waiting",
+            "Running and waiting requests",
             NUMBER,
             {"running": sum_by(f.RUNNING), f"waiting: {make_legend(f.WAIT_REASON)}": sum_by(f.WAITING, f.WAIT_REASON)},
             stacked=True,
@@ -79,19 +79,22 @@ def _make_traffic_panels() -> list[Timeseries]:
 def _make_latency_panels() -> list[Timeseries]:
     return [
         make_timeseries("Time to first token", SECONDS, make_quantile_queries(f.FIRST_TOKEN_TIME)),
-        make_timeseries("Time between tokens", SECONDS, make_quantile_queries(f.INTER_TOKEN_LATENCY)),
-        make_timeseries("From arrival to the end", SECONDS, make_quantile_queries(f.E2E_LATENCY)),
+        make_timeseries("Inter-token latency", SECONDS, make_quantile_queries(f.INTER_TOKEN_LATENCY)),
+        make_timeseries("End-to-end latency", SECONDS, make_quantile_queries(f.E2E_LATENCY)),
     ]
 
 
 def _make_health_panels() -> list[Timeseries]:
     return [
-        make_timeseries("Hit rate", SHARE, {"all": hit_rate()}, width=6),
+        make_timeseries("Prefix cache hit rate", SHARE, {"all": hit_rate()}, width=6),
         make_timeseries(
-            "KV memory used of the limit", SHARE, {make_legend(f.STRATEGY): max_by(f.KV_USAGE, f.STRATEGY)}, width=6
+            "KV cache usage, share of the limit",
+            SHARE,
+            {make_legend(f.STRATEGY): max_by(f.KV_USAGE, f.STRATEGY)},
+            width=6,
         ),
         make_timeseries(
-            "HTTP responses, by status",
+            "HTTP responses by status",
             REQUESTS_A_SECOND,
             {make_legend(f.CODE): f"{rate(f.RESPONSES, f.CODE)} > 0"},
             stacked=True,
@@ -101,8 +104,8 @@ def _make_health_panels() -> list[Timeseries]:
             "Errors",
             REQUESTS_A_SECOND,
             {
-                "requests that ended so": rate(f.REQUESTS, where={f.OUTCOME: "error"}),
-                "exceptions in a strategy": rate(f.FAILURES),
+                "failed requests": rate(f.REQUESTS, where={f.OUTCOME: "error"}),
+                "strategy exceptions": rate(f.FAILURES),
             },
             width=6,
         ),
@@ -110,5 +113,5 @@ def _make_health_panels() -> list[Timeseries]:
 
 
 def make_quantile_queries(family: MetricFamily[Histogram]) -> dict[str, str]:
-    """Return queries for the median and for the slowest shares."""
+    """Return the queries for the 50th, 95th and 99th percentile by their legends."""
     return {f"p{100 * share:.0f}": quantile(share, family) for share in (0.5, 0.95, 0.99)}

@@ -1,6 +1,6 @@
-"""What a dashboard is made of: its frame, and three kinds of panels. Knows Grafana's builders, metrics only by queries.
+"""Functions that build dashboards, and three kinds of panels, with Grafana's SDK.
 
-A panel gets its queries by their legends. What its description says comes from the families that they name.
+A panel gets its queries as a mapping from legend to PromQL. Its description is the help text of the metrics in them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ BYTES_A_SECOND, REQUESTS_A_SECOND, TOKENS_A_SECOND, TIMES_A_SECOND = "Bps", "req
 def make_timeseries(
     title: str, unit: str, queries: Mapping[str, str], *, note: str = "", stacked: bool = False, width: int = 8
 ) -> Timeseries:
-    """Make a panel of values over time; stacked if they are parts of a whole."""
+    """Make a panel of time series; `queries` maps legends to PromQL, and `note` precedes the description."""
     panel = (
         Timeseries()
         .title(title)
@@ -97,7 +97,7 @@ def make_stat(
     no_value: str = "-",
     width: int = 3,
 ) -> Stat:
-    """Make a panel of the latest value, or with a legend of what has one; it turns red from `red_from` on."""
+    """Make a panel of the latest value, red from `red_from` on; with a legend it shows the names of the series."""
     steps = [Threshold(color="green"), *([] if red_from is None else [Threshold(value=red_from, color="red")])]
     return (
         Stat()
@@ -118,7 +118,7 @@ def make_stat(
 
 
 def make_info_table(title: str, family: MetricFamily[Info], *, width: int = 12, height: int) -> Table:
-    """Make a table of what an info metric says: a row for each strategy, or one for each label."""
+    """Make a table of an info metric's labels: one row per strategy, or one row per label."""
     target = Dataquery().datasource(PROMETHEUS).ref_id("A").expr(select(family)).legend_format("").instant()
     if STRATEGY in family.labels:
         hidden = dict.fromkeys(("Time", "Value", "__name__", "job"), True)
@@ -144,7 +144,7 @@ def make_info_table(title: str, family: MetricFamily[Info], *, width: int = 12, 
 
 
 def make_dashboard(key: str, title: str, about: str, rows: Mapping[str, Sequence[Panel]]) -> Dashboard:
-    """Make a dashboard of rows of panels, below the choice of servers and strategies; its uid is `kvmux-{key}`."""
+    """Make a dashboard with rows of panels and variables for server and strategy; its uid is `kvmux-{key}`."""
     dashboard = (
         build.Dashboard(f"kvmux: {title}")
         .uid(f"{TAG}-{key}")
@@ -175,7 +175,7 @@ def make_dashboard(key: str, title: str, about: str, rows: Mapping[str, Sequence
 
 
 def _make_variable(name: str, label: str, family: MetricFamily[Any], of: Label) -> build.QueryVariable:
-    """Make a variable for any of the values that Prometheus knows, at first all of them."""
+    """Make a variable to choose values of the label `of`, by default all that the metric has."""
     return (
         build.QueryVariable(name)
         .label(label)
@@ -192,7 +192,7 @@ def _make_variable(name: str, label: str, family: MetricFamily[Any], of: Label) 
 
 def _make_targets(queries: Mapping[str, str]) -> list[Dataquery]:
     """Return the queries as targets, each with a letter, as in Grafana's editor."""
-    assert len(queries) <= len(ascii_uppercase), "a panel with so many lines shows nothing"
+    assert len(queries) <= len(ascii_uppercase), "a panel has at most 26 queries"
     return [
         Dataquery().datasource(PROMETHEUS).ref_id(letter).expr(query).legend_format(legend).range()
         for letter, (legend, query) in zip(ascii_uppercase, queries.items(), strict=False)
@@ -200,6 +200,6 @@ def _make_targets(queries: Mapping[str, str]) -> list[Dataquery]:
 
 
 def _describe(queries: Mapping[str, str], note: str = "") -> str:
-    """Return the note, and what the families are that the queries name."""
+    """Return the note and the help texts of all metrics in the queries."""
     families = find_families(" ".join(queries.values()))
     return "\n\n".join([*([note] if note else []), *(f"`{family.exposed_name}`: {family.help}" for family in families)])

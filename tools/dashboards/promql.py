@@ -1,7 +1,6 @@
-"""PromQL over our families, with the variables that every dashboard has. Knows no panel.
+"""Builds PromQL over kvmux's metrics, filtered by the dashboards' variables `server` and `strategy`.
 
-Names of metrics and of labels come from the table: what is renamed there is renamed here, what is not there is an
-error.
+Names of metrics and labels come from the table in server/metrics/families.py; unknown ones are errors.
 """
 
 from __future__ import annotations
@@ -12,15 +11,18 @@ from typing import Any
 
 from server.metrics.families import FAMILIES, PREFIX, STRATEGY, Label, MetricFamily
 
-INTERVAL = "$__rate_interval"  # Grafana's: long enough for several scrapes
-SERVER = Label("instance")  # Prometheus' own, for where it scrapes
+INTERVAL = "$__rate_interval"  # a Grafana variable: long enough for several scrapes
+SERVER = Label("instance")  # a label that Prometheus adds: the scraped address
 SERVER_VARIABLE, STRATEGY_VARIABLE = "server", "strategy"
 
 _BY_SERIES: Mapping[str, MetricFamily[Any]] = {series: family for family in FAMILIES for series in family.series_names}
 
 
 def select(family: MetricFamily[Any], part: str = "", where: Mapping[Label, str] | None = None) -> str:
-    """Select the series at the chosen servers and strategies. Histograms and summaries have parts, as `_sum`."""
+    """Return a selector of a metric's series at the chosen servers and strategies.
+
+    `part` is a suffix of histograms and summaries, such as `_sum`; `where` are further label values.
+    """
     assert family.exposed_name + part in family.series_names
     matchers = [f'{SERVER.name}=~"${SERVER_VARIABLE}"']
     if STRATEGY in family.labels:
@@ -33,53 +35,53 @@ def select(family: MetricFamily[Any], part: str = "", where: Mapping[Label, str]
 
 
 def sum_by(family: MetricFamily[Any], *by: Label, where: Mapping[Label, str] | None = None) -> str:
-    """Sum a gauge, or how far a counter has come, over all labels but `by`."""
+    """Return the sum of a gauge's or counter's values over all labels but `by`."""
     return _aggregate("sum", family, by, select(family, where=where))
 
 
 def max_by(family: MetricFamily[Any], *by: Label) -> str:
-    """Return the maximum of a gauge that cannot be summed."""
+    """Return the maximum of a gauge over all labels but `by`."""
     return _aggregate("max", family, by, select(family))
 
 
 def rate(family: MetricFamily[Any], *by: Label, part: str = "", where: Mapping[Label, str] | None = None) -> str:
-    """Return a counter's growth a second, summed over all labels but `by`."""
+    """Return a counter's rate per second, summed over all labels but `by`."""
     return _aggregate("sum", family, by, f"rate({select(family, part, where)}[{INTERVAL}])")
 
 
 def quantile(share: float, family: MetricFamily[Any], *by: Label) -> str:
-    """Return the value of a histogram below which this share of the observations lies."""
+    """Return a histogram's quantile, such as 0.95, by the labels `by`."""
     buckets = _aggregate("sum", family, by, f"rate({select(family, '_bucket')}[{INTERVAL}])", "le")
     return f"histogram_quantile({share}, {buckets})"
 
 
 def mean(family: MetricFamily[Any], *by: Label) -> str:
-    """Return the mean of what a histogram or a summary observed."""
+    """Return the mean of a histogram's or summary's observations, by the labels `by`."""
     return ratio(rate(family, *by, part="_sum"), rate(family, *by, part="_count"))
 
 
 def ratio(part: str, whole: str) -> str:
-    """Divide; without a value where the whole is 0."""
+    """Return the expression part / whole, which has no value where the whole is 0."""
     return f"{part} / ({whole} > 0)"
 
 
 def ratio_to_all(part: str, whole: str) -> str:
-    """Divide by a whole that has none of the labels of its parts."""
+    """Return the expression part / whole for a whole without labels."""
     return f"{part} / on() group_left() ({whole} > 0)"
 
 
 def make_legend(*labels: Label) -> str:
-    """Return a legend that names a line by its labels."""
+    """Return a Grafana legend that shows the values of these labels."""
     return " ".join(f"{{{{{label.name}}}}}" for label in labels)
 
 
 def find_families(text: str) -> list[MetricFamily[Any]]:
-    """Return the families whose series a text names, each once. Raises KeyError for a series that nobody exposes."""
+    """Return the metric families whose series occur in a text. Raises KeyError for an unknown series."""
     return list({_BY_SERIES[name]: None for name in re.findall(rf"\b{PREFIX}\w+", text)})
 
 
 def fill_variables(expression: str, interval: str = "1m", values: str = ".+") -> str:
-    """Return an expression with values for its variables, as Prometheus takes it."""
+    """Return an expression with Grafana's variables replaced by values, as Prometheus takes it."""
     for variable in (SERVER_VARIABLE, STRATEGY_VARIABLE):
         expression = expression.replace(f'"${variable}"', f'"{values}"')
     return expression.replace(INTERVAL, interval)

@@ -1,4 +1,4 @@
-"""Shares that several dashboards show. Knows no panel."""
+"""PromQL expressions of shares that several dashboards show."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from tools.dashboards.promql import rate, ratio
 
 
 def hit_rate(*by: Label) -> str:
-    """Return the share of the prompt tokens looked up that were found."""
+    """Return the query for the prefix cache hit rate: hits / queries, in tokens, by the labels `by`."""
     return ratio(rate(f.PREFIX_HITS, *by), rate(f.PREFIX_QUERIES, *by))
 
 
 def error_share(*by: Label) -> str:
-    """Return the share of the requests that left the engine with an error."""
+    """Return the query for the share of finished requests that ended with an error, by the labels `by`."""
     return ratio(rate(f.REQUESTS, *by, where={f.OUTCOME: "error"}), rate(f.REQUESTS, *by))

@@ -1,4 +1,4 @@
-"""Strategies side by side: every panel has a line for each."""
+"""The dashboard that compares strategy instances: every panel has one line per instance."""
 
 from __future__ import annotations
 
@@ -32,82 +32,85 @@ ACCEPTED, DRAFTS = rate(f.ACCEPTED_TOKENS, f.STRATEGY), rate(f.DRAFTS, f.STRATEG
 def build_strategies_dashboard() -> Dashboard:
     return make_dashboard(
         "strategies",
-        "strategies side by side",
-        "Which is fast, which finds what was computed, which needs how much memory?",
+        "strategies",
+        "Strategy instances compared: latency, throughput, hit rate, memory, speculative decoding and errors.",
         {
             "Latency": [
                 make_p95_panel("Time to first token", f.FIRST_TOKEN_TIME),
-                make_p95_panel("Time between tokens", f.INTER_TOKEN_LATENCY),
+                make_p95_panel("Inter-token latency", f.INTER_TOKEN_LATENCY),
                 make_timeseries(
-                    "Mean time between tokens", SECONDS, {STRATEGY_LEGEND: mean(f.TIME_PER_TOKEN, f.STRATEGY)}, width=6
+                    "Time per output token, mean",
+                    SECONDS,
+                    {STRATEGY_LEGEND: mean(f.TIME_PER_TOKEN, f.STRATEGY)},
+                    width=6,
                 ),
-                make_p95_panel("From arrival to the end", f.E2E_LATENCY),
-                make_p95_panel("In the queue", f.QUEUE_TIME, width=8),
-                make_p95_panel("Prefill", f.PREFILL_TIME, width=8),
-                make_p95_panel("Decode", f.DECODE_TIME, width=8),
+                make_p95_panel("End-to-end latency", f.E2E_LATENCY),
+                make_p95_panel("Queue time", f.QUEUE_TIME, width=8),
+                make_p95_panel("Prefill time", f.PREFILL_TIME, width=8),
+                make_p95_panel("Decode time", f.DECODE_TIME, width=8),
             ],
             "Throughput": [
                 make_rate_panel("Requests", REQUESTS_A_SECOND, f.REQUESTS, width=6),
-                make_rate_panel("Choices that took over a prompt", REQUESTS_A_SECOND, f.FORKS, width=6),
-                make_rate_panel("Tokens generated", TOKENS_A_SECOND, f.GENERATION_TOKENS, width=6),
-                make_rate_panel("Tokens of prompts", TOKENS_A_SECOND, f.PROMPT_TOKENS, width=6),
-                make_timeseries("Running", NUMBER, {STRATEGY_LEGEND: sum_by(f.RUNNING, f.STRATEGY)}, width=6),
-                make_timeseries("Waiting", NUMBER, {STRATEGY_LEGEND: sum_by(f.WAITING, f.STRATEGY)}, width=6),
+                make_rate_panel("Forked sequences (n > 1)", REQUESTS_A_SECOND, f.FORKS, width=6),
+                make_rate_panel("Generated tokens", TOKENS_A_SECOND, f.GENERATION_TOKENS, width=6),
+                make_rate_panel("Prompt tokens", TOKENS_A_SECOND, f.PROMPT_TOKENS, width=6),
+                make_timeseries("Running requests", NUMBER, {STRATEGY_LEGEND: sum_by(f.RUNNING, f.STRATEGY)}, width=6),
+                make_timeseries("Waiting requests", NUMBER, {STRATEGY_LEGEND: sum_by(f.WAITING, f.STRATEGY)}, width=6),
                 make_timeseries(
-                    "Tokens of a prompt, mean",
+                    "Prompt tokens per request, mean",
                     NUMBER,
                     {STRATEGY_LEGEND: mean(f.REQUEST_PROMPT_TOKENS, f.STRATEGY)},
                     width=6,
                 ),
                 make_timeseries(
-                    "Tokens of an answer, mean",
+                    "Generated tokens per request, mean",
                     NUMBER,
                     {STRATEGY_LEGEND: mean(f.REQUEST_GENERATION_TOKENS, f.STRATEGY)},
                     width=6,
                 ),
             ],
             "Cache and memory": [
-                make_timeseries("Hit rate", SHARE, {STRATEGY_LEGEND: hit_rate(f.STRATEGY)}),
+                make_timeseries("Prefix cache hit rate", SHARE, {STRATEGY_LEGEND: hit_rate(f.STRATEGY)}),
                 make_timeseries(
-                    "KV memory used",
+                    "KV memory in use",
                     BYTES,
                     {STRATEGY_LEGEND: sum_by(f.KV_BYTES, f.STRATEGY, where={f.KV_STATE: "used"})},
                 ),
                 make_timeseries(
-                    "KV memory used of the limit", SHARE, {STRATEGY_LEGEND: max_by(f.KV_USAGE, f.STRATEGY)}
+                    "KV cache usage, share of the limit", SHARE, {STRATEGY_LEGEND: max_by(f.KV_USAGE, f.STRATEGY)}
                 ),
             ],
-            "Speculation": [
+            "Speculative decoding": [
                 make_timeseries(
-                    "Guesses of a draft that came true, mean",
+                    "Accepted tokens per draft, mean",
                     NUMBER,
                     {STRATEGY_LEGEND: ratio(ACCEPTED, DRAFTS)},
                     width=6,
                 ),
                 make_timeseries(
-                    "Guesses that came true",
+                    "Acceptance rate of draft tokens",
                     SHARE,
                     {STRATEGY_LEGEND: ratio(ACCEPTED, rate(f.DRAFT_TOKENS, f.STRATEGY))},
                     width=6,
                 ),
-                make_rate_panel("Guesses verified", TOKENS_A_SECOND, f.DRAFT_TOKENS, width=6),
+                make_rate_panel("Draft tokens", TOKENS_A_SECOND, f.DRAFT_TOKENS, width=6),
                 make_timeseries(
-                    "Drafts that came true up to a position",
+                    "Acceptance rate by position",
                     SHARE,
                     {make_legend(f.POSITION): ratio_to_all(rate(f.ACCEPTED_PER_POSITION, f.POSITION), rate(f.DRAFTS))},
                     width=6,
                 ),
             ],
-            "Trouble": [
+            "Preemptions and errors": [
                 make_rate_panel("Preemptions", TIMES_A_SECOND, f.PREEMPTIONS),
-                make_rate_panel("Exceptions in its code", TIMES_A_SECOND, f.FAILURES),
+                make_rate_panel("Strategy exceptions", TIMES_A_SECOND, f.FAILURES),
                 make_timeseries(
-                    "Requests that ended with an error",
+                    "Failed requests",
                     REQUESTS_A_SECOND,
                     {STRATEGY_LEGEND: rate(f.REQUESTS, f.STRATEGY, where={f.OUTCOME: "error"})},
                 ),
             ],
-            "Who is who": [make_info_table("Strategies", f.STRATEGIES, width=24, height=5)],
+            "Instances": [make_info_table("Strategy instances", f.STRATEGIES, width=24, height=5)],
         },
     )
 
@@ -117,5 +120,5 @@ def make_rate_panel(title: str, unit: str, family: MetricFamily[Any], width: int
 
 
 def make_p95_panel(title: str, family: MetricFamily[Histogram], width: int = 6) -> Timeseries:
-    """Make a panel of the time that one request in twenty exceeds."""
+    """Make a panel of a histogram's 95th percentile, by strategy."""
     return make_timeseries(f"{title}, p95", SECONDS, {STRATEGY_LEGEND: quantile(0.95, family, f.STRATEGY)}, width=width)

@@ -1,1 +1,1 @@
-"""Generates documents with known answers: stories, records asked for later, and chats."""
+"""Generates documents with known answers: stories, records of facts that are asked for later, and chats."""

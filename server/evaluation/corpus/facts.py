@@ -1,9 +1,9 @@
-"""The kinds of fact a record can hold, and the phrasings that state, ask and answer them.
+"""The kinds of facts in records, with the phrasings that state them, ask for them and answer.
 
-In every phrasing the value stands last or nearly so, as `@`. In those for training an answer is a whole sentence, and
-the key stands right before the value, as where the fact was stated ("... the blue lamp in the @"): so one match of the
-last few words finds it, whatever the names. Each kind has phrasings for training and others that only evaluation may
-use. This file does not know where in a text a fact is stated or asked.
+In every phrasing the value, written `@`, is the last word or nearly so. In a training phrasing the answer is a whole
+sentence, with the key right before the value as in the statement ("... the blue lamp in the @"): a match of the last
+few words finds the value, whatever the names. Each kind also has held-out phrasings, which only evaluation may use.
+Where in a text a fact is stated and asked is decided in generator.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Draw = Callable[[Random, Sequence[Person]], str]
 
 @dataclass(frozen=True)
 class Phrasings:
-    """Templates over N (a person), o (an object), ob (its noun), p (a place), an (an animal)."""
+    """Sentence templates with the slots N (a person), o (an object), ob (its noun), p (a place) and an (an animal)."""
 
     statements: tuple[str, ...]
     questions: tuple[str, ...]
@@ -29,7 +29,7 @@ class Phrasings:
 @dataclass(frozen=True)
 class FactKind:
     name: str
-    key_slots: tuple[str, ...]  # the slots that tell two facts of this kind apart
+    key_slots: tuple[str, ...]  # the slots that identify a fact of this kind: it has one value for them
     draw_value: Draw
     training: Phrasings
     held_out: Phrasings
@@ -40,7 +40,7 @@ class FactKind:
 
 @dataclass(frozen=True)
 class Fact:
-    """One fact in words; the `@` in statement and answers stands for the value."""
+    """A fact as sentences; the `@` in the statement and the answers stands for the value."""
 
     value: str
     statement: str
@@ -174,13 +174,13 @@ SECRET = FactKind(
 )
 
 KINDS = (KEEPS, LIKES, COLOR, NUMBER, TOWN, PET, GAVE, SECRET)
-WEIGHTS = (4, 1, 1, 1, 1, 1, 1, 1)  # "who keeps what where" is what the model is for
+WEIGHTS = (4, 1, 1, 1, 1, 1, 1, 1)  # relative frequencies of KINDS; "who keeps what where" is the main task
 
 
 def draw_fact(
     rng: Random, lexicon: Lexicon, cast: Sequence[Person], noun: str, used: set[tuple[str, ...]]
 ) -> Fact | None:
-    """Return a fact about somebody of the cast, or None if the one drawn would contradict one in `used`."""
+    """Draw a fact about a person of the cast and add its key to `used`; return None if its key is already there."""
     kind = rng.choices(KINDS, WEIGHTS)[0]
     slots = {
         "N": rng.choice(cast).name,

@@ -1,7 +1,7 @@
-"""The training corpus: stories, records ("who keeps what where", asked later) and chats.
+"""Generates stories, records (facts such as who keeps what where, and later questions about them) and chats.
 
-A `DocumentGenerator` is an endless, seeded source of documents. A document is a list of `DocumentPiece`s, so that it
-is known after tokenising which characters are the answer to what. Knows nothing of tokens: measures in characters.
+A `DocumentGenerator` is an endless, seeded source of documents. A document is a list of `DocumentPiece`s, which mark
+the characters that state or answer a fact. Lengths are in characters; packing.py tokenizes.
 """
 
 import heapq
@@ -20,24 +20,24 @@ from server.evaluation.corpus.words import Lexicon, Person
 T = TypeVar("T")
 
 STRANGERS_IN_RECORDS, STRANGERS_IN_STORIES = 0.4, 0.04  # share of people whose name is an invented word
-GUESTS_IN_STORIES = 0.1  # share of people who seldom have a story, so that names are read and not guessed
-INVENTED_OBJECTS = 0.25  # share of the objects in records that nobody has heard of
+GUESTS_IN_STORIES = 0.1  # share of people with rare names, so that a model has to read names instead of guessing them
+INVENTED_OBJECTS = 0.25  # share of objects in records that are invented words
 NEAREST_QUESTION = 15  # characters between a fact and the first question about it, at least
-ASKED_TWICE_SHARE = 0.5
-SHORT_RECORD = 1500  # characters
+ASKED_TWICE_SHARE = 0.5  # share of facts with a second question, if there is room for it
+SHORT_RECORD = 1500  # characters of a record that needs more facts, so that it has answers
 
 
 class PieceKind(Enum):
     TEXT = auto()
-    VALUE = auto()  # a value when it is first stated: nobody could predict it
-    ANSWER = auto()  # a value asked for: it stands earlier in the text
+    VALUE = auto()  # a fact's value where it is first stated, which cannot be predicted
+    ANSWER = auto()  # a fact's value as an answer, which can be found earlier in the text
     END = auto()  # the end token; has no text
 
 
 class DocumentPiece(NamedTuple):
     text: str
     kind: PieceKind = PieceKind.TEXT
-    fact: int = -1  # which fact of its document a VALUE or ANSWER belongs to
+    fact: int = -1  # of a VALUE or ANSWER: the number of its fact within the document
 
 
 Document = list[DocumentPiece]
@@ -49,7 +49,7 @@ def join_text(document: Document) -> str:
 
 
 class Deck(Generic[T]):
-    """Draws without replacement; shuffles again when all cards are out."""
+    """Draws items in random order without replacement, and starts again when all were drawn."""
 
     def __init__(self, rng: Random, cards: Sequence[T]) -> None:
         self._rng, self._cards = rng, cards
@@ -62,7 +62,7 @@ class Deck(Generic[T]):
 
 
 class DocumentGenerator:
-    """Makes documents from one lexicon; the same seed makes the same ones in the same order."""
+    """Makes documents with the words of one lexicon; the same seed makes the same documents in the same order."""
 
     def __init__(self, seed: int | str, lexicon: Lexicon = words.TRAIN) -> None:
         self.rng = Random(seed)
@@ -94,7 +94,7 @@ class DocumentGenerator:
         return Person(words.invent_word(self.rng).capitalize(), self.rng.random() < 0.5)
 
     def draw_cast(self, size: int) -> list[Person]:
-        """Draw the people of a record: `size` of them with different names, some invented."""
+        """Draw `size` people with different names, some of them invented, for a record."""
         cast: dict[str, Person] = {}
         while len(cast) < size:
             person = self._people.draw()
@@ -107,7 +107,7 @@ class DocumentGenerator:
         return [DocumentPiece(" ".join(self._sentences(slots))), END]
 
     def _sentences(self, slots: Mapping[str, str]) -> Iterator[str]:
-        asides = iter(self.rng.sample(plots.ASIDES, len(plots.ASIDES)))  # none twice: a model would learn to loop
+        asides = iter(self.rng.sample(plots.ASIDES, len(plots.ASIDES)))  # no repetition, or a model would learn to loop
         yield expand(self.rng, self._openings.draw(), slots)
         if self.rng.random() < 0.4:
             yield expand(self.rng, next(asides), slots)
@@ -140,7 +140,7 @@ class DocumentGenerator:
     # ---- chats
 
     def make_chat(self) -> Document:
-        """Make a request and its answer, as the chat template writes them: a story, small talk, or facts asked for."""
+        """Make a request and its answer in the chat template's format: a story, small talk, or facts and a question."""
         rng = self.rng
         kind = rng.choices(("story", "greeting", "question", "facts"), (4, 2, 1, 3))[0]
         if kind == "facts":
@@ -181,15 +181,15 @@ class DocumentGenerator:
     # ---- records
 
     def draw_object(self) -> str:
-        """Draw an object for a fact: seldom the same twice, so that few facts of a record are alike."""
+        """Draw an object for a fact; repetitions are rare, so that few facts of a record are alike."""
         return words.invent_word(self.rng) if self.rng.random() < INVENTED_OBJECTS else self._nouns.draw()
 
     def make_record(self, length: int) -> Document:
-        """Make about `length` characters of story with facts between, each asked once or twice, near and far."""
+        """Make about `length` characters of story with facts in between, and one or two questions about most facts."""
         return _Record(self, length).write()
 
     def iter_filler(self, cast: Sequence[Person]) -> Iterator[str]:
-        """Yield endless sentences of stories about the cast, each with the space or blank line that follows it."""
+        """Yield an endless series of sentences about the cast, each with the space or blank line that follows it."""
         while True:
             *sentences, last = self._sentences(self._slots(*self.rng.sample(cast, 2)))
             yield from (f"{sentence} " for sentence in sentences)
@@ -197,13 +197,13 @@ class DocumentGenerator:
 
 
 def _make_pieces(sentence: str, fact: Fact, index: int, kind: PieceKind) -> Document:
-    """Return the sentence with the value as a piece of its own, the space before it included."""
+    """Return the sentence as pieces: the text before "@", the fact's value with a space before it, and the rest."""
     before, after = sentence.split(" @")
     return [DocumentPiece(before), DocumentPiece(f" {fact.value}", kind, index), DocumentPiece(after)]
 
 
 class _Record:
-    """One record while it is written: the facts so far and the questions that are due."""
+    """A record that is being written: the facts stated so far, and the positions of coming questions."""
 
     def __init__(self, generator: DocumentGenerator, length: int) -> None:
         self.generator, self.rng, self.length = generator, generator.rng, length
@@ -213,12 +213,12 @@ class _Record:
         self.used: set[tuple[str, ...]] = set()
         self.due: list[tuple[int, int]] = []  # heap of (position in characters, fact)
         self.position = 0
-        crowded = length < SHORT_RECORD  # else there would hardly be an answer in it
-        self.fact_share = self.rng.choice((0.6, 0.8) if crowded else (0.25, 0.5, 0.75))  # of what is no question
+        crowded = length < SHORT_RECORD
+        self.fact_share = self.rng.choice((0.6, 0.8) if crowded else (0.25, 0.5, 0.75))  # of sentences, questions aside
 
     def write(self) -> Document:
         filler = self.generator.iter_filler(self.cast)
-        self._state_fact()  # so that what begins as a story goes on as one
+        self._state_fact()  # a record begins with a fact, so that a story's opening is always followed by a story
         while self.position < self.length:
             if self.due and self.due[0][0] <= self.position:
                 self._ask_question(heapq.heappop(self.due)[1])
@@ -256,7 +256,10 @@ class _Record:
             heapq.heappush(self.due, (self.position + second, index))
 
     def _distance(self, nearest: int, farthest: int) -> int | None:
-        """Draw a distance: half of them log-uniform, as near as far; half uniform, or few would be far."""
+        """Draw a distance in characters: half of them log-uniform, half uniform, so that near and far ones are common.
+
+        None if there is no room for one.
+        """
         if nearest >= farthest:
             return None
         if self.rng.random() < 0.5:
@@ -272,7 +275,7 @@ class _Record:
         elif form == 1:
             self._add(DocumentPiece(f"\n{fact.question} "), *answer, DocumentPiece("\n"))
         elif form == 2:
-            spoken_of = {*re.findall(r"\w+", fact.statement), fact.value}  # or the answer would stand right here
+            spoken_of = {*re.findall(r"\w+", fact.statement), fact.value}  # naming them would give the answer away
             asking, telling = rng.sample([p for p in self.cast if p.name not in spoken_of], 2)
             spoken = [*answer[:-1], DocumentPiece(answer[-1].text.removesuffix(".") + ",")]
             self._add(
@@ -281,7 +284,7 @@ class _Record:
                 DocumentPiece(f'" said {telling.name}. '),
             )
         else:
-            again = rng.choice(("As before: ", "Do not forget: "))  # or stories would learn to repeat themselves
+            again = rng.choice(("As before: ", "Do not forget: "))  # marks the repetition, so that it is not learnt
             self._add(
                 DocumentPiece(again), *_make_pieces(fact.answers[-1], fact, index, PieceKind.ANSWER), DocumentPiece(" ")
             )

@@ -1,8 +1,7 @@
-"""Packs documents into rows of tokens of one length, with a weight for each token and the answers marked.
+"""Packs documents into rows of tokens of equal length, with a loss weight for each token and the spans of answers.
 
-Every row starts with the begin token and a fresh document, as a prompt does. A token belongs to the piece in which it
-ends, so weights and answers follow the pieces of generator.py. Any byte-level tokenizer will do. The model, and what a
-weight does to it, is unknown here.
+Every row starts with the BOS token and a new document, as a prompt does. A token belongs to the piece in which it ends,
+so weights and answers follow the pieces of generator.py. Any byte-level tokenizer will do.
 """
 
 from dataclasses import dataclass
@@ -20,12 +19,12 @@ BOS_ID, EOS_ID = 0, 1  # of the embedded model's tokenizer
 CHARACTERS_PER_TOKEN = 3.5
 CHAT_SHARE = 0.4  # of the documents in a story row; chats are short
 
-# Answers count most: they are few and they are the point. What nobody could predict counts little.
+# Loss weights: answers count most, as they are rare and recall is the goal; unpredictable values count little.
 WEIGHTS = {PieceKind.TEXT: 1.0, PieceKind.VALUE: 0.3, PieceKind.ANSWER: 3.0, PieceKind.END: 1.0}
 
 
 class MarkedAnswer(NamedTuple):
-    """Tokens [start, stop) answer what stood `distance` tokens before start, at its nearest mention."""
+    """An answer, tokens [start, stop) of a row; its latest mention before begins `distance` tokens earlier."""
 
     start: int
     stop: int
@@ -33,7 +32,7 @@ class MarkedAnswer(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """The tokens that begin a row, and the one that ends a document."""
+    """The special tokens that begin a row, and the token that ends a document."""
 
     begin_ids: tuple[int, ...] = (BOS_ID,)
     end_id: int = EOS_ID
@@ -43,14 +42,14 @@ OWN_MARKS = Marks()
 
 
 class Mix(NamedTuple):
-    """Relative shares of the kinds of row."""
+    """Relative shares of rows with stories (and chats) and of rows with records."""
 
     stories: float
     records: float
 
 
 STORIES, RECORDS = Mix(stories=1, records=0), Mix(stories=0, records=1)
-EVALUATION_SEED = "evaluation"  # training seeds batches with other strings
+EVALUATION_SEED = "evaluation"  # training uses other seeds
 
 
 @dataclass
@@ -75,7 +74,7 @@ class Rows:
 
 def encode_document(tokenizer: Tokenizer, document: Document, marks: Marks) -> EncodedDocument:
     encoded = EncodedDocument([], [], [])
-    seen: dict[int, int] = {}  # fact -> where its value was last mentioned
+    seen: dict[int, int] = {}  # fact -> index of the token at which its value was last mentioned
     segment: Document = []
     for piece in document:
         if piece.kind is not PieceKind.END:
@@ -95,7 +94,7 @@ def _encode_segment(tokenizer: Tokenizer, segment: Document, into: EncodedDocume
         return
     piece_ends = np.cumsum([len(piece.text) for piece in segment])
     token_ends = [end for _, end in encoding.offsets]
-    owners = np.searchsorted(piece_ends, token_ends)  # (tokens,) which piece each token ends in
+    owners = np.searchsorted(piece_ends, token_ends)  # (tokens,): the piece in which each token ends
     shift = len(into.ids)
     into.ids += encoding.ids
     into.weights += [WEIGHTS[segment[owner].kind] for owner in owners]
@@ -117,7 +116,7 @@ def pack(
     lexicon: Lexicon = words.TRAIN,
     marks: Marks = OWN_MARKS,
 ) -> Rows:
-    """Return `rows` rows of context + 1 tokens: one more than the model reads, for the targets."""
+    """Return `rows` rows of context + 1 tokens: the model's inputs, and one more for the last target."""
     generator = DocumentGenerator(seed, lexicon)
     ids = np.zeros((rows, context + 1), np.uint32)
     weights = np.zeros((rows, context + 1), np.float32)

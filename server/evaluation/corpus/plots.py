@@ -1,12 +1,12 @@
-"""Story templates: how a story opens, what happens, how it ends (the syntax is that of templates.py).
+"""Story templates: openings, plots, asides and closings, in the syntax of templates.py.
 
 Slots: H and F are the hero and the friend; h/hs/hm and f/fs/fm their pronouns (she/her/her, he/his/him); `kid` is
 girl or boy; o an object ("blue key"), ob its noun; p and q places; food, food2; m, m2 materials; job, job2; an and an2
 animals; t an adjective for a person, t2 and t3 for animals; spot where the town lies; w and w2 the weather.
-Only sentences are here; who fills the slots is corpus.py's business.
+generator.py fills the slots.
 """
 
-# Many first words on purpose: whatever a newcomer types, the model has seen a story begin a little like it.
+# Many different first words, so that the model has seen a beginning similar to whatever a user types.
 OPENINGS: tuple[str, ...] = (
     "[Once upon a time|Long ago|Once], there was a $t $kid named $H. $h lived in a [small|warm|quiet] [house|cottage] "
     "$spot.",
@@ -116,7 +116,7 @@ OPENINGS: tuple[str, ...] = (
     "The children of the town $spot liked $H, the $t $job.",
 )
 
-# Of a story no two are the same, and none says what the opening said.
+# No aside occurs twice in a story, and none repeats an opening.
 ASIDES: tuple[str, ...] = (
     "On the way, $h [saw|met] a $t3 $an2.",
     "Then the weather changed: $w2.",

@@ -1,6 +1,6 @@
-"""What the model answers in a chat: requests for a story, greetings, and a few plain questions.
+"""Templates of chats for training: requests for a story, greetings, and a few questions, with the model's answers.
 
-The answers are meant to be kind and honest about how small the model is; nothing here tests recall.
+The answers are meant to be kind, and honest about how small the model is.
 """
 
 STORY_REQUESTS: tuple[str, ...] = (

@@ -1,7 +1,4 @@
-"""Expands sentence templates: `[this|that]` is a choice (may nest), `$name` a slot. Mends a/an and sentence case.
-
-It does not know what the sentences are about.
-"""
+"""Expands sentence templates: `[this|that]` is a choice (may nest), `$name` a slot; corrects a/an and capitals."""
 
 import re
 from collections.abc import Mapping
@@ -24,7 +21,7 @@ def _mend_article(match: re.Match[str]) -> str:
 
 
 def choose(rng: Random, template: str) -> str:
-    """Resolve `[a|b]` from the inside out."""
+    """Return the template with a random option for each choice `[a|b]`, inner choices first."""
     while match := _CHOICE.search(template):
         option = rng.choice(match.group(1).split("|"))
         template = template[: match.start()] + option + template[match.end() :]
@@ -32,7 +29,7 @@ def choose(rng: Random, template: str) -> str:
 
 
 def fill(template: str, slots: Mapping[str, str]) -> str:
-    """Put the slots in, then mend what depends on them: articles and capitals."""
+    """Return the template with its slots filled, and with articles and capitals corrected."""
     text = _SLOT.sub(lambda match: slots[match.group(1)], template)
     text = _ARTICLE.sub(_mend_article, text)
     text = _SENTENCE_START.sub(lambda match: match.group(1) + match.group(2).upper(), text)

@@ -1,8 +1,7 @@
-"""Word lists of the training corpus, in two lexicons that share no name and no object.
+"""Word lists of the generated texts: lexicons for training and for evaluation, which share no name and no object.
 
-`TRAIN` is all that training text may use; `HELD_OUT_NAMES` is for evaluation only, and so is `HELD_OUT`, which goes
-with the held-out phrasings of facts. Words that carry no identity (places, foods, weather) are common to both. This
-file knows nothing about templates, tokens or models.
+Training texts use only `TRAIN`. `HELD_OUT_NAMES` is for evaluation only, and so is `HELD_OUT`, which also has the
+held-out phrasings of facts. Words that do not identify anything (places, foods, weather) are common to all.
 """
 
 from collections.abc import Sequence
@@ -28,12 +27,12 @@ def _people(girls: Sequence[str], boys: Sequence[str]) -> tuple[Person, ...]:
     return tuple(Person(n, True) for n in girls) + tuple(Person(n, False) for n in boys)
 
 
-STORY_NAMES = 15  # heroes, and friends, of each sex
+STORY_NAMES = 15  # the number of heroes of each sex, and of friends
 
 
 @dataclass(frozen=True)
 class Lexicon:
-    """The words that identify somebody or something, and whether facts are told in the held-out phrasings."""
+    """The names of people and objects, and whether facts use the held-out phrasings."""
 
     girls: tuple[str, ...]
     boys: tuple[str, ...]
@@ -46,12 +45,12 @@ class Lexicon:
 
     @property
     def heroes(self) -> tuple[Person, ...]:
-        """Of stories: few, so that it is soon learnt who is a girl and who is a boy."""
+        """The heroes of stories: few, so that a model learns soon which names are girls' and which boys'."""
         return _people(self.girls[:STORY_NAMES], self.boys[:STORY_NAMES])
 
     @property
     def friends(self) -> tuple[Person, ...]:
-        """Of heroes, and never one: or the likeliest name of both would be the same."""
+        """The heroes' friends: other names, so that the likeliest hero and the likeliest friend differ."""
         later = slice(STORY_NAMES, 2 * STORY_NAMES)
         return _people(self.girls[later], self.boys[later])
 
@@ -143,7 +142,7 @@ WEATHER = _phrases(
     "the sky was full of clouds|a thick fog lay over the fields|the air smelled of rain|the air smelled of flowers"
 )
 
-# Of these invented words are made: widely mixed, so that few pieces of a name are never seen.
+# Parts of invented words: so many combinations occur in training that few syllables of a new name are unseen.
 _ONSETS = _words(
     "b bl br c ch cl cr d dr f fl fr g gl gr h j k kl kn kr l m n "
     "p ph pl pr r s sh sk sl sm sn sp st t th tr tw v w y z"
@@ -160,7 +159,7 @@ _RESERVED = frozenset(word.lower() for word in HELD_OUT.girls + HELD_OUT.boys + 
 
 
 def invent_word(rng: Random) -> str:
-    """Invent a word that is in no text, so that recall cannot rest on training; never a held-out one."""
+    """Return a random word of 1 to 3 syllables that is not in HELD_OUT, so that recall cannot rest on training."""
     while True:
         syllables = rng.choice((1, 2, 2, 2, 3))
         word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables)) + rng.choice(_CODAS)

@@ -1,1 +1,1 @@
-"""Where the files of a model are: in a directory, in the user's cache, or on the Hugging Face hub."""
+"""Finds the files of a model: in a directory, in the user's cache, or on the Hugging Face hub."""

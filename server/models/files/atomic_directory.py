@@ -1,8 +1,8 @@
-"""A folder that is written before it gets its name, and that is gone if it never does, even if its writer was killed.
+"""Directories that are written under a temporary name and renamed when complete, so that no process sees a partial one.
 
-A writer holds a lock on its folder, which the system takes back with the process, however that ends. So a folder that
-nobody holds was left behind, and whoever makes the next one deletes it. Where the file system has no locks for folders
-(NFS) it stays. Does not know what is written.
+A writer holds a lock on its temporary directory, which the system releases when the process ends, however that happens.
+A directory without a lock was therefore abandoned, and the next writer deletes it. On file systems without locks for
+directories (NFS) it stays.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-PREFIX = ".kvmux-draft-"  # of folders that are ours to delete
-UNLOCKED_PREFIX = ".kvmux-new-"  # of those whose writer has not locked them yet: a moment
+PREFIX = ".kvmux-draft-"  # of temporary directories, which are deleted if they are not locked
+UNLOCKED_PREFIX = ".kvmux-new-"  # of directories that were just created and are not locked yet
 
 
 class AtomicDirectory:
-    """A folder in `home` that gets its name when it is complete."""
+    """A temporary directory (`path`) in `home`, which `publish` renames when it is complete."""
 
     def __init__(self, home: Path) -> None:
-        """Make the folder, and delete those that others left behind. Raises OSError."""
+        """Make the temporary directory, and delete abandoned ones. Raises OSError."""
         home.mkdir(parents=True, exist_ok=True)
         _delete_abandoned(home)
         new = Path(tempfile.mkdtemp(prefix=UNLOCKED_PREFIX, dir=home))
@@ -33,7 +33,7 @@ class AtomicDirectory:
         self.path = new.rename(home / new.name.replace(UNLOCKED_PREFIX, PREFIX))
 
     def publish(self, folder: Path) -> None:
-        """Give it that name, if nobody was faster. Raises OSError."""
+        """Rename the directory to `folder`, unless another process has made that one meanwhile. Raises OSError."""
         try:
             self.path.rename(folder)
         except OSError:
@@ -41,14 +41,14 @@ class AtomicDirectory:
                 raise
 
     def close(self) -> None:
-        """Delete the folder if it did not get its name."""
+        """Delete the directory if it was not published."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._held.close()
 
 
 def _delete_abandoned(home: Path) -> None:
     for folder in home.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # no folder, or it got its name, or was deleted
+        with suppress(OSError):  # it is a file, or was renamed or deleted meanwhile
             lock = _open_directory(folder)
             try:
                 if _try_lock(lock):
@@ -62,7 +62,7 @@ def _open_directory(folder: Path) -> int:
 
 
 def _try_lock(folder: int) -> bool:
-    """Return whether the lock was free; False where the file system has no locks for folders."""
+    """Lock a directory and return whether that succeeded; never on file systems without locks for directories."""
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

@@ -1,6 +1,6 @@
-"""Where a model is: embedded, in a directory or a GGUF file, or on the hub. In the end it is always a directory.
+"""Turns the setting `model` (an embedded model, a directory, a GGUF file, a name on the hub) into a directory.
 
-The first process settles it before any other starts, so that no two fetch or unpack the same. Imports no torch.
+The first process does this before it starts the others, so that no two download or unpack the same. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EMBEDDED = {"tiny": Path(__file__).parents[1] / "tiny"}
 
 
 def resolve_model_settings(settings: Settings) -> Settings:
-    """Return the settings with the model's directory, and the name clients know it by. Raises ModelError."""
+    """Return the settings with the model's directory and the name that the API shows. Raises ModelError."""
     directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
     name = settings.model if _is_on_hub(settings.model) else directory.resolve().name
     known = {"model": str(directory), "revision": None, "model_name": settings.model_name or name}
@@ -26,9 +26,9 @@ def resolve_model_settings(settings: Settings) -> Settings:
 
 
 def locate(model: str, revision: str | None = None, *, allow_symlinks: bool = False) -> Path:
-    """Return the directory with config.json and the rest, fetched or unpacked if need be. Raises ModelError.
+    """Return the directory with config.json and the other files, downloaded or unpacked if necessary.
 
-    Unless `allow_symlinks`, its links are checked; those of the embedded model come with the program.
+    Raises ModelError, also for links out of the directory unless `allow_symlinks`; the embedded model is not checked.
     """
     on_hub = _is_on_hub(model)
     directory = hub.fetch_model(model, revision) if on_hub else _resolve_local(model)
@@ -39,7 +39,7 @@ def locate(model: str, revision: str | None = None, *, allow_symlinks: bool = Fa
             f"or an embedded model ({', '.join(EMBEDDED)})"
         )
     if revision is not None and not on_hub:
-        raise ModelError(f"revision {revision!r} is for a model on the hub, and {model} is on this machine")
+        raise ModelError(f"revision {revision!r} is only for models on the hub, and {model} is on this machine")
     if not allow_symlinks and directory not in EMBEDDED.values():
         check_links(directory, made_here=find_own_link(directory))
     return directory
@@ -66,6 +66,6 @@ def _expand_path(model: str) -> Path:
     try:
         path = EMBEDDED.get(model) or Path(model).expanduser()
         path.exists()
-    except (OSError, RuntimeError) as error:  # a name too long; the home of an unknown user
+    except (OSError, RuntimeError) as error:  # the name is too long, or "~" cannot be resolved
         raise ModelError(f"no model at {model!r}: {error}") from None
     return path

@@ -1,7 +1,7 @@
-"""Fetches a model's files from the Hugging Face hub, once.
+"""Downloads a model's files from the Hugging Face hub, unless they are in its cache.
 
 The cache, the token, the endpoint and the offline switch are those of huggingface_hub (HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE). Knows no config and no weights.
+HF_HUB_OFFLINE). Does not read the files.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from server.models.errors import ModelError, first_line
 
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # owner/name
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-IGNORE_PATTERNS = ["*/*", "consolidated*"]  # folders hold other formats; Mistral's repositories, their weights twice
+IGNORE_PATTERNS = ["*/*", "consolidated*"]  # other formats in folders; a second copy of Mistral's weights
 
 
 def fetch_model(model: str, revision: str | None = None) -> Path:
-    """Return the directory of a model's files, fetched with a progress bar if need be. Raises ModelError."""
+    """Return the directory of a model's files; they are downloaded, with a progress bar, if not in the cache.
+
+    Raises ModelError.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -33,5 +36,5 @@ def fetch_model(model: str, revision: str | None = None) -> Path:
         raise ModelError(
             f"no model {model!r}, neither on this machine nor on the hub; if it is private, set HF_TOKEN"
         ) from None
-    except (HfHubHTTPError, OSError, ValueError) as error:  # the hub is down, the network, the disk, offline
-        raise ModelError(f"{model} is not on this machine, and cannot be fetched: {first_line(error)}") from None
+    except (HfHubHTTPError, OSError, ValueError) as error:  # hub or network down, disk full, offline mode
+        raise ModelError(f"{model} is not on this machine, and cannot be downloaded: {first_line(error)}") from None

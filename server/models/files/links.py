@@ -1,9 +1,8 @@
-"""Where links in a model's directory may lead, checked once before any file of it is read. Imports no torch.
+"""Checks that symbolic links in a model's directory do not lead out of it, before its files are read.
 
-A model's directory comes from its author, and a link in it could have the server read, and serve, a file of
-this machine that has nothing to do with the model. What is checked: the directory itself and the folder of further chat
-templates, which is all that is read, and the names of files in indices of weights. The directory may itself be a link,
-as the user has named it. Knows no file's contents but the indices'.
+A model's directory comes from its author, and a link in it could make the server read, and serve, another file of this
+machine. The check covers all that the server reads: the directory, its folder of additional chat templates, and the
+file names in the indices of weights. The directory itself may be a link, as the user chose it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ INDICES = "*.index.json"
 
 
 def check_links(directory: Path, *, made_here: Path | None) -> None:
-    """Raise ModelError for a link that leads out of the directory, and for what is neither a file nor a directory.
+    """Raise ModelError for a link that leads out of the directory, and for an entry that is no file or directory.
 
-    A link may also lead to the blobs of the same entry of Hugging Face's cache; `made_here` is a link that kvmux made,
-    and may lead anywhere.
+    Allowed are links to the blobs of the same model in Hugging Face's cache. `made_here` is a link that kvmux made,
+    which may lead anywhere.
     """
     try:
         root = directory.resolve(strict=True)
@@ -59,17 +58,17 @@ def _check_link(link: Path, allowed: Iterable[Path]) -> None:
 
 
 def _blobs(root: Path) -> list[Path]:
-    """Return the folder that links in models--OWNER--NAME/snapshots/REVISION lead to; none for other directories."""
+    """Return the blobs folder of a directory models--OWNER--NAME/snapshots/REVISION; [] for other directories."""
     entry = root.parent.parent
     in_cache = root.parent.name == "snapshots" and entry.name.startswith("models--")
     return [entry / "blobs"] if in_cache else []
 
 
 def _check_index(index: Path) -> None:
-    """Raise ModelError if an index names a file by more than its name."""
+    """Raise ModelError if an index names a file in another directory."""
     try:
         names = read_json(index).get("weight_map")
-    except ModelError:  # the reader of the index raises this again
+    except ModelError:  # the loader of the weights reports it
         return
     for name in names.values() if isinstance(names, dict) else ():
         if isinstance(name, str) and ("/" in name or name == ".."):

@@ -1,4 +1,4 @@
-"""Where files lie that can be made anew: they may be deleted at any time. Imports no torch."""
+"""The user's cache directory, for files that can be made again and may be deleted at any time. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from server.models.errors import ModelError
 
 
 def user_cache_dir() -> Path:
-    """Return the project's folder, which may not be there yet. Raises ModelError if this user has no home directory."""
+    """Return kvmux's cache folder, which may not exist yet. Raises ModelError if this user has no home directory."""
     return expand_user(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvmux"
 
 

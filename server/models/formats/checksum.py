@@ -1,7 +1,7 @@
 """A checksum of tensors, which detects changes by a disk or a program, but not forgeries.
 
-It is CRC-32, which comes with Python, computes 1 to 6 GB a second and core, and releases the interpreter's lock; a
-cryptographic hash would take longer than reading the file. Knows no file.
+It is CRC-32, which comes with Python, processes 1 to 6 GB per second and core, and releases the GIL; a cryptographic
+hash would take longer than reading the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ THREADS = min(8, os.cpu_count() or 1)
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a number of 32 bits that depends on a CPU tensor's type, shape and every byte."""
+    """Return a 32-bit checksum of a CPU tensor's dtype, shape and bytes."""
     parts = tensor.contiguous().view(-1).view(torch.uint8).split(PART)
     if len(parts) == 1:
         sums = [crc32(parts[0].numpy())]

@@ -1,7 +1,7 @@
-"""Translates a GGUF file's metadata to config.json's keys, so that config.py reads it like any other. Knows no tensor.
+"""Translates a GGUF file's metadata to the keys of config.json, which config.py then reads as for any model.
 
-What differs between architectures is data: a row in ARCHITECTURES. llama.cpp's own rules, which its files do not spell
-out, are in the rows too.
+Differences between architectures are data: a row of ARCHITECTURES each, with the rules that are in llama.cpp's code
+and not in its files.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from server.models.config_file import MAX_LAYERS, shorten_repr
 from server.models.errors import ModelError
 from server.models.formats.gguf_file import Header
 
-DTYPES = {0: "float32", 1: "float16"}  # by type of tensor; all others are computed in bfloat16
+DTYPES = {0: "float32", 1: "float16"}  # by GGML tensor type; all others are computed in bfloat16
 
-TENSOR_NAMES = {  # of tensors: the decoder's, without "model." and the layer -> the file's, without "blk.<layer>."
+TENSOR_NAMES = {  # Hugging Face name without "model.layers.<layer>." -> GGUF name without "blk.<layer>."
     "embed_tokens": "token_embd",
     "norm": "output_norm",
     "lm_head": "output",
@@ -43,23 +43,23 @@ _GEMMA_NAMES = {
 
 
 class Architecture(NamedTuple):
-    """The names by which llama.cpp writes a family."""
+    """How llama.cpp writes a model family to a GGUF file."""
 
-    family: str  # a row of families.py
+    family: str  # the key of a row in families.py
     names: Mapping[str, str] = TENSOR_NAMES
-    permuted: bool = False  # rows of q and k: the two halves of a head interleaved
-    norm_offset: float = 0.0  # added to the weights of norms
-    full_attention_interval: int | None = None  # every n-th layer sees everything; None: none, if there is a window
+    permuted: bool = False  # whether the two halves of each head are interleaved in the rows of q and k
+    norm_offset: float = 0.0  # added to the weights of norms when the file was written
+    full_attention_interval: int | None = None  # every n-th layer has full attention; None: no layer, if windows exist
     activation: str = "silu"
-    defaults: Mapping[str, Any] = {}  # metadata that older files leave out
-    local_theta: float | None = None  # RoPE of sliding layers, which then are not stretched either
-    layers_of_27b: int | None = None  # that size scales scores by hidden_size / heads, the others by key_length
+    defaults: Mapping[str, Any] = {}  # for keys that older files lack
+    local_theta: float | None = None  # rope_theta of sliding layers, which then have no RoPE scaling
+    layers_of_27b: int | None = None  # the size with so many layers has scale (hidden_size / heads) ** -0.5
 
 
 _GEMMA = Architecture(
     "", names=TENSOR_NAMES | _GEMMA_NAMES, norm_offset=1.0, activation="gelu_pytorch_tanh", full_attention_interval=2
 )
-ARCHITECTURES: Mapping[str, Architecture] = {  # by general.architecture
+ARCHITECTURES: Mapping[str, Architecture] = {  # by the file's general.architecture
     "llama": Architecture("LlamaForCausalLM", permuted=True),  # Mistral, too
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
@@ -76,10 +76,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {  # by general.architecture
 
 
 class Keys:
-    """The metadata of one file, by keys without the architecture's name in front."""
+    """Access to a file's metadata by keys without the prefix of the architecture's name."""
 
     def __init__(self, header: Header) -> None:
-        """Wrap a header. Raises ModelError for an unknown architecture, and for a part of a model."""
+        """Wrap a header. Raises ModelError for an unknown architecture, a split file, or a mixture of experts."""
         self.header = header
         self.architecture = str(header.metadata.get("general.architecture"))
         if self.architecture not in ARCHITECTURES:
@@ -94,12 +94,12 @@ class Keys:
             raise ModelError(f"{header.file} has experts, which are read from Hugging Face directories only")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the file's value; else the architecture's default; else `default`."""
+        """Return the value in the file, or else the architecture's default, or else `default`."""
         value = self.header.metadata.get(f"{self.architecture}.{key}")
         return self.arch_spec.defaults.get(key, default) if value is None else value
 
     def get_int(self, key: str, default: int | None = None, largest: int = 2**31 - 1) -> int:
-        """Return a number above 0 that is the same for all layers. Raises ModelError."""
+        """Return a whole number from 1 to `largest`. Raises ModelError, also if it differs between layers."""
         value = self.get(key, default)
         if isinstance(value, list) and value and all(number == value[0] for number in value):
             value = value[0]
@@ -111,17 +111,17 @@ class Keys:
         return value
 
     def get_float(self, key: str, default: float | None = None) -> float | None:
-        """Return a finite number that is not negative, or None. Raises ModelError."""
+        """Return a finite number >= 0; None if there is none and no default. Raises ModelError."""
         value: float | None = self.get(key, default)
         if value is not None and (type(value) not in (int, float) or not 0 <= value < inf):
             raise self._invalid_value_error(key, value, "a finite number, not below 0")
         return value
 
     def get_str(self, key: str, default: str) -> str:
-        """Return a word, or the default if the file has none. Raises ModelError."""
+        """Return a string, or the default if the file has none. Raises ModelError."""
         value = self.get(key, default)
         if not isinstance(value, str):
-            raise self._invalid_value_error(key, value, "a word")
+            raise self._invalid_value_error(key, value, "a string")
         return value
 
     def _invalid_value_error(self, key: str, found: Any, expected: str) -> ModelError:
@@ -153,7 +153,7 @@ def make_config(header: Header) -> dict[str, Any]:
     head_dim = keys.get_int("attention.key_length", width // heads)
     if keys.get_int("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{header.file}: values are not as long as keys; the model cannot be served")
-    window = keys.get("attention.sliding_window") or None  # 0: none, too
+    window = keys.get("attention.sliding_window") or None  # 0 also means no window
     scale = (
         keys.get_float("attention.scale") or (width / heads if layers == arch_spec.layers_of_27b else head_dim) ** -0.5
     )
@@ -173,7 +173,7 @@ def make_config(header: Header) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "query_pre_attn_scalar": scale**-2,  # config.json's word for the scale
+        "query_pre_attn_scalar": scale**-2,  # the form that config.json has for the scale
         "attn_logit_softcapping": keys.get_float("attn_logit_softcapping"),
         "final_logit_softcapping": keys.get_float("final_logit_softcapping"),
         "sliding_window": window,
@@ -192,7 +192,7 @@ def _layer_types(keys: Keys, layers: int, window: int | None) -> list[str]:
 
 
 def _find_main_dtype(header: Header) -> str:
-    """Return the type that most weights have."""
+    """Return the dtype to compute in: that of most weights, or bfloat16 if most are quantized."""
     weights: Counter[int] = Counter()
     for tensor in header.tensors.values():
         weights[tensor.type] += prod(tensor.shape)
@@ -210,8 +210,8 @@ def _parse_rope(keys: Keys, head_dim: int) -> dict[str, Any]:
 
 
 def _parse_rope_scaling(keys: Keys, rotary_dim: int) -> dict[str, Any]:
-    """Return the scaling of frequencies: a factor for each (as longrope has it), or a rule."""
-    kind = keys.get_str("rope.scaling.type", "linear")  # "none" means it even if there is a factor
+    """Return the RoPE scaling as config.json has it; factors for each frequency become a longrope."""
+    kind = keys.get_str("rope.scaling.type", "linear")  # with "none", a factor is ignored
     factor = keys.get_float("rope.scaling.factor") or keys.get_float("rope.scale_linear") or 1.0
     trained = keys.get("rope.scaling.original_context_length") or keys.get_int("context_length")
     attn_factor = keys.get_float("rope.scaling.attn_factor") or 1.0
@@ -237,7 +237,7 @@ def _parse_rope_scaling(keys: Keys, rotary_dim: int) -> dict[str, Any]:
 
 
 def _read_rope_factors(keys: Keys, pairs: int) -> dict[str, list[float]]:
-    """Return a factor for each pair of dimensions; Llama 3's are the same for texts of any length."""
+    """Return the short and long factors for each pair of dimensions; Llama 3 has one set for both. {} if none."""
     names = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
     if "rope_freqs.weight" in keys.header.tensors:
         names = dict.fromkeys(names, "rope_freqs.weight")

@@ -1,8 +1,7 @@
-"""Unpacks a GGUF file as a Hugging Face directory. Imports no torch.
+"""Unpacks a GGUF file's config and tokenizer into a directory like those of Hugging Face. Imports no torch.
 
-Such a file holds config, tokenizer and weights in one. It is unpacked once into a cache, as the small files that a
-directory has; the weights stay where they are, behind a link. So only what reads the weights needs to know GGUF, too.
-The first process that needs the directory makes it.
+The directory is made once, in the user's cache; a link in it leads to the file, where the weights stay. So only the
+reader of weights also has to know GGUF. The first process that needs the directory makes it.
 """
 
 from __future__ import annotations
@@ -20,13 +19,16 @@ from server.models.files.atomic_directory import AtomicDirectory
 from server.models.files.user_cache import user_cache_dir
 from server.models.formats.gguf_file import SUFFIX, read_header
 
-FORMAT = "1"  # of what is unpacked; another one when it is to be done anew
-FOLDER = "gguf"  # of the user's cache
-LINK = f"model{SUFFIX}"  # to the weights
+FORMAT = "1"  # version of the unpacked files; change it to have all files unpacked again
+FOLDER = "gguf"  # in the user's cache
+LINK = f"model{SUFFIX}"  # name of the link to the GGUF file
 
 
 def ensure_unpacked(file: Path) -> Path:
-    """Return the directory made from a file; its last part is the model's name. Raises ModelError."""
+    """Return the directory made from a GGUF file, unpacked if necessary; its last part is the model's name.
+
+    Raises ModelError.
+    """
     directory = _get_directory(file)
     try:
         if not directory.is_dir():
@@ -46,30 +48,30 @@ def find_gguf_file(directory: Path) -> Path | None:
 
 
 def find_own_link(directory: Path) -> Path | None:
-    """Return the link of a directory that was made here; None for other directories."""
+    """Return the link to the GGUF file in a directory that this module made; None for other directories."""
     try:
         folder = (user_cache_dir() / FOLDER).resolve()
-    except ModelError:  # there is no cache
+    except ModelError:  # the user has no cache
         return None
     root = directory.resolve()
     return root / LINK if root.parent.parent == folder else None
 
 
 def _get_directory(file: Path) -> Path:
-    """Return the directory for a file, which is the same until the file changes. Raises ModelError."""
+    """Return the directory for a GGUF file: another one if the file changes. Raises ModelError."""
     try:
         status = file.stat()
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror}") from None
-    if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for ever
+    if not stat.S_ISREG(status.st_mode):  # opening a pipe would block for ever
         raise ModelError(f"cannot read {file}: it is not a file")
     parts = (FORMAT, str(file.resolve()), str(status.st_size), str(status.st_mtime_ns))
     return user_cache_dir() / FOLDER / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16] / file.stem
 
 
 def _unpack(file: Path, directory: Path) -> None:
-    """Make the directory, all of it or nothing, as another process may do the same. Raises ModelError."""
-    from server.models.formats.gguf_config import make_config  # here, as other models start sooner without these
+    """Make the directory atomically, as another process may be doing the same. Raises ModelError."""
+    from server.models.formats.gguf_config import make_config  # here, so that other models start faster
     from server.text.gguf_tokenizer import find_end_tokens, make_tokenizer
     from server.text.model_files import convert_library_errors
 
@@ -85,7 +87,7 @@ def _unpack(file: Path, directory: Path) -> None:
     except SettingsError as error:
         raise ModelError(f"{file}: {error}") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError) as error:
-        raise ModelError(f"{file}: its metadata are damaged: {error!r}") from None
+        raise ModelError(f"{file}: its metadata is damaged: {error!r}") from None
     with closing(AtomicDirectory(directory.parent)) as scratch:
         with convert_library_errors(f"{file}: its tokenizer cannot be made"):
             written = tokenizer.to_str(pretty=True)

@@ -1,7 +1,8 @@
-"""Reads what precedes the weights of a GGUF file: metadata, and where each tensor lies. Knows no model and no numpy.
+"""Reads the header of a GGUF file: its metadata, and the shape, type and offset of each tensor. Imports no numpy.
 
-The gguf package reads this too, and dequantizes the weights (gguf_weights.py); but it keeps several numpy arrays for
-every string, which for Llama 3's vocabulary takes 20 s and 770 MB (here: 0.4 s); and the API process has no numpy.
+The gguf package, which gguf_weights.py uses to dequantize weights, has a reader, too. But that keeps several numpy
+arrays for every string, which for Llama 3's vocabulary takes 20 s and 770 MB (here: 0.4 s); and the API process does
+not import numpy.
 """
 
 from __future__ import annotations
@@ -16,34 +17,35 @@ from server.models.errors import ModelError
 
 SUFFIX = ".gguf"
 VERSIONS = (2, 3)
-ALIGNMENT = 32  # of tensors, unless general.alignment says otherwise
-FLOAT32 = 0  # a type of tensor
-STRING, ARRAY = 8, 9
-# Bounds far beyond any model: a header of these makes some hundred megabytes of Python objects.
-MAX_HEADER_BYTES = 1 << 26  # of the header
+ALIGNMENT = 32  # bytes; of tensors, if the file has no general.alignment
+FLOAT32 = 0  # GGML's tensor type F32
+STRING, ARRAY = 8, 9  # types of metadata values; the others are in SCALARS
+# Bounds far beyond any model: a header of this size takes a few hundred megabytes as Python objects.
+MAX_HEADER_BYTES = 1 << 26
 MAX_ARRAY_ELEMENTS = 1 << 22  # of all arrays together; a vocabulary of 262,144 tokens has 1.3 million with its merges
-MAX_DIMENSIONS = 4  # as ggml has it
+MAX_DIMENSIONS = 4  # ggml's limit
 MAX_ALIGNMENT = 1 << 16
+# Types of metadata values and their format for `struct`.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 class TensorInfo(NamedTuple):
-    """A tensor as it lies in the file."""
+    """A tensor's entry in the header of a GGUF file."""
 
-    shape: tuple[int, ...]  # as torch has it: the last dimension is the dense one
+    shape: tuple[int, ...]  # in torch's order: the last dimension is contiguous
     type: int  # one of gguf.GGMLQuantizationType
-    offset: int  # bytes from the file's beginning
+    offset: int  # bytes from the start of the file
 
 
 class Header(NamedTuple):
-    """Everything in a file but the weights."""
+    """The contents of a GGUF file except for the weights."""
 
     file: Path
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
 
     def read_floats(self, name: str, count: int) -> list[float]:
-        """Return a small float32 tensor of `count` numbers: factors of RoPE. Raises ModelError."""
+        """Return the numbers of a small float32 tensor, which has `count` of them (RoPE factors). Raises ModelError."""
         tensor = self.tensors[name]
         if tensor.type != FLOAT32 or tensor.shape != (count,):
             raise ModelError(f"{self.file}: tensor {name!r} should be {count} numbers of type F32")
@@ -56,7 +58,7 @@ class Header(NamedTuple):
 
 
 def read_header(file: Path) -> Header:
-    """Return the header of a file. Raises ModelError."""
+    """Return the header of a GGUF file. Raises ModelError."""
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse_header(file, data)
@@ -89,7 +91,10 @@ def _parse_header(file: Path, data: mmap.mmap) -> Header:
 
 
 def _read_named(cursor: _Cursor, count: int, read: Callable[[], Any]) -> dict[str, Any]:
-    """Read `count` things, each with its name before it. Raises ValueError if two have the same name."""
+    """Return `count` entries by name; each is a string, its name, and then what `read` returns.
+
+    Raises ValueError if two have the same name.
+    """
     found: dict[str, Any] = {}
     for _ in range(count):
         name = cursor.read_string()
@@ -100,7 +105,7 @@ def _read_named(cursor: _Cursor, count: int, read: Callable[[], Any]) -> dict[st
 
 
 class _Cursor:
-    """Reads one thing after another."""
+    """A position in a GGUF file's bytes, from which values are read one after another."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -124,7 +129,7 @@ class _Cursor:
         return self._read_array() if kind == ARRAY else self.read_scalar(SCALARS[kind])
 
     def read_tensor_info(self) -> TensorInfo:
-        """Read a tensor's entry; its offset is still counted from the first tensor."""
+        """Read a tensor's entry; its offset is still relative to the first tensor."""
         count = self.read_scalar("I")
         if count > MAX_DIMENSIONS:
             raise ValueError(f"a tensor has {count} dimensions")
@@ -140,7 +145,7 @@ class _Cursor:
         if kind == STRING:
             return [self.read_string() for _ in range(count)]
         if kind == ARRAY:
-            raise ValueError("an array of arrays, which no model has")
+            raise ValueError("its metadata has an array of arrays, which is not supported")
         layout = f"<{count}{SCALARS[kind]}"
         values = list(struct.unpack_from(layout, self._data, self.position))
         self.position += struct.calcsize(layout)
@@ -148,6 +153,6 @@ class _Cursor:
 
     def _check_bounds(self, length: int) -> None:
         if self.position + length > len(self._data):
-            raise ValueError(f"it ends at byte {len(self._data)}, where {self.position + length} are needed")
+            raise ValueError(f"it has {len(self._data)} bytes, and its header needs {self.position + length}")
         if self.position + length > MAX_HEADER_BYTES:
-            raise ValueError(f"what stands before its weights is longer than {MAX_HEADER_BYTES} bytes")
+            raise ValueError(f"its header is longer than {MAX_HEADER_BYTES} bytes")

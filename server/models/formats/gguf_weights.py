@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file, by the decoder's names and as the decoder has them, one by one, on demand.
+"""Reads the tensors of a GGUF file one by one, with the names and layout of Hugging Face.
 
-Matrices in Q8_0 and Q4_0 keep their numbers, value = scale * (number - half of all numbers) in groups of 32; those in
-other types are dequantized. Owns the way back from what llama.cpp's converter does to weights. Knows no layer.
+Matrices in Q8_0 and Q4_0 can stay quantized: value = scale * (number - 2**(bits - 1)) in groups of 32. All other
+types are dequantized. What llama.cpp's converter changes (order of rows, offsets of norms) is changed back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from server.models.formats.mmap import map_bytes
 from server.models.weights import Matrix, Shape, check_finite, check_shape
 
 _TENSOR_NAME = re.compile(r"(?:model\.)?(?:layers\.(\d+)\.)?(.+)\.(weight|bias)")
-_TORCH_DTYPES = {  # torch reads these itself
+_TORCH_DTYPES = {  # types that torch has
     gguf.GGMLQuantizationType.F32: torch.float32,
     gguf.GGMLQuantizationType.F16: torch.float16,
     gguf.GGMLQuantizationType.BF16: torch.bfloat16,
@@ -36,9 +36,9 @@ class GGUFWeights:
     """Implements `server.models.weights.Weights`."""
 
     def __init__(self, file: Path, dtype: torch.dtype, device: torch.device, *, as_stored: bool = False) -> None:
-        """Check all tensors; with `as_stored`, Q8_0 and Q4_0 stay quantized, otherwise all is dequantized.
+        """Check all tensors. With `as_stored`, Q8_0 and Q4_0 stay quantized; otherwise all become `dtype`.
 
-        Raises ModelError if the file is cut off, or holds tensors of a type that cannot be read.
+        Raises ModelError if the file is truncated, or has tensors of a type that cannot be read.
         """
         header = read_header(file)
         self._file = file.resolve()
@@ -70,7 +70,7 @@ class GGUFWeights:
     embedding = matrix
 
     def _load_tensor(self, name: str, shape: Shape) -> Matrix:
-        """Return a tensor on the CPU, its rows in the decoder's order. Raises ModelError."""
+        """Return a tensor on the CPU, with its rows in Hugging Face's order. Raises ModelError."""
         stored = self._get_stored_name(name)
         info = None if stored is None else self._tensors.get(stored)
         if info is None:
@@ -94,7 +94,7 @@ class GGUFWeights:
         return f"{prefix}{self._keys.arch_spec.names[match[2]]}.{match[3]}"
 
     def _count_heads(self, name: str) -> int | None:
-        """Return the number of heads in the rows of a matrix or a bias; None if its rows are not queries or keys."""
+        """Return the number of heads in the rows of q_proj or k_proj (weight or bias); None for other tensors."""
         match = _TENSOR_NAME.fullmatch(name)
         num_heads = {"self_attn.q_proj": self._keys.heads, "self_attn.k_proj": self._keys.kv_heads}
         return num_heads.get(match[2]) if match else None
@@ -136,7 +136,7 @@ class GGUFWeights:
 
 
 def _compute_nbytes(tensor: TensorInfo) -> int:
-    """Return a tensor's bytes."""
+    """Return the number of bytes that a tensor takes in the file."""
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
     return prod(tensor.shape) // block * size
 
@@ -149,14 +149,20 @@ def _type_name(kind: int) -> str:
 
 
 def _unpack_blocks(rows: Tensor, bits: int) -> QuantizedTensor:
-    """Unpack blocks of Q8_0 or Q4_0: a scale in float16 and 32 numbers; of 4 bits, the first 16 in the lower halves."""
+    """Unpack rows of Q8_0 or Q4_0 blocks: a float16 scale and 32 numbers; Q4_0 has the first 16 in the low nibbles.
+
+    Returns the matrix in this project's format.
+    """
     blocks = rows.view(len(rows), -1, 2 + 4 * bits)
     scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
     numbers = blocks[..., 2:]
-    numbers = numbers ^ 128 if bits == 8 else torch.cat((numbers & 15, numbers >> 4), -1)  # Q8_0's are signed
+    numbers = numbers ^ 128 if bits == 8 else torch.cat((numbers & 15, numbers >> 4), -1)  # Q8_0 is signed
     return from_symmetric(pack_numbers(numbers.flatten(1), bits), scale, bits)
 
 
 def _make_row_order(rows: int, heads: int) -> Tensor:
-    """Return the file's row for each of the decoder's, which rotates (i, D / 2 + i), and llama.cpp (2i, 2i + 1)."""
+    """Return the file's row for each row of q_proj or k_proj.
+
+    RoPE rotates the pairs (i, D / 2 + i) of a head here, and (2i, 2i + 1) in llama.cpp.
+    """
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()

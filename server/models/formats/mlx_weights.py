@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint that mlx-lm has quantized: as they are, or dequantized. Knows no layer.
+"""Reads checkpoints that mlx-lm has quantized, and keeps their weights quantized or dequantizes them.
 
-Where a directory of Hugging Face's has `name.weight`, mlx-lm's has it in numbers packed into uint32 (the lowest bits
-first), beside it `name.scales` and `name.biases`, one of each for a group of columns; config.json's "quantization" says
-how many bits and columns, for all and, by a module's name, for some. What has no scales is not quantized.
+A quantized matrix is three tensors: `name.weight` has the numbers packed into uint32 (lowest bits first), `name.scales`
+and `name.biases` have one value for each group of columns. "quantization" in config.json has the bits and the group
+size, for all modules and, by name, for single ones. A tensor without scales is not quantized.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from server.models.weights import FLOAT_DTYPES, Matrix, Safetensors, Shape, chec
 
 
 class _Quantization(BaseModel):
-    """The quantization of all matrices, or of one."""
+    """The entry "quantization" of config.json, for all modules or for one."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -39,9 +39,7 @@ class MLXWeights:
     """Implements `server.models.weights.Weights`."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, *, as_stored: bool) -> None:
-        """Open a checkpoint.
-
-        `as_stored` keeps quantized weights so, on the device; otherwise all are dequantized to `dtype`.
+        """Open a checkpoint. With `as_stored`, quantized weights stay quantized; otherwise they become `dtype`.
 
         Raises ModelError.
         """
@@ -80,7 +78,7 @@ class MLXWeights:
         return weight.to(self._device)
 
     def _get_quantization(self, module: str) -> _Quantization:
-        """Return a module's bits and columns, by the name that the files have for it."""
+        """Return the bits and group size of a module, which is named as in the files. Raises ModelError."""
         given = self._quantization
         if isinstance(given, dict) and isinstance(given.get(module), dict):
             given = given[module]
@@ -96,7 +94,7 @@ class MLXWeights:
 
 
 def _make_quantized(packed: Tensor, scale: Tensor, offset: Tensor, scheme: _Quantization, what: str) -> QuantizedTensor:
-    """Return a quantized matrix. Raises ModelError if its tensors and config.json do not fit each other."""
+    """Return a quantized matrix; `what` names it in errors. Raises ModelError if its tensors contradict config.json."""
     if not all(part.dim() == 2 for part in (packed, scale, offset)):
         raise ModelError(f"{what}: weight, scales and biases must be matrices; is the checkpoint complete?")
     groups = scale.shape[-1]

@@ -1,7 +1,6 @@
-"""A stretch of a file as a tensor. Knows no format.
+"""Loads a byte range of a file as a tensor: memory-mapped or read.
 
-Mapped, it costs no copy, and is let go with the tensor; read into memory, it is not affected by what happens to the
-file later.
+A mapping copies nothing and is released with the tensor; bytes read into memory stay the same if the file changes.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from server.models.errors import ModelError
 
 
 def map_bytes(file: Path, start: int, size: int) -> Tensor:
-    """Return bytes from `start` on as [size] uint8, in a mapping of their own. Raises ModelError.
+    """Return `size` bytes from `start` on as [size] uint8, in a mapping of their own. Raises ModelError.
 
-    Pages that were read belong to the process as long as their mapping exists; one mapping of the whole file would keep
-    all of it beside the packed weights. Writing into the tensor does not change the file.
+    Pages that were read stay in memory as long as their mapping exists: a single mapping of the file would keep all
+    weights in memory beside the packed ones. Writing into the tensor does not change the file.
     """
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -27,13 +26,13 @@ def map_bytes(file: Path, start: int, size: int) -> Tensor:
     try:
         with file.open("rb") as opened:
             memory = mmap.mmap(opened.fileno(), within + size, access=mmap.ACCESS_COPY, offset=start - within)
-    except (OSError, ValueError) as error:  # the latter if the file has become too short
+    except (OSError, ValueError) as error:  # ValueError if the file has become too short
         raise ModelError(f"cannot read {file}: {error}") from None
     return torch.frombuffer(memory, dtype=torch.uint8, offset=within)
 
 
 def read_bytes(file: Path, start: int, size: int) -> Tensor:
-    """Return bytes from `start` on as [size] uint8 in memory of their own. Raises ModelError."""
+    """Return `size` bytes from `start` on as [size] uint8, read into memory. Raises ModelError."""
     data = torch.empty(size, dtype=torch.uint8)
     try:
         with file.open("rb") as opened:

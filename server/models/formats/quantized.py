@@ -1,4 +1,4 @@
-"""Quantizes the matrices of a model while it is read, one after the other. Knows neither files nor layers."""
+"""Quantizes the matrices of a model one by one while it is loaded, or takes them from the cache of an earlier start."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL = 10.0  # seconds between two lines of the log
-FALLBACK_FORMAT = WeightFormat(8)  # of rows that the groups do not divide
+FALLBACK_FORMAT = WeightFormat(8)  # for matrices whose columns are not a multiple of the group size
 
 
 @contextmanager
 def open_quantized_weights(
     weights: Weights, directory: Path, config: WeightsConfig, device: torch.device, layers: int
 ) -> Iterator[QuantizedWeights]:
-    """Yield the quantized weights of a checkpoint while a model is loaded, and keep them if that succeeds."""
+    """Yield the quantized weights of a checkpoint; if the model was loaded without errors, write them to the cache."""
     assert config.format is not None
     folder = config.cache_dir and get_cache_folder(config.cache_dir, directory, config.format)
     cached = open_cached_weights(folder) if folder else None
@@ -55,10 +55,10 @@ def open_quantized_weights(
 
 
 class QuantizedWeights:
-    """Implements `Weights`: those of another, matrices in fewer bits.
+    """Implements `Weights`: quantizes the matrices of another `Weights` when they are read.
 
-    A matrix that has as many bits in the checkpoint stays as it is, and so does an embedding that nothing is multiplied
-    with. Rows that the format's groups do not divide are kept in 8 bits, a group each.
+    A matrix that the checkpoint has in the same number of bits stays as it is, and so does an untied embedding. Rows
+    that are not a multiple of the group size get 8 bits and one scale each.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class QuantizedWeights:
         cached: CachedWeights | None = None,
         cache_writer: CachedWeightsWriter | None = None,
     ) -> None:
-        """Quantize `weights` as they are read from a checkpoint; those that are not quantized become `dtype`."""
+        """Wrap the `weights` of a checkpoint; those that are not quantized become `dtype`."""
         self._weights = weights
         self._format = format
         self._dtype, self._device = dtype, device
@@ -93,7 +93,7 @@ class QuantizedWeights:
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
         if self._cached is not None and (cached := self._cached.get(name)) is not None:
-            check_shape(f"what an earlier start kept of {name!r}", cached.shape, shape)
+            check_shape(f"{name!r} in the cache of quantized weights", cached.shape, shape)
             return cached.to(self._device)
         found = self._weights.matrix(name, shape)
         if isinstance(found, QuantizedTensor):
@@ -111,7 +111,7 @@ class QuantizedWeights:
         divided = group is None or width % group == 0
         if not divided:
             self._progress.log_once(
-                f"rows of {width} columns are kept in 8 bits, as groups of {group} do not divide them"
+                f"matrices of {width} columns get 8 bits, as {width} is not a multiple of the group size {group}"
             )
         try:
             return quantize_symmetric(weight, *(self._format if divided else FALLBACK_FORMAT))
@@ -120,7 +120,7 @@ class QuantizedWeights:
 
 
 class QuantizationProgress:
-    """Shows how far the quantization is: a bar on a terminal, otherwise a line of the log now and then."""
+    """Shows the progress of quantization: a bar on a terminal, otherwise a log line every LOG_INTERVAL."""
 
     def __init__(self, layers: int, bits: int) -> None:
         self._layers = layers
@@ -150,7 +150,7 @@ class QuantizationProgress:
             self._bar.stop()
 
     def _start_bar(self) -> Progress:
-        from rich.console import Console  # here, as other models start sooner without it
+        from rich.console import Console  # here, so that other models start without it
         from rich.progress import Progress
 
         bar = Progress(console=Console(file=sys.stderr), transient=True)

@@ -1,12 +1,12 @@
-"""Quantized matrices on disk, so that a model is rounded once and read from then on. Knows no layer and no setting.
+"""A cache of quantized matrices on disk, so that a model is quantized only once.
 
-A folder has those of one checkpoint in one format, in safetensors files: NAME.int4 (or int8) and NAME.scale of each
-matrix, all of them symmetric; and a checksum of every tensor, so that bytes that have changed on the disk are never
-served. Matrices are read into memory rather than mapped: what was checked is what is used.
+A folder has the matrices of one checkpoint in one format, in safetensors files: NAME.int4 (or int8) and NAME.scale of
+each, all symmetric; and a checksum of every tensor, so that bytes that have changed on the disk are never used.
+Matrices are read into memory rather than mapped, so that they cannot change after the check.
 
-The folder is called after what the file system says of the checkpoint's files: sizes, inodes, and when they and what is
-known of them changed. So one that was touched in any way is another checkpoint. Headers are the same in every tuned
-model, samples of the bytes in many, and to read them all takes as long as to round them.
+The folder's name is a hash of the metadata of the checkpoint's files: sizes, inodes, mtimes and ctimes. A checkpoint
+that was touched in any way therefore has another folder. Contents would not do: all fine-tunes of a model have the
+same headers, many the same bytes in a sample, and to read all bytes takes as long as to quantize them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from server.models.weights import Safetensors, WeightFormat
 
 log = logging.getLogger(__name__)
 
-VERSION = "2"  # of what lies in the files, and of how weights are rounded; another one when either changes
-SHARD = 1 << 28  # bytes that wait in memory to be written
-CHECKSUMS = "checksums.json"  # of every tensor in a folder, by its name
+VERSION = "2"  # change it when the files' format or the rounding of weights changes
+SHARD = 1 << 28  # bytes that are collected in memory before a file is written
+CHECKSUMS = "checksums.json"  # name of the file: tensor name -> checksum
 ADVICE = "give --weights-cache another folder, or off"
 
 
 def get_cache_folder(home: Path, checkpoint: Path, format: WeightFormat) -> Path:
-    """Return the folder within `home` for a model's directory as it is now. Raises ModelError."""
+    """Return the folder within `home` for a checkpoint's directory in its present state. Raises ModelError."""
     words = [VERSION]
     try:
         for file in sorted(checkpoint.iterdir()):
@@ -59,18 +59,18 @@ def _digest(*words: str) -> str:
 
 
 class CachedWeights:
-    """The matrices that an earlier start has kept in a folder."""
+    """The quantized matrices that an earlier start has written to a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Find what the folder has. Raises ModelError if it cannot be read."""
+        """Open a folder of the cache. Raises ModelError if it cannot be read."""
         self._folder = folder
         self._tensors = Safetensors(folder, torch.float32, torch.device("cpu"), mapped=False)
         self._checksums = read_json(folder / CHECKSUMS)
         self._damaged = False
-        log.info("quantized weights are those in %s", folder)
+        log.info("reading quantized weights from %s", folder)
 
     def get(self, name: str) -> QuantizedTensor | None:
-        """Return a matrix in memory; None if it was not kept, or is damaged, which is logged once."""
+        """Return a matrix by name; None if the folder lacks it, or if it is damaged, which is logged once."""
         for bits in BITS:
             if (numbers := f"{name}.int{bits}") in self._tensors or numbers in self._checksums:
                 try:
@@ -80,47 +80,50 @@ class CachedWeights:
         return None
 
     def close(self) -> None:
-        """Delete the folder if something in it is damaged, so that the next start makes it anew."""
+        """Delete the folder if a tensor in it is damaged, so that the next start writes it again."""
         if self._damaged:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _read_checked(self, name: str) -> Tensor:
         tensor = self._tensors.read_tensor(name)
         if checksum(tensor) != self._checksums.get(name):
-            raise ModelError(f"{name} in {self._folder} is not what was written: its checksum is another")
+            raise ModelError(f"{name} in {self._folder} has changed since it was written: its checksum is wrong")
         return tensor
 
     def _report_damage(self, error: ModelError) -> None:
         if not self._damaged:
-            log.warning("quantizing anew what is damaged of the weights that an earlier start kept: %s", error)
+            log.warning("some cached quantized weights are damaged and are quantized again: %s", error)
         self._damaged = True
 
 
 def open_cached_weights(folder: Path) -> CachedWeights | None:
-    """Return what the folder has kept; None if there is nothing. Log and delete what cannot be read."""
+    """Return the matrices in a folder of the cache; None if it does not exist. An unreadable one is deleted."""
     try:
         return CachedWeights(folder) if folder.is_dir() else None
-    except OSError:  # nothing can be kept there either, which the writer logs
+    except OSError:  # writing will fail, too, and that is logged
         return None
     except ModelError as error:
-        log.warning("quantizing the weights anew, as what an earlier start kept of them is damaged: %s", error)
+        log.warning("the cached quantized weights are damaged; quantizing the weights again: %s", error)
         shutil.rmtree(folder, ignore_errors=True)
         return None
 
 
 class CachedWeightsWriter:
-    """Matrices to keep: published all or not at all, as other processes may do the same, or the disk may be full."""
+    """Writes quantized matrices to a folder of the cache, which appears only when it is complete.
+
+    Other processes may write the same folder, and the disk may be full: errors are logged once, and nothing is cached.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._scratch: AtomicDirectory | None = None  # where it is until it is whole; None: nothing was written
+        self._scratch: AtomicDirectory | None = None  # None: nothing was written yet
         self._shards = 0
         self._waiting: dict[str, Tensor] = {}
         self._checksums: dict[str, int] = {}
         self._given_up = False
 
     def put(self, name: str, weight: QuantizedTensor) -> None:
-        """Add a symmetric matrix."""
+        """Add a symmetrically quantized matrix."""
         if self._given_up:
             return
         self._waiting |= {f"{name}.int{weight.bits}": weight.numbers.cpu(), f"{name}.scale": weight.scale.cpu()}
@@ -129,7 +132,7 @@ class CachedWeightsWriter:
                 self._write()
 
     def publish(self) -> None:
-        """Publish the folder after the last matrix; delete those of the checkpoint before it changed."""
+        """Publish the folder after the last matrix; delete those of earlier states of the checkpoint."""
         if self._given_up or not (self._waiting or self._shards):
             return
         with self._or_give_up():
@@ -141,10 +144,10 @@ class CachedWeightsWriter:
             for other in self._folder.parent.glob(self._folder.name.split("-")[0] + "-*"):
                 if other != self._folder:
                     shutil.rmtree(other, ignore_errors=True)
-            log.info("the next start finds the quantized weights in %s", self._folder)
+            log.info("the quantized weights are cached in %s for the next start", self._folder)
 
     def close(self) -> None:
-        """Delete what was not published."""
+        """Delete the temporary files of a folder that was not published."""
         if self._scratch is not None:
             self._scratch.close()
 
@@ -176,6 +179,6 @@ class CachedWeightsWriter:
         except (OSError, SafetensorError) as error:
             self._given_up = True
             self._waiting.clear()
-            why = first_line(error)
-            log.warning("the next start has to quantize the weights again, as nothing can be kept: %s; %s", why, ADVICE)
+            reason = first_line(error)
+            log.warning("cannot cache quantized weights, so the next start quantizes again: %s; %s", reason, ADVICE)
             self.close()

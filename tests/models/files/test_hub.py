@@ -151,7 +151,7 @@ def test_without_the_network_what_was_fetched_is_found(hub: Hub, tmp_path: Path)
     assert len(hub.asked) == asked
     status, message = _locate(tmp_path / "elsewhere", hub.url, "acme/tiny", HF_HUB_OFFLINE="1")
     assert status == 2
-    assert message.startswith("acme/tiny is not on this machine, and cannot be fetched: ")
+    assert message.startswith("acme/tiny is not on this machine, and cannot be downloaded: ")
 
 
 @pytest.mark.parametrize("model", ["acme/private", "acme/gated"])
@@ -175,13 +175,13 @@ def test_what_is_nowhere_is_told(hub: Hub, tmp_path: Path) -> None:
     )
     status, message = _locate(tmp_path / "home", "http://127.0.0.1:9", "acme/tiny")
     assert status == 2
-    assert message.startswith("acme/tiny is not on this machine, and cannot be fetched: ")
+    assert message.startswith("acme/tiny is not on this machine, and cannot be downloaded: ")
 
 
 def test_what_is_on_this_machine_is_not_asked_for(tmp_path: Path) -> None:
     save_random_model("llama", tmp_path / "mine")
     assert locate(str(tmp_path / "mine")) == tmp_path / "mine"
-    with pytest.raises(ModelError, match="revision 'v1' is for a model on the hub"):
+    with pytest.raises(ModelError, match="revision 'v1' is only for models on the hub"):
         locate(str(tmp_path / "mine"), "v1")
     for name in ("nonesuch", "./b", "../b", "./a/b", "a/b/c", "/no/such", "~nobody-here/x", "x" * 5000):
         with pytest.raises(ModelError, match="no model at"):

@@ -204,12 +204,12 @@ def test_a_config_that_speaks_of_other_numbers_is_told(quantization: Any, messag
 
 def test_who_cannot_compute_a_checkpoint_of_mlx(tmp_path: Path) -> None:
     write_mlx(wide_llama(), tmp_path, 4, 64)
-    with pytest.raises(ModelError, match="a checkpoint of MLX is computed by the lean decoder only: leave"):
+    with pytest.raises(ModelError, match="an MLX checkpoint is computed by the lean decoder only: leave"):
         read_model_info(tmp_path, "transformers")
     save_random_model("mixtral", tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization": {"bits": 4, "group_size": 64}}))
-    with pytest.raises(ModelError, match="MLX keeps the experts of a layer as one, which cannot be read: take the"):
+    with pytest.raises(ModelError, match="MLX checkpoints of mixtures of experts cannot be read: use the"):
         loaded(tmp_path, AS_STORED)
 
 
@@ -232,7 +232,7 @@ def test_rows_that_groups_do_not_divide_are_kept_in_8_bits(tmp_path: Path, caplo
     with caplog.at_level(logging.INFO):
         ours = loaded(tmp_path, INT4)
     assert_same_logits(ours, round_weights(theirs, WeightFormat(4, 32)))
-    assert caplog.messages == ["rows of 87 columns are kept in 8 bits, as groups of 32 do not divide them"]
+    assert caplog.messages == ["matrices of 87 columns get 8 bits, as 87 is not a multiple of the group size 32"]
     assert_same_logits(
         loaded(tmp_path, INT8), round_weights(LlamaForCausalLM.from_pretrained(tmp_path), WeightFormat(8))
     )
@@ -278,7 +278,7 @@ def test_numbers_of_other_bits_are_rounded_once_more(tmp_path: Path) -> None:
 
 def test_what_cannot_be_quantized_is_told(tmp_path: Path) -> None:
     save_random_model("llama", tmp_path)
-    with pytest.raises(ModelError, match=r"with quantized weights only the lean decoder does: give --weights auto"):
+    with pytest.raises(ModelError, match=r"only the lean decoder can quantize weights: give --weights auto"):
         loaded(tmp_path, INT8, impl="transformers")
     changed(tmp_path, lambda tensors: tensors["model.layers.0.self_attn.k_proj.weight"].fill_(torch.nan))
     with pytest.raises(ModelError, match=r"k_proj\.weight': some of its numbers are NaN or infinite, .*; give --w"):

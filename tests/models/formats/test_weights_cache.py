@@ -92,8 +92,8 @@ def test_the_second_start_quantizes_nothing(
     assert torch.equal(logits(first), logits(loaded(checkpoint, None, format)))
     folder = home / files(home)[0].parent
     assert caplog.messages == [
-        f"the next start finds the quantized weights in {folder}",
-        f"quantized weights are those in {folder}",
+        f"the quantized weights are cached in {folder} for the next start",
+        f"reading quantized weights from {folder}",
     ]
 
 
@@ -211,7 +211,7 @@ def test_what_is_damaged_is_told_and_made_anew(
     file = home / files(home)[0]
     file.write_bytes(file.read_bytes()[:-1000])
     assert torch.equal(logits(loaded(checkpoint, home)), expected)
-    assert "quantizing the weights anew, as what an earlier start kept of them is damaged: cannot read" in caplog.text
+    assert "the cached quantized weights are damaged; quantizing the weights again: cannot read" in caplog.text
     assert torch.equal(logits(loaded(checkpoint, home)), expected)
     assert len(rounds) == 2 * count
 
@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_is_told(checkpoint: Path, tmp_path: Path, caplo
     assert torch.equal(logits(loaded(checkpoint, tmp_path / "taken" / "cache")), expected)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.message.startswith("the next start has to quantize the weights again, as nothing can be kept: [Errno")
+    assert record.message.startswith("cannot cache quantized weights, so the next start quantizes again: [Errno")
     assert record.message.endswith("give --weights-cache another folder, or off")
 
 
@@ -332,7 +332,7 @@ def test_after_flipped_bytes_the_next_start_keeps_everything_anew(
     file.write_bytes(data)
     assert torch.equal(logits(loaded(checkpoint, home)), expected)
     assert len(rounds) == count + 1, "what is not damaged is used"
-    assert "quantizing anew what is damaged of the weights that an earlier start kept: " in caplog.text
+    assert "some cached quantized weights are damaged and are quantized again: " in caplog.text
     assert files(home) == []
     for _ in range(2):
         assert torch.equal(logits(loaded(checkpoint, home)), expected)
