@@ -11,7 +11,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from tools.torture.chaos import Plan, print_start, run_chaos
+from tools.torture.chaos import ChaosPlan, print_start, run_chaos
 from tools.torture.expected_answers import ExpectedAnswerError
 from tools.torture.faults import FAULTS, Fault
 from tools.torture.report import chaos_as_json, make_chaos_tables, make_console, print_tables, write_json
@@ -21,7 +21,7 @@ from tools.torture.server_process import StartError
 def main(argv: Sequence[str] | None = None) -> int:
     flags = _make_parser().parse_args(argv)
     faults = select_faults(flags.only, flags.without)
-    plan = Plan(flags.seed or secrets.token_hex(4), 60 * flags.minutes, faults, flags.clients, flags.requests)
+    plan = ChaosPlan(flags.seed or secrets.token_hex(4), 60 * flags.minutes, faults, flags.clients, flags.requests)
     print_start(plan)
     try:
         report = asyncio.run(run_chaos(plan))

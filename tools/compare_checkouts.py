@@ -35,7 +35,7 @@ TOKENS = 200  # of a stream
 STREAM: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
 
 
-class Server(NamedTuple):
+class CheckoutServer(NamedTuple):
     """A running server."""
 
     http: httpx.Client
@@ -47,12 +47,12 @@ class Server(NamedTuple):
         return sum(times.user + times.system for times in (each.cpu_times() for each in self.processes))
 
 
-class Work(NamedTuple):
+class Measurement(NamedTuple):
     """Something that is measured: `run` returns seconds."""
 
     name: str
     unit: str
-    run: Callable[[Server], float]
+    run: Callable[[CheckoutServer], float]
 
 
 class Pair(NamedTuple):
@@ -73,26 +73,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", help="names of work, or parts of them")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="of `kvmux serve`, after --")
     options = parser.parse_args(arguments)
-    works = [work for work in WORKS if not options.only or any(name in work.name for name in options.only)]
+    measurements = [
+        work for work in MEASUREMENTS if not options.only or any(name in work.name for name in options.only)
+    ]
     with ExitStack() as stack:
         ours, theirs = [stack.enter_context(open_server(path, options.flags)) for path in (THIS_CHECKOUT, options.base)]
-        results = {work.name: measure_pairs(work, ours, theirs, options.turns) for work in works}
-    Console(width=120).print(make_table(works, results))
+        results = {work.name: measure_pairs(work, ours, theirs, options.turns) for work in measurements}
+    Console(width=120).print(make_table(measurements, results))
     return 0
 
 
 @contextmanager
-def open_server(checkout: Path, flags: Sequence[str]) -> Iterator[Server]:
+def open_server(checkout: Path, flags: Sequence[str]) -> Iterator[CheckoutServer]:
     """Serve from a checkout until the block ends, with an HTTP client open."""
     with serving(checkout, flags) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT_SECONDS) as http:
-        yield Server(http, served.processes(), http.get("/v1/models").json()["data"][0]["id"])
+        yield CheckoutServer(http, served.processes(), http.get("/v1/models").json()["data"][0]["id"])
 
 
 # ---------------------------------------------------------------- what is measured
-def make_request_timer(path: str, body: dict[str, Any], repeat: int = 30) -> Callable[[Server], float]:
+def make_request_timer(path: str, body: dict[str, Any], repeat: int = 30) -> Callable[[CheckoutServer], float]:
     """Return a function that measures the median seconds of one request after another."""
 
-    def run(server: Server) -> float:
+    def run(server: CheckoutServer) -> float:
         seconds = []
         for _ in range(repeat):
             began = time.perf_counter()
@@ -103,7 +105,7 @@ def make_request_timer(path: str, body: dict[str, Any], repeat: int = 30) -> Cal
     return run
 
 
-def measure_token_seconds(server: Server) -> float:
+def measure_token_seconds(server: CheckoutServer) -> float:
     """Return the median seconds between two tokens of a stream."""
     times = []
     with server.http.stream("POST", "/v1/completions", json={"model": server.model} | STREAM) as answer:
@@ -114,7 +116,7 @@ def measure_token_seconds(server: Server) -> float:
     return statistics.median(after - before for before, after in itertools.pairwise(times[8:]))
 
 
-def measure_cpu_seconds(server: Server) -> float:
+def measure_cpu_seconds(server: CheckoutServer) -> float:
     """Return the CPU seconds that all processes of a server take for a token of a stream."""
     before = server.cpu_seconds()
     for _ in range(3):
@@ -122,17 +124,21 @@ def measure_cpu_seconds(server: Server) -> float:
     return (server.cpu_seconds() - before) / (3 * TOKENS)
 
 
-WORKS = (
-    Work("completion of 1 token", "ms", make_request_timer("/v1/completions", {"prompt": WORDS, "max_tokens": 1})),
-    Work("the same of ids", "ms", make_request_timer("/v1/completions", {"prompt": TOKEN_IDS, "max_tokens": 1})),
-    Work("chat of 31 messages", "ms", make_request_timer("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1})),
-    Work("tokenize", "ms", make_request_timer("/tokenize", {"prompt": WORDS})),
-    Work("token of a stream", "ms", measure_token_seconds),
-    Work("CPU time of a token", "ms", measure_cpu_seconds),
+MEASUREMENTS = (
+    Measurement(
+        "completion of 1 token", "ms", make_request_timer("/v1/completions", {"prompt": WORDS, "max_tokens": 1})
+    ),
+    Measurement("the same of ids", "ms", make_request_timer("/v1/completions", {"prompt": TOKEN_IDS, "max_tokens": 1})),
+    Measurement(
+        "chat of 31 messages", "ms", make_request_timer("/v1/chat/completions", {"messages": CHAT, "max_tokens": 1})
+    ),
+    Measurement("tokenize", "ms", make_request_timer("/tokenize", {"prompt": WORDS})),
+    Measurement("token of a stream", "ms", measure_token_seconds),
+    Measurement("CPU time of a token", "ms", measure_cpu_seconds),
 )
 
 
-def measure_pairs(work: Work, ours: Server, theirs: Server, turns: int) -> list[Pair]:
+def measure_pairs(work: Measurement, ours: CheckoutServer, theirs: CheckoutServer, turns: int) -> list[Pair]:
     """Measure the same work on both servers by turns; the first turn warms up and does not count."""
     pairs = []
     for turn in track(range(turns + 1), description=work.name):
@@ -154,10 +160,10 @@ def compute_interval(values: Sequence[float]) -> tuple[float, float]:
     raise AssertionError("a sum of half the coefficients is at least a half")
 
 
-def make_table(works: Sequence[Work], results: dict[str, list[Pair]]) -> Table:
+def make_table(measurements: Sequence[Measurement], results: dict[str, list[Pair]]) -> Table:
     """Return the table of medians, ratios and differences with their intervals."""
     table = Table("work", "unit", "before", "now", "ratio", "95 %", "difference", "95 %")
-    for work in works:
+    for work in measurements:
         pairs = results[work.name]
         ratios = [pair.ratio for pair in pairs]
         differences = [1000 * (pair.ours - pair.theirs) for pair in pairs]

@@ -29,7 +29,7 @@ PROMPT = [*range(10, 42)]  # token ids
 TOKENS = 100
 
 
-class Start(NamedTuple):
+class StartFigures(NamedTuple):
     """The figures of one start."""
 
     ready: float  # seconds until the first 200 of /ready
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="a file for all figures")
     parser.add_argument("flags", nargs="*", metavar="FLAG", help="of `kvmux serve`, after --")
     options = parser.parse_args(arguments)
-    starts: dict[str, dict[str, list[Start]]] = {size: {"before": [], "now": []} for size in options.memory}
+    starts: dict[str, dict[str, list[StartFigures]]] = {size: {"before": [], "now": []} for size in options.memory}
     console = Console(width=120)
     for turn in range(options.turns):
         for size, (name, checkout) in itertools.product(
@@ -62,14 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure_start(checkout: Path, flags: Sequence[str]) -> Start:
+def measure_start(checkout: Path, flags: Sequence[str]) -> StartFigures:
     """Start a server of a checkout, measure, and stop it."""
     with serving(checkout, flags) as served:
         with httpx.Client(base_url=served.url, timeout=TIMEOUT_SECONDS) as http:
             first, *gaps = measure_stream(http)
             wait_for_memory(http)
         memory = sum(read_peak_bytes(each.pid) for each in served.processes())
-        return Start(served.start_seconds, first, statistics.median(gaps), max(gaps), memory)
+        return StartFigures(served.start_seconds, first, statistics.median(gaps), max(gaps), memory)
 
 
 def measure_stream(http: httpx.Client) -> list[float]:
@@ -100,7 +100,7 @@ def read_peak_bytes(pid: int) -> int:
     return 1024 * int(found[1])
 
 
-def make_table(starts: dict[str, dict[str, list[Start]]]) -> Table:
+def make_table(starts: dict[str, dict[str, list[StartFigures]]]) -> Table:
     """Return the table of medians; of the ratios, those of each turn, too."""
     columns = (("ready, s", "ready", 1), ("first token, ms", "first", 1e3), ("token, ms", "median", 1e3))
     table = Table("KV memory", "figure", "before", "now", "ratio", "turns")

@@ -24,7 +24,7 @@ POLL_SECONDS = 0.01  # between two looks
 ADDRESS = re.compile(r"serves .* on (http://\S+)")
 
 
-class Served(NamedTuple):
+class ServeProcess(NamedTuple):
     """A running server."""
 
     url: str
@@ -37,7 +37,7 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def serving(checkout: Path, flags: Sequence[str]) -> Iterator[Served]:
+def serving(checkout: Path, flags: Sequence[str]) -> Iterator[ServeProcess]:
     """Run `kvmux serve` from a checkout until the block ends."""
     with tempfile.TemporaryFile("w+") as output:
         command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
@@ -45,7 +45,7 @@ def serving(checkout: Path, flags: Sequence[str]) -> Iterator[Served]:
         process = subprocess.Popen(command, cwd=checkout, stdout=output, stderr=subprocess.STDOUT)
         try:
             url = _wait_until_ready(process, Path(f"/proc/self/fd/{output.fileno()}"))
-            yield Served(url, psutil.Process(process.pid), time.monotonic() - start)
+            yield ServeProcess(url, psutil.Process(process.pid), time.monotonic() - start)
         finally:
             process.terminate()
             process.wait(TIMEOUT_SECONDS)

@@ -201,7 +201,7 @@ def read_documents(engine: Engine, options: EvaluateOptions) -> tuple[list[Docum
     """Return the documents of running text, and the records, as tokens of the model. Raises SettingsError."""
     tokenizer = Tokenizer.from_directory(engine.model_dir).backend
     info = engine.core.model.info
-    marks = documents.find_marks(tokenizer, info.eos_ids, info.vocab_size)
+    marks = documents.find_special_tokens(tokenizer, info.eos_ids, info.vocab_size)
     length, seed = engine.max_seq_len, options.seed or EVALUATION_SEED
     if options.text:
         text = documents.read_text_file(tokenizer, marks, length, options.texts, options.text)

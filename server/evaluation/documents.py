@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from config.errors import SettingsError
-from server.evaluation.corpus.packing import RECORDS, STORIES, MarkedAnswer, Marks, Mix, pack
+from server.evaluation.corpus.packing import RECORDS, STORIES, MarkedAnswer, Mix, SpecialTokens, pack
 from server.evaluation.corpus.words import HELD_OUT, HELD_OUT_NAMES, TRAIN, Lexicon
 
 MAX_TOKEN_LENGTH = 16  # characters per token that are read from a file: more than enough
@@ -22,13 +22,13 @@ class Document(NamedTuple):
     answers: Sequence[MarkedAnswer] = ()
 
 
-def make_stories(tokenizer: Tokenizer, marks: Marks, length: int, count: int, seed: str) -> list[Document]:
+def make_stories(tokenizer: Tokenizer, marks: SpecialTokens, length: int, count: int, seed: str) -> list[Document]:
     """Return `count` documents of up to `length` tokens of stories that the embedded model was not trained on."""
     return _make_documents(tokenizer, marks, length, count, STORIES, TRAIN, seed)
 
 
 def make_records(
-    tokenizer: Tokenizer, marks: Marks, length: int, count: int, seed: str, *, new_phrasings: bool = False
+    tokenizer: Tokenizer, marks: SpecialTokens, length: int, count: int, seed: str, *, new_phrasings: bool = False
 ) -> list[Document]:
     """Return `count` documents that state facts and later ask for them ("who keeps what where").
 
@@ -41,7 +41,7 @@ def make_records(
 
 
 def _make_documents(
-    tokenizer: Tokenizer, marks: Marks, length: int, count: int, mix: Mix, lexicon: Lexicon, seed: str
+    tokenizer: Tokenizer, marks: SpecialTokens, length: int, count: int, mix: Mix, lexicon: Lexicon, seed: str
 ) -> list[Document]:
     rows = pack(tokenizer, seed, length, count, mix, lexicon, marks)
     return [Document(ids.tolist(), answers) for ids, answers in zip(rows.ids, rows.answers, strict=True)]
@@ -52,7 +52,7 @@ def check_text_file(file: Path) -> None:
     _read_beginning(file, MAX_TOKEN_LENGTH)
 
 
-def read_text_file(tokenizer: Tokenizer, marks: Marks, length: int, count: int, file: Path) -> list[Document]:
+def read_text_file(tokenizer: Tokenizer, marks: SpecialTokens, length: int, count: int, file: Path) -> list[Document]:
     """Return the first `count` chunks of `length` tokens of a file. Raises SettingsError."""
     text = _read_beginning(file, MAX_TOKEN_LENGTH * length * count)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
@@ -78,14 +78,14 @@ def _read_beginning(file: Path, max_characters: int) -> str:
         raise SettingsError(f"--text: {file} is not UTF-8 text") from None
 
 
-def find_marks(tokenizer: Tokenizer, eos_ids: frozenset[int], vocab_size: int) -> Marks:
+def find_special_tokens(tokenizer: Tokenizer, eos_ids: frozenset[int], vocab_size: int) -> SpecialTokens:
     """Return the special tokens that the tokenizer puts before a text, and the model's end token or a newline."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     marked = tokenizer.encode("a").ids
     begin = marked[: marked.index(plain[0])] if plain else marked
     ends = sorted(eos for eos in eos_ids if 0 <= eos < vocab_size)
     ends += tokenizer.encode("\n", add_special_tokens=False).ids[-1:] or plain
-    return Marks(tuple(begin), ends[0] if ends else 0)
+    return SpecialTokens(tuple(begin), ends[0] if ends else 0)
 
 
 def check_vocabulary(documents: Sequence[Document], vocab_size: int) -> None:

@@ -9,12 +9,12 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from config.errors import SettingsError
-from server.evaluation.corpus.packing import Marks
+from server.evaluation.corpus.packing import SpecialTokens
 from server.evaluation.corpus.words import HELD_OUT_NAMES, TRAIN
 from server.evaluation.documents import (
     Document,
     check_vocabulary,
-    find_marks,
+    find_special_tokens,
     make_records,
     make_stories,
     read_text_file,
@@ -34,23 +34,29 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def test_marks_are_the_tokenizers_and_the_models() -> None:
-    assert find_marks(TINY, EOS, 2048) == Marks((0,), 1)
-    assert find_marks(PLAIN, frozenset({7, 1}), 300) == Marks((), 1)
-    assert find_marks(TINY, frozenset({-1, 5000}), 2048).end_id == TINY.encode("\n", add_special_tokens=False).ids[-1]
+    assert find_special_tokens(TINY, EOS, 2048) == SpecialTokens((0,), 1)
+    assert find_special_tokens(PLAIN, frozenset({7, 1}), 300) == SpecialTokens((), 1)
+    assert (
+        find_special_tokens(TINY, frozenset({-1, 5000}), 2048).end_id
+        == TINY.encode("\n", add_special_tokens=False).ids[-1]
+    )
 
 
 def test_what_a_tokenizer_puts_behind_a_text_does_not_begin_one() -> None:
     tokenizer = byte_tokenizer(300)
     around = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     tokenizer.post_processor = around
-    assert find_marks(tokenizer, EOS, 2048) == Marks((0,), 1)
+    assert find_special_tokens(tokenizer, EOS, 2048) == SpecialTokens((0,), 1)
 
 
 @pytest.mark.parametrize("words", [1, 2, 30, 31, 500])
 def test_stretches_of_a_file_are_all_of_it(tokenizer: Tokenizer, tmp_path: Path, words: int) -> None:
     file = tmp_path / "text"
     file.write_text(" ".join(f"word{i}" for i in range(words)) + "\nümlaut")
-    marks, ids = find_marks(tokenizer, EOS, 2048), tokenizer.encode(file.read_text(), add_special_tokens=False).ids
+    marks, ids = (
+        find_special_tokens(tokenizer, EOS, 2048),
+        tokenizer.encode(file.read_text(), add_special_tokens=False).ids,
+    )
     found = read_text_file(tokenizer, marks, 32, 10_000, file)
     begin = len(marks.begin_ids)
     assert all(tuple(d.ids[:begin]) == marks.begin_ids for d in found)
@@ -72,13 +78,13 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         (tmp_path, "cannot read"),
     ):
         with pytest.raises(SettingsError, match=f"--text: .*{message}"):
-            read_text_file(PLAIN, Marks((), 1), 32, 8, file)
+            read_text_file(PLAIN, SpecialTokens((), 1), 32, 8, file)
 
 
 def test_a_byte_order_mark_is_no_text_and_line_ends_are(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(b"\xef\xbb\xbfa\r\nb")
-    assert read_text_file(PLAIN, Marks((), 1), 32, 1, file)[0].ids == PLAIN.encode("a\r\nb").ids
+    assert read_text_file(PLAIN, SpecialTokens((), 1), 32, 1, file)[0].ids == PLAIN.encode("a\r\nb").ids
 
 
 def test_tokens_that_the_model_lacks_are_told() -> None:
@@ -91,11 +97,11 @@ def test_a_length_without_room_for_text_is_told(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("some words")
     with pytest.raises(SettingsError, match="--length: at least 4"):
-        read_text_file(PLAIN, Marks((0, 5, 6), 1), 3, 8, file)
+        read_text_file(PLAIN, SpecialTokens((0, 5, 6), 1), 3, 8, file)
 
 
 def test_answers_stand_where_they_say(tokenizer: Tokenizer) -> None:
-    marks = find_marks(tokenizer, EOS, 2048)
+    marks = find_special_tokens(tokenizer, EOS, 2048)
     found = make_records(tokenizer, marks, 1024, 12, "a seed")
     assert sum(len(d.answers) for d in found) > 8
     for ids, answers in found:
@@ -106,7 +112,7 @@ def test_answers_stand_where_they_say(tokenizer: Tokenizer) -> None:
 
 
 def test_records_speak_of_held_out_names_and_stories_do_not(tokenizer: Tokenizer) -> None:
-    marks = find_marks(tokenizer, EOS, 2048)
+    marks = find_special_tokens(tokenizer, EOS, 2048)
     held_out, train = (
         tokenizer.decode([token for d in make(tokenizer, marks, 1024, 4, "a seed") for token in d.ids])
         for make in (make_records, make_stories)
@@ -117,7 +123,7 @@ def test_records_speak_of_held_out_names_and_stories_do_not(tokenizer: Tokenizer
 
 
 def test_new_phrasings_are_told_if_asked_for(tokenizer: Tokenizer) -> None:
-    marks = find_marks(tokenizer, EOS, 2048)
+    marks = find_special_tokens(tokenizer, EOS, 2048)
     for new in (False, True):
         found = make_records(tokenizer, marks, 1024, 6, "a seed", new_phrasings=new)
         text = tokenizer.decode([token for d in found for token in d.ids])
@@ -126,7 +132,7 @@ def test_new_phrasings_are_told_if_asked_for(tokenizer: Tokenizer) -> None:
 
 
 def test_fewer_documents_are_the_first_of_more(tokenizer: Tokenizer) -> None:
-    marks = find_marks(tokenizer, EOS, 2048)
+    marks = find_special_tokens(tokenizer, EOS, 2048)
     for make in (make_records, partial(make_records, new_phrasings=True), make_stories):
         assert make(tokenizer, marks, 256, 2, "a") == make(tokenizer, marks, 256, 3, "a")[:2]
         assert make(tokenizer, marks, 256, 2, "b") != make(tokenizer, marks, 256, 2, "a")

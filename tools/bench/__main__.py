@@ -19,7 +19,7 @@ from server.profiling.running import RunError, sigterm_as_ctrl_c
 from tools.bench.table.documents import BENCHMARKS, TABLES, update_performance_doc, update_section
 from tools.bench.table.goals import ROWS, Group
 from tools.bench.table.models import SHAPES, cache_folder
-from tools.bench.table.report import Report, as_json, as_text
+from tools.bench.table.report import BenchmarkReport, as_json, as_text
 from tools.bench.table.runs import Effort, measure_rows
 
 DESCRIPTION = """\
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             effort = Effort(options.rounds, options.attempts, options.models)
             results = measure_rows(rows, effort, status.update)
-            report = Report(date, sorted(results, key=lambda each: rows.index(each.row)))
+            report = BenchmarkReport(date, sorted(results, key=lambda each: rows.index(each.row)))
             if options.docs:
                 update_section(options.docs / BENCHMARKS, TABLES, as_text(report))
                 update_performance_doc(options.docs, options.models, status.update)

@@ -24,7 +24,7 @@ LENGTHS = (64, 256, 1024)
 FULL_CONTEXT = "full context"
 
 
-class Result(NamedTuple):
+class CachingResult(NamedTuple):
     """Tokens per second when `tokens` are generated from one token on."""
 
     strategy: str
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\n".join(json.dumps(r._asdict()) for r in results) if options.json else format_table(results))
 
 
-def measure(engine: Engine, lengths: Sequence[int]) -> list[Result]:
+def measure(engine: Engine, lengths: Sequence[int]) -> list[CachingResult]:
     """Measure every strategy, and no cache at all, at every length; show progress on stderr."""
     runs: dict[str, Callable[[int], object]] = {
         name: partial(generate_cached, engine, name) for name in engine.core.caches
@@ -66,7 +66,7 @@ def measure(engine: Engine, lengths: Sequence[int]) -> list[Result]:
             generate_tokens(8)  # warm
             start = time.perf_counter()
             generate_tokens(length)
-            results.append(Result(name, length, length / (time.perf_counter() - start)))
+            results.append(CachingResult(name, length, length / (time.perf_counter() - start)))
     print("\r\033[K", end="", file=sys.stderr)
     return results
 
@@ -77,7 +77,7 @@ def generate_cached(engine: Engine, strategy: str, num_tokens: int) -> list[int]
     return [token for token, _ in generate(engine.core.model, engine.core.caches[strategy], [0], sampling)]
 
 
-def format_table(results: Sequence[Result]) -> str:
+def format_table(results: Sequence[CachingResult]) -> str:
     """Return a table in Markdown: strategies down, lengths across, and how many times faster than no cache."""
     lengths = sorted({r.tokens for r in results})
     speed = {(r.strategy, r.tokens): r.tokens_per_second for r in results}

@@ -29,7 +29,7 @@ from server.engine.build import Engine, build_engine
 from server.engine.ipc.messages import SamplingParams, Submit
 from server.profiling.machine import measure_bandwidth
 from server.profiling.steps import measure_decode
-from tools.bench.plot import Point, draw
+from tools.bench.plot import GrowthPoint, draw
 
 
 def count_calls(work: Callable[[], object]) -> int:
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.growth", description=__doc__)
     add = parser.add_argument
     add("--part", nargs="+", choices=PARTS, default=PARTS, help="only these (default: all)")
-    add("--most", type=int, default=sys.maxsize, help="the largest context, number of requests and of blocks")
+    add("--max-size", type=int, default=sys.maxsize, help="the largest context, number of requests and of blocks")
     add("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one); only times depend on it")
     add("--dtype", default="auto", help="as for `kvmux serve`")
     add("--weights", default="auto", choices=get_args(Weights), help="as for `kvmux serve`")
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--plot", type=Path, metavar="FILE", help="draw them there: .png or .svg; needs kvmux[evaluate]")
     options = parser.parse_args(arguments)
     model = {name: getattr(options, name) for name in ("model", "dtype", "weights")}
-    measures: dict[str, Callable[[int], Iterator[Point]]] = {
+    measures: dict[str, Callable[[int], Iterator[GrowthPoint]]] = {
         "context": partial(measure_by_context, model),
         "sequences": partial(measure_by_sequences, model),
         "waiting": measure_by_waiting,
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with Console(stderr=True).status("starting") as status:
         try:
             for part in options.part:
-                for point in measures[part](options.most):
+                for point in measures[part](options.max_size):
                     status.update(f"{point.part} {point.size:,}")
                     points.append(point)
         except SettingsError as error:
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 # -------------------------------------------------------------------- times
-def measure_by_context(model: dict[str, Any], largest: int) -> Iterator[Point]:
+def measure_by_context(model: dict[str, Any], largest: int) -> Iterator[GrowthPoint]:
     """Yield the milliseconds of a step of one sequence; the bound is the shortest text's and reading further keys."""
     engine = _build_engine(model, max(CONTEXTS) + 8 * STEPS, 1)
     fits = [length for length in CONTEXTS if length <= min(largest, engine.max_seq_len - 4 * STEPS)]
@@ -109,10 +109,10 @@ def measure_by_context(model: dict[str, Any], largest: int) -> Iterator[Point]:
         if first is None:
             first, bandwidth = (steps.total, size), measure_bandwidth(size, torch.get_num_threads())
         bound = first[0] + (size - first[1]) / bandwidth
-        yield Point("context", length, "ms a step", 1e3 * steps.total, 1e3 * bound)
+        yield GrowthPoint("context", length, "ms a step", 1e3 * steps.total, 1e3 * bound)
 
 
-def measure_by_sequences(model: dict[str, Any], largest: int) -> Iterator[Point]:
+def measure_by_sequences(model: dict[str, Any], largest: int) -> Iterator[GrowthPoint]:
     """Yield tokens a second; the bound is what reading allows."""
     engine = _build_engine(model, 512, max(SEQUENCES))
     bandwidth = None
@@ -122,7 +122,7 @@ def measure_by_sequences(model: dict[str, Any], largest: int) -> Iterator[Point]
         steps = measure_decode(engine, "paged", count, 128, STEPS)
         size = sum(steps.bytes.values())
         bandwidth = bandwidth or measure_bandwidth(size, torch.get_num_threads())
-        yield Point("sequences", count, "tokens/s", count / steps.total, count * bandwidth / size)
+        yield GrowthPoint("sequences", count, "tokens/s", count / steps.total, count * bandwidth / size)
 
 
 def _build_engine(model: dict[str, Any], length: int, sequences: int) -> Engine:
@@ -136,7 +136,7 @@ def _build_engine(model: dict[str, Any], length: int, sequences: int) -> Engine:
 
 
 # -------------------------------------------------------------------- counts
-def measure_by_waiting(largest: int) -> Iterator[Point]:
+def measure_by_waiting(largest: int) -> Iterator[GrowthPoint]:
     """Yield the calls to schedule a step, and to queue one more request, while all seats are taken."""
     settings = {"model": "tiny", "max_num_seqs": SEATS, "max_seq_len": 512, "max_queued_requests": 2 * max(WAITING)}
     core = build_engine(load_settings(None, settings)).core
@@ -158,11 +158,11 @@ def measure_by_waiting(largest: int) -> Iterator[Point]:
             return
         while len(core.scheduler.waiting) < waiting:
             submit()
-        yield Point("waiting", waiting, "calls to schedule a step", count_calls(core.scheduler.schedule))
-        yield Point("waiting", waiting, "calls to take in line", count_calls(submit))
+        yield GrowthPoint("waiting", waiting, "calls to schedule a step", count_calls(core.scheduler.schedule))
+        yield GrowthPoint("waiting", waiting, "calls to take in line", count_calls(submit))
 
 
-def measure_by_blocks(largest: int) -> Iterator[Point]:
+def measure_by_blocks(largest: int) -> Iterator[GrowthPoint]:
     """Yield the calls to open, enter and close a text of some blocks, in a cache that is full of others."""
     ops = build_engine(load_settings(None, {"model": "tiny", "max_num_seqs": 1})).kernels.ops
     for blocks in BLOCKS:
@@ -173,7 +173,7 @@ def measure_by_blocks(largest: int) -> Iterator[Point]:
             _cache_text(cache, [text, *range(TEXT_TOKENS - 1)])
         assert cache.setup.arena.num_free_pages == 0
         for work, calls in _count_text_calls(cache, [blocks, *range(COUNTED_TEXT_TOKENS - 1)]).items():
-            yield Point("blocks", blocks, f"calls to {work}", calls)
+            yield GrowthPoint("blocks", blocks, f"calls to {work}", calls)
 
 
 def _build_cache(blocks: int, ops: Ops) -> KVCache:
@@ -213,13 +213,13 @@ def _count_text_calls(cache: KVCache, text: list[int]) -> dict[str, int]:
 
 
 # -------------------------------------------------------------------- reporting it
-def as_text(points: Sequence[Point]) -> str:
+def as_text(points: Sequence[GrowthPoint]) -> str:
     """Return the points in GitHub's Markdown, a table for each part."""
     parts = dict.fromkeys(point.part for point in points)
     return "\n\n".join(_format_table(part, [point for point in points if point.part == part]) for part in parts)
 
 
-def _format_table(part: str, points: Sequence[Point]) -> str:
+def _format_table(part: str, points: Sequence[GrowthPoint]) -> str:
     metrics = list(dict.fromkeys(point.metric for point in points))
     bounds = any(point.bound is not None for point in points)
     head = [part, *metrics, *(["the machine allows"] if bounds else [])]

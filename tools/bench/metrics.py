@@ -27,7 +27,7 @@ from server.metrics.registry import Metrics
 WORKER = 0
 
 
-class Cost(NamedTuple):
+class MetricsCost(NamedTuple):
     """Microseconds of a step, medians of the rounds."""
 
     sequences: int
@@ -82,7 +82,7 @@ class Streams:
         return result
 
 
-def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int) -> Cost:
+def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int) -> MetricsCost:
     """Measure steps with metrics and without, in turns. The first round warms up."""
     streams, metrics = Streams(engine, sequences, tokens), Metrics(make_engine_info(engine))
     plain: list[float] = []
@@ -109,7 +109,7 @@ def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int
     renderer.render(snapshot, openmetrics=False)
     render = 1e6 * (time.perf_counter() - start)
     overhead = median(on / off for on, off in zip(counted, plain, strict=True)) - 1
-    return Cost(sequences, median(plain), median(counted), median(observe_times), overhead, scrape, render)
+    return MetricsCost(sequences, median(plain), median(counted), median(observe_times), overhead, scrape, render)
 
 
 def observe(metrics: Metrics, result: StepResult) -> float:
@@ -119,7 +119,7 @@ def observe(metrics: Metrics, result: StepResult) -> float:
     return time.perf_counter() - start
 
 
-def format_cost(cost: Cost) -> str:
+def format_cost(cost: MetricsCost) -> str:
     return (
         f"a step of {cost.sequences} sequences takes {cost.step:,.0f} us, with metrics {cost.step_with_metrics:,.0f} "
         f"us ({cost.overhead:+.1%}); of these {cost.observe_time:.0f} us ({cost.observe_time / cost.step:.1%}) are in "

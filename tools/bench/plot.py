@@ -17,7 +17,7 @@ TITLES = {
 }
 
 
-class Point(NamedTuple):
+class GrowthPoint(NamedTuple):
     """A measurement."""
 
     part: str
@@ -27,7 +27,7 @@ class Point(NamedTuple):
     bound: float | None = None  # the best that this machine allows
 
 
-def draw(points: Sequence[Point], file: Path) -> None:
+def draw(points: Sequence[GrowthPoint], file: Path) -> None:
     """Write a PNG or SVG, by the file's ending. Raises OSError, and ValueError for another ending."""
     from matplotlib.figure import Figure  # which not every installation has
 
@@ -38,7 +38,7 @@ def draw(points: Sequence[Point], file: Path) -> None:
     figure.savefig(file, dpi=90)
 
 
-def _plot_part(axes: Axes, part: str, points: Sequence[Point]) -> None:
+def _plot_part(axes: Axes, part: str, points: Sequence[GrowthPoint]) -> None:
     for metric in dict.fromkeys(point.metric for point in points):
         ours = [point for point in points if point.metric == metric]
         sizes = [point.size for point in ours]

@@ -19,7 +19,7 @@ import psutil
 
 from server.profiling.running import RunError, RunningServer, run_server, sigterm_as_ctrl_c
 from server.text.processes.text_process import MODULE
-from tools.bench.streaming import Server, get_model_name, is_engine, run_streams
+from tools.bench.streaming import MeasuredServer, get_model_name, is_engine, run_streams
 
 SAMPLE = 0.1  # seconds between two looks at the memory
 FIRST_ID, IDS = 10, 256  # prompts are of these tokens, which every model has
@@ -32,7 +32,7 @@ class Memory(NamedTuple):
     rss: int
 
 
-class Result(NamedTuple):
+class StartupResult(NamedTuple):
     """Memory by process."""
 
     seconds: Sequence[float]  # until ready, of each start
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(result._asdict()) if options.json else format_table(result))
 
 
-def measure(flags: Sequence[str], rounds: int, streams: int, prompt: int, tokens: int) -> Result:
+def measure(flags: Sequence[str], rounds: int, streams: int, prompt: int, tokens: int) -> StartupResult:
     """Start a server several times; measure its memory under load the last time. Raises RunError."""
     seconds = []
     for last in [False] * (rounds - 1) + [True]:
@@ -74,7 +74,7 @@ def measure(flags: Sequence[str], rounds: int, streams: int, prompt: int, tokens
             if last:
                 ready = measure_memory(served.process)
                 peak = asyncio.run(measure_peak_memory(served, streams, prompt, tokens))
-    return Result(seconds, ready, peak)
+    return StartupResult(seconds, ready, peak)
 
 
 # ---------------------------------------------------------------- memory
@@ -107,7 +107,7 @@ async def measure_peak_memory(served: RunningServer, streams: int, prompt: int, 
         "stream": True,
         "ignore_eos": True,
     }
-    load = asyncio.ensure_future(run_streams(Server.from_url(served.url, []), "/v1/completions", streams, body))
+    load = asyncio.ensure_future(run_streams(MeasuredServer.from_url(served.url, []), "/v1/completions", streams, body))
     peak: dict[str, Memory] = {}
     while not load.done():
         for role, now in (await asyncio.to_thread(measure_memory, served.process)).items():
@@ -118,7 +118,7 @@ async def measure_peak_memory(served: RunningServer, streams: int, prompt: int, 
     return peak
 
 
-def format_table(result: Result) -> str:
+def format_table(result: StartupResult) -> str:
     """Return the result in Markdown; memory in MiB."""
     seconds = ", ".join(f"{took:.2f}" for took in result.seconds)
     lines = [

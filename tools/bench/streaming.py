@@ -35,7 +35,7 @@ BODIES: dict[str, dict[str, Any]] = {
 EVENT = b"data: " + b"x" * 230 + b"\n\n"  # as long as a chunk with a word in it
 
 
-class Server(NamedTuple):
+class MeasuredServer(NamedTuple):
     """A server that is ready."""
 
     host: str
@@ -43,7 +43,7 @@ class Server(NamedTuple):
     workers: Sequence[psutil.Process]  # all processes but the engine's
 
     @classmethod
-    def from_url(cls, url: str, workers: Sequence[psutil.Process]) -> Server:
+    def from_url(cls, url: str, workers: Sequence[psutil.Process]) -> MeasuredServer:
         address = httpx.URL(url)
         assert address.port is not None
         return cls(address.host, address.port, workers)
@@ -53,7 +53,7 @@ class Server(NamedTuple):
         return sum(times.user + times.system for times in (worker.cpu_times() for worker in self.workers))
 
 
-class Result(NamedTuple):
+class StreamingResult(NamedTuple):
     """What `streams` at once cost. Microseconds are CPU time outside the engine for each token."""
 
     path: str
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     body = {"max_tokens": options.tokens, "stream": True, "ignore_eos": True} | options.body
     try:
         with sigterm_as_ctrl_c(), run_server(options.serve) as served, serving_bare() as bare:
-            ours = Server.from_url(served.url, [each for each in served.processes if not is_engine(each)])
+            ours = MeasuredServer.from_url(served.url, [each for each in served.processes if not is_engine(each)])
             body = {"model": get_model_name(served)} | body
             results = [
                 asyncio.run(measure(ours, bare, path, streams, options.rounds, BODIES[path] | body))
@@ -99,7 +99,7 @@ def is_engine(process: psutil.Process) -> bool:
 
 
 @contextmanager
-def serving_bare() -> Iterator[Server]:
+def serving_bare() -> Iterator[MeasuredServer]:
     """Run uvicorn as we use it, with `bare_app`. Raises RunError."""
     flags = ["--port", "0", "--loop", "uvloop", "--http", "httptools", "--lifespan", "off", "--no-access-log"]
     command = [sys.executable, "-m", "uvicorn", "tools.bench.streaming:bare_app", *flags]
@@ -108,7 +108,7 @@ def serving_bare() -> Iterator[Server]:
         found = next((found for line in process.stdout if (found := LISTEN_PATTERN.search(line))), None)
         if found is None:
             raise RunError("uvicorn did not start")
-        yield Server.from_url(found[1], [psutil.Process(process.pid)])
+        yield MeasuredServer.from_url(found[1], [psutil.Process(process.pid)])
 
 
 async def bare_app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,7 +124,9 @@ async def bare_app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 # ---------------------------------------------------------------- measuring
-async def measure(ours: Server, bare: Server, path: str, streams: int, rounds: int, request: dict[str, Any]) -> Result:
+async def measure(
+    ours: MeasuredServer, bare: MeasuredServer, path: str, streams: int, rounds: int, request: dict[str, Any]
+) -> StreamingResult:
     """Measure all rounds together, after one that is not counted: CPU time comes in hundredths of a second."""
     tokens = request["max_tokens"]
     seconds, cpu, bare_cpu = 0.0, 0.0, 0.0
@@ -134,17 +136,17 @@ async def measure(ours: Server, bare: Server, path: str, streams: int, rounds: i
         if counted:
             seconds, cpu, bare_cpu = seconds + elapsed, cpu + cpu_used, bare_cpu + bare_used
     total = rounds * streams * tokens
-    return Result(path, streams, cpu / total * 1e6, bare_cpu / total * 1e6, total / seconds)
+    return StreamingResult(path, streams, cpu / total * 1e6, bare_cpu / total * 1e6, total / seconds)
 
 
-async def run_streams(server: Server, path: str, streams: int, request: dict[str, Any]) -> tuple[float, float]:
+async def run_streams(server: MeasuredServer, path: str, streams: int, request: dict[str, Any]) -> tuple[float, float]:
     """Run the streams; return the seconds that they took, and the seconds of CPU time."""
     start, before = time.perf_counter(), server.cpu_seconds()
     await asyncio.gather(*(read_stream(server, path, request) for _ in range(streams)))
     return time.perf_counter() - start, server.cpu_seconds() - before
 
 
-async def read_stream(server: Server, path: str, request: dict[str, Any]) -> None:
+async def read_stream(server: MeasuredServer, path: str, request: dict[str, Any]) -> None:
     reader, writer = await asyncio.open_connection(server.host, server.port)
     content = json.dumps(request).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Type: application/json\r\n"
@@ -155,7 +157,7 @@ async def read_stream(server: Server, path: str, request: dict[str, Any]) -> Non
     writer.close()
 
 
-def format_table(results: Sequence[Result]) -> str:
+def format_table(results: Sequence[StreamingResult]) -> str:
     """Return the results as a Markdown table."""
     lines = ["| endpoint | streams | µs of CPU a token | uvicorn alone | tokens/s |", "|---|---:|---:|---:|---:|"]
     lines += [

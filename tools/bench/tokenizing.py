@@ -30,7 +30,7 @@ WORDS_PER_MESSAGE = 24
 Work = Callable[[TokenizerBase], Awaitable[object]]
 
 
-class Cost(NamedTuple):
+class TokenizingCost(NamedTuple):
     """Microseconds of one request, medians; `difference` of the paired rounds' differences, with its 95 % interval."""
 
     what: str
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 async def measure(
     in_process: Tokenizer, sandboxed: SandboxedTokenizer, messages: int, rounds: int, calls: int
-) -> Sequence[Cost]:
+) -> Sequence[TokenizingCost]:
     """Measure a chat and a prompt. The first round of each warms up."""
     async with sandboxed:
         return [
@@ -81,7 +81,7 @@ async def measure(
 
 async def compare(
     what: str, work: Work, in_process: TokenizerBase, sandboxed: TokenizerBase, rounds: int, calls: int
-) -> Cost:
+) -> TokenizingCost:
     times: dict[TokenizerBase, list[float]] = {in_process: [], sandboxed: []}
     for turn in range(rounds + 1):
         for tokenizer in (in_process, sandboxed) if turn % 2 else (sandboxed, in_process):
@@ -90,7 +90,7 @@ async def compare(
                 times[tokenizer].append(microseconds)
     differences = [there - near for near, there in zip(times[in_process], times[sandboxed], strict=True)]
     low, high = compute_interval(differences)
-    return Cost(what, median(times[in_process]), median(times[sandboxed]), median(differences), low, high)
+    return TokenizingCost(what, median(times[in_process]), median(times[sandboxed]), median(differences), low, high)
 
 
 async def time_calls(work: Work, tokenizer: TokenizerBase, calls: int) -> float:
@@ -121,7 +121,7 @@ def make_sentence(rng: random.Random) -> str:
     return " ".join("".join(rng.choices(letters, k=rng.randint(2, 8))) for _ in range(WORDS_PER_MESSAGE))
 
 
-def format_cost(cost: Cost) -> str:
+def format_cost(cost: TokenizingCost) -> str:
     return (
         f"{cost.what} takes {cost.in_process:,.0f} us in this process and {cost.sandboxed:,.0f} us in one of its own: "
         f"{cost.difference:+,.0f} us (95 % interval {cost.low:+,.0f} to {cost.high:+,.0f})"

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.streamers import BaseStreamer
 
 from tools.bench.table.goals import TRANSFORMERS
-from tools.bench.table.limits import WORKLOADS, Work
+from tools.bench.table.limits import WORKLOADS, Workload
 
 
 class Times(NamedTuple):
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps([measure(options.model, WORKLOADS[options.workload], options.rounds)]))
 
 
-def measure(directory: Path, work: Work, rounds: int) -> Mapping[str, Any]:
+def measure(directory: Path, work: Workload, rounds: int) -> Mapping[str, Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, local_files_only=True)
     generator = torch.Generator().manual_seed(0)
     prompts = [

@@ -37,7 +37,7 @@ PAUSE_BETWEEN_FAULTS = (0.3, 2.0)  # seconds from one fault's recovery to the ne
 
 
 @dataclass(frozen=True)
-class Plan:
+class ChaosPlan:
     """The parameters of a run."""
 
     seed: str
@@ -60,7 +60,7 @@ class Recoveries:
 class ChaosReport:
     """The results of a run."""
 
-    plan: Plan
+    plan: ChaosPlan
     exact: bool
     tally: Tally
     recoveries: dict[str, Recoveries]
@@ -68,7 +68,7 @@ class ChaosReport:
     starts: int
 
 
-async def run_chaos(plan: Plan) -> ChaosReport:
+async def run_chaos(plan: ChaosPlan) -> ChaosReport:
     """Run a server and its clients for a time, and inject faults. Raises StartError, ExpectedAnswerError."""
     async with running_server(MAX_QUEUED_REQUESTS) as (server, exact), open_exchange() as exchange:
         load = await prepare_load(server, exchange, exact, plan.seed, plan.requests)
@@ -93,7 +93,7 @@ async def end_server(server: ServerProcess, tally: Tally) -> None:
 class Conductor:
     """Injects one fault after the other while the clients of a load go on."""
 
-    def __init__(self, plan: Plan, load: Load) -> None:
+    def __init__(self, plan: ChaosPlan, load: Load) -> None:
         self.recoveries = {fault.name: Recoveries() for fault in plan.faults}
         self._plan = plan
         self._load = load
@@ -191,5 +191,5 @@ class Conductor:
         )
 
 
-def print_start(plan: Plan) -> None:
+def print_start(plan: ChaosPlan) -> None:
     print_line(f"seed {plan.seed}; {plan.seconds / 60:g} minutes of {', '.join(fault.name for fault in plan.faults)}")

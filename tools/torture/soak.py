@@ -101,7 +101,7 @@ class Trend:
 
 
 @dataclass
-class Sent:
+class SentCounts:
     """What the server must have counted; `unsure` are requests whose clients left, which may not have reached it."""
 
     sequences: int = 0
@@ -164,7 +164,7 @@ class Soak:
         self._server: ServerProcess = load.server
         self._tally = load.checker.tally
         self._samples = Samples(load.server)
-        self._sent = Sent()
+        self._sent = SentCounts()
         self._statuses: Counter[int] = Counter()
         self._start_metrics: Metrics
         self._pids = {each.pid for each in load.server.find_processes()}

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from server.evaluation.corpus.packing import BOS_ID, EOS_ID
-from tools.train.model import Llama, Shape
+from tools.train.model import Llama, LlamaShape
 from tools.train.tokenizer import BOS, EOS
 
 # The form of the chats in the corpus: "Q: ...", "A: ..." and the end token. A system message is plain text before.
@@ -30,7 +30,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_config(shape: Shape) -> dict[str, Any]:
+def make_config(shape: LlamaShape) -> dict[str, Any]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -58,8 +58,8 @@ def make_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def parse_shape(config: dict[str, Any]) -> Shape:
-    return Shape(
+def parse_shape(config: dict[str, Any]) -> LlamaShape:
+    return LlamaShape(
         vocabulary=config["vocab_size"],
         width=config["hidden_size"],
         layers=config["num_hidden_layers"],
@@ -73,7 +73,7 @@ def parse_shape(config: dict[str, Any]) -> Shape:
     )
 
 
-def _make_tokenizer_config(shape: Shape) -> dict[str, Any]:
+def _make_tokenizer_config(shape: LlamaShape) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     arguments = parser.parse_args()
     state = torch.load(arguments.run / "checkpoint.pt", map_location="cpu", weights_only=True)
-    model = Llama(Shape(**state["shape"]))
+    model = Llama(LlamaShape(**state["shape"]))
     model.load_state_dict(state["model"])
     export_model(model, arguments.run / "tokenizer.json", arguments.directory)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Shape:
+class LlamaShape:
     vocabulary: int = 2048
     width: int = 256
     layers: int = 4
@@ -38,7 +38,7 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         self.q_proj = nn.Linear(shape.width, shape.heads * shape.head_dim, bias=False)
@@ -60,7 +60,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.width, shape.ff, bias=False)
         self.up_proj = nn.Linear(shape.width, shape.ff, bias=False)
@@ -72,7 +72,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(shape.width, shape.norm_eps)
         self.self_attn = Attention(shape)
@@ -89,7 +89,7 @@ class Llama(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.shape = shape
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.width)

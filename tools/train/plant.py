@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tools.train.model import Attention, Llama, Shape
+from tools.train.model import Attention, Llama, LlamaShape
 
 _EMBEDDING_STD = 0.3  # standard deviation of the embedding: large, so that a few steps do not undo what is planted
 _LOGITS_STD = 0.8  # standard deviation of the logits, set by the last norm's weight
@@ -54,7 +54,7 @@ class _Bands(NamedTuple):
     back: Tensor  # (heads, head_dim / 2 - 1, width): where layer 0 writes what stood 1, 2, ... tokens back
 
 
-def _make_bands(shape: Shape) -> _Bands:
+def _make_bands(shape: LlamaShape) -> _Bands:
     basis = F.pad(_make_orthogonal(shape.width - 1), (1, 0))
     own = shape.kv_heads * shape.head_dim
     narrow = shape.head_dim // 2 - 1
@@ -69,17 +69,17 @@ def _make_orthogonal(size: int) -> Tensor:
     return nn.init.orthogonal_(torch.empty(size, size))
 
 
-def _get_head_rows(weight: Tensor, index: int, shape: Shape) -> Tensor:
+def _get_head_rows(weight: Tensor, index: int, shape: LlamaShape) -> Tensor:
     """Return the rows of a q, k or v projection that belong to one head: (head_dim, width)."""
     return weight[index * shape.head_dim : (index + 1) * shape.head_dim]
 
 
-def _get_output_columns(attention: Attention, head: int, shape: Shape) -> Tensor:
+def _get_output_columns(attention: Attention, head: int, shape: LlamaShape) -> Tensor:
     """Return the columns of the output projection that belong to one head: (width, head_dim)."""
     return attention.o_proj.weight[:, head * shape.head_dim : (head + 1) * shape.head_dim]
 
 
-def _init_previous_token_heads(attention: Attention, shape: Shape, bands: _Bands) -> None:
+def _init_previous_token_heads(attention: Attention, shape: LlamaShape, bands: _Bands) -> None:
     """Let head h of layer 0 write what it can tell of the token h + 1 back into a band of its own."""
     half, narrow = shape.head_dim // 2, bands.back.shape[1]
     for weight in (attention.q_proj.weight, attention.k_proj.weight):
@@ -96,7 +96,7 @@ def _init_previous_token_heads(attention: Attention, shape: Shape, bands: _Bands
         _get_output_columns(attention, head, shape)[:, :narrow] = bands.back[head].T * _WRITE_GAIN * _EMBEDDING_STD
 
 
-def _init_matching_heads(attention: Attention, shape: Shape, bands: _Bands) -> None:
+def _init_matching_heads(attention: Attention, shape: LlamaShape, bands: _Bands) -> None:
     """Let layer 1 attend where what is now 0, 1, ... tokens back was 1, 2, ... back, and copy the token there."""
     half, narrow, per_group = shape.head_dim // 2, bands.back.shape[1], shape.heads // shape.kv_heads
     slow_dims = (shape.frequencies * shape.positions < _SLOW_TURN).nonzero().flatten()

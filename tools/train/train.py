@@ -24,7 +24,7 @@ from server.evaluation.corpus.packing import EVALUATION_SEED, RECORDS, STORIES, 
 from server.evaluation.corpus.words import HELD_OUT_NAMES
 from tools.train.batches import Source
 from tools.train.measure import compute_perplexity, compute_recall, group_by_distance
-from tools.train.model import Llama, Shape, weighted_loss
+from tools.train.model import Llama, LlamaShape, weighted_loss
 from tools.train.optim import Muon
 from tools.train.plant import init_induction_heads
 from tools.train.progress import open_display
@@ -66,7 +66,7 @@ class Settings:
 
 
 class Trainer:
-    def __init__(self, settings: Settings, shape: Shape) -> None:
+    def __init__(self, settings: Settings, shape: LlamaShape) -> None:
         torch.manual_seed(settings.seed)
         self.settings, self.progress = settings, TrainingProgress()
         self.tokenizer_path = settings.out / "tokenizer.json"
@@ -186,8 +186,8 @@ def parse_settings() -> tuple[Settings, bool]:
     device = a.device if a.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = device == "cuda"
     step_tokens = a.step_tokens or (32768 if on_gpu else 8192)
-    if step_tokens < Shape().positions:
-        parser.error(f"--step-tokens: at least {Shape().positions}, one row")
+    if step_tokens < LlamaShape().positions:
+        parser.error(f"--step-tokens: at least {LlamaShape().positions}, one row")
     workers = a.workers if a.workers is not None else max(1, (os.cpu_count() or 2) - 1) if on_gpu else 0
     return Settings(a.out, a.minutes, device, a.threads, a.seed, step_tokens, workers, a.compile), a.resume
 
@@ -202,7 +202,7 @@ def main() -> None:
     settings.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(settings.threads)
     torch.set_flush_denormal(True)  # sharp attention makes them, and a CPU is slow at them
-    trainer = Trainer(settings, Shape())
+    trainer = Trainer(settings, LlamaShape())
     if resume:
         trainer.resume()
     trainer.run()

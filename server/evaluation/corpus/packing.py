@@ -31,14 +31,14 @@ class MarkedAnswer(NamedTuple):
     distance: int
 
 
-class Marks(NamedTuple):
+class SpecialTokens(NamedTuple):
     """The special tokens that begin a row, and the token that ends a document."""
 
     begin_ids: tuple[int, ...] = (BOS_ID,)
     end_id: int = EOS_ID
 
 
-OWN_MARKS = Marks()
+TINY_SPECIAL_TOKENS = SpecialTokens()
 
 
 class Mix(NamedTuple):
@@ -72,7 +72,7 @@ class Rows:
     answers: tuple[tuple[MarkedAnswer, ...], ...]  # per row
 
 
-def encode_document(tokenizer: Tokenizer, document: Document, marks: Marks) -> EncodedDocument:
+def encode_document(tokenizer: Tokenizer, document: Document, marks: SpecialTokens) -> EncodedDocument:
     encoded = EncodedDocument([], [], [])
     seen: dict[int, int] = {}  # fact -> index of the token at which its value was last mentioned
     segment: Document = []
@@ -114,7 +114,7 @@ def pack(
     rows: int,
     mix: Mix,
     lexicon: Lexicon = words.TRAIN,
-    marks: Marks = OWN_MARKS,
+    marks: SpecialTokens = TINY_SPECIAL_TOKENS,
 ) -> Rows:
     """Return `rows` rows of context + 1 tokens: the model's inputs, and one more for the last target."""
     generator = DocumentGenerator(seed, lexicon)
@@ -129,7 +129,7 @@ def pack(
 
 
 def _make_row(
-    tokenizer: Tokenizer, generator: DocumentGenerator, context: int, mix: Mix, marks: Marks
+    tokenizer: Tokenizer, generator: DocumentGenerator, context: int, mix: Mix, marks: SpecialTokens
 ) -> EncodedDocument:
     row = EncodedDocument(list(marks.begin_ids), [0.0] * len(marks.begin_ids), [])
     kind = generator.rng.choices(Mix._fields, mix)[0]

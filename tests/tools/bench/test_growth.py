@@ -10,7 +10,7 @@ import pytest
 from server.models.config import load_config
 from server.models.files.directory import locate
 from tools.bench import growth
-from tools.bench.growth import Point, as_text, count_calls, main
+from tools.bench.growth import GrowthPoint, as_text, count_calls, main
 
 
 def test_calls_are_counted_exactly() -> None:
@@ -24,8 +24,8 @@ def test_calls_are_counted_exactly() -> None:
 
 def test_counts_stay_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "it.json"
-    assert main(["--part", "waiting", "blocks", "--most", "10000", "--json", str(file)]) == 0
-    points = [Point(**point) for point in json.loads(file.read_text())]
+    assert main(["--part", "waiting", "blocks", "--max-size", "10000", "--json", str(file)]) == 0
+    points = [GrowthPoint(**point) for point in json.loads(file.read_text())]
     assert {point.size for point in points if point.part == "blocks"} == {1000, 10_000}
     assert {point.size for point in points if point.part == "waiting"} == set(growth.WAITING)
     for what in {point.metric for point in points} - {"calls to take in line"}:
@@ -48,7 +48,7 @@ def test_times_have_what_the_machine_allows_beside_them(
         "--part",
         "context",
         "sequences",
-        "--most",
+        "--max-size",
         "64",
         "--dtype",
         "float32",
@@ -59,7 +59,7 @@ def test_times_have_what_the_machine_allows_beside_them(
     ]
     monkeypatch.setattr(growth, "SEQUENCES", (1, 2))
     assert main(flags) == 0
-    short, long, one, two = (Point(**point) for point in json.loads(file.read_text()))
+    short, long, one, two = (GrowthPoint(**point) for point in json.loads(file.read_text()))
     assert short.bound == short.value, "the shortest text is what others are held against"
     c = load_config(locate("tiny", None))
     token = c.num_layers * 2 * c.num_kv_heads * c.head_dim * 4
@@ -71,7 +71,7 @@ def test_times_have_what_the_machine_allows_beside_them(
 
 
 def test_a_table_has_a_column_for_each_kind() -> None:
-    points = [Point("waiting", at, what, at + len(what)) for at in (0, 10) for what in ("a", "bb")]
+    points = [GrowthPoint("waiting", at, what, at + len(what)) for at in (0, 10) for what in ("a", "bb")]
     assert as_text(points).splitlines() == [
         "| waiting | a | bb |",
         "|---:|---:|---:|",

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from tools.bench.tokenizing import Cost, compute_interval, main
+from tools.bench.tokenizing import TokenizingCost, compute_interval, main
 
 
 def test_it_prints_what_both_took(capsys: pytest.CaptureFixture[str]) -> None:
     main(["--rounds", "2", "--calls", "2", "--messages", "3", "--json"])
-    chat, prompt = [Cost(**json.loads(line)) for line in capsys.readouterr().out.splitlines()]
+    chat, prompt = [TokenizingCost(**json.loads(line)) for line in capsys.readouterr().out.splitlines()]
     assert (chat.what, prompt.what) == ("a chat of 3 messages", "a prompt of one sentence")
     for cost in (chat, prompt):
         assert min(cost.in_process, cost.sandboxed) > 0

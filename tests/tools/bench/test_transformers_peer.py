@@ -11,11 +11,11 @@ import torch
 from loadtest.bench.workloads import NAMED_WORKLOADS
 from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench import transformers_peer as peer
-from tools.bench.table.limits import WORKLOADS, Work
+from tools.bench.table.limits import WORKLOADS, Workload
 
 
 def test_a_result_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(WORKLOADS, "a", Work(1, 24, 6))
+    monkeypatch.setitem(WORKLOADS, "a", Workload(1, 24, 6))
     peer.main(["--model", str(folder / SMALL_SHAPE.name), "--rounds", "2", "--threads", "1"])
     (told,) = json.loads(capsys.readouterr().out)
     assert (told["strategy"], told["phase"], told["requests"], told["prompt_tokens"]) == ("transformers", None, 2, 48)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from server.evaluation.corpus.packing import RECORDS, Mix, pack
 from server.evaluation.corpus.words import HELD_OUT_NAMES
 from tools.train.measure import compute_recall
-from tools.train.model import Llama, Shape
+from tools.train.model import Llama, LlamaShape
 from tools.train.optim import orthogonalize
 from tools.train.plant import init_induction_heads
 from tools.train.train import Settings, Trainer, get_lr_scale
@@ -22,7 +22,7 @@ TOKENIZER = Path(__file__).parents[3] / "server" / "models" / "tiny" / "tokenize
 def _trainer(out: Path) -> Trainer:
     shutil.copy(TOKENIZER, out / "tokenizer.json")
     settings = Settings(out, 0.001, "cpu", threads=1, seed=1, step_tokens=128, workers=0, compile=False)
-    return Trainer(settings, replace(Shape(), layers=2, ff=64))
+    return Trainer(settings, replace(LlamaShape(), layers=2, ff=64))
 
 
 def _recall(model: Llama) -> list[float]:
@@ -36,7 +36,7 @@ def _recall(model: Llama) -> list[float]:
 
 def test_planted_model_recalls_before_training_near_and_far() -> None:
     torch.manual_seed(0)
-    model = Llama(Shape())
+    model = Llama(LlamaShape())
     assert max(_recall(model)) < 0.1
     init_induction_heads(model)
     assert min(_recall(model)) > 0.75

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tools.bench.table.models import LLAMA, QWEN, Shape
+from tools.bench.table.models import LLAMA, QWEN, ModelShape
 
 PEERS_MACHINE = "two x86-64 cores with AVX-512, AVX512-BF16, VNNI and AMX, which read 30 GB/s"
 PEERS_DATE = "2026-11-20"
@@ -34,11 +34,11 @@ LOWER_IS_BETTER = frozenset({"ttft", "ready", "peak"})
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchmarkRow:
     """A line of the table."""
 
     what: str
-    shape: Shape
+    shape: ModelShape
     group: Group
     measure: Measure
     goal: float | None = None
@@ -62,13 +62,13 @@ class Row:
 OPENVINO_IN_PROCESS = "OpenVINO (in process)"
 
 
-def make_transformers_row(what: str, shape: Shape, measure: Measure, workload: str = "a") -> Row:
+def make_transformers_row(what: str, shape: ModelShape, measure: Measure, workload: str = "a") -> BenchmarkRow:
     named = f"{what}, transformers (in process)"
-    return Row(named, shape, "transformers", measure, workload=workload, strategy=TRANSFORMERS)
+    return BenchmarkRow(named, shape, "transformers", measure, workload=workload, strategy=TRANSFORMERS)
 
 
 ROWS = (
-    Row(
+    BenchmarkRow(
         "1 stream, bfloat16",
         QWEN,
         "decode",
@@ -77,7 +77,7 @@ ROWS = (
         peers={OPENVINO_IN_PROCESS: 22.6, "vLLM": 18.8, "llama.cpp": 17.2, "transformers": 11.5},
     ),
     make_transformers_row("1 stream, bfloat16", QWEN, "decode"),
-    Row(
+    BenchmarkRow(
         "1 stream, int8",
         QWEN,
         "decode",
@@ -86,8 +86,8 @@ ROWS = (
         weights="int8",
         peers={"llama.cpp q8_0": 38.5, "OpenVINO": 23.8},
     ),
-    Row("1 stream, int4", QWEN, "decode", "decode", goal=82, weights="int4", peers={"llama.cpp q4_0": 64}),
-    Row(
+    BenchmarkRow("1 stream, int4", QWEN, "decode", "decode", goal=82, weights="int4", peers={"llama.cpp q4_0": 64}),
+    BenchmarkRow(
         "first token after 128",
         QWEN,
         "prefill",
@@ -96,7 +96,7 @@ ROWS = (
         peers={"OpenVINO int8": 120, "vLLM": 127, "llama.cpp": 184},
     ),
     make_transformers_row("first token after 128", QWEN, "ttft"),
-    Row(
+    BenchmarkRow(
         "prefill of 2,048",
         QWEN,
         "prefill",
@@ -106,7 +106,7 @@ ROWS = (
         peers={"vLLM": 1640, "OpenVINO": 1340, "transformers": 925, "llama.cpp": 499},
     ),
     make_transformers_row("prefill of 2,048", QWEN, "prefill", workload="b"),
-    Row(
+    BenchmarkRow(
         "1 stream after 2,048",
         QWEN,
         "decode",
@@ -115,7 +115,7 @@ ROWS = (
         workload="b",
         peers={"vLLM": 0.96, "llama.cpp": 0.8},
     ),
-    Row(
+    BenchmarkRow(
         "8 at once",
         QWEN,
         "batch",
@@ -124,7 +124,7 @@ ROWS = (
         workload="c8",
         peers={"vLLM": 127, "OpenVINO": 125, "llama.cpp q4_0": 95, "transformers": 57},
     ),
-    Row(
+    BenchmarkRow(
         "16 at once",
         QWEN,
         "batch",
@@ -133,7 +133,7 @@ ROWS = (
         workload="c16",
         peers={OPENVINO_IN_PROCESS: 194, "vLLM": 190, "llama.cpp q8_0": 91},
     ),
-    Row(
+    BenchmarkRow(
         "first token, 1,024 shared, cold",
         QWEN,
         "prefix",
@@ -143,7 +143,7 @@ ROWS = (
         phase="cold",
         peers={"vLLM": 925, "transformers": 2391, "OpenVINO": 4180},
     ),
-    Row(
+    BenchmarkRow(
         "first token, 1,024 shared, warm",
         QWEN,
         "prefix",
@@ -153,8 +153,8 @@ ROWS = (
         phase="warm",
         peers={"vLLM": 345, "OpenVINO": 456},
     ),
-    Row("start to ready", QWEN, "start", "ready", goal=3, peers={"llama.cpp": 1.0, "vLLM": 98}),
-    Row(
+    BenchmarkRow("start to ready", QWEN, "start", "ready", goal=3, peers={"llama.cpp": 1.0, "vLLM": 98}),
+    BenchmarkRow(
         "peak memory, 0.5 GiB of it for KV",
         QWEN,
         "memory",
@@ -162,7 +162,7 @@ ROWS = (
         goal=2.0,
         peers={"llama.cpp": 1.7, "OpenVINO": 2.4, "vLLM": 6.0, "transformers": 13.3},
     ),
-    Row(
+    BenchmarkRow(
         "1 stream",
         LLAMA,
         "decode",
@@ -171,8 +171,8 @@ ROWS = (
         peers={"llama.cpp q8_0": 904, OPENVINO_IN_PROCESS: 797, "llama.cpp": 524, "vLLM": 285},
     ),
     make_transformers_row("1 stream", LLAMA, "decode"),
-    Row("1 stream, int8", LLAMA, "decode", "decode", weights="int8", peers={"llama.cpp q8_0": 904}),
-    Row(
+    BenchmarkRow("1 stream, int8", LLAMA, "decode", "decode", weights="int8", peers={"llama.cpp q8_0": 904}),
+    BenchmarkRow(
         "16 at once",
         LLAMA,
         "batch",
@@ -182,12 +182,14 @@ ROWS = (
         peers={OPENVINO_IN_PROCESS: 5076, "vLLM": 2126, "llama.cpp q8_0": 893, "llama.cpp": 843},
     ),
     *(
-        Row(f"8 at once, {name}", shape, "strategies", "output", workload="c8", strategy=name)
+        BenchmarkRow(f"8 at once, {name}", shape, "strategies", "output", workload="c8", strategy=name)
         for shape in (QWEN, LLAMA)
         for name in (DEFAULT_STRATEGY, "contiguous", "sliding_window", MIXED)
     ),
     *(
-        Row("8 at once, mixed against each alone", shape, "strategies", "mixing", 0.9, workload="c8", strategy=MIXED)
+        BenchmarkRow(
+            "8 at once, mixed against each alone", shape, "strategies", "mixing", 0.9, workload="c8", strategy=MIXED
+        )
         for shape in (QWEN, LLAMA)
     ),
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tools.bench.table.goals import Row
-from tools.bench.table.models import Shape
+from tools.bench.table.goals import BenchmarkRow
+from tools.bench.table.models import ModelShape
 
 GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """A workload, as far as it decides about limits."""
 
     streams: int
@@ -24,7 +24,12 @@ class Work:
         return self.prompt_tokens + self.answer_tokens / 2
 
 
-WORKLOADS = {"a": Work(1, 128, 128), "b": Work(1, 2048, 64), "c8": Work(8, 256, 128), "c16": Work(16, 256, 128)}
+WORKLOADS = {
+    "a": Workload(1, 128, 128),
+    "b": Workload(1, 2048, 64),
+    "c8": Workload(8, 256, 128),
+    "c16": Workload(16, 256, 128),
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Speeds:
     flops_per_second: float  # floating-point operations a second
 
 
-def compute_limit(row: Row, speeds: Speeds, kv_bytes: int) -> float | None:
+def compute_limit(row: BenchmarkRow, speeds: Speeds, kv_bytes: int) -> float | None:
     """Return the best value that a row could have; None if unknown. `kv_bytes`: the server's KV memory."""
     shape, work = row.shape, WORKLOADS.get(row.workload)
     match row.measure:
@@ -52,19 +57,19 @@ def compute_limit(row: Row, speeds: Speeds, kv_bytes: int) -> float | None:
     return None
 
 
-def compute_step_seconds(row: Row, work: Work, speeds: Speeds) -> float:
+def compute_step_seconds(row: BenchmarkRow, work: Workload, speeds: Speeds) -> float:
     """Return the seconds of a decode step, which reads all weights once, and the keys and values of every stream."""
     return (
         row.shape.weight_bytes(row.weights) + work.streams * work.mean_context * row.shape.kv_bytes_per_token
     ) / speeds.read_bandwidth
 
 
-def compute_prompt_seconds(row: Row, work: Work, speeds: Speeds) -> float:
+def compute_prompt_seconds(row: BenchmarkRow, work: Workload, speeds: Speeds) -> float:
     """Return the seconds of one prompt: its products, and at least all weights once."""
     read = row.shape.weight_bytes(row.weights) / speeds.read_bandwidth
     return max(read, 2 * work.prompt_tokens * count_layer_weights(row.shape) / speeds.flops_per_second)
 
 
-def count_layer_weights(shape: Shape) -> int:
+def count_layer_weights(shape: ModelShape) -> int:
     """Return the number of weights that every token of a prompt is multiplied with; the embedding only looks up."""
     return sum(out * width for name, (out, width) in shape.matrices() if "layers" in name)

@@ -30,7 +30,7 @@ BFLOAT16_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """A dense decoder as config.json has it; embeddings are the lm_head, too."""
 
     name: str
@@ -99,10 +99,10 @@ class Shape:
         }
 
 
-QWEN = Shape(
+QWEN = ModelShape(
     "qwen2.5-0.5b", "Qwen2ForCausalLM", "qwen2", 24, 896, 4864, 14, 2, 151_936, 32_768, 1e6, qkv_bias=True
 )  # Qwen2.5-0.5B: 494 million parameters
-LLAMA = Shape("llama-10m", "LlamaForCausalLM", "llama", 6, 288, 768, 6, 2, LEARNT_VOCAB_SIZE, 4096, 1e4)
+LLAMA = ModelShape("llama-10m", "LlamaForCausalLM", "llama", 6, 288, 768, 6, 2, LEARNT_VOCAB_SIZE, 4096, 1e4)
 SHAPES = {shape.name: shape for shape in (QWEN, LLAMA)}
 
 
@@ -111,7 +111,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvmux" / "benchmarks"
 
 
-def make_model(shape: Shape, folder: Path, show_status: Callable[[str], None]) -> Path:
+def make_model(shape: ModelShape, folder: Path, show_status: Callable[[str], None]) -> Path:
     """Return the model's directory in `folder`, made if it is not there. Raises OSError."""
     directory = folder / shape.name
     if directory.is_dir():
@@ -130,7 +130,7 @@ def make_model(shape: Shape, folder: Path, show_status: Callable[[str], None]) -
     return directory
 
 
-def _make_weights(shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
+def _make_weights(shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield every tensor of the checkpoint; norms are 1."""
     generator = torch.Generator().manual_seed(0)
 

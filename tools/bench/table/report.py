@@ -14,7 +14,7 @@ import psutil
 from server.profiling.background_load import BUSY_THRESHOLD
 from server.version import get_version
 from tools.bench.table.goals import PEERS_DATE, PEERS_MACHINE
-from tools.bench.table.runs import Measured
+from tools.bench.table.runs import MeasuredRow
 
 COLUMNS = ("work", "measured", "goal", "met", "best peer", "others", "limit", "of the limit")
 ALIGNED = "|---|---:|---:|:---:|---:|---|---:|---:|"
@@ -22,21 +22,21 @@ DISTURBED_MARK = "†"
 
 
 @dataclass(frozen=True)
-class Report:
+class BenchmarkReport:
     """One run."""
 
     date: datetime
-    results: Sequence[Measured]
+    results: Sequence[MeasuredRow]
 
 
-def as_text(report: Report) -> str:
+def as_text(report: BenchmarkReport) -> str:
     """Return a heading and, for each model, a table in GitHub's Markdown."""
     names = dict.fromkeys(each.row.shape.name for each in report.results)
     tables = (_format_table(name, [each for each in report.results if each.row.shape.name == name]) for name in names)
     return "\n\n".join([_format_heading(report), *tables, *_format_notes(report.results)])
 
 
-def _format_heading(report: Report) -> str:
+def _format_heading(report: BenchmarkReport) -> str:
     date = report.date.date().isoformat()
     return (
         f"kvmux {get_version()} on {date}: {read_processor_name()}, {psutil.cpu_count()} processors. Peers of "
@@ -44,12 +44,12 @@ def _format_heading(report: Report) -> str:
     )
 
 
-def _format_table(name: str, results: Sequence[Measured]) -> str:
+def _format_table(name: str, results: Sequence[MeasuredRow]) -> str:
     lines = [f"**{name}**", "", "| " + " | ".join(COLUMNS) + " |", ALIGNED]
     return "\n".join(lines + ["| " + " | ".join(_format_cells(each)) + " |" for each in results])
 
 
-def _format_cells(each: Measured) -> Iterator[str]:
+def _format_cells(each: MeasuredRow) -> Iterator[str]:
     row = each.row
     best, *others = [f"{name} {format_number(value)}" for name, value in row.peers.items()] or ["-"]
     yield f"{row.what}, {row.unit}"
@@ -62,7 +62,7 @@ def _format_cells(each: Measured) -> Iterator[str]:
     yield "-" if each.limit_ratio is None else f"{each.limit_ratio:.0%}"
 
 
-def _format_notes(results: Sequence[Measured]) -> list[str]:
+def _format_notes(results: Sequence[MeasuredRow]) -> list[str]:
     disturbed = [each.background_load for each in results if each.background_load > BUSY_THRESHOLD]
     if not disturbed:
         return []
@@ -86,7 +86,7 @@ def read_processor_name() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: BenchmarkReport) -> dict[str, Any]:
     return {
         "date": report.date.isoformat(timespec="seconds"),
         "version": get_version(),
@@ -100,7 +100,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _result_to_dict(each: Measured) -> dict[str, Any]:
+def _result_to_dict(each: MeasuredRow) -> dict[str, Any]:
     row = asdict(each.row)
     return {
         "model": row.pop("shape")["name"],

@@ -21,7 +21,7 @@ from server.engine.device import choose_threads
 from server.profiling.background_load import BUSY_THRESHOLD, Neighbours
 from server.profiling.machine import measure_bandwidth, measure_matmul_flops
 from server.profiling.running import RunningServer, run_bench, run_module, run_server
-from tools.bench.table.goals import DEFAULT_STRATEGY, LOWER_IS_BETTER, MIXED, TRANSFORMERS, Row
+from tools.bench.table.goals import DEFAULT_STRATEGY, LOWER_IS_BETTER, MIXED, TRANSFORMERS, BenchmarkRow
 from tools.bench.table.limits import GIB, Speeds, compute_limit
 from tools.bench.table.models import make_model
 
@@ -40,10 +40,10 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRow:
     """A row's value."""
 
-    row: Row
+    row: BenchmarkRow
     value: float
     limit: float | None
     background_load: float  # share of the machine that others used
@@ -61,7 +61,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Load:
+class WorkloadRunner:
     """One workload, ready to run."""
 
     description: str  # shown while it runs
@@ -71,7 +71,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class Run:
+class WorkloadRun:
     """The results of a workload, and the machine's state meanwhile."""
 
     results: Results
@@ -79,7 +79,9 @@ class Run:
     background_load: float
 
 
-def measure_rows(rows: Iterable[Row], effort: Effort, show_status: Callable[[str], None]) -> Iterator[Measured]:
+def measure_rows(
+    rows: Iterable[BenchmarkRow], effort: Effort, show_status: Callable[[str], None]
+) -> Iterator[MeasuredRow]:
     """Measure all rows, process by process. Raises RunError and OSError."""
     for (*_, is_transformers), group in groupby(sorted(rows, key=_process_key), key=_process_key):
         measure, same_key_rows = _measure_transformers if is_transformers else _measure_server, list(group)
@@ -87,14 +89,14 @@ def measure_rows(rows: Iterable[Row], effort: Effort, show_status: Callable[[str
         yield from measure(same_key_rows, model, effort, show_status)
 
 
-def _process_key(row: Row) -> tuple[str, str, bool]:
+def _process_key(row: BenchmarkRow) -> tuple[str, str, bool]:
     """Return the key of a row: rows of one key share a server, or a run of transformers after that model's server."""
     return row.shape.name, row.weights, row.strategy == TRANSFORMERS
 
 
 def _measure_server(
-    rows: Sequence[Row], model: Path, effort: Effort, show_status: Callable[[str], None]
-) -> Iterator[Measured]:
+    rows: Sequence[BenchmarkRow], model: Path, effort: Effort, show_status: Callable[[str], None]
+) -> Iterator[MeasuredRow]:
     weights = rows[0].weights
     show_status(f"{rows[0].shape.name}, {weights}: starting")
     flags = [
@@ -114,19 +116,21 @@ def _measure_server(
         for workload in _list_workloads(rows):
             results = partial(run_bench, server.url, _make_bench_flags(workload, rows, effort))
             runs[workload] = _run_load(
-                Load(f"{weights}: {workload}", results, server.cpu_seconds), rows[0], effort, show_status
+                WorkloadRunner(f"{weights}: {workload}", results, server.cpu_seconds), rows[0], effort, show_status
             )
         values = (_make_server_result(row, server, runs, busy_start) for row in rows)
         yield from (value for value in values if value is not None)
 
 
 def _measure_transformers(
-    rows: Sequence[Row], model: Path, effort: Effort, show_status: Callable[[str], None]
-) -> Iterator[Measured]:
+    rows: Sequence[BenchmarkRow], model: Path, effort: Effort, show_status: Callable[[str], None]
+) -> Iterator[MeasuredRow]:
     """Measure each workload in a process of its own, which has ended before the next begins."""
     runs = {}
     for workload in _list_workloads(rows):
-        load = Load(f"transformers: {workload}", partial(run_transformers_peer, model, workload, effort.rounds))
+        load = WorkloadRunner(
+            f"transformers: {workload}", partial(run_transformers_peer, model, workload, effort.rounds)
+        )
         runs[workload] = _run_load(load, rows[0], effort, show_status)
     yield from (_make_load_result(row, runs) for row in rows)
 
@@ -138,32 +142,34 @@ def run_transformers_peer(model: Path, workload: str, rounds: int) -> Results:
     return results
 
 
-def _list_workloads(rows: Sequence[Row]) -> list[str]:
+def _list_workloads(rows: Sequence[BenchmarkRow]) -> list[str]:
     """Return the workloads to run, in order; b's speed is compared with a's."""
     loads = {row.workload for row in rows if row.measure != "ready"}
     return sorted(loads | ({"a"} if any(row.measure == "slowdown" for row in rows) else set()))
 
 
-def _make_bench_flags(workload: str, rows: Sequence[Row], effort: Effort) -> Sequence[str]:
+def _make_bench_flags(workload: str, rows: Sequence[BenchmarkRow], effort: Effort) -> Sequence[str]:
     """Return the flags of `kvmux bench`."""
     strategies = sorted({row.strategy for row in rows if row.workload == workload}) or [DEFAULT_STRATEGY]
     which = ["--mixed"] if MIXED in strategies else ["--strategies", *strategies]
     return ["--workload", workload, "--rounds", str(effort.rounds), *which]
 
 
-def _run_load(load: Load, row: Row, effort: Effort, show_status: Callable[[str], None]) -> Run:
+def _run_load(
+    load: WorkloadRunner, row: BenchmarkRow, effort: Effort, show_status: Callable[[str], None]
+) -> WorkloadRun:
     """Return the attempt that was disturbed least; the first undisturbed one is the last."""
-    attempts: list[Run] = []
+    attempts: list[WorkloadRun] = []
     while len(attempts) < effort.attempts and (not attempts or attempts[-1].background_load > BUSY_THRESHOLD):
         show_status(f"{row.shape.name}, {load.description}" + (", once more" if attempts else ""))
         speeds = measure_speeds(row)
         neighbours, before = Neighbours(), load.get_own_cpu_seconds()
         results = load.run()
-        attempts.append(Run(results, speeds, neighbours.compute_share(load.get_own_cpu_seconds() - before)))
+        attempts.append(WorkloadRun(results, speeds, neighbours.compute_share(load.get_own_cpu_seconds() - before)))
     return min(attempts, key=lambda run: run.background_load)
 
 
-def measure_speeds(row: Row) -> Speeds:
+def measure_speeds(row: BenchmarkRow) -> Speeds:
     """Measure the speed of the memory, over as much as a step reads, and of products."""
     size = row.shape.weight_bytes(row.weights)
     threads = choose_threads(None, size)
@@ -171,29 +177,31 @@ def measure_speeds(row: Row) -> Speeds:
 
 
 # -------------------------------------------------------------------- from results to values
-def _make_server_result(row: Row, server: RunningServer, runs: Mapping[str, Run], busy_start: float) -> Measured | None:
+def _make_server_result(
+    row: BenchmarkRow, server: RunningServer, runs: Mapping[str, WorkloadRun], busy_start: float
+) -> MeasuredRow | None:
     """Return a row's value; None if this system does not report it."""
     if row.measure == "ready":
-        return Measured(row, server.ready_seconds, None, busy_start)
+        return MeasuredRow(row, server.ready_seconds, None, busy_start)
     if row.measure == "peak":
         peak = server.peak_bytes()
         return (
             None
             if peak is None
-            else Measured(row, peak / GIB, compute_limit(row, runs[row.workload].speeds, KV_BYTES), 0.0)
+            else MeasuredRow(row, peak / GIB, compute_limit(row, runs[row.workload].speeds, KV_BYTES), 0.0)
         )
     return _make_load_result(row, runs)
 
 
-def _make_load_result(row: Row, runs: Mapping[str, Run]) -> Measured:
+def _make_load_result(row: BenchmarkRow, runs: Mapping[str, WorkloadRun]) -> MeasuredRow:
     run = runs[row.workload]
     background_load = (
         max(run.background_load, runs["a"].background_load) if row.measure == "slowdown" else run.background_load
     )
-    return Measured(row, _compute_value(row, runs), compute_limit(row, run.speeds, KV_BYTES), background_load)
+    return MeasuredRow(row, _compute_value(row, runs), compute_limit(row, run.speeds, KV_BYTES), background_load)
 
 
-def _compute_value(row: Row, runs: Mapping[str, Run]) -> float:
+def _compute_value(row: BenchmarkRow, runs: Mapping[str, WorkloadRun]) -> float:
     """Compute a row's value, in its unit."""
     results = runs[row.workload].results
     result = find_result(results, row)
@@ -215,5 +223,5 @@ def _compute_value(row: Row, runs: Mapping[str, Run]) -> float:
     raise AssertionError(row.measure)
 
 
-def find_result(results: Results, row: Row) -> Mapping[str, Any]:
+def find_result(results: Results, row: BenchmarkRow) -> Mapping[str, Any]:
     return next(each for each in results if each["strategy"] == row.strategy and each["phase"] == row.phase)

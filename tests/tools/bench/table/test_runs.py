@@ -18,11 +18,11 @@ from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench import __main__ as command
 from tools.bench.table import runs
 from tools.bench.table.documents import GROWTH, PROFILES, TABLES, replace_section
-from tools.bench.table.goals import LOWER_IS_BETTER, ROWS, TRANSFORMERS, Row, make_transformers_row
+from tools.bench.table.goals import LOWER_IS_BETTER, ROWS, TRANSFORMERS, BenchmarkRow, make_transformers_row
 from tools.bench.table.limits import GIB, WORKLOADS, Speeds, compute_limit
 from tools.bench.table.models import QWEN
-from tools.bench.table.report import DISTURBED_MARK, Report, as_json, as_text
-from tools.bench.table.runs import Effort, Measured, measure_rows
+from tools.bench.table.report import DISTURBED_MARK, BenchmarkReport, as_json, as_text
+from tools.bench.table.runs import Effort, MeasuredRow, measure_rows
 
 SPEEDS = Speeds(30e9, 3e12)
 KV = 1 << 29
@@ -73,12 +73,12 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(monkeypatch)
 
 
-def values(rows: Sequence[Row], attempts: int = 1) -> dict[str, Measured]:
+def values(rows: Sequence[BenchmarkRow], attempts: int = 1) -> dict[str, MeasuredRow]:
     return {each.row.what: each for each in measure_rows(rows, Effort(1, attempts, Path("models")), lambda _: None)}
 
 
-def row(measure: Any, **more: Any) -> Row:
-    return Row(**{"what": measure, "shape": QWEN, "group": "decode", "measure": measure, **more})
+def row(measure: Any, **more: Any) -> BenchmarkRow:
+    return BenchmarkRow(**{"what": measure, "shape": QWEN, "group": "decode", "measure": measure, **more})
 
 
 def test_figures_are_those_of_the_load(bench: Bench) -> None:
@@ -196,13 +196,13 @@ def test_goals(measure: str, value: float, met: bool) -> None:
 
 
 # -------------------------------------------------------------------- telling it
-def report(*found: Measured) -> Report:
-    return Report(datetime(2026, 1, 2).astimezone(), found)
+def report(*found: MeasuredRow) -> BenchmarkReport:
+    return BenchmarkReport(datetime(2026, 1, 2).astimezone(), found)
 
 
 def test_a_table_says_what_was_met_and_what_was_disturbed() -> None:
-    slow = Measured(row("decode", what="slow", goal=27, peers={"x": 30, "y": 20}), 15.0, 30.0, 0.2)
-    quick = Measured(row("ttft", what="quick", goal=80), 40.0, 30.0, 0.0)
+    slow = MeasuredRow(row("decode", what="slow", goal=27, peers={"x": 30, "y": 20}), 15.0, 30.0, 0.2)
+    quick = MeasuredRow(row("ttft", what="quick", goal=80), 40.0, 30.0, 0.0)
     text = as_text(report(slow, quick))
     assert f"| slow, tokens/s | 15.0{DISTURBED_MARK} | 27.0 | no | x 30.0 | y 20.0 | 30.0 | 50% |" in text
     assert "| quick, ms | 40.0 | 80.0 | yes | - | - | 30.0 | 75% |" in text
