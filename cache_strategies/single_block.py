@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cache_strategies.base import NO_SALT, Blocks, CacheUsage, Salt
-from cache_strategies.block_table import BlockTableCache, TableSeatT
+from cache_strategies.block_table import BlockTableCache, TableSeat, TableSeatT
 
 
 class SingleBlockCache(BlockTableCache[TableSeatT]):
     """One block a seat. A subclass gives the block's size and says how far a seat may grow and rewind."""
 
-    seat_type: type[TableSeatT]
+    seat_type: type[TableSeatT] = TableSeat  # type: ignore[assignment]  # of subclasses that name no other
 
     def bytes_for(self, num_tokens: int) -> int:
         return self.bytes_per_block

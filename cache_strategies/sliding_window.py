@@ -38,7 +38,6 @@ class SlidingWindowCache(SingleBlockCache[TableSeat]):
     """One ring a seat."""
 
     options_type = WindowOptions
-    seat_type = TableSeat
 
     def __init__(self, setup: CacheSetup, options: WindowOptions) -> None:
         geometry = setup.geometry

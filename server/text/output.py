@@ -1,12 +1,13 @@
 """The text of one choice: tokens in, text out that ends at a stop string. Knows neither requests nor HTTP.
 
-`Detokenizer` returns the text of tokens as they come, such that all of its pieces together are the text of all tokens:
+`Detokenizer` adds a piece of text for each token, and the pieces together are the completion's text:
 
     decode(prompt + completion) == decode(prompt) + pieces
 
-(A character that the prompt only began belongs to the completion.) It is not built on tokenizers.DecodeStream: after a
-prompt that ends within a character, that one returns the whole prompt; it raises on bytes that are not UTF-8; and at
-the end it offers no way to get what it holds back. `StopStrings` ends a text, and `OutputText` puts both together.
+(A character that begins in the prompt and ends in the completion belongs to the completion.) It is not built on
+tokenizers.DecodeStream: after a prompt that ends within a character that returns the whole prompt, it raises on bytes
+that are not UTF-8, and at the end it cannot return the text that it holds back. `StopStrings` ends a text, and
+`OutputText` combines both.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import NamedTuple
 
 from server.text.vocabulary import Vocabulary
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # which stands for bytes that are not UTF-8, or not yet
-CONTEXT = 16  # tokens before the new ones that decide how these are decoded: a leading space, bytes of a character
-MAX_PENDING_TOKENS = 48  # tokens to wait for bytes to become a character
-MAX_PARTIAL_BYTES = 3  # bytes of a character that is not complete
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # tokenizers decode bytes to it that are not UTF-8, or not complete yet
+CONTEXT = 16  # earlier tokens that are decoded together with a new one, for leading spaces and split characters
+MAX_PENDING_TOKENS = 48  # tokens whose bytes are held back, at most, until they are a complete character
+MAX_PARTIAL_BYTES = 3  # bytes of an incomplete UTF-8 character, at most
 
 
-class Spelling(NamedTuple):
-    """Decodes tokens, with special tokens or without."""
+class TokenDecoder(NamedTuple):
+    """A tokenizer's `decode` and `has_text` with a fixed choice of whether special tokens have text."""
 
     tokenizer: Vocabulary
     skip_special: bool
@@ -36,34 +37,34 @@ class Spelling(NamedTuple):
 
 
 class Detokenizer:
-    """One completion's text. Decodes only a few tokens at a time, however long the text has become."""
+    """The detokenizer of one completion. It decodes only the last few tokens at each step, whatever the length."""
 
     def __init__(self, tokenizer: Vocabulary, prompt: Sequence[int], *, skip_special: bool = True) -> None:
-        """Start after a prompt. Special tokens have no text with `skip_special`, and are spelled otherwise."""
-        self._spelling = Spelling(tokenizer, skip_special)
-        self._window = _find_context(self._spelling, prompt)  # tokens decoded together with the next one
-        self._num_emitted = len(self._window)  # tokens of the window whose text is out
-        # The number of those tokens and their text, as it may turn out.
-        self._emitted_prefixes = [(self._num_emitted, self._spelling.decode(self._window))]
+        """Start after a prompt. With `skip_special`, special tokens have no text."""
+        self._decoder = TokenDecoder(tokenizer, skip_special)
+        self._window = _find_context(self._decoder, prompt)  # tokens decoded together with the next one
+        self._num_emitted = len(self._window)  # tokens of the window whose text has been returned
+        # Pairs (number of emitted tokens, their text): several where the prompt may end within a character.
+        self._emitted_prefixes = [(self._num_emitted, self._decoder.decode(self._window))]
         if self._emitted_prefixes[0][1].endswith(REPLACEMENT):
             shorter = range(self._num_emitted - 1, max(0, self._num_emitted - MAX_PARTIAL_BYTES) - 1, -1)
-            self._emitted_prefixes += [(size, self._spelling.decode(self._window[:size])) for size in shorter]
+            self._emitted_prefixes += [(size, self._decoder.decode(self._window[:size])) for size in shorter]
 
     @property
     def has_pending(self) -> bool:
-        """Whether there are tokens whose text comes out with a later one's."""
+        """Whether there are tokens whose text will be returned with that of a later token."""
         return len(self._window) > self._num_emitted
 
     def push(self, token: int) -> str:
-        """Return the text that is certain after a token: none of incomplete characters and of special tokens."""
-        if not self._spelling.has_text(token):
+        """Add a token; return the text that is certain now: empty for special tokens and incomplete characters."""
+        if not self._decoder.has_text(token):
             return ""
         self._window.append(token)
-        text = self._spelling.decode(self._window)
+        text = self._decoder.decode(self._window)
         num_emitted, piece = self._find_new_text(text)
         if piece and not text.endswith(REPLACEMENT):
-            new = self._window[num_emitted:]  # which may begin within a character, and then do not decode alone
-            new_text = self._spelling.decode(new)
+            new = self._window[num_emitted:]  # if these begin within a character, they decode differently by themselves
+            new_text = self._decoder.decode(new)
             if piece.endswith(new_text):
                 self._set_window(new, new_text)
             else:
@@ -73,38 +74,38 @@ class Detokenizer:
             return ""
         held = min(len(text) - len(text.rstrip(REPLACEMENT)), MAX_PARTIAL_BYTES, len(piece))
         window = self._window[-CONTEXT:]
-        emitted = self._spelling.decode(window)
+        emitted = self._decoder.decode(window)
         self._set_window(window, emitted[: len(emitted) - held])
         return piece[: len(piece) - held]
 
     def flush(self) -> str:
-        """Return the text that was held back, when no more tokens follow."""
-        text = self._spelling.decode(self._window)
+        """Return the text that was held back; call it when no more tokens follow."""
+        text = self._decoder.decode(self._window)
         _, piece = self._find_new_text(text)
         self._set_window(self._window, text)
         return piece
 
     def _find_new_text(self, text: str) -> tuple[int, str]:
-        """Return the number of tokens of the window whose text is out, and the rest of its text."""
+        """Return the number of tokens of the window whose text has been returned, and the rest of its text."""
         for num_emitted, emitted in self._emitted_prefixes:
             if text.startswith(emitted):
                 return num_emitted, text[len(emitted) :]
-        # Byte fallback: a byte that belongs to no character undoes the characters just before it.
-        return self._num_emitted, self._spelling.decode(self._window[self._num_emitted :])
+        # Byte fallback: an invalid byte turns the characters just before it into replacement characters.
+        return self._num_emitted, self._decoder.decode(self._window[self._num_emitted :])
 
     def _set_window(self, window: list[int], emitted: str) -> None:
-        """Go on after these tokens, of whose text `emitted` is out."""
+        """Continue after the tokens of `window`, of whose text `emitted` has been returned."""
         self._window = window
         self._num_emitted = len(window)
         self._emitted_prefixes = [(len(window), emitted)]
 
 
-def _find_context(spelling: Spelling, prompt: Sequence[int]) -> list[int]:
-    """Return the last tokens of the prompt with text: enough to decode the next one as after the whole prompt."""
+def _find_context(decoder: TokenDecoder, prompt: Sequence[int]) -> list[int]:
+    """Return the last tokens of the prompt that have text: enough to decode the next one as after the whole prompt."""
     size = CONTEXT
     while True:
-        window = [token for token in prompt[-size:] if spelling.has_text(token)]
-        text = spelling.decode(window)
+        window = [token for token in prompt[-size:] if decoder.has_text(token)]
+        text = decoder.decode(window)
         cut_within_bytes = text.startswith(REPLACEMENT)
         if size >= len(prompt) or (text and not cut_within_bytes):
             return window
@@ -112,7 +113,7 @@ def _find_context(spelling: Spelling, prompt: Sequence[int]) -> list[int]:
 
 
 # ---------------------------------------------------------------- stop strings
-MAX_BROKEN_LENGTH = 4 * MAX_PENDING_TOKENS  # replacement characters, at most, for the bytes of the tokens that wait
+MAX_BROKEN_LENGTH = 4 * MAX_PENDING_TOKENS  # replacement characters that pending tokens can decode to, at most
 
 
 class StopStrings:
@@ -127,7 +128,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Return the text that is certain after a piece. After a stop string was found, there is none."""
+        """Add a piece of text; return the text that cannot be part of a stop string, empty once one was found."""
         if self.matched_stop or not piece:
             return ""
         if not self._searches:
@@ -147,13 +148,13 @@ class StopStrings:
         return text[:certain]
 
     def flush(self) -> str:
-        """Return the text that was held back, when no more follows."""
+        """Return the text that was held back; call it when no more text follows."""
         held, self._held = self._held, ""
         return held
 
 
 class _Search:
-    """Looks for one stop string; a character costs the same however much of it the text ends with.
+    """Searches a text that arrives in pieces for one stop string, in constant time for each character.
 
     Knuth, Morris, Pratt 1977: Fast pattern matching in strings.
     """
@@ -163,7 +164,7 @@ class _Search:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.matched = 0  # characters of `stop` with which the text ends
-        self._borders = [0]  # by length, from 1 on: how much of a beginning of `stop` is its end, too
+        self._borders = [0]  # by length n >= 1: the longest proper prefix of stop[:n] that is also its suffix
 
     def push(self, piece: str) -> int | None:
         """Return the number of characters of the piece that complete the stop string; None if none do."""
@@ -181,29 +182,29 @@ class _Search:
         return matched + (self.stop[matched] == character)
 
     def _border(self, length: int) -> int:
-        """Return a border's length; borders are computed as far as a text has matched."""
+        """Return the length of the border of stop[:length]; borders are computed when they are first needed."""
         while len(self._borders) < length:
             self._borders.append(self._next(self._borders[-1], self.stop[len(self._borders)]))
         return self._borders[length - 1]
 
 
 class OutputToken(NamedTuple):
-    """A token of a choice, and where its text begins in the choice's text."""
+    """A token of a choice, and the offset at which its text begins in the choice's text."""
 
     token: int
     offset: int  # characters
-    shown: bool = True  # False: a stop string took its text away
+    shown: bool = True  # False: its text was cut off by a stop string
 
 
-class ReleasedText(NamedTuple):
-    """Text that is certain now, and the tokens that came out with it, in order."""
+class TextDelta(NamedTuple):
+    """The text that a choice gains in one step, and the tokens whose text begins in it, in order."""
 
     text: str
     tokens: list[OutputToken]
 
 
 def locate_tokens(tokenizer: Vocabulary, ids: Sequence[int], text: str) -> list[OutputToken]:
-    """Return where each token begins in its text; a special token that the text does not spell has no length."""
+    """Return each of `ids` with its offset in `text`; a special token that the text does not contain has no length."""
     detokenizer, length, found = Detokenizer(tokenizer, [], skip_special=False), 0, []
     for token in ids:
         piece, begin = "", 0
@@ -217,15 +218,15 @@ def locate_tokens(tokenizer: Vocabulary, ids: Sequence[int], text: str) -> list[
 
 
 def _continues_with(piece: str, text: str, length: int, *, has_pending: bool) -> bool:
-    """Return whether the text goes on with this piece, maybe after bytes of tokens that wait for a character."""
+    """Return whether `text` has the piece at `length`, or behind the replacement characters of pending bytes."""
     ahead = text[length : length + MAX_BROKEN_LENGTH + len(piece)]
     return ahead.startswith(piece) or (has_pending and ahead.lstrip(REPLACEMENT).startswith(piece))
 
 
 def _push_token(detokenizer: Detokenizer, token: int) -> tuple[str, int]:
-    """Return the text that comes out with a token, and where in it the token's own text begins.
+    """Push a token; return the text that the detokenizer gives, and the offset in it where the token's own begins.
 
-    Text of tokens before it that comes out with it begins where its own does, or is bytes that became no character.
+    Replacement characters at the start are the bytes of earlier tokens that did not become a character.
     """
     had_pending = detokenizer.has_pending
     piece = detokenizer.push(token)
@@ -234,27 +235,27 @@ def _push_token(detokenizer: Detokenizer, token: int) -> tuple[str, int]:
 
 
 class OutputText:
-    """Puts a choice's tokens through its detokenizer and its stop strings until one of them, or the engine, ends it."""
+    """Turns a choice's tokens into text that ends at a stop string, or where the engine ends the choice."""
 
     def __init__(
         self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
     ) -> None:
-        """Start a text. Stop strings are not looked for in the text of the first `min_tokens`."""
-        self.num_tokens = 0  # tokens, up to the one that completed a stop string
+        """Start a text. Stop strings are not looked for in the text of the first `min_tokens` tokens."""
+        self.num_tokens = 0  # up to and including the one that completed a stop string
         self.finish_reason: str | None = None
-        self.stop_reason: str | None = None  # a stop string
+        self.stop_reason: str | None = None  # the stop string that was found
         self._detokenizer = detokenizer
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._stop = StopStrings(stop, include=include_stop)
-        self._length = 0  # of the text that the detokenizer gave
-        self._released = 0  # of the text that is out
-        self._held: list[OutputToken] = []  # tokens whose text is not out
+        self._length = 0  # characters that the detokenizer has returned
+        self._released = 0  # characters that `push` has returned
+        self._held: list[OutputToken] = []  # tokens whose text has not been returned
 
-    def push(self, tokens: Sequence[int], finish_reason: str | None = None) -> ReleasedText:
-        """Return the text that is certain now; all of it, once `finish_reason` is set. Nothing may follow after that.
+    def push(self, tokens: Sequence[int], finish_reason: str | None = None) -> TextDelta:
+        """Add tokens; return the text that is certain now. With `finish_reason` that is all, and no call may follow.
 
-        With the reason 'stop' the last token ends the text and is not part of it.
+        With the reason 'stop' the last token is a stop token, which is left out of the text.
         """
         assert self.finish_reason is None, "the choice has ended"
         pieces = []
@@ -277,13 +278,13 @@ class OutputText:
         self._length += len(piece)
         return self._stop.push(piece) if self.num_tokens > self._min_tokens else piece
 
-    def _release(self, text: str) -> ReleasedText:
-        """Return the text, and the tokens that begin in the released part; at the end all of them."""
+    def _release(self, text: str) -> TextDelta:
+        """Return the text with the tokens that begin in the text returned so far; at the end, with all tokens."""
         self._released += len(text)
         out, self._held = self._held, []
         if self._stop.matched_stop:
-            out = [placed._replace(shown=placed.offset < self._released) for placed in out]
+            out = [token._replace(shown=token.offset < self._released) for token in out]
         elif self.finish_reason is None:
             while out and out[-1].offset >= self._released:
                 self._held.insert(0, out.pop())
-        return ReleasedText(text, out)
+        return TextDelta(text, out)

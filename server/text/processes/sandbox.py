@@ -1,11 +1,12 @@
 """The tokenizer of API workers: the model's own tokenizer and chat template run in processes with limits.
 
-There are two lanes, each with one process that answers one call after another:
+There are two queues, each with one process that answers one call at a time:
 
-    short   for calls of little text; its process always runs. A call that takes long is ended, and sent again to the
-    long    lane, where it delays only other long calls; its process ends when it has been idle for a while
+    short   for calls of little text; its process always runs. A call that takes long is sent to the long queue.
+    long    for all other calls, so that they delay only one another; its process ends after a while without calls.
 
-Only the long lane refuses a call for its time, its memory or the end of its process. Knows neither HTTP nor the engine.
+Only the long queue refuses a call for its time, its memory or a crash.
+Knows neither HTTP nor the engine.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from server.text.tokenizer import TokenizerBase
 
 log = logging.getLogger(__name__)
 
-SHORT_CALL = 2**16  # bytes; about 30 ms of work
-SHORT_TIME = 1.0  # seconds after which a call is not short
-SHORT_MEMORY = 2**28  # bytes
-LOAD_MEMORY = 2**32  # bytes; the largest tokenizers take about one of the four GiB while they are read
-MARGIN = 5.0  # seconds after which a process ends itself that should have been killed
-MAX_QUEUED_CALLS, MAX_QUEUED_BYTES = 1024, 2**26  # that wait in a lane
-LINGER = 300.0  # seconds that the process of the long lane is kept without calls
+SHORT_CALL = 2**16  # bytes of a call that goes to the short queue, at most; about 30 ms of work
+SHORT_TIME = 1.0  # seconds that a call may take in the short queue
+SHORT_MEMORY = 2**28  # bytes that a call may take in the short queue
+LOAD_MEMORY = 2**32  # bytes that loading may take; the largest tokenizers take about 1 GiB
+MARGIN = 5.0  # seconds beyond its limit after which a process ends itself, if its worker did not kill it
+MAX_QUEUED_CALLS, MAX_QUEUED_BYTES = 1024, 2**26  # for each queue
+LINGER = 300.0  # seconds that the process of the long queue is kept without calls
 UNAVAILABLE = "texts cannot be tokenized at the moment; try again"
-RESTART_DELAY = 1.0  # seconds before a process is started again that could not be
+RESTART_DELAY = 1.0  # seconds to wait after a process failed to start
 
 
 class CallLimits(NamedTuple):
-    """What one call may take in the long lane."""
+    """The time and memory that one call may take in the long queue."""
 
     seconds: float
-    memory: int  # bytes beyond what the tokenizer itself takes
+    memory: int  # bytes beyond those of the loaded tokenizer
 
 
 class SandboxedTokenizer(TokenizerBase):
-    """Decodes in this process, by a table; leaves everything else to processes with limits."""
+    """A tokenizer that decodes in this process, by a table, and does everything else in processes with limits."""
 
     def __init__(self, directory: Path, limits: CallLimits, *, linger: float = LINGER) -> None:
         """Load the directory's tokenizer in a process, and wait for it. Raises SettingsError.
@@ -65,10 +66,10 @@ class SandboxedTokenizer(TokenizerBase):
         except BaseException:
             first.end_now()
             raise
-        self._short = Lane(
+        self._short = CallQueue(
             partial(_start_process, path, short), short.seconds, MAX_QUEUED_CALLS, MAX_QUEUED_BYTES, process=first
         )
-        self._long = Lane(
+        self._long = CallQueue(
             partial(_start_process, path, limits), limits.seconds, MAX_QUEUED_CALLS, MAX_QUEUED_BYTES, linger=linger
         )
 
@@ -100,24 +101,24 @@ class SandboxedTokenizer(TokenizerBase):
 
     def _limit_error(self, call: Call, reason: FailureReason) -> TextLimitError:
         chat = isinstance(call, EncodeChat)
-        program, what = ("chat template or tokenizer", "these messages") if chat else ("tokenizer", "this text")
+        program, text = ("chat template or tokenizer", "these messages") if chat else ("tokenizer", "this text")
         match reason:
             case "time":
-                message = f"the model's {program} took more than {self._limits.seconds:g} s for {what}; send less"
+                message = f"the model's {program} took more than {self._limits.seconds:g} s for {text}; send less"
                 return TextLimitError(message, "text_timeout")
             case "memory":
                 limit = self._limits.memory / 2**20
-                message = f"the model's {program} needed more than {limit:,.0f} MiB of memory for {what}; send less"
+                message = f"the model's {program} needed more than {limit:,.0f} MiB of memory for {text}; send less"
                 return TextLimitError(message, "text_memory")
-        return TextLimitError(f"the model's {program} ended its process over {what}", "text_crash")
+        return TextLimitError(f"the model's {program} crashed on {text}", "text_crash")
 
 
 def serialize_call(call: Call) -> bytes:
-    """Return a call as bytes. Raises TextRefused."""
+    """Return a call as the bytes of one frame. Raises TextRefused if it is nested too deeply or too long."""
     try:
         return encode_frame(pickle.dumps(call))
     except (RecursionError, WireError):
-        raise TextRefused("what was sent is nested too deeply, or is too long; send less") from None
+        raise TextRefused("the text or messages are too long or nested too deeply; send less") from None
 
 
 def _make_start_message(directory: str, limits: CallLimits, *, with_vocabulary: bool = False) -> Start:
@@ -128,9 +129,9 @@ def _start_process(directory: str, limits: CallLimits) -> TextProcess:
     return TextProcess(_make_start_message(directory, limits))
 
 
-# ---------------------------------------------------------------- a lane
-class Lane:
-    """Sends one call after another, in order of arrival. For one event loop only."""
+# ---------------------------------------------------------------- one queue
+class CallQueue:
+    """Sends calls to a process one at a time, in order of arrival. For one event loop only."""
 
     def __init__(
         self,
@@ -142,10 +143,10 @@ class Lane:
         process: TextProcess | None = None,
         linger: float | None = None,
     ) -> None:
-        """Make a lane whose calls may take `seconds` each; `process` is its first process, if one is given.
+        """Make a queue whose calls may take `seconds` each; `process` is its first process, if one is given.
 
-        Without `linger` a process always runs. With it, one is started by the first call and ends after that many
-        seconds without a call.
+        Without `linger` a process always runs. With it, a call starts the process, which ends after `linger` seconds
+        without a call.
         """
         self._make_process = start
         self._seconds = seconds
@@ -153,7 +154,7 @@ class Lane:
         self._process = process
         self._linger = linger
         self._lock = asyncio.Lock()  # held while the process is used
-        self._calls = self._bytes = 0  # waiting or being answered
+        self._calls = self._bytes = 0  # of calls that wait or are being answered
         self._closed = False
         self._start_after = 0.0
         self._idle: asyncio.TimerHandle | None = None
@@ -166,8 +167,8 @@ class Lane:
     async def run_call(self, request: bytes) -> Answer:
         """Return the answer to a framed call. Raises ProcessFailed, TextUnavailable.
 
-        A call that is cancelled while it waits is removed. One that is cancelled while it is answered is answered all
-        the same, and the lane then goes on with the next.
+        A call that is cancelled while it waits is removed. If the process is already answering it, the next call
+        waits until the answer is complete.
         """
         if self._calls >= self._max_calls or (self._calls and self._bytes + len(request) > self._max_bytes):
             raise TextUnavailable("too many texts wait to be tokenized; try again")
@@ -202,7 +203,7 @@ class Lane:
             await self._process.end()
         await self._end_process_locked()
 
-    # ------------------------------------------------------------ with the turn
+    # ------------------------------------------------------------ with the lock held
     async def _run_with_retry(self, request: bytes) -> Answer:
         try:
             return await self._run_once(request)
@@ -256,7 +257,7 @@ class Lane:
         return 0 if process is None else await process.end()
 
     async def _prepare_next(self) -> None:
-        """Have a process ready for the next call, or let it go if none comes."""
+        """Start a process for the next call or, with `linger`, set the timer that ends an idle one."""
         if self._linger is None:
             if self._process is None:
                 with contextlib.suppress(TextUnavailable):
@@ -276,11 +277,11 @@ class Lane:
 
 
 def _find_failure_reason(error: ProcessFailed, exitcode: int) -> FailureReason:
-    """Return why a call failed: the exit code tells more where the process just went away."""
+    """Return why a call failed; the exit code tells a kill, a timeout and a lack of memory from a crash."""
     if error.reason != "crash":
         return error.reason
     ends: dict[int, FailureReason] = {
-        -signal.SIGKILL: "killed",  # by the system or a person, not known to be the call's fault
+        -signal.SIGKILL: "killed",  # by the system or a person; the call may not be the cause
         -signal.SIGABRT: "memory",  # Rust aborts when it gets no memory
         -signal.SIGALRM: "time",
     }

@@ -23,7 +23,7 @@ from config.errors import SettingsError
 from server.text.errors import TextLimitError, TextRefused, TextUnavailable, TokenizerError
 from server.text.processes import sandbox
 from server.text.processes.messages import Encode, EncodeChat, Start
-from server.text.processes.sandbox import CallLimits, Lane, SandboxedTokenizer
+from server.text.processes.sandbox import CallLimits, CallQueue, SandboxedTokenizer
 from server.text.processes.text_process import ProcessFailed, TextProcess, make_environment
 from server.text.tokenizer import Tokenizer, TokenizerBase
 from tests.text.hostile_models import (
@@ -377,18 +377,18 @@ def test_more_calls_than_may_wait(tmp_path: Path) -> None:
     small, large = sandbox.serialize_call(Encode("x", True)), sandbox.serialize_call(Encode("x" * 10_000, True))
 
     async def use() -> None:
-        lane = Lane(start, 60, max_calls=3, max_bytes=5000)
-        calls = [asyncio.create_task(lane.run_call(small)) for _ in range(3)]
+        queue = CallQueue(start, 60, max_calls=3, max_bytes=5000)
+        calls = [asyncio.create_task(queue.run_call(small)) for _ in range(3)]
         await asyncio.sleep(0)
         for request in (small, large):
             with pytest.raises(TextUnavailable, match="too many texts"):
-                await lane.run_call(request)
+                await queue.run_call(request)
         calls[2].cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-        await lane.run_call(large)  # alone it may
-        await lane.close()
+        await queue.run_call(large)  # alone it may
+        await queue.close()
         with pytest.raises(TextUnavailable):
-            await lane.run_call(small)
+            await queue.run_call(small)
 
     asyncio.run(use())
 
