@@ -1,7 +1,7 @@
 """The table of all operations (after PyTorch's op_db).
 
-The self-check, the tests, the metrics and docs/internals/kernels.md iterate over OPS, so adding a row adds an operation to all of
-them. ops.py says what each operation means.
+The self-check, the tests, the metrics and docs/internals/kernels.md iterate over OPS, so a new row adds an operation to
+all of them. ops.py says what each operation means.
 
 `python -m kernels.selfcheck.op_db` prints the table of docs/internals/kernels.md.
 """
