@@ -39,9 +39,8 @@ class Int8Gemm {
  public:
   using Session = Int8AmxTiles<BITS, OFFSETS, S>;
 
-  static int64_t pitch(int64_t k) {
-    return (P::tiles(k) + 1) * P::DEPTH;
-  }  // of rows: never a multiple of a page, whose rows would share cache sets
+  // Bytes from row to row: never a multiple of a page, as the rows would then share cache sets.
+  static int64_t pitch(int64_t k) { return (P::tiles(k) + 1) * P::DEPTH; }
   static int64_t height_of(int64_t rows) { return (rows + TOGETHER - 1) / TOGETHER * TOGETHER; }
 
   Int8Gemm(const IntWeight<S>& w, const Int8Rows& x, int64_t rows, int64_t k) : w_(w), x_(x), rows_(rows), k_(k) {}

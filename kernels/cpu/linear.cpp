@@ -104,7 +104,7 @@ class FloatGemm : public Gemm {
   const T* w_;
 };
 
-// ---------------------------------------------------------------- weights of whole numbers
+// ---------------------------------------------------------------- weights of integers
 template <int BITS, bool OFFSETS, typename S, typename X>
 class IntGemm : public Gemm {
  public:

@@ -162,8 +162,8 @@ class Candidates {
   // `limit` together.
   template <typename Measure>
   void narrow(double limit, const Measure& measure) {
-    uint32_t low = 0,
-             high = std::bit_cast<uint32_t>(1.f) + 1;  // weights from `high` on are kept, those below `low` are not
+    // Weights from `high` on are kept, those below `low` are not.
+    uint32_t low = 0, high = std::bit_cast<uint32_t>(1.f) + 1;
     Part from_low = from(0.f), from_high;
     if (measure(from_low) < limit) return;
     while (high - low > 1 && from_low.count - from_high.count > FEW_LEFT) {

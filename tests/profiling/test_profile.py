@@ -123,7 +123,7 @@ def test_a_server_gets_the_same_settings() -> None:
     [
         (["--kv-cache", "none"], "--kv-cache: there are paged, contiguous, sliding_window"),
         (["--sequences", "65"], "--sequences: at most 64"),
-        (["--context", "9000"], "--context: from 1 to"),
+        (["--context", "9000"], "--context: must be from 1 to"),
         (["--model", "nowhere"], "nowhere"),
         (["--seconds", "3"], "--seconds: for a running server only; give its --url"),
         (["--trace", "it.json"], "--trace: for a running server only; give its --url"),
