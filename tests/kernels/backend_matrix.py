@@ -1,4 +1,4 @@
-"""What the kernel matrix is made of: backends, layouts of memory, kinds of layer, rows."""
+"""The parameters of the kernel tests: backends, memory layouts, kinds of layers, rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention by its definition, in float64: every query against every key under a mask. Shares no code with kernels."""
+"""Attention by its definition, in float64: every query with every key, under a mask. Shares no code with kernels."""
 
 from __future__ import annotations
 

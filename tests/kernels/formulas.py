@@ -1,7 +1,7 @@
-"""Each operation by its formula, in float64 or bit for bit, and what of a shape it depends on.
+"""Each operation by its formula, in float64 or bit for bit, and the properties of a shape that it depends on.
 
-A new operation of the table gets a formula here. It shares no code with kernels; the memory that keys and values lie in
-is a scene of kernels/selfcheck/attention_case.py. Which shapes are tried is test_ops.py's business.
+A new operation of the table needs a formula here. Formulas share no code with kernels, except for the memory of keys
+and values (kernels/selfcheck/attention_case.py). test_ops.py chooses the shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ APART = 1 << 32  # bytes
 
 
 class Shape(NamedTuple):
-    """Of what goes into an operation."""
+    """The shape of the arguments of an operation."""
 
     dtype: torch.dtype
     head_dim: int = 64
@@ -46,7 +46,7 @@ Pairs = Iterator[tuple[Tensor, Tensor]]  # what came of it, and what it should b
 
 
 def laid(x: Tensor, lies: str) -> Tensor:
-    """The same numbers, in another place."""
+    """Return the same numbers in another memory layout."""
     if lies == "dense":
         return x
     if lies == "sliced":
@@ -62,7 +62,7 @@ def laid(x: Tensor, lies: str) -> Tensor:
 
 
 class Draw:
-    """Random numbers of a shape's dtype that lie as it says; the same at every call with a new one."""
+    """Draws random numbers in a shape's dtype and memory layout; each new instance draws the same."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape, self._generator = shape, torch.Generator().manual_seed(0)
@@ -76,7 +76,7 @@ class Draw:
 
 # -------------------------------------------------------------------- layers
 def _width(shape: Shape) -> int:
-    """Of a vector without heads: something in which both numbers matter."""
+    """Return the width of a vector without heads, which depends on both numbers of the shape."""
     return shape.head_dim + 32 * shape.group
 
 
@@ -90,7 +90,7 @@ def linear(ops: Ops, shape: Shape) -> Pairs:
 
 
 def linear_quantized(ops: Ops, shape: Shape) -> Pairs:
-    """Both of 8 and of 4 bits, in groups of 32 or, where these do not divide a row, 16; scales of either sign."""
+    """With 8 and with 4 bits, in groups of 32, or 16 if 32 does not divide a row; scales of both signs."""
     draw, outputs, width = Draw(shape), 32 * shape.group - 1, shape.head_dim
     x, bias = draw(shape.length, width), draw.dense(outputs)
     group = 16 if width % 32 else 32
@@ -127,7 +127,7 @@ def add_rms_norm(ops: Ops, shape: Shape) -> Pairs:
 
 @cache
 def _turns(half: int) -> Tensor:
-    """By which complex number each pair of a vector is multiplied, at 9,000 positions."""
+    """Return the complex numbers by which the pairs of a vector are multiplied, at 9,000 positions."""
     angles = torch.arange(9000).double()[:, None] * 10_000.0 ** -(torch.arange(half).double() / half)
     return torch.polar(torch.ones(1).double(), angles)
 
@@ -159,7 +159,7 @@ MODEL = 64  # width
 
 
 def _around(draw: Draw, shape: Shape) -> AttentionWeights:
-    """One KV head, and a group of query heads."""
+    """Return a layer of one KV head and a group of query heads."""
     turns, dim = _turns(shape.head_dim // 2), shape.head_dim
     norm, next_norm, qkv = draw.dense(MODEL), draw.dense(MODEL), draw.dense((shape.group + 2) * dim, MODEL)
     o, bias = draw.dense(MODEL, shape.group * dim), draw.dense((shape.group + 2) * dim)
@@ -181,7 +181,7 @@ def qkv_proj_rope(ops: Ops, shape: Shape) -> Pairs:
 
 
 def forward_layers(ops: Ops, shape: Shape) -> Pairs:
-    """One layer: a text, and a token after it."""
+    """One layer: a prompt, then a token after it."""
     draw, inner, spec = Draw(shape), _width(shape), _spec(shape)._replace(num_kv_heads=1, num_q_heads=shape.group)
     weights = _around(draw, shape)
     weights = replace(weights, qkv=weights.qkv / 8, o=weights.o / 16)  # as in models: what passes stays of one size
@@ -223,7 +223,7 @@ def mlp(ops: Ops, shape: Shape) -> Pairs:
 
 
 def sample(ops: Ops, shape: Shape) -> Pairs:
-    """Of halves many are equal, and the first of them count."""
+    """Many logits of 16 bits are equal; the first of them must be chosen."""
     draw, rows = Draw(shape), min(shape.length, 9)
     logits = draw(rows, 8 * _width(shape) + 3, times=2)
     params = torch.rand(rows, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -250,7 +250,7 @@ def _drawn(logits: Tensor, params: Sequence[float]) -> int:
 
 # -------------------------------------------------------------------- int8
 def quantize(ops: Ops, shape: Shape) -> Pairs:
-    """A quotient in float64 that is rounded to float32 is the quotient in float32, so this is exact."""
+    """Exact, as a quotient in float64 rounded to float32 equals the quotient in float32."""
     x = Draw(shape)(shape.length, shape.group, shape.head_dim)
     numbers, scale = ops.quantize(x)
     largest = (x.double().abs().amax(-1) / 127).float()
@@ -271,8 +271,8 @@ def _spec(shape: Shape) -> LayerSpec:
     return LayerSpec(KV_HEADS, KV_HEADS * shape.group, dim, dim, scale=dim**-0.5)
 
 
-def _scene(ops: Ops, shape: Shape) -> AttentionCase:
-    """A token after all others, and a chunk."""
+def _make_case(ops: Ops, shape: Shape) -> AttentionCase:
+    """Return a case with a decode row and a chunk."""
     chunk = min(9, shape.length)
     rows = [CaseRow(shape.length - 1, 1), CaseRow(shape.length - chunk, chunk)]
     return AttentionCase(
@@ -292,7 +292,7 @@ def _enter(scene: AttentionCase, shape: Shape) -> None:
 
 
 def write_kv(ops: Ops, shape: Shape) -> Pairs:
-    scene = _scene(ops, shape)
+    scene = _make_case(ops, shape)
     _enter(scene, shape)
     for i in range(len(scene.rows)):
         position = torch.arange(shape.length)
@@ -305,12 +305,12 @@ def write_kv(ops: Ops, shape: Shape) -> Pairs:
 
 
 def _untouched(memory: Tensor) -> bool:
-    """All is 0xFF, which is NaN, as a scene fills it at first."""
+    """Return memory of 0xFF, which is NaN, as in a new case."""
     return int(memory.min()) == 0xFF
 
 
 def attend(ops: Ops, shape: Shape) -> Pairs:
-    scene = _scene(ops, shape)
+    scene = _make_case(ops, shape)
     _enter(scene, shape)
     q = laid(scene.get_step_inputs(scene.q), shape.lies)
     out = laid(torch.zeros_like(q), shape.lies)
@@ -324,7 +324,7 @@ def attend(ops: Ops, shape: Shape) -> Pairs:
 
 
 def gather(ops: Ops, shape: Shape) -> Pairs:
-    scene = _scene(ops, shape)
+    scene = _make_case(ops, shape)
     _enter(scene, shape)
     positions = (torch.arange(min(50, shape.length)) * 7919) % shape.length
     for row in range(len(scene.rows)):
@@ -334,7 +334,7 @@ def gather(ops: Ops, shape: Shape) -> Pairs:
 
 
 def copy_blocks(ops: Ops, shape: Shape) -> Pairs:
-    """The first block to the last, and the last but one to the second."""
+    """Copies the first block to the last, and the last but one to the second."""
     layers = [OTHER] * shape.layers_before + [_spec(shape)]
     arena = Arena(4 + shape.unused_blocks, compute_block_bytes(layers, shape.block_size, shape.dtype))
     arena.memory.fill_(0xFF)
@@ -360,7 +360,7 @@ def repeat_kv_heads(ops: Ops, shape: Shape) -> Pairs:
 
 
 def repeat_kv_heads_step(ops: Ops, shape: Shape) -> Pairs:
-    """Into the middle of a mirror that lies as the shape says, too."""
+    """Writes into the middle of a mirror, which has the layout of the shape, too."""
     draw = Draw(shape)
     x = draw(shape.length, 1, shape.head_dim)
     mirror = draw(shape.group, shape.length + 5, shape.head_dim)

@@ -1,6 +1,6 @@
-"""The calls that `samples` makes of an operation, each handed on with what it takes to make it again.
+"""Records the calls that `OpInfo.samples` makes of an operation, so that a test can repeat them with other arguments.
 
-So whatever is tried of an operation can be tried with other arguments: an operation joins by its row of the table.
+Works for every operation of the table.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ WRITTEN = ("out", "mirror")  # arguments that an operation writes into
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operation: its arguments by name, weights as they were before they were packed."""
+    """One call of an operation: its arguments by name, weights are not packed."""
 
     op: OpInfo
     arguments: Mapping[str, Any]
 
     def run(self, ops: Ops, **changed: Any) -> list[Tensor]:
-        """Return the results, whatever the call wrote into, and the memory of keys and values, which is put back."""
+        """Return the results, the tensors that the call wrote into, and the KV memory, which is then restored."""
         arguments = {**self.arguments, **changed}
         for name in WRITTEN:
             if isinstance(arguments.get(name), Tensor) and not arguments[name].is_meta:
@@ -47,16 +47,16 @@ class Call:
 
 
 def calls(op: OpInfo, ops: Ops, dtype: torch.dtype) -> Iterator[Call]:
-    """Yield every call of the operation that is tried in a dtype, before it is made."""
+    """Yield every call of the operation in the samples of a dtype, before it is made."""
     pending: list[Call] = []
-    watching: Any = _Watching(ops, op, pending.append)
-    for _ in op.samples(watching, dtype, CPU):
+    recording: Any = _RecordingOps(ops, op, pending.append)
+    for _ in op.samples(recording, dtype, CPU):
         yield from pending
         pending.clear()
 
 
-class _Watching:
-    """The operations, whose weights stay as they are until they are needed."""
+class _RecordingOps:
+    """Operations that record the calls of one of them, and pack weights only when it runs."""
 
     def __init__(self, ops: Ops, op: OpInfo, found: Callable[[Call], None]) -> None:
         self._ops, self._op, self._found = ops, op, found
@@ -69,9 +69,9 @@ class _Watching:
 
     def __getattr__(self, name: str) -> Any:
         run = getattr(self._ops, name)
-        return self._watched if name == self._op.name else run
+        return self._record if name == self._op.name else run
 
-    def _watched(self, *args: Any, **kwargs: Any) -> Any:
+    def _record(self, *args: Any, **kwargs: Any) -> Any:
         bound = signature(getattr(self._ops, self._op.name)).bind(*args, **kwargs)
         self._found(Call(self._op, bound.arguments))
         return getattr(self._ops, self._op.name)(**_packed(self._ops, self._op.name, bound.arguments))
@@ -99,9 +99,9 @@ def _stores(arguments: Mapping[str, Any]) -> list[KVStore]:
 
 
 def real_tokens(attention: Any, *, unless_seeing: int | None = None) -> list[int]:
-    """Return the tokens of a step that are no padding, whose results are anything.
+    """Return the tokens of a step that are not padding.
 
-    `unless_seeing`: without those that see a token, which are itself and those behind it in its row.
+    `unless_seeing`: without that token and those after it in its row, which see it.
     """
     found: list[int] = []
     for tokens, (_, at, _) in attention.kv_locations:
@@ -114,5 +114,5 @@ def real_tokens(attention: Any, *, unless_seeing: int | None = None) -> list[int
 
 
 def _copied(t: Tensor) -> Tensor:
-    """Return the same numbers, lying as they do."""
+    """Return a copy with the same strides."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) if 0 not in t.stride() else t.clone()

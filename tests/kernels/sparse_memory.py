@@ -1,4 +1,4 @@
-"""Memory for tests of large offsets: tens of gigabytes of addresses, of which only the pages that are touched exist."""
+"""Memory for tests of large offsets: tens of gigabytes of address space, in which only touched pages exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NORESERVE = 0x4000 if sys.platform == "linux" else 0  # Python 3.11 has no name 
 
 
 def sparse_memory(size: int) -> Tensor:
-    """[size] uint8, all 0. Skips the test where a process may not have so many addresses."""
+    """Return [size] uint8, all 0. Skip the test if a process may not have that much address space."""
     try:
         return torch.frombuffer(
             mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE), dtype=torch.uint8

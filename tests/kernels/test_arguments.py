@@ -1,4 +1,4 @@
-"""Arguments that do not fit are refused by every operation of every backend, and end no process."""
+"""Every operation of every backend refuses arguments that do not fit, without ending the process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MINUTES = 10
 
 @backends
 def test_wrong_arguments_are_a_value_error_or_make_no_difference(backend: str) -> None:
-    """Thousands of calls in a process of their own, of which the last one named is what ended it, if it ends."""
+    """Makes thousands of calls in another process; if that ends, the last call that it named is the cause."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     program = [sys.executable, "-m", "tests.kernels.wrong_arguments", backend, str(seed)]
@@ -34,7 +34,7 @@ def test_wrong_arguments_are_a_value_error_or_make_no_difference(backend: str) -
 @backends
 @pytest.mark.parametrize("position", [-1, 8, 1 << 40])
 def test_positions_without_a_row_in_the_tables_are_refused(backend: str, position: int) -> None:
-    """Where positions lie in the host's memory. A GPU's are not looked at, as a step would wait for them."""
+    """On CPUs. On a GPU positions are not checked, as a step would have to wait for them."""
     ops, table = BACKENDS[backend](), torch.ones(8, 4)
     if backend.startswith("metal"):
         pytest.skip("Metal's kernels do not look at positions")

@@ -1,4 +1,4 @@
-"""Every backend's attention is the definition's, for every kind of layer and every layout of memory, at every type."""
+"""Every backend's attention equals the definition, for every kind of layer, memory layout and dtype."""
 
 from __future__ import annotations
 

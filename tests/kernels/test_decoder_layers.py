@@ -1,4 +1,4 @@
-"""All layers in one call have the bits of their operations one by one, whatever the step and the weights."""
+"""All layers in one call give the bits of their single operations, for any step and any weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def weight(dtype: torch.dtype, *shape: int, bits: int | None = None) -> Weight:
 
 
 def layer(dtype: torch.dtype, i: int, bits: int | None) -> DecoderLayer:
-    """The first as simple as can be, the second with all that a layer may have."""
+    """Return a layer: the first as simple as possible, the second with everything that a layer may have."""
     angle, heads, inner = torch.rand(64, DIM // 2) * 6, HEADS + 2 * KV_HEADS, (128, 160)[i]
     norm, next_norm, post = torch.rand(3, WIDTH).to(dtype).unbind()
     around = AttentionWeights(
@@ -72,7 +72,7 @@ def stack_of(ops: Ops, dtype: torch.dtype, bits: int | None) -> DecoderLayers:
 def after(
     ops: Ops, stack: DecoderLayers, dtype: torch.dtype, kv_dtype: torch.dtype | None, step: str, *, apart: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """What comes of a step, without what nobody reads, and the memory of keys and values."""
+    """Return the output of a step, without padding, and the KV memory."""
     torch.manual_seed(1)
     scenes = [AttentionCase(ops, each, SPECS[1], ROWS, dtype, before=SPECS[:1], kv_dtype=kv_dtype) for each in LAYOUTS]
     x = torch.empty(0)

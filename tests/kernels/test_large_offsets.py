@@ -1,6 +1,6 @@
-"""Every backend where numbers lie 2^31 and more from where they are counted from: layers, heads, slots and blocks.
+"""Every backend with offsets of 2^31 and more: of layers, heads, slots and blocks.
 
-Such a KV memory has tens of gigabytes of addresses (sparse_memory.py), of which the tests touch a few.
+Such a KV memory has tens of gigabytes of address space (sparse_memory.py), of which the tests touch a few pages.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def test_layers_do_not_lie_upon_one_another(backend: str) -> None:
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.int8], ids=str)
 @backends
 def test_slots_and_heads_that_lie_apart_keep_what_enters(backend: str, kept: torch.dtype) -> None:
-    """Of a text of 2^24 tokens and more the last three are written, which the last one sees."""
+    """Writes the last three tokens of a sequence of 2^24 tokens and more; the last one sees them."""
     spec, tokens, ops = LayerSpec(2, 2, 128, 128, window=3), FAR // 128 + 64, BACKENDS[backend]()
     far, near = (KVStore(_arena(spec, length, kept), [spec], length, kept) for length in (tokens, 3))
     assert far.k(0).stride(1) > FAR
@@ -105,13 +105,13 @@ def test_slots_and_heads_that_lie_apart_keep_what_enters(backend: str, kept: tor
 
 
 def _arena(spec: LayerSpec, tokens: int, kept: torch.dtype) -> Arena:
-    """Two blocks."""
+    """Return paged memory of two blocks."""
     page = compute_block_bytes([spec], tokens, kept)
     return Arena(2, page, memory=sparse_memory(2 * page))
 
 
 def _row(store: KVStore, start: int, n: int) -> Slots:
-    """The addresses of a row of several tokens, or of one as if of several, in block 1."""
+    """Return the addresses of a row in block 1; of one token it may be a chunk, too."""
 
     def integers(*numbers: int) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32)
@@ -131,7 +131,7 @@ def _row(store: KVStore, start: int, n: int) -> Slots:
 
 @backends
 def test_blocks_far_apart_are_copied(backend: str) -> None:
-    """Of 64 KiB each: the last one begins 2^36 bytes away, which is more than 2^31 units of 16."""
+    """Blocks of 64 KiB: the last one begins at 2^36 bytes, which is more than 2^31 units of 16."""
     page, pages, ops = 1 << 16, (1 << 20) + 2, BACKENDS[backend]()
     arena = Arena(pages, page, memory=sparse_memory(pages * page))
     store = KVStore(arena, [LayerSpec(2, 2, 16, 8)], 16, torch.float32)

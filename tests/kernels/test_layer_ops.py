@@ -1,4 +1,4 @@
-"""The operations beside attention mean what their formulas say, in float64, and keep the type of what goes in."""
+"""The operations beside attention match their formulas in float64, and keep the dtype of their input."""
 
 from __future__ import annotations
 

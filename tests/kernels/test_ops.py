@@ -1,7 +1,7 @@
-"""Every operation of every backend against its formula, over the shapes of models and lengths around tiles and blocks.
+"""Compares every operation of every backend with its formula, for shapes of models and lengths around tiles and blocks.
 
-`make test` takes every pair of values once, but no long texts where each vector is computed by itself; `make test-slow`
-takes them all.
+`make test` tries every pair of values once, but long sequences only where vectors are not computed independently;
+`make test-slow` tries all combinations.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def backend(request: pytest.FixtureRequest) -> Any:
 
 
 def _shapes(op: OpInfo, combine: Combine, **only: Any) -> Iterator[Shape]:
-    """Values of what is varied of an operation, combined; `only`: a single value of some."""
+    """Yield combinations of the values that are varied for an operation; `only` fixes some of them."""
     varied = VARIED.get(op.name, ACTIVATIONS)
     for values in combine([[only[name]] if name in only else VALUES[name] for name in varied]):
         yield Shape(**dict(zip(varied, values, strict=True)))
@@ -60,7 +60,7 @@ def _is_its_formula(op: OpInfo, backend: str, shapes: Iterable[Shape]) -> None:
 
 
 def _error(got: Tensor, want: Tensor) -> float:
-    """As a share of the largest number."""
+    """Return the largest difference as a share of the largest number."""
     return float((got.double() - want).abs().max() / want.abs().max())
 
 
@@ -90,7 +90,7 @@ def test_the_full_product(backend: str, op: OpInfo, dtype: torch.dtype, head_dim
 @pytest.mark.slow
 @every_op
 def test_offsets_beyond_32_bits(backend: str, op: OpInfo) -> None:
-    """Rows that lie more than 4 GiB apart, or blocks behind 4 GiB that nobody has."""
+    """Rows that are more than 4 GiB apart, or blocks after 4 GiB of unused ones."""
     shape = Shape(torch.bfloat16, group=2, length=2, lies="apart")
     if "block_size" in VARIED.get(op.name, ()):
         far = 1 + (1 << 32) // (2 * 2 * 32 * 64 * 2)  # blocks

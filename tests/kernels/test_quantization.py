@@ -1,4 +1,4 @@
-"""The format of quantized weights against MLX's and GGUF's, written out in numpy, and what is promised of rounding."""
+"""The format of quantized weights compared with MLX's and GGUF's, in numpy, and the guarantees of rounding."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_symmetric_numbers_are_those_of_the_formula(bits: int, group: int | None
 
 
 def test_four_bits_are_those_of_gguf() -> None:
-    """Whose Q4_0 rounds halves up and keeps scales in float16; numbers here stay away from both."""
+    """GGUF's Q4_0 rounds halves up and has float16 scales; the numbers here avoid both differences."""
     w = np.random.default_rng(0).integers(-8, 8, (7, 128)).astype(np.float32) / 4
     w[:, ::32] = -2.0
     theirs = gguf.quants.dequantize(gguf.quants.quantize(w, Type.Q4_0), Type.Q4_0)

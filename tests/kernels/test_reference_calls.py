@@ -1,4 +1,4 @@
-"""How often the reference calls torch for the attention of a step: docs/guide/techniques.md tells these counts."""
+"""Counts the torch calls of the reference's attention in a step, which docs/guide/techniques.md states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Calls(TorchDispatchMode):
 
 
 def calls(dtype: torch.dtype, context: int) -> int:
-    """Of the attention of one layer, once the step's indices are made."""
+    """Return the calls of attention in one layer, after the indices of the step were made."""
     sequences = kernel_inputs.Sequences(dtype, context)
     at, layer = next(sequences.iter_slots())
     q = torch.zeros(1, kernel_inputs.HEADS, kernel_inputs.HEAD_DIM, dtype=torch.bfloat16)

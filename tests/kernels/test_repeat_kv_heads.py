@@ -1,4 +1,4 @@
-"""KV heads repeated for kernels that know no groups: all at once, or step by step into a mirror, to the same bits."""
+"""KV heads repeated for kernels without grouped heads: all at once or step by step into a mirror, with equal bits."""
 
 from __future__ import annotations
 

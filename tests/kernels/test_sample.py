@@ -1,4 +1,4 @@
-"""What `sample` promises beyond the formula: large vocabularies, ties, rows that are not numbers, each by itself."""
+"""Properties of `sample` beyond the formula: large vocabularies, ties, and rows that are not finite."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def drawn(name: str, logits: Tensor, *drawings: SamplingRow) -> list[int]:
 
 
 def stretches(logits: Tensor, of: SamplingRow) -> tuple[Tensor, Tensor]:
-    """By the definition in float64, where no logits are equal: ids kept, in order, and where their stretches end."""
+    """Return the ids kept, in order, and the ends of their intervals, in float64; no logits may be equal."""
     weights = (logits.double() - logits.double().max()).div(of.temperature).exp()
     ordered, ids = weights.sort(descending=True)
     kept = int((ordered >= of.min_p).sum())
@@ -46,7 +46,7 @@ def stretches(logits: Tensor, of: SamplingRow) -> tuple[Tensor, Tensor]:
 @CPU
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_a_large_vocabulary(name: str, scale: float) -> None:
-    """A draw is the token whose stretch holds the noise, but for the rounding of sums."""
+    """The token drawn is the one in whose interval the noise lies, up to the rounding of sums."""
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(7)) * scale
     for of in DRAWINGS:
         ids, ends = stretches(logits, of)

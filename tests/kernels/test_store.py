@@ -1,4 +1,4 @@
-"""Where K and V of a layer lie: disjoint, aligned, within their block, and counted in 64 bits."""
+"""The addresses of K and V of a layer: disjoint, aligned, within their block, and computed in 64 bits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_planes_are_aligned_and_do_not_overlap(block_size: int, dtype: torch.dty
 
 @pytest.mark.parametrize("run", [1, 3])
 def test_every_slot_of_every_block_has_bytes_of_its_own(run: int) -> None:
-    """Each element of blocks that do not overlap gets a number; all of them are found again."""
+    """Each element of non-overlapping blocks gets a number, and all numbers are found again."""
     page = -(-compute_block_bytes(ODD, 7, torch.float32) // run)
     arena = Arena(4 * run, -(-page // ALIGN) * ALIGN)
     store = KVStore(arena, ODD, 7, torch.float32)
@@ -62,7 +62,7 @@ def test_a_block_is_what_its_first_page_says() -> None:
     ids=["stored", "repeated"],
 )
 def test_offsets_of_a_large_model(layers: list[LayerSpec], block_size: int, beyond_32_bits: bool) -> None:
-    """Phi-4's geometry in float32; with KV heads repeated, a text of 4096 tokens alone passes 2**32 bytes."""
+    """Phi-4's geometry in float32: with KV heads repeated, a sequence of 4096 tokens exceeds 2**32 bytes."""
     heads, plane = layers[0].num_kv_heads, layers[0].num_kv_heads * block_size * 128 * 4
     arena = Arena(1000, compute_block_bytes(layers, block_size, torch.float32), device="meta")
     store = KVStore(arena, layers, block_size, torch.float32)
@@ -81,7 +81,7 @@ def test_offsets_of_a_large_model(layers: list[LayerSpec], block_size: int, beyo
 
 
 def test_layers_of_one_block_are_addressed_past_4_gib() -> None:
-    """The same geometry with the block cut into pages of 13 MB: a run, as contiguous takes it."""
+    """The same geometry with pages of 13 MB: a block is a run of pages, as for `contiguous`."""
     page = compute_block_bytes(PHI4_REPEATED, 8, torch.float32)
     arena = Arena(1024, page, device="meta")
     store = KVStore(arena, PHI4_REPEATED, 4096, torch.float32)

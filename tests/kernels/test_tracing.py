@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Log(Recorder):
-    """Writes down what it hears."""
+    """Logs every report."""
 
     def __init__(self, log: list[str], name: str = "", *, needs_every_op: bool = False) -> None:
         self.needs_every_op = needs_every_op
@@ -94,7 +94,7 @@ def test_recorders_come_and_go() -> None:
 
 
 def test_layers_that_were_timed_in_one_call_are_reported_afterwards() -> None:
-    """Where a backend runs them in one call; a recorder that needs every operation has them run one by one."""
+    """If a backend runs them in one call; a recorder that needs every operation makes them run one by one."""
     for backend in BACKENDS:
         for every in (False, True):
             tracer, log = Tracer(), list[str]()

@@ -1,7 +1,7 @@
-"""Every operation of a backend with arguments that do not fit, in a process of its own, which reading astray may end.
+"""Calls every operation of a backend with wrong arguments, in a process of its own, as an invalid read may end it.
 
-`python -m tests.kernels.wrong_arguments BACKEND SEED` names each call before it is made, and last the calls that went
-wrong: a call must raise ValueError, or compute what the reference computes of the same arguments.
+`python -m tests.kernels.wrong_arguments BACKEND SEED` prints each call before it is made, and at the end the calls
+that failed: a call must raise ValueError, or compute the same as the reference.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Wrong = tuple[str, Any]  # what is wrong with it, and the argument
 
 
 def tensors_instead(t: Tensor, *, sized: bool = True) -> Iterator[Wrong]:
-    """Yield wrong tensors in the place of a right one; `sized`: its sizes follow from other arguments."""
+    """Yield wrong tensors instead of a right one; `sized`: its sizes follow from other arguments."""
     yield "empty", t.new_empty((0,) * t.dim())
     for d in range(t.dim()):
         if sized and t.shape[d] > 0:
@@ -70,7 +70,7 @@ def tensors_instead(t: Tensor, *, sized: bool = True) -> Iterator[Wrong]:
 
 
 def integers_instead(name: str, n: int) -> Iterator[Wrong]:
-    """Yield wrong integers in the place of a right one."""
+    """Yield wrong integers instead of a right one."""
     if name in ("sinks", "ring"):
         yield "negative", -1
         return
@@ -80,7 +80,7 @@ def integers_instead(name: str, n: int) -> Iterator[Wrong]:
 
 
 def instead(name: str, value: Any) -> Iterator[Wrong]:
-    """Yield what is wrong with a value, or with one part of it, and the value with that; it may raise ValueError."""
+    """Yield descriptions of faults, and the value with each fault in it or in one part of it. May raise ValueError."""
     if isinstance(value, Tensor):
         yield from tensors_instead(value, sized=name != "table")
     elif isinstance(value, bool | KVStore | str | slice) or value is None or name in LEFT_OUT:
@@ -94,7 +94,7 @@ def instead(name: str, value: Any) -> Iterator[Wrong]:
 
 
 class Later:
-    """A value that is put together when it is needed, as that may be refused already."""
+    """A value that is made only when it is used, as making it may raise ValueError."""
 
     def __init__(self, put: Change, part: Any) -> None:
         self._put, self._part = put, part
@@ -108,7 +108,7 @@ def made(value: Any) -> Any:
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any, Change]]:
-    """Yield the parts of a value, and what puts another in the place of each."""
+    """Yield the parts of a value, and a function that replaces each part."""
     if isinstance(value, DecoderLayers):
         yield "layers", value.layers, DecoderLayers
     elif isinstance(value, Step):
@@ -135,7 +135,7 @@ def with_attribute(value: Any, name: str, new: Any) -> Any:
 
 # -------------------------------------------------------------------- what comes of a call
 def fault_of(call: Call, ops: Any, name: str, wrong: Any) -> str | None:
-    """Make the call with the wrong argument; return what it did that it should not, or None."""
+    """Make the call with the wrong argument; return what is wrong with its outcome, or None."""
     try:
         argument = made(wrong)
         found = call.run(ops, **{name: argument})
@@ -164,7 +164,7 @@ def off(op: OpInfo, ours: Tensor, theirs: Tensor) -> str | None:
 
 
 def wrong_calls(backend: str, rng: random.Random, ops: Any) -> Iterator[tuple[str, Call, str, Any]]:
-    """Yield a name for each wrong call, the call as it was right, and the argument to be changed."""
+    """Yield a name for each wrong call, the right call, and the argument to change."""
     for op in OPS:
         dtype = rng.choice(DTYPES)
         found = list(calls(op, ops, dtype))
@@ -175,7 +175,7 @@ def wrong_calls(backend: str, rng: random.Random, ops: Any) -> Iterator[tuple[st
 
 
 def main(backend: str, seed: int) -> int:
-    """Make all wrong calls; return how many went wrong."""
+    """Make all wrong calls; return the number of failures."""
     torch.set_num_threads(1)
     ops = BACKENDS[backend]()
     faults, count = [], 0

@@ -1,4 +1,4 @@
-"""Tests of the C++ kernels are collected where there are any: without a compiler all others still pass."""
+"""Skips the tests of the C++ kernels if they were not built, for example without a compiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the C++ kernels promise beyond the table: bits that depend on positions alone, heads of any width, products."""
+"""Properties of the C++ kernels beyond the table: bits that depend on positions alone, heads of any width, products."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def one_thread() -> Iterator[None]:
 
 
 def read(name: str, chunks: list[int], dtype: torch.dtype) -> list[Tensor]:
-    """What the last 60 tokens of a text attended to, in each layer; another text goes along."""
+    """Return the output of attention for the last 60 tokens of a sequence, in each layer, beside another sequence."""
     world = World(STRATEGIES, layers=LAYERS, dtype=dtype, max_seats=2, max_seq_len=2200, max_num_batched_tokens=4400)
     reading, other = (world.open(name, text) for text in TEXTS[dtype])
     outs: list[list[Tensor]] = []

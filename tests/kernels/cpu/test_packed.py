@@ -1,4 +1,4 @@
-"""Packed weights: what values they keep, and products with them against numpy, in every instruction set there is."""
+"""Packed weights: the values they keep, and products with them compared with numpy, on every instruction set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.parametrize("backend", CPUS)
 
 
 def weights(out: int, bits: int, group: int | None) -> list[QuantizedTensor]:
-    """Without offsets, and with them, in scales of several types."""
+    """Return quantized weights without and with offsets, and with scales of several dtypes."""
     weight = torch.randn(out, 192, generator=torch.Generator().manual_seed(out))
     affine = quantize_weight(weight.bfloat16(), bits, group or 192)
     return [quantize_symmetric(weight, bits, group), quantize_symmetric(weight.half(), bits, group), affine]
@@ -81,14 +81,14 @@ def test_products_are_those_of_float64_however_many_rows(
 
 
 def test_a_bias_ends_where_outputs_end(backend: str) -> None:
-    """A weight so wide that threads divide its only block: one of them has nothing but padding."""
+    """The weight is so wide that threads share its only block, and one of them has only padding."""
     ops, bias = BACKENDS[backend](), torch.tensor([0.5])
     packed = ops.pack(torch.randn(1, 9000))
     assert ops.linear(torch.zeros(2, 9000), packed, bias).tolist() == [[0.5], [0.5]]
 
 
 def rounded(x: Tensor, group: int) -> np.ndarray:
-    """x [N, in] as whole numbers of 8 bits by groups, and what they stand for; in numpy, float32 as the kernels."""
+    """Return x [N, in] quantized to 8 bits by groups and dequantized, by numpy in float32 as in the kernels."""
     grouped = x.float().numpy().reshape(len(x), -1, group)
     largest = np.abs(grouped).max(-1, keepdims=True)
     factor = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)

@@ -1,4 +1,4 @@
-"""Where what can be tested: Metal kernels need a C++ compiler, which emulates them, and some a Mac."""
+"""Skips tests that this machine cannot run: Metal kernels need a C++ compiler for the emulator, and some need a Mac."""
 
 from __future__ import annotations
 

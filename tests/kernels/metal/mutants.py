@@ -1,8 +1,8 @@
 """The mutants of the Metal kernels: every kind of fault that a kernel can have, planted in each.
 
-A row is a kind, what is wrong, the function or struct, and the change to it as `source_pattern` reads it. Left out is
-what nothing could tell from the right kernel: sums that begin with other finite numbers while their maximum is NOTHING,
-for their weight becomes 0; and threads, queries or keys too many, all of whose results a later condition leaves out.
+A row has the kind, a description, the function or struct, and the change as a `source_pattern`. Equivalent mutants are
+left out: sums that begin with other finite numbers while their maximum is NOTHING, as their weight becomes 0; and extra
+threads, queries or keys whose results a later condition discards.
 
 `python -m tests.kernels.metal.mutants` prints the table of docs/internals/metal.md.
 """
@@ -26,7 +26,7 @@ GROUP_SUM = "uint $lane, uint $simdgroup, uint $simdgroups)"
 def _barrier(
     kernel: str, words: str, within: str, names: str, before: str, memory: str, branch: str
 ) -> tuple[Mutant, ...]:
-    """The faults of the barrier that stands before some code."""
+    """Return the mutants of the barrier before some code."""
 
     def mutant(kind: Kind, words: str, by: str) -> Mutant:
         return Mutant(kernel, kind, words, within, f"{names} ... «{BARRIER}→{by}» {before}")
@@ -341,7 +341,7 @@ MUTANTS: tuple[Mutant, ...] = (
 
 
 def markdown() -> str:
-    """The table for people; stderr hears how far it is."""
+    """Return the table of docs/metal.md; print the progress to stderr."""
     rows = ["| kernel | mutant | caught by |", "|---|---|---|"]
     with workers() as pool:
         for i, (mutant, by) in enumerate(zip(MUTANTS, pool.map(try_mutant, MUTANTS), strict=True), 1):

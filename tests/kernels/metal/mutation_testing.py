@@ -1,8 +1,8 @@
-"""Tries a mutant: a Metal kernel with one small fault, and what catches it.
+"""Runs mutants: Metal kernels with one small fault each, and finds what catches them.
 
-That is the emulator's checker, its compiler, or a result of a row of kernels/selfcheck/op_db.py that is not the
-reference's. A few samples more stand here, of what is too long or too exact for a self-check. Which mutants there are
-is not known here.
+A mutant is caught by the emulator's checks, by its compiler, or by a result of a row of kernels/selfcheck/op_db.py that
+differs from the reference. A few more samples are here, which are too long or too exact for the self-check. mutants.py
+has the list of mutants.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Kind(StrEnum):
 
 
 class Mutant(NamedTuple):
-    """One change to the assembled source of a kernel's file."""
+    """A change to the assembled source of a file of kernels."""
 
     kernel: str
     kind: Kind
@@ -82,12 +82,12 @@ KERNELS: dict[str, tuple[str, ...]] = {
 
 # -------------------------------------------------------------------- samples beyond those of the table
 def _equal(ours: Tensor, theirs: Tensor) -> Tensor:
-    """The share of numbers with the same bits; all of them in float32, whose last bit depends on the order of a sum."""
+    """Return the share of numbers with equal bits; 1 for float32, whose last bit depends on the order of a sum."""
     return torch.ones(()) if ours.dtype is torch.float32 else (ours == theirs).float().mean()
 
 
 def _norm_bits(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
-    """A rounding more or less is below every tolerance, but not below the bits of many numbers."""
+    """An extra rounding is below every tolerance, but changes the bits of many numbers."""
     x, weight = torch.randn(2, 40, 256, generator=torch.Generator().manual_seed(0))
     for what, each in (("as in Llama", weight[0].to(dtype)), ("as in Gemma", weight[0])):
         arguments = x.to(dtype), each, 1e-6
@@ -100,7 +100,7 @@ def _gate_bits(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
 
 
 def _long_texts(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
-    """Several splits, all of whose simdgroups have keys; heads and groups that are wide."""
+    """Several splits, in which all simdgroups have keys; wide heads and groups."""
     rows = (
         CaseRow(2 * SPLIT + 88, 1),
         CaseRow(SPLIT - 1, 1),
@@ -124,7 +124,7 @@ FURTHER = {"rms_norm": _norm_bits, "silu_mul": _gate_bits, "attend": _long_texts
 
 # -------------------------------------------------------------------- running them
 def caught(kernel: str, dtype: torch.dtype, change: Callable[[str], str]) -> str | None:
-    """What tells a kernel whose file's source was changed from a right one; None: nothing does."""
+    """Return what detects the changed source of a file; None if nothing does."""
     file, *names = KERNELS[kernel]
 
     def compile_changed(text: str) -> Any:
@@ -141,7 +141,7 @@ def caught(kernel: str, dtype: torch.dtype, change: Callable[[str], str]) -> str
 
 
 def _astray(ops: Ops, name: str, dtype: torch.dtype) -> str | None:
-    """The first result of an operation that is not the reference's."""
+    """Return the first result of an operation that differs from the reference."""
     op = next(op for op in OPS if op.full_name == name)
     for tried in filter(None, (op.samples, FURTHER.get(name))):
         for (what, ours), (_, theirs) in zip(tried(ops, dtype, CPU), tried(ReferenceOps(), dtype, CPU), strict=True):
@@ -152,7 +152,7 @@ def _astray(ops: Ops, name: str, dtype: torch.dtype) -> str | None:
 
 
 def _fault(message: str) -> str:
-    """In a few words, as `data race on 'sums'`."""
+    """Return a fault in a few words: `data race on 'sums'`."""
     kind = re.search(r": (data race|[a-z ]+)", message)
     assert kind, message
     name = re.search(r"'(\w+)'", message)
@@ -160,12 +160,12 @@ def _fault(message: str) -> str:
 
 
 def try_mutant(mutant: Mutant) -> str | None:
-    """What catches it."""
+    """Return what catches a mutant."""
     return caught(mutant.kernel, mutant.dtype, mutant.applied)
 
 
 def workers() -> ProcessPoolExecutor:
-    """A process a core; what was never written is NaN in them, so that they find the same in every run."""
+    """Yield a pool with one process per core, in which uninitialised memory is NaN, so that runs are repeatable."""
     spawn = multiprocessing.get_context("spawn")
     return ProcessPoolExecutor(os.cpu_count(), mp_context=spawn, initializer=_begin)
 

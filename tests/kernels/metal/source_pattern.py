@@ -1,9 +1,9 @@
-"""Change one place of a Metal source, found by its structure: by tokens, whatever its variables are called.
+"""Changes one place of a Metal source, found by a pattern of tokens that does not depend on names of variables.
 
-In `$i «<→<=» $width` the part between « and → becomes the one between → and ». `$name` stands for any word, the same
-one wherever that name comes again. What stands before a ` ... ` stays as it is, and tells names: any code may come
-between it and the rest. So a change outlives renamed variables and fields, another layout of the lines and other
-comments, but not a changed expression.
+In `$i «<→<=» $width` the part between « and → is replaced by the part between → and ». `$name` matches any word, the
+same word at each occurrence. The part before ` ... ` is context, which binds names; any code may come between it and the
+rest. So a pattern still matches after variables or fields were renamed, lines laid out differently or comments changed,
+but not after an expression was changed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _CHANGE = re.compile("«([^»]*?)→([^»]*)»")
 
 
 def change_once(text: str, within: str, change: str) -> str:
-    """Return the source with the change made in its only place.
+    """Return the source with the change made in the only place that matches.
 
-    `within`: the names of the functions and structs that the change is looked for in, in the order of the source.
+    `within`: the names of the functions and structs to search, in the order of the source.
     """
     source = Source(text)
     places = [i for name in within.split() for first, end in scopes(source, name) for i in range(first, end)]
@@ -62,7 +62,7 @@ def _matches(
 
 
 def _match(tokens: Sequence[Token], wanted: Sequence[str], known: Names) -> Names | None:
-    """Return the names with those of this piece; None if the tokens are others."""
+    """Return the names including those that this piece binds; None if it does not match."""
     names = dict(known)
     for token, text in zip(tokens, wanted, strict=True):
         if text[0] != "$":

@@ -1,4 +1,4 @@
-"""What the matrix does not ask of the Metal kernels: long texts in two passes, wide groups, many blocks, arguments
+"""Tests of the Metal kernels beyond the common ones: long sequences in two passes, wide groups, many blocks, arguments
 that do not fit, and that nothing is compiled twice."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPEC = LayerSpec(2, 4, 16, 8, scale=0.25)
 
 @pytest.fixture(scope="module")
 def ops() -> MetalOps:
-    """With races and bounds looked for."""
+    """Return the operations in the emulator, with checks for races and bounds."""
     return load_emulated(checked=True)
 
 
@@ -58,7 +58,7 @@ def test_long_texts_attend_as_the_definition_says(ops: MetalOps, spec: LayerSpec
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_one_pass_and_two_have_the_same_bits(ops: MetalOps, dtype: torch.dtype) -> None:
-    """A text of one split alone, and beside a text of several."""
+    """A sequence of one split, alone and beside one of several splits."""
     short, long = CaseRow(SPLIT - 1, 1), CaseRow(3 * SPLIT, 1)
     alone, beside = (AttentionCase(ReferenceOps(), Layout(16), SPEC, rows, dtype) for rows in ([short], [short, long]))
     for scene in (alone, beside):
@@ -102,7 +102,7 @@ def test_a_large_block_is_copied_in_several_launches(ops: MetalOps, monkeypatch:
 
 
 def test_a_page_may_have_more_than_32_gib(ops: MetalOps) -> None:
-    """Which are 2^31 units and more."""
+    """That is 2^31 copy units and more."""
     page = 33 << 30
     store = KVStore(Arena(3, page, memory=sparse_memory(3 * page)), [LayerSpec(1, 1, 16, 16)], 4, torch.float32)
     store.blocks[1, : store.block_bytes] = torch.randint(1, 255, (store.block_bytes,)).byte()
@@ -142,7 +142,7 @@ Call = Callable[[MetalOps, AttentionCase], object]
 
 
 def _wrong_layers() -> dict[str, tuple[str, Call]]:
-    """What is wrong, the words that tell it, and the call."""
+    """Return a description, words of the message, and the call, for each wrong call."""
     x, square, norm = torch.ones(2, 64), torch.ones(64, 64), torch.ones(64)
     q, cos, here = torch.ones(4, 4, 16), torch.ones(9, 8), torch.zeros(4, dtype=torch.int64)
     quantized, numbers = quantize_weight(square, 4, 32), torch.ones(3, 4, dtype=torch.int8)
@@ -190,7 +190,7 @@ def _wrong_layers() -> dict[str, tuple[str, Call]]:
 
 
 def _wrong_memory() -> dict[str, tuple[str, Call]]:
-    """The same of keys and values."""
+    """The same for operations on KV memory."""
     q, out = torch.ones(4, 4, 16), torch.ones(4, 4, 8)
     k, v, here = torch.ones(4, 2, 16), torch.ones(4, 2, 8), torch.zeros(4, dtype=torch.int64)
     away, sinks = torch.device("meta"), SPEC._replace(sink_logits=torch.ones(3))

@@ -1,4 +1,4 @@
-"""On a Mac (conftest.py): the very operations that the emulator has run, on the GPU itself."""
+"""On a Mac (conftest.py): the operations that the emulator runs elsewhere, on the GPU itself."""
 
 from __future__ import annotations
 

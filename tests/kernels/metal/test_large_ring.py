@@ -1,4 +1,4 @@
-"""The ring of `sliding_window` at a large model's own geometry, launched by the strategy itself: a minute, or more."""
+"""The ring of `sliding_window` with the geometry of a large model, launched by the strategy; takes a minute or more."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYERS, WINDOW, SINKS, CHUNK = 40, 4096, 4, 512
 
 @pytest.mark.slow
 def test_a_ring_of_phi_4_attends_as_the_definition_says() -> None:
-    """In float32, 4096 tokens back and the sinks: a chunk and a single token, after a ring of 1.9 GB has begun anew."""
+    """In float32, over 4096 tokens and the sinks: a chunk and a single token, after a ring of 1.9 GB has wrapped around."""
     ops = load_emulated()
     cache = _cache(ops)
     past, chunk = WINDOW + CHUNK + 100, 5  # the ring has 4607 slots
@@ -56,7 +56,7 @@ def _cache(ops: MetalOps) -> KVCache:
 
 
 def _step(cache: KVCache, seat: Seat, n: int, k: Tensor, v: Tensor, q: Tensor | None = None) -> list[Tensor]:
-    """The next n tokens enter in all layers, and attend there if there are queries: the output of each layer."""
+    """Write the next n tokens in all layers; return the output of each layer for the queries, if any."""
     start, outs = seat.length, []
     assert cache.grow(seat, n)
     plan = cache.plan([Row(seat, n)])

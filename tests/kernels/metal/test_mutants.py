@@ -1,4 +1,4 @@
-"""Every mutant of a Metal kernel is caught, and a kernel that is none is not."""
+"""Every mutant of a Metal kernel is caught, and an equivalent kernel is not."""
 
 from __future__ import annotations
 

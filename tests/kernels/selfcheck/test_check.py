@@ -1,4 +1,4 @@
-"""What a backend computes wrongly is found before anything is served, and computed by the reference instead."""
+"""The self-check finds wrong operations before anything is served, and the reference replaces them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_table_has_every_operation() -> None:
 
 
 class Off(ReferenceOps):
-    """Every operation with a result gives a little too much, those that only write do nothing; all but `right`."""
+    """Operations whose results are a little too large, or that write nothing; except for those in `right`."""
 
     def __init__(self, *right: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What passes the self-check in a small memory, and fails in the one that is to serve, is found before it serves."""
+"""The second self-check finds operations that pass in small memory, but fail in the actual KV memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_is_right_passes(backend: str, dtype: torch.dtype, tokens: int, run
 
 
 class Near(ReferenceOps):
-    """Layers behind the first `reach` bytes of a block lie upon the first one, in one of the operations."""
+    """One operation places layers after the first `reach` bytes of a block on top of the first layer."""
 
     def __init__(self, reach: int, *operations: str) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def test_what_is_wrong_far_away_alone_is_found(operations: tuple[str, ...], foun
 
 
 class Narrow(ReferenceOps):
-    """Offsets are passed in so few bits that not all can be."""
+    """Operations with offsets of too few bits."""
 
     def attend(self, out: Tensor, q: Tensor, store: KVStore, layer: int, *rest: Any, **keywords: Any) -> None:
         if store.k_offset(layer) >= 1 << 18:

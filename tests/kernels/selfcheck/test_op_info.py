@@ -1,4 +1,4 @@
-"""A row of the table is complete: it is documented, and its bytes are those that its calls cannot do without."""
+"""Rows of the table are complete: documented, and with the bytes that every implementation must move."""
 
 from __future__ import annotations
 

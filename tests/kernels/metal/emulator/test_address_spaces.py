@@ -1,6 +1,6 @@
-"""What g++ takes and Apple's compiler does not is refused by a clang that knows address spaces; what it takes passes.
+"""The check by clang with address spaces refuses what Apple's compiler refuses and g++ accepts, and nothing else.
 
-That clang is no part of the tests' installation: all that needs it is slow (`pip install kvmux[metal-check]`).
+That clang is not installed with the tests, so tests that need it are marked slow (`pip install kvmux[metal-check]`).
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def test_what_passes(clang: Clang, body: str) -> None:
 
 @pytest.mark.slow
 def test_structs_are_copied_from_every_space_to_every_space(clang: Clang) -> None:
-    """Those that braces may fill, with initialisers, with constructors, and templates."""
+    """Aggregates, structs with initialisers, with constructors, and templates."""
     clang.check(
         HEAD
         + STRUCT
@@ -199,7 +199,7 @@ template [[host_name("k_float")]] kernel void k<float>(device float* o [[buffer(
     "header", ["ATen/native/mps/kernels/DecodeAttention.h", "ATen/native/mps/kernels/GridSampler.h"]
 )
 def test_torchs_own_kernels_pass(clang: Clang, header: str) -> None:
-    """Apple's compiler takes them: they are in every wheel for a Mac."""
+    """Apple's compiler accepts them, as they are in every wheel for macOS."""
     clang.check(f"{HEAD}#include <c10/metal/common.h>\n#include <{header}>\n", [TORCH])
 
 
@@ -246,7 +246,7 @@ def test_no_clang(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
 
 def test_all_that_the_backend_compiles_is_looked_at() -> None:
-    """Its own check calls every operation, for every type of activations; here nothing is computed."""
+    """The self-check calls every operation with every dtype of activations; nothing is computed here."""
     looked_at = {
         assemble_source(file.stem, types) for file in FOLDER.glob("*.metal") for types in list_type_sets(file.stem)
     }

@@ -1,4 +1,4 @@
-"""Compilers that are not there or fail, and a cache that is damaged or cannot be written to."""
+"""Missing or failing compilers, and a cache that is damaged or not writable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNEL = "#include <metal_stdlib>\nkernel void one(device float* out) { out[0] =
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and no compiler in the path."""
+    """Use an empty cache, with no compiler in PATH."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CXX", raising=False)
     (tmp_path / "bin").mkdir()
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(folder: Path, name: str, script: str) -> str:
-    """A program that runs these lines of a shell; its path."""
+    """Make a program that runs these lines of shell; return its path."""
     program = folder / "bin" / name
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
@@ -72,7 +72,7 @@ def test_a_compiler_of_nothing_is_told_before_it_is_used(folder: Path, monkeypat
 
 @pytest.mark.parametrize("damage", [0, 5000, None])
 def test_what_is_damaged_is_compiled_again(folder: Path, damage: int | None) -> None:
-    """Empty, cut (to load that would end the process), or garbage."""
+    """A file that is empty, truncated (loading it would end the process), or garbage."""
     compiler = Compiler.find()
     built = compiler.build_library("", checked=False, ucontext=False)
     for library in built:
@@ -83,7 +83,7 @@ def test_what_is_damaged_is_compiled_again(folder: Path, damage: int | None) -> 
 
 
 def test_what_cannot_be_loaded_is_told_before_it_is_used(folder: Path) -> None:
-    """As from a folder whose programs must not be run."""
+    """As with a folder that is mounted noexec."""
     built = Compiler.find().build_library("", checked=False, ucontext=False)
     built.kernels.write_bytes(b"whole, and no library")
     built.kernels.with_suffix(".sha256").write_text(hashlib.sha256(built.kernels.read_bytes()).hexdigest())

@@ -1,4 +1,4 @@
-"""Bugs that were planted: each is caught, and the message tells where."""
+"""The emulator catches planted bugs, and its message says where they are."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_divergence(request: pytest.FixtureRequest, build: str, kernel: str, tol
 
 @pytest.mark.parametrize("build", ["checked", "fast"])
 def test_memory_of_a_threadgroup_begins_as_nan(request: pytest.FixtureRequest, build: str) -> None:
-    """In every threadgroup, also after one that has written all of it."""
+    """In every threadgroup, also after another one has written all of it."""
     library: Library = request.getfixturevalue(build)
     run(library, "right", GROUPS_OF_32)
     out = run(library, "uninitialised", GROUPS_OF_32)
@@ -282,7 +282,7 @@ def test_memory_of_a_threadgroup_is_limited(request: pytest.FixtureRequest, buil
 
 
 def test_variables_of_a_threadgroup_are_counted_by_kernel() -> None:
-    """As many as a kernel may have, and more in the source."""
+    """The source may have more than a kernel."""
     names = [f"t{i}" for i in range(64)]
     kernels = "".join(
         f"kernel void {kernel}(device float* out) {{\n"

@@ -1,4 +1,4 @@
-"""Threads that meet in different places, lanes that do not exist, and divisions that a CPU does not survive."""
+"""Threads that wait in different places, lanes that do not exist, and integer divisions that trap on a CPU."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def fast() -> Library:
 
 
 def run(library: Library, kernel: str, threads: int = 64, lane: float = 0) -> torch.Tensor:
-    """x[63] is `lane`."""
+    """Run with x[63] = `lane`."""
     x, out = torch.arange(64.0), torch.zeros(64)
     x[63] = lane
     getattr(library, kernel)(x, out, threads=threads, group_size=threads)
@@ -87,7 +87,7 @@ def fault(library: Library, kernel: str, threads: int = 64, lane: float = 0) -> 
 @pytest.mark.parametrize("order", list(Order))
 @pytest.mark.parametrize("is_checked", [True, False])
 def test_what_meets_in_one_place_passes(order: Order, is_checked: bool) -> None:
-    """However the compiler copies or merges the calls."""
+    """Even if the compiler duplicates or merges the calls."""
     library = compile_shader(KERNELS, checked=is_checked, order=order, seed=7)
     assert run(library, "branches_around").isfinite().all()
 

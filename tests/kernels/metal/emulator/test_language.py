@@ -1,4 +1,4 @@
-"""What Metal's language has beyond C++: vectors, halves, functions, atomics; against torch and plain Python."""
+"""The features of Metal's language beyond C++: vectors, halves, functions, atomics; compared with torch and Python."""
 
 from __future__ import annotations
 

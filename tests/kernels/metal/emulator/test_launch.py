@@ -1,4 +1,4 @@
-"""How kernels are called: what torch.mps.compile_shader takes is taken, and what it would read wrongly is refused."""
+"""Calls of kernels: accepts what torch.mps.compile_shader accepts, and refuses what that would read wrongly."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_strided_views(request: pytest.FixtureRequest, build: str) -> None:
 
 
 def test_bounds_are_those_of_the_view(checked: Library) -> None:
-    """Its storage has room on both sides."""
+    """The storage extends beyond the view on both sides."""
     whole = torch.zeros(100)
     view = whole[10:60].as_strided((5, 3), (7, 2), 10)
     assert extent_bytes(view) == (4 * 7 + 2 * 2 + 1) * 4

@@ -1,4 +1,4 @@
-"""What C++ takes and Metal does not is refused, with the line and what to write instead."""
+"""The rules refuse what C++ accepts and Metal does not, with the line and what to write instead."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_operations(library: Library) -> None:
 
 
 def test_a_sum_over_a_threadgroup(library: Library) -> None:
-    """The same bits in every order: lanes are summed by their number."""
+    """The same bits in every order of threads, as lanes are summed in order."""
     x = torch.randn(5, 1024, generator=torch.Generator().manual_seed(1))
     out, forward = torch.zeros(5, 3), torch.zeros(5, 3)
     library.total(x, out, threads=5 * 1024, group_size=1024)
@@ -149,7 +149,7 @@ def _run(kernel: EmulatedKernel) -> Tensor:
 
 @pytest.mark.parametrize("checked", [False, True])
 def test_fibers_of_the_c_library(checked: bool) -> None:
-    """What other processors than x86-64 run on."""
+    """Used on processors other than x86-64."""
     portable = compile_shader(SOURCE, checked=checked, ucontext=True)
     assert _run(portable.total).equal(_run(compile_shader(SOURCE).total))
     assert portable.total.stats is not None

@@ -1,4 +1,4 @@
-"""Calibration: torch's own Metal kernels for attention over a KV cache, as torch ships them, against float64."""
+"""Validates the emulator with torch's own Metal kernels for attention over a KV cache, compared with float64."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ CASES = [
 
 
 def source() -> str:
-    """The header without the instantiations at its end, and ours."""
+    """Return the header of torch with our instantiations instead of its own."""
     text = (HEADERS / DECODE).read_text()
     templates = text[: text.index("INSTANTIATE_SDPA_VECTOR_HEADS(float)")]
     return f'{HEAD}#line 1 "DecodeAttention.h"\n{templates}\n{INSTANCES}\n#endif\n'
 
 
 class Problem:
-    """Queries, keys and values of two texts; for causal masks a few queries each."""
+    """Queries, keys and values of two sequences; several queries each for causal masks."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.batch, self.queries = case, 2, 3 if "causal" in case.mask else 1
@@ -77,7 +77,7 @@ class Problem:
         )
 
     def common(self) -> tuple[Tensor | int | float, ...]:
-        """The arguments that both kernels end with."""
+        """Return the last arguments, which both kernels share."""
         q, k, v = self.q, self.k, self.v
         strides = [_ints(q.stride(d), k.stride(d), v.stride(d), self.case.heads if d == 0 else 0) for d in (1, 2, 0)]
         mask = self.mask if "bool" in self.case.mask else torch.zeros(1)
@@ -142,7 +142,7 @@ def test_every_order_gives_the_same_bits() -> None:
 
 
 def test_all_lanes_write_one_sum() -> None:
-    """The first pass has 32 lanes write the same number to the same place, which is a race, if a harmless one."""
+    """In the first pass 32 lanes write the same number to the same place: a harmless race, but a race."""
     checked = compile_shader(source(), include=[HEADERS], checked=True)
     with pytest.raises(KernelFault, match=r"data race on argument 4 'sums', element \d+ .* DecodeAttention.h:\d+"):
         two_passes(checked, Problem(CASES[0]))

@@ -1,4 +1,4 @@
-"""What stands on the left of an assignment, and what looks like something else: swizzles, members, pointers, calls."""
+"""Translation of assignments and of ambiguous syntax: swizzles, members, pointers, calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEAD = '#include <metal_stdlib>\nusing namespace metal;\n#line 1 "k.metal"\n'
 
 
 def result(body: str, *, helpers: str = "", size: int = 4) -> list[int]:
-    """out[0], out[1], ... of a kernel with a threadgroup of one thread."""
+    """Run a kernel with one thread; return out[0], out[1], ..."""
     kernel = f"kernel void k(device int* out, uint i [[thread_position_in_grid]]) {{\n{body}\n}}\n"
     out = torch.zeros(size, dtype=torch.int32)
     compile_shader(HEAD + helpers + kernel, checked=True).k(out, threads=1, group_size=1)
