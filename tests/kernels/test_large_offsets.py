@@ -31,33 +31,33 @@ CONTIGUOUS, RING = Layout(131_072), Layout(131_072, sinks=4, ring=131_068)
 ROWS = (CaseRow(2, 1), CaseRow(0, 3))
 
 
-def _scene(backend: str, layout: Layout, kept: torch.dtype) -> AttentionCase:
+def _make_case(backend: str, layout: Layout, kept: torch.dtype) -> AttentionCase:
     dtype = torch.float32 if kept is torch.int8 else kept
     before = [LLAMA] * (LAYERS - 1)
-    scene = AttentionCase(
+    case = AttentionCase(
         BACKENDS[backend](), layout, LLAMA, ROWS, dtype, kv_dtype=kept, before=before, memory=sparse_memory
     )
-    assert scene.store.k_offset(scene.layer) // kept.itemsize > FAR
-    assert scene.store.k(0).stride(0) > FAR, "and so do blocks"
-    scene.write()
-    return scene
+    assert case.store.k_offset(case.layer) // kept.itemsize > FAR
+    assert case.store.k(0).stride(0) > FAR, "and so do blocks"
+    case.write()
+    return case
 
 
 @pytest.mark.parametrize("layout", [CONTIGUOUS, RING], ids=lambda at: at.kind)
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16], ids=str)
 @backends
 def test_layers_of_a_long_block_attend_as_the_definition_says(backend: str, kept: torch.dtype, layout: Layout) -> None:
-    scene = _scene(backend, layout, kept)
-    for i, (out, row) in enumerate(zip(scene.attend(), ROWS, strict=True)):
-        assert (out.double() - expected(scene, i, None)).abs().max() < TOLERANCE[kept]
-        k, v = scene.ops.gather(scene.store, scene.layer, scene.at, i, torch.arange(row.past + row.tokens))
-        assert torch.equal(k, scene.k[i])
-        assert torch.equal(v, scene.v[i])
+    case = _make_case(backend, layout, kept)
+    for i, (out, row) in enumerate(zip(case.attend(), ROWS, strict=True)):
+        assert (out.double() - expected(case, i, None)).abs().max() < TOLERANCE[kept]
+        k, v = case.ops.gather(case.store, case.layer, case.at, i, torch.arange(row.past + row.tokens))
+        assert torch.equal(k, case.k[i])
+        assert torch.equal(v, case.v[i])
 
 
 @backends
 def test_so_do_those_in_int8(backend: str) -> None:
-    far = _scene(backend, CONTIGUOUS, torch.int8)
+    far = _make_case(backend, CONTIGUOUS, torch.int8)
     near = AttentionCase(ReferenceOps(), Layout(16), LLAMA, ROWS, torch.float32, kv_dtype=torch.int8)
     near.write()
     for ours, theirs in zip(far.attend(), near.attend(), strict=True):
@@ -67,15 +67,15 @@ def test_so_do_those_in_int8(backend: str) -> None:
 @backends
 def test_layers_do_not_lie_upon_one_another(backend: str) -> None:
     """Every layer is written before any is read, in two blocks."""
-    scene = _scene(backend, CONTIGUOUS, torch.bfloat16)
+    case = _make_case(backend, CONTIGUOUS, torch.bfloat16)
     kept = []
     for layer in range(LAYERS):
-        at, k, v = scene.at, *(torch.randn(4, 8, 128).bfloat16() for _ in range(2))
-        scene.ops.write_kv(scene.store, layer, k, v, at)
+        at, k, v = case.at, *(torch.randn(4, 8, 128).bfloat16() for _ in range(2))
+        case.ops.write_kv(case.store, layer, k, v, at)
         kept.append((k, v))
     for layer, (k, v) in enumerate(kept):
         for row, (tokens, positions) in enumerate(((slice(0, 1), [2]), (slice(1, 4), [0, 1, 2]))):
-            found = scene.ops.gather(scene.store, layer, scene.at, row, torch.tensor(positions))
+            found = case.ops.gather(case.store, layer, case.at, row, torch.tensor(positions))
             assert torch.equal(found[0], k[tokens])
             assert torch.equal(found[1], v[tokens])
 
@@ -149,11 +149,11 @@ def test_all_layers_in_one_call_have_the_bits_that_they_have_nearby(backend: str
     ops, rows = BACKENDS[backend](), (CaseRow(0, 6), CaseRow(0, 6))
     stack, found = stack_of(ops, torch.float32, None), []
     for layout, memory in ((Layout(16), None), (Layout(FAR // 128 + 64), sparse_memory)):
-        scene = AttentionCase(ops, layout, SPECS[1], rows, torch.float32, before=SPECS[:1], memory=memory)
+        case = AttentionCase(ops, layout, SPECS[1], rows, torch.float32, before=SPECS[:1], memory=memory)
         x = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(0))
         for start, n in ((0, 5), (5, 1)):
-            where = KVLocation(scene.store, scene.make_slots([(row, start, n) for row in range(2)]), None)
+            where = KVLocation(case.store, case.make_slots([(row, start, n) for row in range(2)]), None)
             step = Step(ops, SPECS, [(slice(0, 2 * n), where)])
             found.append(ops.forward_layers(stack, x[2 * start :][: 2 * n], step))
-        assert memory is None or scene.store.k(1).storage_offset() > FAR
+        assert memory is None or case.store.k(1).storage_offset() > FAR
     assert torch.equal(torch.cat(found[:2]), torch.cat(found[2:]))

@@ -1,9 +1,9 @@
 """Changes one place of a Metal source, found by a pattern of tokens that does not depend on names of variables.
 
 In `$i «<→<=» $width` the part between « and → is replaced by the part between → and ». `$name` matches any word, the
-same word at each occurrence. The part before ` ... ` is context, which binds names; any code may come between it and the
-rest. So a pattern still matches after variables or fields were renamed, lines laid out differently or comments changed,
-but not after an expression was changed.
+same word at each occurrence. The part before ` ... ` is context, which binds names; any code may come between it and
+the rest. So a pattern still matches after variables or fields were renamed, lines laid out differently or comments
+changed, but not after an expression was changed.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ LAYERS, WINDOW, SINKS, CHUNK = 40, 4096, 4, 512
 
 @pytest.mark.slow
 def test_a_ring_of_phi_4_attends_as_the_definition_says() -> None:
-    """In float32, over 4096 tokens and the sinks: a chunk and a single token, after a ring of 1.9 GB has wrapped around."""
+    """In float32, over 4096 tokens and the sinks: a chunk and a token, after a ring of 1.9 GB has wrapped around."""
     ops = load_emulated()
     cache = _cache(ops)
     past, chunk = WINDOW + CHUNK + 100, 5  # the ring has 4607 slots
