@@ -1,7 +1,7 @@
-# The server in an image. How to run it: docs/operations/deploying.md
+# The image of the server. docs/operations/deploying.md says how to run it.
 #
 #   docker build -t kvmux .                                                      # CUDA, as PyTorch ships it for Linux
-#   docker build -t kvmux --build-arg EXTRA_INDEX="<PyTorch's CPU wheel index>" .    # without a CUDA card: far smaller
+#   docker build -t kvmux --build-arg EXTRA_INDEX="<PyTorch's CPU wheel index>" .    # without a CUDA card: much smaller
 #   docker build -t kvmux-load --target load .                                   # locust, with the load test's users
 #   docker run -p 8000:8000 --stop-timeout 35 -v kvmux-caches:/home/kvmux/.cache -v ./models:/models:ro kvmux --model /models/my-model
 
@@ -29,7 +29,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 COPY . .
 RUN pip install --no-build-isolation --no-deps .
 
-# ---------------------------------------------------------------- load: locust, which loads a server over HTTP
+# ---------------------------------------------------------------- load: locust, which sends load to a server over HTTP
 FROM python:${PYTHON}-slim AS load
 RUN useradd --create-home --uid 10001 load
 ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -56,6 +56,6 @@ USER kvmux
 WORKDIR /home/kvmux
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# A server that is ready ends the start period, so a long one costs nothing; it has time to fetch a model.
+# The start period ends when the server is ready, so a long one costs nothing and leaves time to download a model.
 HEALTHCHECK --interval=15s --timeout=5s --start-period=10m --retries=3 CMD ["kvmux", "health"]
 ENTRYPOINT ["kvmux", "serve", "--host", "0.0.0.0"]

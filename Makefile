@@ -2,9 +2,9 @@
 #
 #   make serve ARGS="--port 9000"        any flag of `kvmux serve`
 #   make test ARGS="tests/cli -x"        any argument of pytest
-#   make fuzz SECONDS=60                 for so long, if nothing fails before
-#   make test PROCESSES=4                for the tests that may run side by side; 0: all in one, as debuggers want it
-#   make install PYTHON=python3.12       with which Python the virtual environment is made
+#   make fuzz SECONDS=60                 seconds to run, if no test fails before
+#   make test PROCESSES=4                processes for the tests that may run side by side; 0: one, for debuggers
+#   make install PYTHON=python3.12       the Python for the virtual environment
 #   make install PIP_ARGS="..."          further arguments of every pip install
 #
 # Linux without a CUDA card: PIP_ARGS="--extra-index-url <PyTorch's CPU wheel index>" saves gigabytes.
@@ -21,10 +21,10 @@ PY := $(VENV)/bin/python
 PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $(PIP_ARGS)
 TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 CPP = $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
-# What an installation is made from: when one of these changes it is made again.
+# The sources of an installation: it is made again when one of them changes.
 INPUTS = pyproject.toml $(wildcard setup.py) $(CPP)
 
-# Tests that fit the marks; ARGS may leave none of them, which pytest tells with 5.
+# Tests with these marks. ARGS may select none of them, for which pytest has the exit code 5.
 PYTEST = $(PY) -m pytest -m "$(1)" $(2) $(ARGS) || test $$? = 5
 
 TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were not built: is there a C++ compiler?\
@@ -38,7 +38,7 @@ help:  ## list the targets
 
 install: $(VENV)/.base  ## make the virtual environment and install the server
 
-serve: $(VENV)/.base  ## serve the embedded model, or what ARGS says
+serve: $(VENV)/.base  ## serve the embedded model, or as ARGS says
 	$(VENV)/bin/kvmux serve $(ARGS)
 
 test: $(VENV)/.with-test  ## run the tests
@@ -48,15 +48,15 @@ test: $(VENV)/.with-test  ## run the tests
 test-fast: $(VENV)/.with-test  ## run the tests that take two minutes together, for daily work
 	$(call PYTEST,not slow and not alone and not thorough,-n $(PROCESSES) --dist loadfile)
 
-test-metal: $(VENV)/.with-test  ## run what tests the Metal kernels: emulated, and on a Mac on its GPU, too
+test-metal: $(VENV)/.with-test  ## test the Metal kernels: emulated, and on a Mac on its GPU, too
 	$(PY) -m pytest -m "not slow" tests/kernels tests/engine/test_metal.py tests/end_to_end/test_metal.py $(ARGS)
 
 prometheus: .tools/usr/bin/promtool  ## unpack Prometheus for the tests, on Debian and Ubuntu; without it some are skipped
 
-test-slow: $(VENV)/.with-test  ## run the tests that take minutes, too
+test-slow: $(VENV)/.with-test  ## run all tests, with those that take minutes
 	$(PY) -m pytest $(ARGS)
 
-test-clients: $(VENV)/.with-test  ## check the clients that people use, each installed by itself (CLIENTS="litellm ...": these)
+test-clients: $(VENV)/.with-test  ## test popular clients, each installed by itself (CLIENTS="litellm ...": only these)
 	$(PY) -m tests.clients.run $(CLIENTS)
 
 check: $(VENV)/.with-test,check  ## lint, format and types, changing nothing
@@ -65,28 +65,28 @@ check: $(VENV)/.with-test,check  ## lint, format and types, changing nothing
 	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
 	$(PY) -m mypy
 
-check-metal: $(VENV)/.with-metal-check  ## look at the Metal sources as Apple's compiler would, without a Mac (ARGS: which files)
+check-metal: $(VENV)/.with-metal-check  ## check the Metal sources as Apple's compiler would, without a Mac (ARGS: which files)
 	$(PY) -m kernels.metal.emulator $(ARGS)
 
-format: $(VENV)/.with-test,check  ## put the code into its format
+format: $(VENV)/.with-test,check  ## format the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(VENV)/bin/clang-format -i $(CPP)
 
-bench: $(VENV)/.base  ## measure every figure that has a goal (ARGS="--rows decode": these; --help tells more)
+bench: $(VENV)/.base  ## measure every figure that has a goal (ARGS="--rows decode": only these; see --help)
 	$(PY) -m tools.bench $(ARGS)
 
 load: $(VENV)/.with-load  ## load a running server (URL) for 30 seconds
 	$(VENV)/bin/locust -f loadtest/locustfile.py --headless --only-summary --host $(URL) \
 	  --users 8 --spawn-rate 8 --run-time 30s --stop-timeout 60 $(ARGS)
 
-fuzz: $(VENV)/.with-test  ## run the random tests again and again, each time drawn anew, for SECONDS (600)
+fuzz: $(VENV)/.with-test  ## repeat the random tests with new random numbers, for SECONDS (600)
 	$(PY) -m tests.fuzzing --seconds $(SECONDS) $(ARGS)
 
-chaos: $(VENV)/.base  ## kill, stop and restart a server under load for ten minutes (ARGS="--minutes 1"; --help tells more)
+chaos: $(VENV)/.base  ## kill, stop and restart a server under load for ten minutes (ARGS="--minutes 1"; see --help)
 	$(PY) -m tools.chaos $(ARGS)
 
-soak: $(VENV)/.base  ## load one server for an hour: memory, descriptors, gauges (ARGS="--minutes 10"; --help tells more)
+soak: $(VENV)/.base  ## load one server for an hour: memory, descriptors, gauges (ARGS="--minutes 10"; see --help)
 	$(PY) -m tools.soak $(ARGS)
 
 clean:  ## remove the virtual environment and all caches
@@ -119,7 +119,7 @@ $(VENV)/.base: $(VENV)/.torch $(INPUTS)
 	@$(TELL_KERNELS)
 	@touch $@
 
-# What its extras need, "test" or "test,check". The project is there, so pip does not build it once more.
+# The dependencies of extras, "test" or "test,check". The project is installed already, so pip does not build it again.
 $(VENV)/.with-%: $(VENV)/.base
 	$(PIP_INSTALL) "kvmux[$*]"
 	@touch $@
