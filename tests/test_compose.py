@@ -1,4 +1,4 @@
-"""compose.yaml and what it mounts agree with each other: paths, addresses, and how often is read."""
+"""compose.yaml and the files that it mounts agree: paths, addresses, and scrape intervals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMETHEUS: dict[str, Any] = yaml.safe_load((CONFIG / "prometheus.yml").read_tex
 
 
 def mounts(service: str) -> dict[str, str]:
-    """What is seen inside, by where; variables stand for their defaults."""
+    """Return the mounted files, by path in the container, with variables at their defaults."""
     given = SERVICES[service].get("volumes", [])
     volumes = (re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", volume).split(":") for volume in given)
     return {inside: outside for outside, inside, *_ in volumes}
@@ -29,7 +29,7 @@ def test_what_is_mounted_exists() -> None:
         for outside in mounts(service).values():
             if not outside.startswith("."):
                 assert outside in COMPOSE["volumes"]
-            elif outside != "./models":  # everybody's own
+            elif outside != "./models":  # the user's own
                 assert (ROOT / outside).exists(), outside
 
 
@@ -66,6 +66,6 @@ def test_grafana_finds_prometheus_and_the_dashboards() -> None:
 
 
 def assert_service(address: str) -> None:
-    """Something listens there."""
+    """Check that a service of compose.yaml listens at the address."""
     host, _, port = address.partition(":")
     assert SERVICES[host]["ports"][0].endswith(f":{port}")

@@ -1,4 +1,4 @@
-"""The image and compose.yaml: what they copy is there, and what they run, ask and wait for is what the server does."""
+"""The image and compose.yaml: the files that they copy exist, and commands, ports and times are the server's."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ SETTINGS = {env_name(name) for name in Settings.model_fields} | {"KVMUX_CONFIG"}
 
 
 def instructions() -> list[tuple[str, str]]:
-    """The Dockerfile's instructions with their arguments: lines joined, comments left out."""
+    """Return the Dockerfile's instructions with their arguments, lines joined, without comments."""
     text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = text.replace("\\\n", " ").splitlines()
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines if line.strip())]
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:
-    """Instructions by stage; the last has no name."""
+    """Return the instructions by stage; the last stage has no name."""
     found: dict[str, list[tuple[str, str]]] = {}
     for word, rest in instructions():
         if word == "FROM":
@@ -49,13 +49,13 @@ def stages() -> dict[str, list[tuple[str, str]]]:
 
 
 def the(instruction: str, stage: str = "") -> str:
-    """The arguments of an instruction that a stage has once."""
+    """Return the arguments of an instruction that a stage has once."""
     (rest,) = [rest for word, rest in stages()[stage] if word == instruction]
     return rest
 
 
 def variables(text: str) -> dict[str, str]:
-    """What compose takes from outside, with its defaults."""
+    """Return the variables that compose.yaml reads, with their defaults."""
     return dict(re.findall(r"\$\{(\w+):-([^}]*)\}", text))
 
 
@@ -96,7 +96,7 @@ def test_what_runs_is_a_command_line_of_the_server(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_health_check_is_the_command_with_nothing_of_its_own() -> None:
-    """A port here would be wrong as soon as a flag or a settings file names another."""
+    """A port here would be wrong as soon as a flag or a settings file names another one."""
     options, _, command = the("HEALTHCHECK").partition(" CMD ")
     assert json.loads(command) == ["kvmux", "health"]
     given = dict(option.removeprefix("--").split("=") for option in shlex.split(options))

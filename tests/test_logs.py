@@ -1,4 +1,4 @@
-"""Lines of the log: what is in them, and that nobody waits until they are written."""
+"""The log's lines: their contents, and that logging never waits until they are written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def record(message: str = "hello", error: Exception | None = None, **extra: obje
 
 
 def raised() -> Exception:
-    """With two others that it came from."""
+    """Return an exception with two causes."""
     try:
         try:
             int("secret")
@@ -32,7 +32,7 @@ def raised() -> Exception:
         return error
 
 
-def test_json_is_a_line_whatever_is_said() -> None:
+def test_json_is_one_line_whatever_the_message() -> None:
     said = 'two\nlines, "quotes", \udc80 and ü'
     (line,) = JsonFormatter().format(record(said, status=200, nothing=None)).splitlines()
     told = json.loads(line)
@@ -48,7 +48,7 @@ def test_json_is_a_line_whatever_is_said() -> None:
     }
 
 
-def test_a_traceback_with_and_without_what_exceptions_say() -> None:
+def test_a_traceback_with_and_without_messages_of_exceptions() -> None:
     formatter = JsonFormatter()
     whole = json.loads(formatter.format(record(error=raised())))["exception"]
     assert "KeyError: 'secret'" in whole
@@ -58,8 +58,8 @@ def test_a_traceback_with_and_without_what_exceptions_say() -> None:
     assert bare.index("ZeroDivisionError\n") < bare.index("in raised") < bare.index("KeyError", bare.index("in raised"))
 
 
-def test_nobody_begins_a_line_of_text_with_what_is_quoted() -> None:
-    """Nor steers a terminal; a traceback keeps its lines."""
+def test_quoted_text_cannot_begin_a_line() -> None:
+    """Quoted text cannot control a terminal either; a traceback keeps its lines."""
     said = "a\nb\rc\x1b[31m\x85\u2028\u2029\x7f ü"
     (line,) = TextFormatter("%(message)s").format(record(said)).splitlines()
     assert line == r"a\nb\rc\x1b[31m\x85\u2028\u2029\x7f ü"
@@ -70,8 +70,8 @@ def test_nobody_begins_a_line_of_text_with_what_is_quoted() -> None:
     assert trace == [r"ValueError: red\x1b[31m", "and more"]
 
 
-def test_nobody_waits_for_a_reader_that_does_not_read() -> None:
-    """What is lost is told as soon as somebody reads."""
+def test_logging_does_not_wait_for_a_reader() -> None:
+    """The number of lost lines is in the log as soon as it is read."""
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as stream, os.fdopen(reader) as read:
         handler = QueuedHandler(stream, max_lines=10)
@@ -92,7 +92,7 @@ def test_nobody_waits_for_a_reader_that_does_not_read() -> None:
     assert kept == sorted(kept)
 
 
-def test_what_waits_is_written_in_the_end() -> None:
+def test_queued_lines_are_written_at_the_end() -> None:
     stream = StringIO()
     handler = QueuedHandler(stream)
     handler.setFormatter(TextFormatter("%(message)s"))
@@ -132,7 +132,7 @@ print("logged", flush=True)
 
 
 def test_a_process_ends_though_its_log_is_not_read() -> None:
-    """With a StreamHandler behind the queue it would wait for ever: its lock is held by the thread that writes."""
+    """With a StreamHandler behind the queue it would wait for ever: the writing thread holds that one's lock."""
     with subprocess.Popen([sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"logged\n"
@@ -170,7 +170,7 @@ raise LookupError("the end")
 """
 
 
-def test_whatever_a_process_says_is_json() -> None:
+def test_everything_that_a_process_logs_or_prints_is_json() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 1
     lines = [json.loads(line) for line in done.stderr.splitlines()]

@@ -1,4 +1,4 @@
-"""`kvmux serve` in this process, up to the point where it would start others."""
+"""`kvmux serve` in this process, without the processes that it would start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from server.cli import main as cli
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`kvmux serve` does everything but start other processes."""
+    """Let `kvmux serve` do everything but start other processes."""
 
     class NoSupervisor:
         def __init__(self, *_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""File permissions that hold for the superuser, too, so that tests of "Permission denied" run as any user."""
+"""File permissions that apply to root, too, so that tests of "Permission denied" run as any user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DAC_OVERRIDE, DAC_READ_SEARCH = 1, 2
 
 @contextmanager
 def enforced_permissions() -> Iterator[None]:
-    """Take from this thread, until the block ends, the superuser's right to pass over permissions."""
+    """Drop root's capability to ignore file permissions in this thread until the block ends."""
     if os.geteuid() != 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""No environment and no state of the file system ends in a traceback: it works, or one sentence says why not.
+"""Whatever the environment and the file system are like, the server starts, or prints one sentence and no traceback.
 
 Most cases run in this process; a few start the server as a user would.
 """
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 # -------------------------------------------------------------------- directories
 @pytest.fixture
 def places(tmp_path: Path) -> dict[str, str]:
-    """Where a directory should be, and is none that can be used."""
+    """Return paths at which there is no usable directory, by kind."""
     (tmp_path / "file").touch()
     for name, mode in (("read_only", 0o555), ("closed", 0)):
         (tmp_path / name).mkdir()
@@ -127,7 +127,7 @@ def test_a_user_without_a_home(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """As a container's that runs under a number that no file knows."""
+    """As in a container that runs as a user id without an entry in /etc/passwd."""
 
     def unknown(number: int) -> NoReturn:
         raise KeyError(number)
@@ -167,7 +167,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 
 
 def first_refusal(model: Path) -> str:
-    """What the processes do with a model's directory, in their order; what `run_child` would log of the first error."""
+    """Load a model as the processes do, in their order; return the first error as `run_child` logs it."""
     try:
         resolve_model_settings(load_settings(None, {"model": str(model)}))
         Tokenizer.from_directory(model)

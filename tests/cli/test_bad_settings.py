@@ -1,4 +1,4 @@
-"""No value of a setting ends in a traceback: it is taken, or one sentence says why not.
+"""No value of a setting causes a traceback: it is accepted, or refused with one sentence.
 
 Values are drawn anew in each run. All run in this process, up to the supervisor or through the building of an engine.
 """
@@ -171,7 +171,7 @@ SIZED = (
 
 
 def built(**settings: Any) -> None:
-    """An engine, or a sentence."""
+    """Build an engine; a SettingsError is fine, too."""
     told = ""
     try:
         summarize_engine(build_engine(load_settings(None, SMALL_ENGINE | settings)))

@@ -1,4 +1,4 @@
-"""`kvmux doctor` tells of every backend whether it is here and computes what it should."""
+"""`kvmux doctor` reports for every backend whether it is available and computes correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvmux health`: which servers it asks, what it makes of their answers, and its exit code."""
+"""`kvmux health`: the servers that it checks, what it prints, and its exit code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ READY = json.dumps({"status": "ready", "model": "tiny"})
 
 @contextmanager
 def answering(status: int, body: str) -> Iterator[str]:
-    """A server with this answer to GET /ready, and 404 to all else; its URL."""
+    """Run a server with this response to GET /ready and 404 to anything else; yield its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -50,7 +50,7 @@ def answering(status: int, body: str) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers that run beside the tests are none of theirs."""
+    """Hide servers that run beside the tests."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
@@ -152,7 +152,7 @@ def test_timeouts_that_are_none(capsys: pytest.CaptureFixture[str], seconds: str
 
 
 def test_the_short_way_imports_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs every few seconds, beside a server that computes."""
+    """It runs every few seconds beside a busy server."""
     code = """if True:
         import sys
         from server.__main__ import main

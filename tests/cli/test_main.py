@@ -24,7 +24,7 @@ SCALARS = [name for name, field in Settings.model_fields.items() if is_scalar(fi
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """The settings with which `kvmux serve` would have started, instead of starting."""
+    """Return a list that gets the settings with which `kvmux serve` would have started."""
     seen: list[Settings] = []
 
     class NoSupervisor:
@@ -43,7 +43,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one line that a wrong command line prints."""
+    """Return the single line that a wrong command line prints."""
     try:
         code = cli.main(arguments)
     except SystemExit as exit_:

@@ -21,7 +21,7 @@ USER_ERROR = 2
 
 
 def refused(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Serve, and return all that was printed."""
+    """Run `kvmux serve` and return its output."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     flags = ("--model", str(model), "--port", "0", "--host", "127.0.0.1", "--threads", "1")
     command = [sys.executable, "-m", "server", "serve", *flags, "--kv-memory", "16MiB"]

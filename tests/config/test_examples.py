@@ -1,4 +1,4 @@
-"""The example files load, name only options that exist, and show the defaults there are."""
+"""The example files load, name only options that exist, and show the actual defaults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where settings come from, which source wins, and that everything wrong is named with its place."""
+"""The sources of settings and their precedence, and errors that name the setting and its source."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limits", [1, None, {"min_priority": "soon"}, {"min_priorty": 1}])
 def test_api_keys_are_never_shown(limits: Any) -> None:
-    """What is refused is in the log."""
+    """Errors are logged."""
     with pytest.raises(SettingsError, match=r"key_limits\.\(key 2\)") as refused:
         load_settings(
             None, {"api_keys": ["first-key", "second-key"], "key_limits": {"first-key": {}, "second-key": limits}}

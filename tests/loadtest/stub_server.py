@@ -120,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class StubServer(ThreadingHTTPServer):
-    """Listens on a free port of this machine. `seen` are the paths and bodies of the requests it has answered."""
+    """A stub server on a free port. `seen` has the paths and bodies of the requests that it has answered."""
 
     daemon_threads = True
     block_on_close = False
@@ -143,7 +143,7 @@ class StubServer(ThreadingHTTPServer):
             self._changed.notify_all()
 
     def wait_until(self, enough: Any, seconds: float = 60) -> bool:
-        """Until `enough(seen)`."""
+        """Wait until `enough(seen)`."""
         with self._changed:
             return self._changed.wait_for(lambda: enough(self.seen), seconds)
 
@@ -161,7 +161,7 @@ class StubServer(ThreadingHTTPServer):
 
 @contextmanager
 def running_stub(*models: str, **what: Any) -> Iterator[StubServer]:
-    """A stub that answers."""
+    """Yield a running stub server."""
     with StubServer(list(models), **what) as stub:
         thread = threading.Thread(target=stub.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()

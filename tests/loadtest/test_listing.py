@@ -1,4 +1,4 @@
-"""What is read from a server's list of models: kvmux's, and others'."""
+"""Reading lists of models, from kvmux and from other servers."""
 
 from __future__ import annotations
 

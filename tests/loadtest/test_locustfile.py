@@ -25,7 +25,7 @@ STRATEGIES = ("tiny", "tiny:paged", "tiny:window")
 
 
 class Load:
-    """Locust with a few clients. `end` gives exit code, statistics by (kind, name), and the log."""
+    """A run of locust with a few clients. `end` returns exit code, statistics by (kind, name), and the log."""
 
     def __init__(self, url: str, *options: str, users: int = 2) -> None:
         command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", "--json"]
@@ -40,7 +40,7 @@ class Load:
 def load(
     stub: StubServer, *options: str, users: int = 2, enough: Callable[[Seen], bool] = lambda seen: len(seen) >= 20
 ) -> tuple[int, Rows, str]:
-    """Until the stub has had enough."""
+    """Wait until the stub has had enough requests."""
     running = Load(stub.url, *options, users=users)
     assert stub.wait_until(enough), stub.seen
     running.process.send_signal(signal.SIGTERM)
@@ -146,7 +146,7 @@ def chats(seen: Seen) -> list[list[dict[str, str]]]:
 
 
 def shared(seen: Seen) -> int:
-    """Chats under the system prompt that everybody has."""
+    """Return the chats that begin with the shared system prompt."""
     system = {"role": "system", "content": make_prompt(Random(), 0, 30)}
     return sum(messages[0] == system for messages in chats(seen))
 

@@ -1,4 +1,4 @@
-"""What is read from a streamed completion, or chat."""
+"""Reading streamed completions and chats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trace is what it says: the same for the same seed, in the order of time, and made of conversations."""
+"""A trace is the same for the same seed, ordered by time, and made of conversations."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Labels = dict[str, str]
 
 
 def tool(name: str) -> str:
-    """Where `prometheus` or `promtool` is."""
+    """Return the path of `prometheus` or `promtool`."""
     found = shutil.which(name, path=f"{UNPACKED}{os.pathsep}{os.environ.get('PATH', '')}")
     if found is None:
         (pytest.fail if REQUIRED else pytest.skip)(f"no {name}: `make prometheus` unpacks it on Debian and Ubuntu")
@@ -43,28 +43,28 @@ def promtool(*arguments: str | Path, text: str | None = None) -> subprocess.Comp
 
 @dataclass(frozen=True)
 class Prometheus:
-    """What its HTTP API says."""
+    """A running Prometheus, through its HTTP API."""
 
     client: httpx.Client
-    moment: float | None = None  # what is asked is asked for this time; None: for now
+    moment: float | None = None  # the time that queries are for; None: now
 
     @property
     def url(self) -> str:
         return str(self.client.base_url)
 
     def query(self, expression: str) -> list[tuple[Labels, float]]:
-        """Values with their labels. Fails with Prometheus' own words for what is no PromQL."""
+        """Return values with their labels. Raises AssertionError with Prometheus' message if it is not PromQL."""
         when = {} if self.moment is None else {"time": str(self.moment)}
         result = self._get("query", query=expression, **when)["result"]
         return [(series["metric"], float(series["value"][1])) for series in result]
 
     def value(self, expression: str) -> float:
-        """The only one."""
+        """Return the only value of a query."""
         ((_, value),) = self.query(expression)
         return value
 
     def rules(self) -> list[dict[str, Any]]:
-        """Recording rules and alerts, with their health."""
+        """Return the recording rules and alerts, with their health."""
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
     def wait(self, until: Callable[[], bool], what: str) -> None:
@@ -74,7 +74,7 @@ class Prometheus:
             time.sleep(0.1)
 
     def wait_for_scrapes(self, number: int) -> None:
-        """Until it has read the metrics so many times more."""
+        """Wait until it has scraped the metrics `number` times more."""
         before = self._scrapes()
         self.wait(lambda: self._scrapes() >= before + number, "scrapes")
 
@@ -89,7 +89,7 @@ class Prometheus:
 
 @contextmanager
 def running_prometheus(folder: Path, target: str, interval: str = "500ms") -> Iterator[Prometheus]:
-    """One that scrapes `host:port`, with everything that config/prometheus says but how often."""
+    """Run a Prometheus that scrapes `target` (host:port), configured by config/prometheus but for the interval."""
     config = yaml.safe_load((CONFIG / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval}
     config["rule_files"] = [str(CONFIG / name) for name in config["rule_files"]]
@@ -115,7 +115,7 @@ def running_prometheus(folder: Path, target: str, interval: str = "500ms") -> It
 
 
 def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    """Where it listens, once it is ready."""
+    """Return the URL of a Prometheus, once it is ready."""
     end = time.monotonic() + WAIT
     while time.monotonic() < end and process.poll() is None:
         text = log.read_text()

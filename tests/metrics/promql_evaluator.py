@@ -129,7 +129,7 @@ class Evaluator:
 
 
 def quantile(share: float, buckets: Vector) -> Vector:
-    """Within a bucket, evenly; beyond the last edge, that edge."""
+    """Return a quantile, interpolated linearly within its bucket; above the last edge, that edge."""
     histograms: defaultdict[Labels, dict[float, float]] = defaultdict(dict)
     for labels, count in buckets.items():
         edge = float(dict(labels)["le"])

@@ -20,9 +20,9 @@ QUERIES = list(iter_queries())
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """One that has seen things happen, asked for a moment after that.
+    """Yield a Prometheus that has scraped changing metrics; queries are for a moment after the last change.
 
-    So a scrape that comes late or not at all, on a busy machine, changes nothing.
+    So a late or missing scrape on a busy machine does not matter.
     """
     metrics = new_busy_metrics()
     with serve_metrics(metrics) as target, running_prometheus(tmp_path_factory.mktemp("prometheus"), target) as started:
@@ -35,7 +35,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
 
 
 def ask(prometheus: Prometheus, panel: str, dashboard: str) -> dict[str, float]:
-    """What a panel shows, by the values of labels, or by legends that name none."""
+    """Return the values in a panel, by the values of their labels, or by the legend if it names no label."""
     return {
         " ".join(labels.values()) or query.legend: value
         for query in QUERIES

@@ -1,4 +1,4 @@
-"""The exposition is well-formed and says exactly what happened, by strategy, from zero on."""
+"""The exposition is well-formed and counts exactly what happened, by strategy, from zero."""
 
 from __future__ import annotations
 

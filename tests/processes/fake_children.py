@@ -1,4 +1,4 @@
-"""Stand-ins for the engine and the API worker. Each tells on stdout what happens to it.
+"""Stand-ins for the engine and the API worker, which print what happens to them.
 
 Which of them run is an argument of `python -m tests.processes.fake_children`, which is a supervisor around them.
 """
@@ -45,7 +45,7 @@ def say(text: str) -> None:
 
 
 def run_until_told(name: str, beat: Callable[[], None] = lambda: None) -> None:
-    """Says that it runs, and beats; ends on STOP and says that too."""
+    """Print that the process runs, and beat; on STOP_SIGNAL print that it ends, and return."""
     told = threading.Event()
     signal.signal(STOP_SIGNAL, lambda *_: told.set())
     beat()
@@ -56,7 +56,7 @@ def run_until_told(name: str, beat: Callable[[], None] = lambda: None) -> None:
 
 
 def engine(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
-    """A healthy engine."""
+    """Run a healthy engine."""
     status.send({"ready": READY})
     run_until_told("engine", status.beat)
 
@@ -67,7 +67,7 @@ def engine_refusing(settings: Settings, socket_path: str, status: Any, restarts:
 
 
 def engine_loading(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
-    """Never gets ready."""
+    """Run, but never report that the engine is ready."""
     run_until_told("engine")
 
 
@@ -76,7 +76,7 @@ def engine_crashing(settings: Settings, socket_path: str, status: Any, restarts:
 
 
 def engine_telling_its_socket(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
-    """Leaves a file where its socket would be, and tells whether there was one."""
+    """Print whether there is a file at the socket's path, then leave one there."""
     say(f"socket {socket_path} {os.path.exists(socket_path)}")
     with open(socket_path, "w"):
         pass
@@ -84,7 +84,7 @@ def engine_telling_its_socket(settings: Settings, socket_path: str, status: Any,
 
 
 def engine_hanging(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
-    """The first one hangs once it has given a sign of life; those after it are healthy."""
+    """Hang after the first heartbeat in the first process; be healthy in later ones."""
     if restarts:
         return engine(settings, socket_path, status, restarts)
     status.send({"ready": READY})
@@ -99,13 +99,13 @@ def hang_in_a_loop() -> None:
 
 
 def worker(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
-    """A healthy worker, which does have the listening socket."""
+    """Run a healthy worker, and check that it has the listening socket."""
     assert listener.getsockname()[1] > 0
     run_until_told("worker", ties.heartbeat.beat)
 
 
 def worker_loading(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
-    """Never gives a sign of life."""
+    """Run without a heartbeat."""
     run_until_told("worker")
 
 
@@ -118,7 +118,7 @@ def worker_refusing(settings: Settings, socket_path: str, listener: Any, ties: A
 
 
 def worker_deaf(settings: Settings, socket_path: str, listener: Any, ties: Any) -> None:
-    """Ends by SIGKILL alone."""
+    """Run until SIGKILL."""
     signal.signal(STOP_SIGNAL, signal.SIG_IGN)
     say(f"worker {os.getpid()} runs")
     while True:

@@ -55,7 +55,7 @@ class Server:
         self.seen: list[str] = []
 
     def read_until(self, *patterns: str) -> list[re.Match[str]]:
-        """Reads until every pattern was met once, each by a line of its own, in whatever order."""
+        """Read until every pattern has matched a line of its own, in any order."""
         found: list[re.Match[str] | None] = [None] * len(patterns)
         while None in found:
             line = self.output.readline()
@@ -68,12 +68,12 @@ class Server:
         return [match for match in found if match]
 
     def pids(self, workers: int = 1) -> list[int]:
-        """Of the engine and the workers, once all run and the server is announced."""
+        """Return the pids of the engine and the workers, once all run and the server is announced."""
         _, *running = self.read_until("announced", r"engine (\d+) runs", *[r"worker (\d+) runs"] * workers)
         return [int(match[1]) for match in running]
 
     def rest(self) -> str:
-        """What is printed until the last process that could print is gone."""
+        """Return the output until the last process that could print has ended."""
         return self.output.read()
 
     def signal(self, number: signal.Signals) -> None:
@@ -81,7 +81,7 @@ class Server:
 
 
 class Start(Protocol):
-    """Starts a server; it is gone at the end of the test."""
+    """Return a function that starts a server, which ends with the test."""
 
     def __call__(
         self,
@@ -135,7 +135,7 @@ def test_announces_and_stops_workers_before_the_engine(start: Start) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_whole_group_is_an_orderly_stop(start: Start, number: signal.Signals) -> None:
-    """As a terminal sends them, and systemd."""
+    """As a terminal and systemd send them."""
     server = start()
     server.pids()
     os.killpg(server.process.pid, number)
@@ -189,7 +189,7 @@ def test_a_child_that_the_system_refuses_to_start_is_tried_again(start: Start) -
 def test_a_child_that_cannot_start_ends_the_program(
     start: Start, engine: str, worker: str, message: str, status: int
 ) -> None:
-    """Status 2 is for what the user must change."""
+    """Exit code 2 is for errors that the user has to fix."""
     server = start(engine, worker)
     rest = server.rest()
     assert message in rest
@@ -293,7 +293,7 @@ def test_a_worker_that_is_stopped_while_it_loads_is_killed(start: Start) -> None
 
 
 def test_a_worker_that_loads_for_long_is_not_killed(start: Start) -> None:
-    """The engine that is stopped meanwhile shows that the watchdog's time has passed."""
+    """The engine is stopped meanwhile, which shows that the watchdog's time has passed."""
     server = start(worker="worker_loading", watchdog=3.0)
     engine, _ = server.pids()
     os.kill(engine, signal.SIGSTOP)
@@ -389,7 +389,7 @@ def test_the_socket_lies_in_a_private_directory_with_a_short_name(
 
 
 def test_the_directory_is_locked_against_those_who_clean_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """systemd-tmpfiles removes what is old in /tmp, but for directories that somebody has locked."""
+    """systemd-tmpfiles removes old files from /tmp, except in directories that are locked."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with runtime_directory("http://127.0.0.1:8000") as directory:
         descriptor = os.open(directory, os.O_RDONLY)
@@ -421,7 +421,7 @@ def test_what_a_killed_supervisor_left_is_removed_by_the_next(start: Start, tmp_
 
 
 def test_a_directory_is_nobodys_leftover_before_it_is_locked(tmp_path: Path) -> None:
-    """The lock's file has its name only while it is locked."""
+    """The lock file has its name only while it is locked."""
     made = tmp_path / "kvmux-just-made"
     made.mkdir()
     (made / "lock.new").touch()

@@ -1,4 +1,4 @@
-"""Requests are sent when they are due, told by a clock that nobody waits for."""
+"""Requests are sent when they are due, by a simulated clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def times(arrivals: Arrivals, count: int) -> list[float]:
 
 
 class Clock:
-    """Time passes when somebody sleeps, in the order in which sleepers are due."""
+    """A simulated clock: time advances to the next of those who sleep."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -37,7 +37,7 @@ class Clock:
 
 
 def sent(arrivals: Arrivals, count: int, duration: float) -> tuple[list[float], int]:
-    """When each request went, each of which takes so long; and how many were under way together, at most."""
+    """Return when each request was sent, and the maximum number that ran at a time; each takes `seconds`."""
     clock, under_way, most = Clock(), 0, 0
 
     async def send(number: int) -> float:

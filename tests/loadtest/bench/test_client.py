@@ -1,4 +1,4 @@
-"""The client against a stub: what the server is, what a completion holds, and what may go wrong."""
+"""The client against a stub: reading what the server is, completions, and errors."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_keys() -> None:
 
 
 def test_whoever_leaves_hangs_up() -> None:
-    """As it is when somebody stops the benchmark."""
+    """As when the user stops the benchmark."""
 
     async def leave(client: httpx.AsyncClient) -> None:
         with pytest.raises(TimeoutError):

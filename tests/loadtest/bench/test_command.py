@@ -17,7 +17,7 @@ FEW = ("--rounds", "2", "--requests", "3", "--prompt-tokens", "10", "--max-token
 
 
 def bench(capsys: pytest.CaptureFixture[str], stub: StubServer | None, *flags: str) -> tuple[int, str, str]:
-    """Exit code, output, errors."""
+    """Return exit code, output and errors."""
     try:
         code = cli.main(["bench", *(["--url", stub.url] if stub else []), *flags])
     except SystemExit as exit_:
@@ -26,7 +26,7 @@ def bench(capsys: pytest.CaptureFixture[str], stub: StubServer | None, *flags: s
 
 
 def rows(output: str) -> list[list[str]]:
-    """Cells of the table, its head first."""
+    """Return the cells of the table, its head first."""
     lines = [line for line in output.splitlines() if line.startswith("|") and set(line) - set("|-: ")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
@@ -83,7 +83,7 @@ def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def shape(result: dict[str, Any]) -> dict[str, Any]:
-    """What does not depend on time."""
+    """Check what does not depend on time."""
     return {
         key: sorted(value) if isinstance(value, dict) else value for key, value in result.items() if "second" not in key
     }

@@ -1,4 +1,4 @@
-"""What outcomes come to, against numpy and by hand."""
+"""Figures, compared with numpy and with values by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_nothing_has_no_spread() -> None:
 
 
 def outcome(sent: float, *arrivals: float, cached: int | None = 5, asked: int = 3, error: str | None = None) -> Outcome:
-    """An answer of as many tokens as arrivals, to a prompt of ten."""
+    """Return an answer with a token per arrival, to a prompt of ten tokens."""
     reply = Reply(list(arrivals), arrivals[-1] if arrivals else None, [], 10, cached, len(arrivals))
     return Outcome(asked, sent, reply, error)
 

@@ -1,4 +1,4 @@
-"""What the flags come to."""
+"""Workloads and strategies, as the flags choose them."""
 
 from __future__ import annotations
 

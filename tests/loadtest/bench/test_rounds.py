@@ -1,4 +1,4 @@
-"""Strategies are treated alike, and nobody finds what somebody else left."""
+"""Strategies are treated alike, and none finds prompts of an earlier round in its cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Sent = list[tuple[str, BenchRequest, bool]]
 
 
 def measured(workload: Drawn, **more: list[str]) -> tuple[dict[Key, Figures], Sent, list[str]]:
-    """Figures, what was sent to whom, and what was told."""
+    """Return the figures, the requests by model, and the status messages."""
     sent: Sent = []
     told: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Prompts have the lengths they should, share what they should, and fit."""
+"""Prompts have the right lengths, share the right beginnings, and fit into the context."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def prompts(asks: list[BenchRequest]) -> list[list[int]]:
 
 
 def common(one: list[int], other: list[int]) -> int:
-    """Length of the beginning that both have."""
+    """Return the length of the common beginning of two prompts."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
