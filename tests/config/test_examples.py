@@ -11,7 +11,9 @@ import pytest
 from cache_strategies.registry import resolve_instances
 from config.settings import Settings, load_settings
 
-EXAMPLES = sorted((Path(__file__).parents[2] / "config" / "examples").glob("*.toml"))
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "config" / "examples").glob("*.toml"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FULL = next(file for file in EXAMPLES if file.name == "kvmux.toml")
 
 
@@ -40,3 +42,16 @@ def test_the_full_example_shows_every_setting_and_its_default() -> None:
     for name, value in shown.items():
         default = Settings.model_fields[name].default
         assert default is None or value == default, name
+
+
+def find_settings(page: Path) -> str:
+    """Return the settings in TOML that a page shows, one after the other; empty if it shows none."""
+    blocks = re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return "".join(block for block in blocks if "[project" not in block)  # those are of a pyproject.toml
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if find_settings(page)], ids=lambda page: page.stem)
+def test_settings_in_a_document_are_accepted(page: Path, tmp_path: Path) -> None:
+    file = tmp_path / "kvmux.toml"
+    file.write_text(find_settings(page))
+    resolve_instances(load_settings(file, {}).strategies)
