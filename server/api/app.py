@@ -116,7 +116,7 @@ def add_middleware(
 
 def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenizer: TokenizerBase) -> None:
     deadlines = Deadlines(settings.queue_timeout, settings.request_timeout)
-    most = RequestLimits(
+    limits = RequestLimits(
         min(settings.max_choices, settings.max_num_seqs + settings.max_queued_requests),
         settings.max_prompt_characters,
         tokenizer.max_chars_per_token,
@@ -125,7 +125,7 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
     serving = Serving(
         client,
         tokenizer,
-        most,
+        limits,
         deadlines,
         Priorities.from_settings(settings),
         settings.log_prompts,
@@ -143,5 +143,5 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
     keyed.include_router(models.router(client, list_strategies=settings.list_strategies))
     keyed.include_router(kv_cache_router(client))
     app.include_router(keyed)
-    app.include_router(admin.router(client, tokenizer, most), dependencies=[make_security_dependency("admin token")])
+    app.include_router(admin.router(client, tokenizer, limits), dependencies=[make_security_dependency("admin token")])
     app.include_router(admin.profile_router(client), dependencies=[make_security_dependency("admin token")])
