@@ -2,7 +2,7 @@
 
 Every series exists from the start, at zero. Tokens that a request found in the cache count once, when it is admitted.
 All values are one flat list of numbers: the engine's thread only adds to it and sends copies, which API processes write
-as text (`exposition.py`). docs/log.md has what it costs to count here or in another process.
+as text (`exposition.py`). docs/laboratory/log.md has the costs of counting here and in another process.
 """
 
 from __future__ import annotations
