@@ -1,6 +1,6 @@
-"""`python -m tools.chaos`: kill, stop and restart a server under load, and compare every answer.
+"""`python -m tools.chaos`: kills, stops and restarts a server under load, and checks every answer.
 
-Exit code 1 when anything is wrong, 2 when no server could be started.
+Exit code 1 when a problem was found, 2 when no server could be started.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def select_faults(only: Sequence[str], without: Sequence[str]) -> list[Fault]:
-    """Return the faults to inject: those named, or all that are injected by default, less those left out."""
+    """Return the faults to inject: those named in `only`, or all if it is empty, without those in `without`."""
     return [fault for fault in FAULTS if (not only or fault.name in only) and fault.name not in without]
 
 
@@ -44,20 +44,20 @@ def _make_parser() -> argparse.ArgumentParser:
     faults = "\n".join(f"  {fault.name:18} {fault.description}" for fault in FAULTS)
     parser = argparse.ArgumentParser(
         "python -m tools.chaos",
-        description="Kill, stop and restart a server under load, and compare every answer.",
+        description="Kill, stop and restart a server under load, and check every answer.",
         epilog=f"faults:\n{faults}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     names = [fault.name for fault in FAULTS]
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long faults are injected (%(default)s)")
-    parser.add_argument("--seed", default="", help="of everything that is drawn; default: a new one, which is printed")
+    parser.add_argument("--minutes", type=float, default=10.0, help="duration of the run (%(default)s)")
+    parser.add_argument("--seed", default="", help="seed of all random choices; default: a new one, which is printed")
     parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="FAULT", help="inject only these")
     parser.add_argument("--without", nargs="+", choices=names, default=[], metavar="FAULT", help="leave these out")
     parser.add_argument(
-        "--clients", type=int, default=8, help="that ask and compare, beside a few others (%(default)s)"
+        "--clients", type=int, default=8, help="clients that compare answers; a few others poll (%(default)s)"
     )
-    parser.add_argument("--requests", type=int, default=60, help="different ones to ask (%(default)s)")
-    parser.add_argument("--json", default="", metavar="FILE", help="write the report there; -: to stdout")
+    parser.add_argument("--requests", type=int, default=60, help="number of different requests (%(default)s)")
+    parser.add_argument("--json", default="", metavar="FILE", help="write the report to this file as JSON; -: stdout")
     return parser
 
 

@@ -1,7 +1,7 @@
-"""`python -m tools.code_statistics`: counts what the layout of the code costs a reader, as a table or as JSON.
+"""`python -m tools.code_statistics`: prints figures about the code's layout (folders, names, lengths), also as JSON.
 
-`--root` counts another checkout, so that two commits can be compared. TOOLING_MODULES only measure, train
-or draw; the other modules that an installation has are the product. Imports nothing of what it counts.
+`--root` counts another checkout, so that two commits can be compared. TOOLING_MODULES only measure, train or plot; the
+other installed modules are the product. Imports none of the code that it counts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("config", "kernels", "cache_strategies", "server", "loadtest", "tools")
 INSTALLED = PACKAGES[:-1]
-# Modules that only measure, train or draw, under their names before and after they moved to tools/.
+# Modules that only measure, train or plot, under their names before and after they moved to tools/.
 TOOLING_MODULES = (
     "kernels.bench",
     "kernels.loads",
@@ -36,7 +36,7 @@ TOOLING_MODULES = (
     "server.training",
 )
 INSTALLED_TOOLING = ("server.evaluation", "server.profiling", "loadtest")  # commands of `kvmux`: they stay installed
-EXAMPLES = {  # of a thing that people add, one that is like most: what a file has that must know it
+EXAMPLES = {  # kind of feature that contributors add: a pattern in the files that mention a typical one
     "operation": r"def rms_norm\(|\"rms_norm\"",  # files that describe it, not those that call it
     "sampling parameter": r"\bmin_p\b",
     "metric": r"\bPREEMPTIONS\b",
@@ -49,7 +49,7 @@ CLASS_BEHIND_SEAM = re.compile(r"(Seat|Ops|Decoder|Cache|Plan|Model)$")
 
 
 class Lengths(NamedTuple):
-    """Lines of functions."""
+    """The lengths of functions, in lines."""
 
     median: int
     p90: int
@@ -59,10 +59,10 @@ class Lengths(NamedTuple):
 class Statistics(NamedTuple):
     """The figures of a checkout."""
 
-    folders: Mapping[str, tuple[int, int]]  # modules and lines
-    tooling_share: float  # share of the installed lines in modules that only measure, train or draw
-    files_to_touch: Mapping[str, int]  # files of the product that name an example of each kind
-    classes_with_one_name: Mapping[str, Sequence[str]]  # modules of the product, by the name of the class
+    folders: Mapping[str, tuple[int, int]]  # folder: number of modules and of lines
+    tooling_share: float  # share of the installed lines that is in TOOLING_MODULES
+    files_to_touch: Mapping[str, int]  # kind of feature: number of the product's files that mention its example
+    classes_with_one_name: Mapping[str, Sequence[str]]  # class name that is not unique: the modules that define it
     functions: Lengths
     seam_type_checks: Mapping[str, int]  # isinstance() of seats, caches, backends and models, by module
     replaced_attributes: Mapping[str, int]  # statements that replace attributes of other objects, by module
@@ -110,18 +110,18 @@ def find_modules(root: Path) -> dict[str, Path]:
 
 
 def is_within(name: str, packages: Sequence[str]) -> bool:
-    """Return whether a module is one of these, or lies within one."""
+    """Return whether a module is one of these packages or in one of them."""
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
 def count_files_matching(sources: Mapping[str, str], pattern: str) -> int:
-    """Return the number of files in which a pattern is found, without those that only measure or train."""
+    """Return the number of files that match a pattern, without those that only measure or train."""
     tooling = [name for name in TOOLING_MODULES if name not in INSTALLED_TOOLING]
     return sum(bool(re.search(pattern, text)) for name, text in sources.items() if not is_within(name, tooling))
 
 
 def find_shared_class_names(sources: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the modules in which a class has a name that others have, too."""
+    """Return each class name that several modules define, with these modules."""
     modules_by_class: dict[str, list[str]] = defaultdict(list)
     for module, text in sources.items():
         for node in ast.parse(text).body:
@@ -131,7 +131,7 @@ def find_shared_class_names(sources: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def compute_lengths(sources: Iterable[str]) -> Lengths:
-    """Return how long functions are, from `def` to the last line."""
+    """Return the median, 90th percentile and maximum of the functions' lengths, from `def` to the last line."""
     lines = [
         (node.end_lineno or node.lineno) - node.lineno + 1
         for text in sources
@@ -216,13 +216,13 @@ def print_tables(figures: Statistics, console: Console) -> None:
     folders.add_row("all", str(total["modules"]), f"{total['lines']:,}", style="bold")
     console.print(folders)
     rest = Table("figure", "value", title="the rest")
-    rest.add_row("installed lines that only measure, train or draw", f"{figures.tooling_share:.0%}")
+    rest.add_row("installed lines that only measure, train or plot", f"{figures.tooling_share:.0%}")
     for kind, count in figures.files_to_touch.items():
-        rest.add_row(f"files that know of one {kind}", str(count))
-    rest.add_row("names that several classes of the product have", str(len(figures.classes_with_one_name)))
+        rest.add_row(f"files that mention one {kind}", str(count))
+    rest.add_row("class names that several modules define", str(len(figures.classes_with_one_name)))
     rest.add_row("isinstance() of seats, caches, backends, models", str(sum(figures.seam_type_checks.values())))
     rest.add_row("places that replace attributes at run time", str(sum(figures.replaced_attributes.values())))
-    rest.add_row("lines of a function: median, p90, most", " / ".join(map(str, figures.functions)))
+    rest.add_row("lines of a function: median, p90, maximum", " / ".join(map(str, figures.functions)))
     console.print(rest)
 
 

@@ -1,9 +1,9 @@
-"""`python -m tools.compare_checkouts --base OTHER`: measures what a change costs a request and a token.
+"""`python -m tools.compare_checkouts --base OTHER`: compares the latency of two versions of the code.
 
 Serves the same model from two checkouts at once, this one and OTHER (a worktree of an earlier commit, with its kernels
-built), and sends the same requests to one and then to the other, many times. Other load on the machine disturbs both,
-so the median of the paired ratios is steadier than either figure. The interval contains the true median with 95 %
-probability, whatever the distribution (order statistics of the pairs). Imports nothing of the server.
+built), and sends the same requests alternately to both, many times. Other load on the machine affects both, so the
+median of the paired ratios is steadier than either figure. The interval contains the true median with 95 % probability
+for any distribution (order statistics of the pairs). Imports nothing of the server.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tools.serving import THIS_CHECKOUT, TIMEOUT_SECONDS, serving
 WORDS = "the red cup of Ann stands on the table near the door and the dog sleeps "
 TOKEN_IDS = list(range(20, 36))
 CHAT = [{"role": ("user", "assistant")[i % 2], "content": WORDS} for i in range(31)]
-TOKENS = 200  # of a stream
+TOKENS = 200  # tokens of a stream
 STREAM: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
 
 
 class CheckoutServer(NamedTuple):
-    """A running server."""
+    """The running server of a checkout, with an HTTP client."""
 
     http: httpx.Client
     processes: Sequence[psutil.Process]
@@ -48,7 +48,7 @@ class CheckoutServer(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """Something that is measured: `run` returns seconds."""
+    """A duration to measure: `run` measures it once, on one server, and returns seconds."""
 
     name: str
     unit: str
@@ -56,7 +56,7 @@ class Measurement(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The same work on both servers, one right after the other."""
+    """The same measurement on both servers, one right after the other, in seconds."""
 
     ours: float
     theirs: float
@@ -69,9 +69,9 @@ class Pair(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.compare_checkouts", description=__doc__)
     parser.add_argument("--base", type=Path, required=True, help="the checkout to compare with")
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--only", nargs="*", help="names of work, or parts of them")
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of `kvmux serve`, after --")
+    parser.add_argument("--turns", type=int, default=20, help="measurements on each server")
+    parser.add_argument("--only", nargs="*", help="names of measurements, or parts of names (default: all)")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of `kvmux serve`, after --")
     options = parser.parse_args(arguments)
     measurements = [
         work for work in MEASUREMENTS if not options.only or any(name in work.name for name in options.only)
@@ -85,14 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def open_server(checkout: Path, flags: Sequence[str]) -> Iterator[CheckoutServer]:
-    """Serve from a checkout until the block ends, with an HTTP client open."""
+    """Run `kvmux serve` from a checkout until the block ends, with an HTTP client."""
     with serving(checkout, flags) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT_SECONDS) as http:
         yield CheckoutServer(http, served.processes(), http.get("/v1/models").json()["data"][0]["id"])
 
 
-# ---------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------- measurements
 def make_request_timer(path: str, body: dict[str, Any], repeat: int = 30) -> Callable[[CheckoutServer], float]:
-    """Return a function that measures the median seconds of one request after another."""
+    """Return a function that sends a request `repeat` times, one after another, and returns the median seconds."""
 
     def run(server: CheckoutServer) -> float:
         seconds = []
@@ -117,7 +117,7 @@ def measure_token_seconds(server: CheckoutServer) -> float:
 
 
 def measure_cpu_seconds(server: CheckoutServer) -> float:
-    """Return the CPU seconds that all processes of a server take for a token of a stream."""
+    """Return the CPU seconds per streamed token, of all processes of a server together."""
     before = server.cpu_seconds()
     for _ in range(3):
         measure_token_seconds(server)
@@ -139,7 +139,7 @@ MEASUREMENTS = (
 
 
 def measure_pairs(work: Measurement, ours: CheckoutServer, theirs: CheckoutServer, turns: int) -> list[Pair]:
-    """Measure the same work on both servers by turns; the first turn warms up and does not count."""
+    """Measure both servers alternately, `turns` times; a first turn is a warm-up and not returned."""
     pairs = []
     for turn in track(range(turns + 1), description=work.name):
         order = (ours, theirs) if turn % 2 else (theirs, ours)
@@ -148,13 +148,13 @@ def measure_pairs(work: Measurement, ours: CheckoutServer, theirs: CheckoutServe
     return pairs[1:]
 
 
-# ---------------------------------------------------------------- what comes of it
+# ---------------------------------------------------------------- results
 def compute_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the order statistics between which the median lies with at least 95 % probability."""
     ordered, n = sorted(values), len(values)
     below = 0.0
     for rank in range(n // 2 + 1):
-        below += math.comb(n, rank) / 2**n  # that `rank` values or fewer lie below the median
+        below += math.comb(n, rank) / 2**n  # the probability that at most `rank` values lie below the median
         if below > 0.025:
             return ordered[rank], ordered[n - 1 - rank]
     raise AssertionError("a sum of half the coefficients is at least a half")

@@ -1,8 +1,8 @@
-"""`python -m tools.compare_starts --base OTHER -- --model DIRECTORY`: measures what a change is worth at the start.
+"""`python -m tools.compare_starts --base OTHER -- --model DIRECTORY`: compares the start-up of two versions.
 
-Starts the server of this checkout and that of OTHER (a worktree of an earlier commit, with its kernels built) by
-turns, with each of several amounts of KV memory, and at once asks for a stream of a hundred tokens. Every figure is
-shown when it is there, and a table of medians at the end. Linux only. Imports nothing of the server.
+Starts the server of this checkout and that of OTHER (a worktree of an earlier commit, with its kernels built)
+alternately, with several sizes of KV memory, and requests a stream of a hundred tokens as soon as it is ready. Prints
+every figure when it is measured, and a table of medians at the end. Linux only. Imports nothing of the server.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ TOKENS = 100
 class StartFigures(NamedTuple):
     """The figures of one start."""
 
-    ready: float  # seconds until the first 200 of /ready
-    first: float  # seconds from there to the first token
-    median: float  # seconds between two of the first hundred tokens,
-    worst: float  # and the most of them
-    peak: int  # bytes: the most that each process had, summed up
+    ready: float  # seconds from the start to the first 200 of /ready
+    first: float  # seconds from the request to the first token
+    median: float  # seconds between two of the first hundred tokens, the median
+    worst: float  # seconds between two of the first hundred tokens, the maximum
+    peak: int  # bytes: the sum of all processes' peaks of resident memory
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.compare_starts", description=__doc__)
     parser.add_argument("--base", type=Path, required=True, help="the checkout to compare with")
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=5, help="starts of each checkout and size")
     parser.add_argument("--memory", nargs="+", default=["auto", "512MiB", "4GiB"], help="values of --kv-memory")
-    parser.add_argument("--json", type=Path, help="a file for all figures")
-    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of `kvmux serve`, after --")
+    parser.add_argument("--json", type=Path, help="write all figures to this file as JSON")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="flags of `kvmux serve`, after --")
     options = parser.parse_args(arguments)
     starts: dict[str, dict[str, list[StartFigures]]] = {size: {"before": [], "now": []} for size in options.memory}
     console = Console(width=120)
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure_start(checkout: Path, flags: Sequence[str]) -> StartFigures:
-    """Start a server of a checkout, measure, and stop it."""
+    """Start the server of a checkout, measure it, and stop it."""
     with serving(checkout, flags) as served:
         with httpx.Client(base_url=served.url, timeout=TIMEOUT_SECONDS) as http:
             first, *gaps = measure_stream(http)
@@ -83,25 +83,25 @@ def measure_stream(http: httpx.Client) -> list[float]:
 
 
 def wait_for_memory(http: httpx.Client) -> None:
-    """Wait until all KV memory is there; earlier versions start with all of it, and do not report it."""
+    """Wait until all KV memory is usable; earlier versions start with all of it, and do not report it."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         memory = http.get("/v1/kv_cache").json().get("memory")
         if memory is None or memory["usable_bytes"] == memory["bytes"]:
             return
         time.sleep(10 * POLL_SECONDS)
-    raise SystemExit("the KV memory does not come")
+    raise SystemExit(f"after {TIMEOUT_SECONDS:g} s not all KV memory is usable")
 
 
 def read_peak_bytes(pid: int) -> int:
-    """Return the most bytes that a process has had in memory."""
+    """Return the peak of a process's resident memory in bytes."""
     found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None, pid
     return 1024 * int(found[1])
 
 
 def make_table(starts: dict[str, dict[str, list[StartFigures]]]) -> Table:
-    """Return the table of medians; of the ratios, those of each turn, too."""
+    """Return a table of medians before and now, with the ratio of each turn."""
     columns = (("ready, s", "ready", 1), ("first token, ms", "first", 1e3), ("token, ms", "median", 1e3))
     table = Table("KV memory", "figure", "before", "now", "ratio", "turns")
     for size, by in starts.items():

@@ -1,4 +1,4 @@
-"""Shared by the comparisons: `kvmux serve` from a checkout, and the time it takes to start.
+"""Starts `kvmux serve` from a checkout and measures the time until it is ready, for tools that compare checkouts.
 
 Imports nothing of the server, which may be an earlier version.
 """
@@ -20,19 +20,19 @@ import psutil
 
 THIS_CHECKOUT = Path(__file__).parent.parent
 TIMEOUT_SECONDS = 120.0  # for a server to start, or to answer
-POLL_SECONDS = 0.01  # between two looks
+POLL_SECONDS = 0.01  # between two checks whether the server is ready
 ADDRESS = re.compile(r"serves .* on (http://\S+)")
 
 
 class ServeProcess(NamedTuple):
-    """A running server."""
+    """A running server, and the time it took to start."""
 
     url: str
     process: psutil.Process
     start_seconds: float  # until the first 200 of /ready
 
     def processes(self) -> list[psutil.Process]:
-        """Return the server's process and all below it."""
+        """Return the server's process and all its descendants."""
         return [self.process, *self.process.children(recursive=True)]
 
 
@@ -52,13 +52,13 @@ def serving(checkout: Path, flags: Sequence[str]) -> Iterator[ServeProcess]:
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], printed: Path) -> str:
-    """Return the server's address as soon as it takes requests."""
+    """Wait until the server is ready; return its URL. Raises SystemExit with its output if it does not start."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     while time.monotonic() < deadline and process.poll() is None:
         if (found := ADDRESS.search(printed.read_text())) and _is_ready(found[1]):
             return found[1]
         time.sleep(POLL_SECONDS)
-    raise SystemExit(f"the server did not come up:\n{printed.read_text()}")
+    raise SystemExit(f"the server did not start:\n{printed.read_text()}")
 
 
 def _is_ready(url: str) -> bool:

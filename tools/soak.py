@@ -1,6 +1,6 @@
-"""`python -m tools.soak`: load one server for long, and see that memory, descriptors and gauges stay what they were.
+"""`python -m tools.soak`: loads one server for long, and checks that memory, descriptors and gauges do not grow.
 
-Exit code 1 when anything is wrong, 2 when no server could be started.
+Exit code 1 when a problem was found, 2 when no server could be started.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ def _make_plan(flags: argparse.Namespace) -> tuple[SoakPlan, str]:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m tools.soak",
-        description="Load one server for long, and see that memory, descriptors and gauges stay what they were.",
+        description="Load one server for long, and check that memory, descriptors and gauges do not grow.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add, usual = parser.add_argument, Bounds()
-    add("--minutes", type=float, default=60.0, help="how long")
-    add("--seed", default="", help="of everything that is drawn; without it a new one, which is printed")
-    add("--round-seconds", type=float, default=180.0, help="of load, between two looks at the gauges")
-    add("--sample-seconds", type=float, default=5.0, help="between two samples of the processes")
-    add("--clients", type=int, default=8, help="that ask and compare")
-    add("--requests", type=int, default=60, help="different ones to send")
-    add("--memory-bound", type=float, default=usual.memory, help="MiB an hour by which a process may grow")
-    add("--descriptors-bound", type=float, default=usual.descriptors, help="an hour by which they may grow")
-    add("--threads-bound", type=float, default=usual.threads, help="an hour by which they may grow")
-    add("--json", default="", metavar="FILE", help="write the report there; -: to stdout")
+    add("--minutes", type=float, default=60.0, help="duration of the run")
+    add("--seed", default="", help="seed of all random choices; by default a new one, which is printed")
+    add("--round-seconds", type=float, default=180.0, help="seconds of load between two checks of the gauges")
+    add("--sample-seconds", type=float, default=5.0, help="seconds between two samples of the processes")
+    add("--clients", type=int, default=8, help="clients that compare answers")
+    add("--requests", type=int, default=60, help="number of different requests")
+    add("--memory-bound", type=float, default=usual.memory, help="MiB per hour by which a process may grow")
+    add("--descriptors-bound", type=float, default=usual.descriptors, help="descriptors per hour, likewise")
+    add("--threads-bound", type=float, default=usual.threads, help="threads per hour, likewise")
+    add("--json", default="", metavar="FILE", help="write the report to this file as JSON; -: stdout")
     return parser
 
 

@@ -79,7 +79,7 @@ def _read_beginning(file: Path, max_characters: int) -> str:
 
 
 def find_special_tokens(tokenizer: Tokenizer, eos_ids: frozenset[int], vocab_size: int) -> SpecialTokens:
-    """Return the special tokens that the tokenizer puts before a text, and the model's end token or a newline."""
+    """Return the special tokens that the tokenizer puts before a text, and the model's EOS token or a newline."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     marked = tokenizer.encode("a").ids
     begin = marked[: marked.index(plain[0])] if plain else marked

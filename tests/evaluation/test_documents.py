@@ -73,8 +73,8 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00")
     for file, message in (
         (tmp_path / "none", "cannot read"),
-        (empty, "holds no text"),
-        (binary, "no UTF-8"),
+        (empty, "has no text"),
+        (binary, "not UTF-8"),
         (tmp_path, "cannot read"),
     ):
         with pytest.raises(SettingsError, match=f"--text: .*{message}"):
@@ -89,14 +89,14 @@ def test_a_byte_order_mark_is_no_text_and_line_ends_are(tmp_path: Path) -> None:
 
 def test_tokens_that_the_model_lacks_are_told() -> None:
     check_vocabulary([Document([1, 299])], 300)
-    with pytest.raises(SettingsError, match="makes token 299, and the model has 299"):
+    with pytest.raises(SettingsError, match="gives token id 299, and the model has 299"):
         check_vocabulary([Document([1]), Document([1, 299])], 299)
 
 
 def test_a_length_without_room_for_text_is_told(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("some words")
-    with pytest.raises(SettingsError, match="--length: at least 4"):
+    with pytest.raises(SettingsError, match="--length: should be at least 4"):
         read_text_file(PLAIN, SpecialTokens((0, 5, 6), 1), 3, 8, file)
 
 

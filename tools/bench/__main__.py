@@ -1,6 +1,6 @@
-"""`make bench`: every figure that has a goal, and what it is compared with, measured here.
+"""`make bench`: measures the speed, start-up and memory of `kvmux serve`, and compares them with goals and peers.
 
-Wires models, rows and the report.
+The rows are in table/goals.py; this module parses the command line and writes the report.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from tools.bench.table.report import BenchmarkReport, as_json, as_text
 from tools.bench.table.runs import Effort, measure_rows
 
 DESCRIPTION = """\
-Starts `kvmux serve` once for each model and format of weights, loads it over HTTP, and compares the figures with
-the goal, what other servers reached, and what this machine allows in the same minute. transformers is measured beside
-it, in a process of its own. Models of real shapes with random weights are made first, and kept. A run that other
-processes disturb is repeated, and marked if that does not help."""
+Starts `kvmux serve` once for each model and weight format, sends it load over HTTP, and compares the figures with
+goals, with other servers, and with the limits of this machine, which are measured in the same minute. transformers is
+measured, too, in a separate process. Models of real shapes with random weights are made first, and kept. A run during
+which other processes used the CPU is repeated, and marked if that does not help."""
 
-FAILED, INTERRUPTED = 2, 130  # exit statuses; the second as shells have it
+FAILED, INTERRUPTED = 2, 130  # exit statuses; 130 is what shells use for Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,19 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="make bench", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--rows", nargs="+", choices=get_args(Group), default=get_args(Group), help="only these (default: all)")
-    add("--model", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES), help="only these (default: all)")
-    add("--rounds", type=int, default=3, help="of each workload (default: 3)")
-    add("--attempts", type=int, default=3, help="at a workload that others disturb (default: 3)")
+    add("--rows", nargs="+", choices=get_args(Group), default=get_args(Group), help="groups of rows (default: all)")
+    add("--model", nargs="+", choices=tuple(SHAPES), default=tuple(SHAPES), help="models to measure (default: all)")
+    add("--rounds", type=int, default=3, help="rounds of each workload (default: 3)")
+    add("--attempts", type=int, default=3, help="attempts at a workload while other processes run (default: 3)")
     add("--models", type=Path, default=cache_folder(), help="folder of the models (default: in the user's cache)")
-    add("--json", type=Path, metavar="FILE", help="write the figures there")
-    add("--docs", type=Path, metavar="FOLDER", help="measure all that the documents there show, and write it into them")
+    add("--json", type=Path, metavar="FILE", help="write the figures to this file as JSON")
+    add("--docs", type=Path, metavar="FOLDER", help="update all measured figures in the documents of this folder")
     options = parser.parse_args(arguments)
     if min(options.rounds, options.attempts) < 1:
-        parser.error("--rounds and --attempts: from 1 on")
+        parser.error("--rounds and --attempts should be at least 1")
     rows = [row for row in ROWS if row.group in options.rows and row.shape.name in options.model]
     if not rows:
-        parser.error("of these models no such row is measured; see --rows and --model")
+        parser.error("there are no rows for these --rows and --model: change one of them")
     if options.docs and len(rows) < len(ROWS):
         parser.error("--docs: the documents show all rows; leave --rows and --model out")
     date = datetime.now().astimezone()
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except (RunError, OSError) as error:
             print(f"make bench: {error}", file=sys.stderr)
             return FAILED
-        except KeyboardInterrupt:  # SIGTERM, too; by now all that was started has ended
+        except KeyboardInterrupt:  # also SIGTERM; the started processes have ended by now
             return INTERRUPTED
     print(as_text(report))
     if options.json:

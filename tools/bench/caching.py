@@ -1,6 +1,6 @@
-"""`python -m tools.bench.caching`: tokens per second of one sequence, by strategy, against no cache.
+"""`python -m tools.bench.caching`: measures tokens per second of one sequence with each strategy and without a cache.
 
-Drives the model and the caches without HTTP and without other sequences, so that the figures are those of the caches.
+Runs the model and the caches without HTTP and without other sequences, to measure the caches alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FULL_CONTEXT = "full context"
 
 
 class CachingResult(NamedTuple):
-    """Tokens per second when `tokens` are generated from one token on."""
+    """The speed at which a strategy generates `tokens` tokens after a prompt of one token."""
 
     strategy: str
     tokens: int
@@ -35,11 +35,11 @@ class CachingResult(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.caching", description=__doc__)
     parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
-    parser.add_argument("--model-impl", default="auto", choices=get_args(ModelImpl), help="what computes the model")
+    parser.add_argument("--model-impl", default="auto", choices=get_args(ModelImpl), help="implementation of the model")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS, help="how many to generate")
-    parser.add_argument("--json", action="store_true", help="one JSON line a figure instead of a table")
+    parser.add_argument("--tokens", type=int, nargs="+", default=LENGTHS, help="numbers of tokens to generate")
+    parser.add_argument("--json", action="store_true", help="print one JSON line per figure instead of a table")
     options = parser.parse_args(arguments)
     try:
         names = ("model", "model_impl", "dtype", "threads")
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(engine: Engine, lengths: Sequence[int]) -> list[CachingResult]:
-    """Measure every strategy, and no cache at all, at every length; show progress on stderr."""
+    """Measure every strategy, and generation without a cache, at every length; show progress on stderr."""
     runs: dict[str, Callable[[int], object]] = {
         name: partial(generate_cached, engine, name) for name in engine.core.caches
     }
@@ -78,7 +78,7 @@ def generate_cached(engine: Engine, strategy: str, num_tokens: int) -> list[int]
 
 
 def format_table(results: Sequence[CachingResult]) -> str:
-    """Return a table in Markdown: strategies down, lengths across, and how many times faster than no cache."""
+    """Return a Markdown table: a row per strategy, a column per length; cells are tokens/s (speedup over no cache)."""
     lengths = sorted({r.tokens for r in results})
     speed = {(r.strategy, r.tokens): r.tokens_per_second for r in results}
     lines = ["| tokens/s | " + " | ".join(f"{n:,} tokens" for n in lengths) + " |", "|---|" + "---:|" * len(lengths)]

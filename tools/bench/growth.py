@@ -1,7 +1,7 @@
-"""`python -m tools.bench.growth`: what grows with what, in steps of the engine in this process.
+"""`python -m tools.bench.growth`: measures how the engine's costs grow with load, in this process.
 
-Time by length of the context, beside what its keys and values must cost, and by sequences decoded together; and,
-without a clock, calls of functions by requests that wait and by blocks in the prefix cache, which ought to stay so.
+The time of a step by the context's length and by the number of sequences, each beside the bound that memory bandwidth
+sets; and the number of function calls by the number of waiting requests and of cached blocks, which should be constant.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tools.bench.plot import GrowthPoint, draw
 
 
 def count_calls(work: Callable[[], object]) -> int:
-    """Return the number of functions called, in Python and in C. What runs within one in C is not seen."""
+    """Return the number of Python and C functions that `work` calls; calls made by C functions are not counted."""
     calls = 0
 
     def count(_frame: Any, event: str, _arg: Any) -> None:
         nonlocal calls
         calls += event in ("call", "c_call")
 
-    gc.disable()  # a collection calls functions, too
+    gc.disable()  # a collection would add calls
     sys.setprofile(count)
     try:
         work()
@@ -65,13 +65,13 @@ BLOCK_SIZE = 4
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.growth", description=__doc__)
     add = parser.add_argument
-    add("--part", nargs="+", choices=PARTS, default=PARTS, help="only these (default: all)")
-    add("--max-size", type=int, default=sys.maxsize, help="the largest context, number of requests and of blocks")
+    add("--part", nargs="+", choices=PARTS, default=PARTS, help="parts to measure (default: all)")
+    add("--max-size", type=int, default=sys.maxsize, help="largest context length, number of requests and of blocks")
     add("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one); only times depend on it")
     add("--dtype", default="auto", help="as for `kvmux serve`")
     add("--weights", default="auto", choices=get_args(Weights), help="as for `kvmux serve`")
-    add("--json", type=Path, metavar="FILE", help="write the figures there")
-    add("--plot", type=Path, metavar="FILE", help="draw them there: .png or .svg; needs kvmux[evaluate]")
+    add("--json", type=Path, metavar="FILE", help="write the figures to this file as JSON")
+    add("--plot", type=Path, metavar="FILE", help="plot the figures to this .png or .svg; needs kvmux[evaluate]")
     options = parser.parse_args(arguments)
     model = {name: getattr(options, name) for name in ("model", "dtype", "weights")}
     measures: dict[str, Callable[[int], Iterator[GrowthPoint]]] = {
@@ -99,7 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 # -------------------------------------------------------------------- times
 def measure_by_context(model: dict[str, Any], largest: int) -> Iterator[GrowthPoint]:
-    """Yield the milliseconds of a step of one sequence; the bound is the shortest text's and reading further keys."""
+    """Yield the milliseconds of a step of one sequence, by context length up to `largest`.
+
+    The bound is the time at the shortest length, and that to read the further keys and values.
+    """
     engine = _build_engine(model, max(CONTEXTS) + 8 * STEPS, 1)
     fits = [length for length in CONTEXTS if length <= min(largest, engine.max_seq_len - 4 * STEPS)]
     first = None
@@ -113,7 +116,7 @@ def measure_by_context(model: dict[str, Any], largest: int) -> Iterator[GrowthPo
 
 
 def measure_by_sequences(model: dict[str, Any], largest: int) -> Iterator[GrowthPoint]:
-    """Yield tokens a second; the bound is what reading allows."""
+    """Yield tokens per second by the number of sequences up to `largest`; the bound is set by memory bandwidth."""
     engine = _build_engine(model, 512, max(SEQUENCES))
     bandwidth = None
     for count in SEQUENCES:
@@ -126,7 +129,7 @@ def measure_by_sequences(model: dict[str, Any], largest: int) -> Iterator[Growth
 
 
 def _build_engine(model: dict[str, Any], length: int, sequences: int) -> Engine:
-    """Build an engine with room for a number of texts of that length, or of the longest that the model takes."""
+    """Build an engine for `sequences` texts of `length` tokens, or of the model's context if that is shorter."""
     try:
         return build_engine(load_settings(None, model | {"max_seq_len": length, "max_num_seqs": sequences}))
     except SettingsError as error:
@@ -137,7 +140,7 @@ def _build_engine(model: dict[str, Any], length: int, sequences: int) -> Engine:
 
 # -------------------------------------------------------------------- counts
 def measure_by_waiting(largest: int) -> Iterator[GrowthPoint]:
-    """Yield the calls to schedule a step, and to queue one more request, while all seats are taken."""
+    """Yield the calls to schedule a step, and to queue a request, by waiting requests, while all seats are taken."""
     settings = {"model": "tiny", "max_num_seqs": SEATS, "max_seq_len": 512, "max_queued_requests": 2 * max(WAITING)}
     core = build_engine(load_settings(None, settings)).core
     count = 0
@@ -163,7 +166,7 @@ def measure_by_waiting(largest: int) -> Iterator[GrowthPoint]:
 
 
 def measure_by_blocks(largest: int) -> Iterator[GrowthPoint]:
-    """Yield the calls to open, enter and close a text of some blocks, in a cache that is full of others."""
+    """Yield the calls to open, compute, close and find a text in a paged cache that is full of other texts' blocks."""
     ops = build_engine(load_settings(None, {"model": "tiny", "max_num_seqs": 1})).kernels.ops
     for blocks in BLOCKS:
         if blocks > largest:
@@ -188,7 +191,7 @@ def _build_cache(blocks: int, ops: Ops) -> KVCache:
 
 
 def _cache_text(cache: KVCache, text: list[int]) -> None:
-    """Enter a text and close it; its blocks stay, idle."""
+    """Commit a text to the cache and close it; its blocks stay there as idle blocks."""
     seat = cache.open(text)
     assert seat is not None
     _append_tokens(cache, seat, text)
@@ -203,7 +206,7 @@ def _append_tokens(cache: KVCache, seat: Any, text: Sequence[int]) -> None:
 
 
 def _count_text_calls(cache: KVCache, text: list[int]) -> dict[str, int]:
-    """Return the calls for a text that is not cached, and to find one that is."""
+    """Return the calls to open, enter and close a text that is not cached, and then to find it in the cache."""
     seats: list[Any] = []
     calls = {"open": count_calls(lambda: seats.append(cache.open(text)))}
     calls["enter"] = count_calls(lambda: _append_tokens(cache, seats[0], text))
@@ -212,9 +215,9 @@ def _count_text_calls(cache: KVCache, text: list[int]) -> dict[str, int]:
     return calls
 
 
-# -------------------------------------------------------------------- reporting it
+# -------------------------------------------------------------------- report
 def as_text(points: Sequence[GrowthPoint]) -> str:
-    """Return the points in GitHub's Markdown, a table for each part."""
+    """Return the points as Markdown, one table for each part."""
     parts = dict.fromkeys(point.part for point in points)
     return "\n\n".join(_format_table(part, [point for point in points if point.part == part]) for part in parts)
 

@@ -1,7 +1,7 @@
-"""`python -m tools.bench.metrics`: what the registry and the timing of operations cost of a step.
+"""`python -m tools.bench.metrics`: measures the share of a step that metrics and the timing of operations take.
 
-Drives the engine without HTTP: streams beside each other, a new one for each that ends. Rounds without both and rounds
-as `kvmux serve` makes them take turns, so that a busy machine is so for both.
+Runs the engine without HTTP, with a constant number of streams. Rounds with and without metrics alternate, so that
+other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ WORKER = 0
 
 
 class MetricsCost(NamedTuple):
-    """Microseconds of a step, medians of the rounds."""
+    """The cost of metrics in microseconds, as medians of the rounds."""
 
     sequences: int
-    step: float  # without metrics
-    step_with_metrics: float  # with them
-    observe_time: float  # of this, in the registry
-    overhead: float  # median of the rounds' own ratios, less 1
-    scrape: float  # of the engine's part of one /metrics, at most once a second
-    render: float  # of the API process's part
+    step: float  # a step without metrics
+    step_with_metrics: float
+    observe_time: float  # the part of a step that is spent in the registry
+    overhead: float  # median over rounds of the time with / without metrics, less 1
+    scrape: float  # the engine's part of one GET /metrics, at most once a second
+    render: float  # the API process's part of one GET /metrics
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.metrics", description=__doc__)
     parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
     parser.add_argument("--threads", type=int, help="CPU threads (default: as `kvmux serve` chooses)")
-    parser.add_argument("--sequences", type=int, default=16, help="decoded together")
-    parser.add_argument("--tokens", type=int, default=64, help="of each, after a prompt of as many")
-    parser.add_argument("--rounds", type=int, default=40, help="of so many --steps with and without metrics")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--json", action="store_true", help="a JSON line instead of a sentence")
+    parser.add_argument("--sequences", type=int, default=16, help="number of sequences that are decoded together")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each prompt, and of each answer")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds, each with and without metrics")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a round")
+    parser.add_argument("--json", action="store_true", help="print a JSON line instead of a sentence")
     options = parser.parse_args(arguments)
     try:
         flags = {"model": options.model, "threads": options.threads, "max_num_seqs": options.sequences}
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Streams:
-    """Keeps as many requests running as the engine has seats, under all strategies."""
+    """A constant number of running requests, spread over all strategies: each that ends is replaced."""
 
     def __init__(self, engine: Engine, sequences: int, tokens: int) -> None:
         self._core = engine.core
@@ -83,7 +83,7 @@ class Streams:
 
 
 def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int) -> MetricsCost:
-    """Measure steps with metrics and without, in turns. The first round warms up."""
+    """Measure steps with and without metrics, alternately; the first round is a warm-up."""
     streams, metrics = Streams(engine, sequences, tokens), Metrics(make_engine_info(engine))
     plain: list[float] = []
     counted: list[float] = []
@@ -104,7 +104,7 @@ def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int
     snapshot = metrics.snapshot(read_engine_state(engine.core, {}))
     scrape = 1e6 * (time.perf_counter() - start)
     renderer = Renderer()
-    renderer.render(snapshot, openmetrics=False)  # the first writes what does not change
+    renderer.render(snapshot, openmetrics=False)  # the first call caches the constant parts
     start = time.perf_counter()
     renderer.render(snapshot, openmetrics=False)
     render = 1e6 * (time.perf_counter() - start)
@@ -113,7 +113,7 @@ def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int
 
 
 def observe(metrics: Metrics, result: StepResult) -> float:
-    """Count a step in the metrics, as the engine's loop does; return the seconds that took."""
+    """Record a step in the metrics, as the engine's loop does; return the seconds that it took."""
     start = time.perf_counter()
     metrics.observe(result.report, result.finished)
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""A picture of what grows with what. Needs matplotlib."""
+"""Plots the measurements of tools.bench.growth. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ TITLES = {
 
 
 class GrowthPoint(NamedTuple):
-    """A measurement."""
+    """One measurement of tools.bench.growth."""
 
-    part: str
-    size: int  # tokens, sequences, requests or blocks
-    metric: str
+    part: str  # a key of TITLES
+    size: int  # number of tokens, sequences, requests or blocks
+    metric: str  # name and unit of `value`
     value: float
-    bound: float | None = None  # the best that this machine allows
+    bound: float | None = None  # the best value that this machine's memory bandwidth allows
 
 
 def draw(points: Sequence[GrowthPoint], file: Path) -> None:
     """Write a PNG or SVG, by the file's ending. Raises OSError, and ValueError for another ending."""
-    from matplotlib.figure import Figure  # which not every installation has
+    from matplotlib.figure import Figure  # optional dependency
 
     parts = list(dict.fromkeys(point.part for point in points))
     figure = Figure(figsize=(4.2 * len(parts), 3.4), layout="constrained")

@@ -1,7 +1,7 @@
-"""`python -m tools.bench.quantized_weights`: what a model loses when its weights are kept in fewer bits.
+"""`python -m tools.bench.quantized_weights`: measures how quantized weights change a model's predictions.
 
-Reads documents of `kvmux evaluate` with the model in each format of --weights, without any cache, and compares the
-others with the first. All models are in memory at once, and a document's logits of each: this is for small ones.
+Runs the documents of `kvmux evaluate` through the model in each weight format, without a cache, and compares the
+formats with the first. All models are in memory at once, with the logits of a document: use small models.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens of a document")
     parser.add_argument("--texts", type=int, default=2, help="documents of running text")
     parser.add_argument("--records", type=int, default=8, help="documents with answers to recall")
-    parser.add_argument("--seed", help="other documents of the generator")
+    parser.add_argument("--seed", help="seed of the generated documents")
     options = parser.parse_args(arguments)
     flags = {"model": options.model, "dtype": options.dtype, "kernels": options.kernels, "weights_cache": "off"}
     flags |= {"max_seq_len": options.length, "max_num_seqs": 1}
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @torch.inference_mode()
 def compare_models(models: Sequence[Model], documents: Sequence[Document]) -> list[Fidelity]:
-    """Compare what each model makes of the documents with what models[0] does."""
+    """Return the fidelity of each model's predictions on the documents to those of models[0]."""
     results = [Fidelity() for _ in models]
     for document in documents:
         ids = torch.tensor(document.ids, device=models[0].device)
@@ -57,7 +57,7 @@ def compare_models(models: Sequence[Model], documents: Sequence[Document]) -> li
             attention = NoCacheAttention(model.layer_specs, len(ids) - 1, model.device)
             attention.logit_index = attention.positions
             logits.append(model.forward(ids[:-1], attention).float())
-        # [models][n]: whether the token after the i-th was the likeliest.
+        # [models][n]: whether the model predicted token i + 1 of the document.
         known = update_fidelities(results, torch.stack(logits), ids[1:]).tolist()
         for result, right in zip(results, known, strict=True):
             result.answer_recalls += [(a.distance, all(right[a.start - 1 : a.stop - 1])) for a in document.answers]
@@ -67,7 +67,7 @@ def compare_models(models: Sequence[Model], documents: Sequence[Document]) -> li
 def format_table(
     weights: Sequence[str], engines: Sequence[Engine], texts: Sequence[Fidelity], records: Sequence[Fidelity]
 ) -> str:
-    """Return a row for each format, as docs/guide/models.md has it."""
+    """Return a Markdown table with a row for each format, as in docs/guide/models.md."""
     head = "| --weights | bytes | perplexity of text | likeliest token the same | KL, nats | answers known |"
     rows = [
         f"| {name} | {engine.core.model.weight_bytes:,} | {text.perplexity:.3f} | {text.agreement:.2%} "

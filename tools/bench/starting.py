@@ -1,8 +1,7 @@
-"""`python -m tools.bench.starting`: how long `kvmux serve` takes until it is ready, and its processes' memory.
+"""`python -m tools.bench.starting`: measures the start-up time of `kvmux serve`, and the memory of its processes.
 
-Ready is the first 200 of /ready, counted from the start of the process. Memory is looked at then, and again and again
-under a short load. PSS counts what processes share once, in parts, so that it may be summed up, as RSS may not. Linux
-only.
+The time is from the start of the process to the first 200 of /ready. Memory is measured then, and repeatedly under a
+short load. PSS divides shared pages among their processes, so it can be summed up; RSS cannot. Linux only.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from server.profiling.running import RunError, RunningServer, run_server, sigter
 from server.text.processes.text_process import MODULE
 from tools.bench.streaming import MeasuredServer, get_model_name, is_engine, run_streams
 
-SAMPLE = 0.1  # seconds between two looks at the memory
-FIRST_ID, IDS = 10, 256  # prompts are of these tokens, which every model has
+SAMPLE = 0.1  # seconds between two measurements of memory
+FIRST_ID, IDS = 10, 256  # the first and the number of the token ids in prompts, which every model has
 
 
 class Memory(NamedTuple):
@@ -33,29 +32,29 @@ class Memory(NamedTuple):
 
 
 class StartupResult(NamedTuple):
-    """Memory by process."""
+    """Start-up times, and memory by the processes' role ("all" is the sum)."""
 
-    seconds: Sequence[float]  # until ready, of each start
-    ready: Mapping[str, Memory]
-    peak: Mapping[str, Memory]  # of each process by itself; of "all", of the sum
+    seconds: Sequence[float]  # until ready, for each start
+    ready: Mapping[str, Memory]  # memory when the server is ready
+    peak: Mapping[str, Memory]  # each role's own peak; for "all" the peak of the sum
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.starting", description=__doc__)
     parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
-    parser.add_argument("--rounds", type=int, default=5, help="starts; the last one is loaded")
-    parser.add_argument("--streams", type=int, default=8, help="of the load, beside each other")
+    parser.add_argument("--rounds", type=int, default=5, help="number of starts; the last one gets the load")
+    parser.add_argument("--streams", type=int, default=8, help="number of concurrent streams of the load")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=128, help="of each stream")
-    parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each stream")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("serve", nargs="*", metavar="FLAG", help="more flags of `kvmux serve`, after --")
     options = parser.parse_args(arguments)
     if not Path("/proc/self/smaps_rollup").exists():
-        parser.error("only where the system reports shared memory in /proc/PID/smaps_rollup")
+        parser.error("this system has no /proc/PID/smaps_rollup, which reports shared memory: run it on Linux")
     if min(options.rounds, options.streams, options.prompt, options.tokens) < 1:
-        parser.error("--rounds, --streams, --prompt and --tokens: from 1 on")
+        parser.error("--rounds, --streams, --prompt and --tokens should be at least 1")
     if any(flag.startswith(("--port", "--host")) for flag in options.serve):
-        parser.error("leave --host and --port out: they are chosen here")
+        parser.error("leave --host and --port out: this tool chooses them")
     flags = ["--model", options.model, *options.serve]
     try:
         with sigterm_as_ctrl_c():
@@ -66,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(flags: Sequence[str], rounds: int, streams: int, prompt: int, tokens: int) -> StartupResult:
-    """Start a server several times; measure its memory under load the last time. Raises RunError."""
+    """Start a server `rounds` times and, the last time, measure its memory under load. Raises RunError."""
     seconds = []
     for last in [False] * (rounds - 1) + [True]:
         with run_server(flags) as served:
@@ -98,7 +97,7 @@ def get_role(child: psutil.Process) -> str:
 
 
 async def measure_peak_memory(served: RunningServer, streams: int, prompt: int, tokens: int) -> dict[str, Memory]:
-    """Return the largest memory seen while the streams ran."""
+    """Run the streams; return the largest memory of each role meanwhile."""
     ids = [FIRST_ID + i % IDS for i in range(prompt)]
     body: dict[str, Any] = {
         "model": get_model_name(served),
@@ -119,12 +118,12 @@ async def measure_peak_memory(served: RunningServer, streams: int, prompt: int, 
 
 
 def format_table(result: StartupResult) -> str:
-    """Return the result in Markdown; memory in MiB."""
+    """Return the result as Markdown, with memory in MiB."""
     seconds = ", ".join(f"{took:.2f}" for took in result.seconds)
     lines = [
         f"ready after {seconds} s",
         "",
-        "| MiB | PSS, ready | PSS, at most | RSS, at most |",
+        "| MiB | PSS, ready | PSS, peak | RSS, peak |",
         "|---|---:|---:|---:|",
     ]
     for role, ready in result.ready.items():

@@ -1,9 +1,9 @@
-"""`python -m tools.bench.streaming`: CPU time per streamed token outside the engine.
+"""`python -m tools.bench.streaming`: measures the CPU time per streamed token outside the engine.
 
-Starts `kvmux serve`, opens streams beside each other, and looks at the CPU time of the server's processes but for the
-engine's: they read the engine's socket, make text of tokens and JSON of text, and write to the clients' sockets. Beside
-it stands the least there can be: uvicorn with an application that sends events of the same size, made before, at the
-same pace. Both take turns, so that a busy machine is so for both.
+Starts `kvmux serve`, opens concurrent streams, and measures the CPU time of all its processes except the engine: they
+read the engine's socket, detokenize, write JSON, and write to the clients' sockets. The lower bound is uvicorn with an
+application that sends constant events of the same size at the same pace. The two alternate, so that other load on the
+machine affects both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.profiling.running import RunError, RunningServer, run_server, sigterm_as_ctrl_c, start_process
 
-ENGINE_LIBRARY = "libtorch_cpu"  # the library that only the engine's process has in its memory
+ENGINE_LIBRARY = "libtorch_cpu"  # a library that only the engine's process loads
 LISTEN_PATTERN = re.compile(r"running on (http://\S+)")
 PROMPT = "Once upon a time"
 BODIES: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ EVENT = b"data: " + b"x" * 230 + b"\n\n"  # as long as a chunk with a word in it
 
 
 class MeasuredServer(NamedTuple):
-    """A server that is ready."""
+    """A running server whose CPU time is measured."""
 
     host: str
     port: int
@@ -54,22 +54,22 @@ class MeasuredServer(NamedTuple):
 
 
 class StreamingResult(NamedTuple):
-    """What `streams` at once cost. Microseconds are CPU time outside the engine for each token."""
+    """The cost of streaming from one endpoint with a number of concurrent streams."""
 
     path: str
     streams: int
-    microseconds: float
-    bare: float  # microseconds of uvicorn alone
+    microseconds: float  # CPU time per token outside the engine
+    bare: float  # CPU time per event of uvicorn alone, in microseconds
     tokens_per_second: float  # of all streams together
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.streaming", description=__doc__)
-    parser.add_argument("--streams", type=int, nargs="+", default=(1, 16, 64), help="opened beside each other")
-    parser.add_argument("--tokens", type=int, default=512, help="of each stream")
-    parser.add_argument("--rounds", type=int, default=5, help="summed up, after one that warms")
-    parser.add_argument("--body", type=json.loads, default={}, help="JSON for every request: '{\"logprobs\": 1}'")
-    parser.add_argument("--json", action="store_true", help="one JSON line a figure instead of a table")
+    parser.add_argument("--streams", type=int, nargs="+", default=(1, 16, 64), help="numbers of concurrent streams")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of each stream")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that are summed up, after one warm-up")
+    parser.add_argument("--body", type=json.loads, default={}, help="fields of every request: '{\"logprobs\": 1}'")
+    parser.add_argument("--json", action="store_true", help="print one JSON line per figure instead of a table")
     parser.add_argument("serve", nargs="*", metavar="FLAG", help="flags of `kvmux serve`, after --")
     options = parser.parse_args(arguments)
     body = {"max_tokens": options.tokens, "stream": True, "ignore_eos": True} | options.body
@@ -100,7 +100,7 @@ def is_engine(process: psutil.Process) -> bool:
 
 @contextmanager
 def serving_bare() -> Iterator[MeasuredServer]:
-    """Run uvicorn as we use it, with `bare_app`. Raises RunError."""
+    """Run uvicorn with `bare_app`, configured as in kvmux. Raises RunError."""
     flags = ["--port", "0", "--loop", "uvloop", "--http", "httptools", "--lifespan", "off", "--no-access-log"]
     command = [sys.executable, "-m", "uvicorn", "tools.bench.streaming:bare_app", *flags]
     with start_process(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
@@ -112,7 +112,7 @@ def serving_bare() -> Iterator[MeasuredServer]:
 
 
 async def bare_app(scope: Scope, receive: Receive, send: Send) -> None:
-    """Send as many events as were asked for, all streams at the same moments, as an engine's steps make them do."""
+    """Send `max_tokens` events, one every `pace` seconds; all streams send at the same moments, as after a step."""
     request = json.loads((await receive())["body"])
     await send({"type": "http.response.start", "status": 200, "headers": []})
     loop, pace = asyncio.get_running_loop(), request["pace"]
@@ -127,7 +127,7 @@ async def bare_app(scope: Scope, receive: Receive, send: Send) -> None:
 async def measure(
     ours: MeasuredServer, bare: MeasuredServer, path: str, streams: int, rounds: int, request: dict[str, Any]
 ) -> StreamingResult:
-    """Measure all rounds together, after one that is not counted: CPU time comes in hundredths of a second."""
+    """Measure all rounds together, as CPU time is reported in steps of 10 ms, after one warm-up round."""
     tokens = request["max_tokens"]
     seconds, cpu, bare_cpu = 0.0, 0.0, 0.0
     for counted in [False] + [True] * rounds:
@@ -140,7 +140,7 @@ async def measure(
 
 
 async def run_streams(server: MeasuredServer, path: str, streams: int, request: dict[str, Any]) -> tuple[float, float]:
-    """Run the streams; return the seconds that they took, and the seconds of CPU time."""
+    """Run the streams; return their elapsed seconds and the server's seconds of CPU time."""
     start, before = time.perf_counter(), server.cpu_seconds()
     await asyncio.gather(*(read_stream(server, path, request) for _ in range(streams)))
     return time.perf_counter() - start, server.cpu_seconds() - before
@@ -153,7 +153,7 @@ async def read_stream(server: MeasuredServer, path: str, request: dict[str, Any]
     writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(content) + content)
     answer = await reader.read()
     if b"data: [DONE]" not in answer or b'"error"' in answer:
-        sys.exit(f"the server said: {answer[:500].decode()}")
+        sys.exit(f"the stream failed: {answer[:500].decode()}")
     writer.close()
 
 

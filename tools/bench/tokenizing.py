@@ -1,7 +1,7 @@
-"""`python -m tools.bench.tokenizing`: what a process of its own costs a request before it reaches the engine.
+"""`python -m tools.bench.tokenizing`: measures the time that the sandboxed tokenizer process adds to a request.
 
-An ordinary chat is rendered and encoded, and a short prompt encoded, by turns in a process of their own, as the server
-does it, and in this one, as if the model's files were trusted. Prints the median of the rounds' differences.
+A chat is rendered and encoded, and a short prompt encoded, alternately in a separate process, as in the server, and in
+this process. Prints the median of the paired differences.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ Work = Callable[[TokenizerBase], Awaitable[object]]
 
 
 class TokenizingCost(NamedTuple):
-    """Microseconds of one request, medians; `difference` of the paired rounds' differences, with its 95 % interval."""
+    """The time of one request in microseconds, as medians of the rounds."""
 
     what: str
     in_process: float
     sandboxed: float
-    difference: float
-    low: float
+    difference: float  # sandboxed - in_process: median of the paired differences
+    low: float  # ends of its 95 % confidence interval
     high: float
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.tokenizing", description=__doc__)
     parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
-    parser.add_argument("--messages", type=int, default=32, help="of the chat")
-    parser.add_argument("--rounds", type=int, default=20, help="each of --calls, here and in a process of their own")
-    parser.add_argument("--calls", type=int, default=100)
-    parser.add_argument("--json", action="store_true", help="JSON lines instead of sentences")
+    parser.add_argument("--messages", type=int, default=32, help="messages of the chat")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds, each in this process and in a separate one")
+    parser.add_argument("--calls", type=int, default=100, help="calls of a round")
+    parser.add_argument("--json", action="store_true", help="print JSON lines instead of sentences")
     options = parser.parse_args(arguments)
     if min(options.messages, options.calls) < 1 or options.rounds < 2:
-        parser.error("--messages and --calls: from 1 on; --rounds: from 2 on")
+        parser.error("--messages and --calls should be at least 1, --rounds at least 2")
     try:
         settings = resolve_model_settings(load_settings(None, {"model": options.model}))
         limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 async def measure(
     in_process: Tokenizer, sandboxed: SandboxedTokenizer, messages: int, rounds: int, calls: int
 ) -> Sequence[TokenizingCost]:
-    """Measure a chat and a prompt. The first round of each warms up."""
+    """Measure a chat and a prompt; the first round of each is a warm-up."""
     async with sandboxed:
         return [
             await compare(what, work, in_process, sandboxed, rounds, calls)
@@ -101,7 +101,7 @@ async def time_calls(work: Work, tokenizer: TokenizerBase, calls: int) -> float:
 
 
 def compute_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the median, by resampling."""
+    """Return the 95 % confidence interval of the median, by bootstrapping."""
     rng = random.Random(0)
     medians = [median(rng.choices(values, k=len(values))) for _ in range(1000)]
     edges = quantiles(medians, n=40)

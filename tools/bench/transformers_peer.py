@@ -1,7 +1,7 @@
-"""`python -m tools.bench.transformers_peer`: transformers in this process, at the work of one stream.
+"""`python -m tools.bench.transformers_peer`: runs a single-stream workload with transformers in this process.
 
-In bfloat16 and greedy, from ids to ids: neither HTTP nor text is in the way. Prints a result as `kvmux bench` does.
-Knows nothing of servers; `make bench` starts it as a process of its own, between two of them.
+Greedy generation in bfloat16, from ids to ids, without HTTP or text. Prints results as `kvmux bench` does. `make bench`
+starts it as a separate process while no server runs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tools.bench.table.limits import WORKLOADS, Workload
 
 
 class Times(NamedTuple):
-    """The times of one answer, in milliseconds."""
+    """The latencies of one answer, in milliseconds."""
 
-    ttft_ms: float  # from the prompt to the first token
-    itl_ms: Sequence[float]  # from token to token
+    ttft_ms: float  # time to first token
+    itl_ms: Sequence[float]  # inter-token latencies
 
 
 class Arrivals(BaseStreamer):
-    """Notes when `generate` hands over the prompt and then each token."""
+    """A streamer that records the times at which `generate` passes on the prompt and then each token."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -46,15 +46,15 @@ class Arrivals(BaseStreamer):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.transformers_peer", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="a directory as Hugging Face has them")
+    parser.add_argument("--model", type=Path, required=True, help="a model directory in Hugging Face's format")
     parser.add_argument(
         "--workload", choices=[name for name, work in WORKLOADS.items() if work.streams == 1], default="a"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="answers, after one that warms")
+    parser.add_argument("--rounds", type=int, default=3, help="number of answers, after one warm-up")
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     options = parser.parse_args(arguments)
     if min(options.rounds, 1 if options.threads is None else options.threads) < 1:
-        parser.error("--rounds and --threads: from 1 on")
+        parser.error("--rounds and --threads should be at least 1")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     print(json.dumps([measure(options.model, WORKLOADS[options.workload], options.rounds)]))
@@ -78,7 +78,7 @@ def measure(directory: Path, work: Workload, rounds: int) -> Mapping[str, Any]:
 
 
 def time_generation(model: Any, prompt: Tensor, tokens: int) -> Times:
-    """Generate `tokens` tokens after prompt [1, T], and return the times."""
+    """Generate `tokens` tokens after a prompt [1, T] of ids; return the latencies."""
     arrivals, start = Arrivals(), perf_counter()
     model.generate(
         prompt,

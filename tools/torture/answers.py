@@ -1,4 +1,4 @@
-"""Reads answers, whole or streamed, into one form, and compares two of them. Knows OpenAI's objects, not HTTP."""
+"""Parses responses, whole or streamed, into `Answer`, and compares two answers. Knows OpenAI's objects, not HTTP."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# Of a chat's answer as a whole; completions have them by choice
+# Fields of a chat completion as a whole; text completions have them in each choice.
 PROMPT_FIELDS = ("prompt_token_ids", "prompt_logprobs")
-IGNORED_FIELDS = {"index", "kv_cache", "delta", "message", "text"}  # of a choice; its text is read from wherever it is
+IGNORED_FIELDS = {"index", "kv_cache", "delta", "message", "text"}  # fields of a choice that are read separately
 
 
 @dataclass
 class Answer:
-    """The received part of an answer: for each choice, by its index, the text and all other fields."""
+    """The received part of a response."""
 
-    choices: dict[int, dict[str, Any]] = field(default_factory=dict)
-    prompt_fields: dict[str, Any] = field(default_factory=dict)  # its fields beside the choices
+    choices: dict[int, dict[str, Any]] = field(default_factory=dict)  # by index: "text" and the other fields
+    prompt_fields: dict[str, Any] = field(default_factory=dict)  # values of PROMPT_FIELDS outside of choices
     usage: tuple[int, int] | None = None  # tokens of the prompt, and of all choices
     cached_tokens: int | None = None
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Add a whole answer, or the next chunk of a stream."""
+        """Add a whole response, or the next chunk of a stream."""
         for choice in message["choices"]:
             known = self.choices.setdefault(choice["index"], {"text": ""})
             known["text"] += _get_text(choice)
@@ -45,7 +45,7 @@ def _get_text(choice: Mapping[str, Any]) -> str:
 
 
 def _merge_values(known: Any, later: Any) -> Any:
-    """Return the concatenation of two lists, also of lists within objects; of anything else the later value."""
+    """Return two lists concatenated, also within objects; for anything else return the later value."""
     if isinstance(known, list) and isinstance(later, list):
         return known + later
     if isinstance(known, dict) and isinstance(later, dict):
@@ -55,7 +55,7 @@ def _merge_values(known: Any, later: Any) -> Any:
 
 # ---------------------------------------------------------------- comparing
 def find_difference(expected: Answer, got: Answer) -> str | None:
-    """Return what differs between two whole answers, bit for bit; None if nothing does."""
+    """Return a description of the first difference between two whole answers; None if they are equal, bit for bit."""
     if expected.choices.keys() != got.choices.keys():
         return f"choices {sorted(got.choices)} instead of {sorted(expected.choices)}"
     if None not in (expected.usage, got.usage) and expected.usage != got.usage:
@@ -71,7 +71,7 @@ def find_difference(expected: Answer, got: Answer) -> str | None:
 
 
 def find_partial_difference(expected: Answer, got: Answer) -> str | None:
-    """Return where the beginning of a streamed answer does not begin the expected one; None if it does."""
+    """Return a description of a difference if `got` is not a beginning of `expected`; None if it is."""
     for index, found in got.choices.items():
         known = expected.choices.get(index)
         if known is None:
@@ -85,7 +85,7 @@ def find_partial_difference(expected: Answer, got: Answer) -> str | None:
 
 
 def find_shape_difference(expected: Answer, got: Answer) -> str | None:
-    """Return what differs besides what was generated: choices, prompts, and whether each choice has ended."""
+    """Return a description of a difference in choices, prompt ids or ends, not in generated text; None if equal."""
     if expected.choices.keys() != got.choices.keys() or not got.finished:
         return f"choices {sorted(got.choices)} instead of {sorted(expected.choices)}, or one without its end"
     if (found := got.prompt_fields.get("prompt_token_ids")) != expected.prompt_fields.get("prompt_token_ids"):

@@ -1,7 +1,7 @@
-"""Kills, stops and restarts a server under load, while every answer is compared with the one computed alone.
+"""Injects faults into a server under load, while clients compare every answer with that of an idle server.
 
-One fault at a time: the next is injected when the server answers again and all its processes are back. Does not know
-how a fault is injected, nor what a right answer is.
+Faults are injected one at a time: the next follows when the server answers again and all its processes are back. The
+faults are in faults.py, the checks of answers in checker.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psutil
 from tools.torture.checker import Injection
 from tools.torture.clients import Load, start_clients
 from tools.torture.faults import Fault, Target, count_orphans
-from tools.torture.requests import make_reference_sending
+from tools.torture.requests import make_reference_options
 from tools.torture.running import (
     open_exchange,
     prepare_load,
@@ -30,7 +30,7 @@ from tools.torture.running import (
 from tools.torture.server_process import DRAIN_SECONDS, POLL_SECONDS, ServerProcess, StartError, is_alive, is_ready
 from tools.torture.tally import Tally
 
-RECOVERY_SECONDS = 120.0  # after a fault until the server must be whole again
+RECOVERY_SECONDS = 120.0  # within which the server must have recovered from a fault
 MAX_QUEUED_REQUESTS = 12  # few, so that the queue is full at times
 PROBE_PAUSE = 1.0  # seconds between two probes of isolation, at most
 PAUSE_BETWEEN_FAULTS = (0.3, 2.0)  # seconds from one fault's recovery to the next fault
@@ -49,11 +49,11 @@ class ChaosPlan:
 
 @dataclass
 class Recoveries:
-    """Seconds from each fault of a kind until a completion succeeds, and until all processes are back."""
+    """The recovery times of one kind of fault."""
 
-    answering_seconds: list[float] = field(default_factory=list)
-    whole_seconds: list[float] = field(default_factory=list)
-    num_without_target: int = 0
+    answering_seconds: list[float] = field(default_factory=list)  # from each fault until a completion succeeds
+    whole_seconds: list[float] = field(default_factory=list)  # from each fault until all processes are back
+    num_without_target: int = 0  # times when there was no process to act on
 
 
 @dataclass
@@ -81,7 +81,7 @@ async def run_chaos(plan: ChaosPlan) -> ChaosReport:
 
 
 async def end_server(server: ServerProcess, tally: Tally) -> None:
-    """Stop the server for good, and count what it leaves behind as problems."""
+    """Stop the server; count a bad exit code, left-over folders and tracebacks in its log as problems."""
     if (code := await server.stop()) != 0:
         tally.add_problem("unclean ends", f"the last one: exit code {code}")
     if left := server.find_socket_folders():
@@ -91,7 +91,7 @@ async def end_server(server: ServerProcess, tally: Tally) -> None:
 
 
 class Conductor:
-    """Injects one fault after the other while the clients of a load go on."""
+    """Injects one fault after another while the clients of a load run."""
 
     def __init__(self, plan: ChaosPlan, load: Load) -> None:
         self.recoveries = {fault.name: Recoveries() for fault in plan.faults}
@@ -104,7 +104,7 @@ class Conductor:
         self._status = "nothing yet"
 
     async def run(self) -> None:
-        """Inject faults until the time is over; the clients then finish their current requests."""
+        """Start the clients, and inject faults until the time is over; clients then finish their current requests."""
         end = asyncio.Event()
         self._load.running.set()
         async with set_on_signals(end), asyncio.TaskGroup() as group:
@@ -125,14 +125,14 @@ class Conductor:
             await sleep_unless(end, min(self._draw.uniform(*PAUSE_BETWEEN_FAULTS), max(0.0, deadline - monotonic())))
 
     def _next_fault(self) -> Fault:
-        """Return a random fault, each of them once before any comes again."""
+        """Return a random fault; no fault is repeated before all were drawn."""
         if not self._remaining_faults:
             self._remaining_faults = list(self._plan.faults)
             self._draw.shuffle(self._remaining_faults)
         return self._remaining_faults.pop()
 
     async def _inject(self, fault: Fault) -> None:
-        """Inject a fault, and wait until the server is whole again."""
+        """Inject a fault, and wait until the server has recovered."""
         if (code := self._server.exit_code) is not None:
             self._tally.add_problem("servers that ended by themselves", f"exit code {code}, before {fault.name}")
             self._server.kill()
@@ -178,7 +178,7 @@ class Conductor:
         if not await is_ready(self._server.url):
             return False
         spec = self._draw.choice(self._load.specs)
-        outcome = await self._load.exchange.send(self._server.url, spec, make_reference_sending(spec))
+        outcome = await self._load.exchange.send(self._server.url, spec, make_reference_options(spec))
         self._load.checker.check(spec, outcome)
         return outcome.failure is None
 

@@ -1,4 +1,4 @@
-"""Checks whether the outcome of a request is right, and whether a failure may happen: only a fault can excuse one.
+"""Checks the outcome of each request: an answer must be as expected, and a failure must be explained by a fault.
 
 Knows answers, failures and the times of faults; neither HTTP nor processes.
 """
@@ -14,17 +14,17 @@ from tools.torture.exchange import CONNECTION_CUT, ENGINE_UNAVAILABLE, NO_ANSWER
 from tools.torture.requests import RequestSpec
 from tools.torture.tally import Tally
 
-ORDERLY_MARGIN = 0.5  # seconds before an orderly stop in which a request may not have reached the server yet
-ALWAYS_EXCUSED = frozenset({"queue_full"})  # the queue is bounded; clients come again
+ORDERLY_MARGIN = 0.5  # seconds before an orderly stop: later requests may not have reached the server in time
+ALWAYS_EXCUSED = frozenset({"queue_full"})  # clients retry when the queue is full
 
 
 @dataclass
 class Injection:
-    """A fault while it acts: from its signal until the server is whole again. Times are monotonic seconds."""
+    """One injection of a fault, from its signal until the server has recovered. Times are monotonic seconds."""
 
     name: str
-    excuses: frozenset[str]  # kinds of failures
-    orderly: bool  # running requests must still be answered
+    excuses: frozenset[str]  # kinds of failures that it may cause
+    orderly: bool  # whether running requests must still be answered
     began: float = field(default_factory=monotonic)
     ended: float | None = None
 
@@ -40,18 +40,18 @@ class Injection:
 
 
 class Checker:
-    """Checks outcomes and counts the results."""
+    """Compares outcomes with the expected answers, and counts results and problems in a tally."""
 
     def __init__(self, tally: Tally, drain_seconds: float, *, exact: bool) -> None:
         self.tally = tally
         self.expected_answers: dict[str, Answer] = {}  # by the name of a request
         self.injections: list[Injection] = []
-        self.exact = exact  # answers are promised to be equal bit for bit
+        self.exact = exact  # whether answers must be equal bit for bit
         self._drain_seconds = drain_seconds
 
-    # ------------------------------------------------------------ of requests for generation
+    # ------------------------------------------------------------ generation requests
     def check(self, spec: RequestSpec, outcome: Outcome) -> None:
-        """Count an outcome, and a problem if there is one."""
+        """Count the outcome of a generation request, and a problem if it is wrong."""
         self.tally.count("requests sent")
         if outcome.failure is not None:
             self.record_failure(outcome, outcome.failure, f"{spec.name} ({spec.path})")
@@ -76,7 +76,7 @@ class Checker:
         self.tally.add_problem(name, f"{spec.name}{f' got the answer of {owner}' if owner else ''}: {wrong}")
 
     def _find_owner(self, answer: Answer) -> str | None:
-        """Return the name of the request whose answer this is; None for short texts, which several may have."""
+        """Return the name of the request that expects this answer; None if there is none, or for short texts."""
         texts = {index: choice["text"] for index, choice in answer.choices.items()}
         if not any(len(text) >= 8 for text in texts.values()):
             return None
@@ -85,9 +85,12 @@ class Checker:
                 return name
         return None
 
-    # ------------------------------------------------------------ of failures
+    # ------------------------------------------------------------ failures
     def record_failure(self, outcome: Outcome, failure: Failure, what: str) -> None:
-        """Count a failure: by name if something excuses it, otherwise as a problem."""
+        """Count a failure: by kind if it is always excused or a fault explains it, otherwise as a problem.
+
+        `what` names the request in the problem's message.
+        """
         injection = self._find_excuse(outcome, failure)
         if failure.kind in ALWAYS_EXCUSED:
             self.tally.count(f"refused: {failure.kind}")
@@ -121,10 +124,10 @@ class Checker:
         ]
 
     def _format_injections(self, outcome: Outcome) -> str:
-        """Return the faults during a request in words, for a message."""
+        """Return a request's duration and the faults meanwhile as text, for a message."""
         found = [
             f"{each.name} {each.began - outcome.began:+.2f} s after it was sent"
             for each in self._find_injections(outcome)
         ]
         seconds = f" ended after {outcome.ended - outcome.began:.2f} s"
-        return seconds + (f" (during {', '.join(found)})" if found else " (nothing was done to the server)")
+        return seconds + (f" (during {', '.join(found)})" if found else " (during no fault)")

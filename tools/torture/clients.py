@@ -1,6 +1,6 @@
-"""The load: clients that compare answers, hang up, send malformed requests, or poll.
+"""The load: clients that compare answers, disconnect early, send malformed requests, or poll.
 
-Every client has a random generator of its own. Clients wait while no server is up. Knows no fault.
+Every client has its own random generator, and waits while no server is up. Knows no faults.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from tools.torture.answers import find_difference
 from tools.torture.checker import Checker
 from tools.torture.exchange import MALFORMED_ERROR, Exchange, Outcome
-from tools.torture.requests import COMPLETIONS, TENANTS, RequestSpec, Sending, draw_sending, make_fresh_spec
+from tools.torture.requests import COMPLETIONS, TENANTS, RequestSpec, SendOptions, draw_send_options, make_fresh_spec
 from tools.torture.server_process import ServerProcess
 
 PATHS = ("/metrics", "/health", "/ready", "/version", "/v1/models", "/v1/kv_cache", "/v1/settings", "/openapi.json")
@@ -26,17 +26,17 @@ NOT_HTTP = (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"POST\r\n\r
 
 @dataclass
 class Load:
-    """The state that all clients share. They send requests while `running` is set, and finish the current one."""
+    """The state that all clients share; they send requests while `running` is set."""
 
     server: ServerProcess
     exchange: Exchange
     checker: Checker
     specs: Sequence[RequestSpec]
     running: asyncio.Event = field(default_factory=asyncio.Event)
-    on_outcome: Callable[[RequestSpec, Outcome], None] = lambda *_: None  # of every request for generation
+    on_outcome: Callable[[RequestSpec, Outcome], None] = lambda *_: None  # called after every generation request
 
     async def wait_for_url(self) -> str | None:
-        """Return the server's address, as soon as there is one; None when the load ends meanwhile."""
+        """Wait until a server is up and return its URL; None if the load ends meanwhile."""
         while self.running.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(0.2):
@@ -44,8 +44,8 @@ class Load:
                 return self.server.url
         return None
 
-    async def send(self, url: str, spec: RequestSpec, sending: Sending) -> Outcome:
-        outcome = await self.exchange.send(url, spec, sending)
+    async def send(self, url: str, spec: RequestSpec, options: SendOptions) -> Outcome:
+        outcome = await self.exchange.send(url, spec, options)
         self.on_outcome(spec, outcome)
         return outcome
 
@@ -54,24 +54,24 @@ Act = Callable[[Load, Random, str], Awaitable[Outcome | None]]
 
 
 async def run_client(load: Load, draw: Random, act: Act, pause: float) -> None:
-    """Act again and again, with pauses of up to `pause` seconds, and longer ones after a failure."""
+    """Call `act` repeatedly, with pauses of up to `pause` seconds, and 0.1 to 0.4 s after a failure."""
     while (url := await load.wait_for_url()) is not None:
         outcome = await act(load, draw, url)
         failed = outcome is not None and outcome.failure is not None
         await asyncio.sleep(draw.uniform(0.1, 0.4) if failed else draw.uniform(0, pause))
 
 
-# ---------------------------------------------------------------- what clients do
+# ---------------------------------------------------------------- actions of clients
 async def ask_and_compare(load: Load, draw: Random, url: str) -> Outcome:
-    """Send one of the requests whose answers are known, in a random way, and check the answer."""
+    """Send a random request of the load with random send options, and check the answer."""
     spec = draw.choice(load.specs)
-    outcome = await load.send(url, spec, draw_sending(draw, spec))
+    outcome = await load.send(url, spec, draw_send_options(draw, spec))
     load.checker.check(spec, outcome)
     return outcome
 
 
 async def poll(load: Load, draw: Random, url: str) -> Outcome:
-    """Send a GET for one of the routes that operators poll."""
+    """Send a GET request to a random route that operators poll."""
     path = draw.choice(PATHS)
     outcome, _ = await load.exchange.call("GET", url + path, headers={"Authorization": f"Bearer {TENANTS[0]}"})
     load.checker.tally.count("polls")
@@ -81,13 +81,13 @@ async def poll(load: Load, draw: Random, url: str) -> Outcome:
 
 
 async def probe_isolation(load: Load, draw: Random, url: str) -> Outcome:
-    """Send a new prompt as one tenant, then as another: equal answers, and nothing from the first one's cache."""
+    """Send a new prompt twice as one tenant, then as another: answers must be equal, and tenants share no cache."""
     spec = make_fresh_spec(draw, "a prompt of one tenant")
     tenant, other = draw.sample(TENANTS, 2)
     instance = draw.choice(("paged", "contiguous", "small_blocks"))
     answers = []
     for key in (tenant, tenant, other):
-        outcome = await load.send(url, spec, Sending(instance, key))
+        outcome = await load.send(url, spec, SendOptions(instance, key))
         load.checker.tally.count("requests sent")
         if outcome.failure is not None:
             load.checker.record_failure(outcome, outcome.failure, "probe of isolation")
@@ -107,7 +107,7 @@ async def probe_isolation(load: Load, draw: Random, url: str) -> Outcome:
 
 @dataclass(frozen=True)
 class Malformed:
-    """A request that must be refused with this status."""
+    """A malformed request, and the status with which it must be refused."""
 
     status: int
     method: str = "POST"
@@ -140,7 +140,7 @@ MALFORMED = (
 async def send_malformed(load: Load, draw: Random, url: str) -> Outcome | None:
     """Send a request that must be refused, and check its status and the shape of the error."""
     if draw.random() < 0.2:
-        load.checker.tally.count("bytes that are no HTTP")
+        load.checker.tally.count("bytes that are not HTTP")
         await send_raw_bytes(url, draw.choice(NOT_HTTP))
         return None
     malformed = draw.choice(MALFORMED)
@@ -167,7 +167,7 @@ async def send_raw_bytes(url: str, data: bytes) -> None:
             reader, writer = await asyncio.open_connection(address.hostname, address.port)
             try:
                 writer.write(data)
-                await reader.read(1)  # TLS' hello waits for more; then we leave
+                await reader.read(1)  # after the beginning of a TLS hello the server waits: the timeout ends it
             finally:
                 writer.close()
 
@@ -176,8 +176,8 @@ async def send_raw_bytes(url: str, data: bytes) -> None:
 def start_clients(group: asyncio.TaskGroup, load: Load, seed: str, num_comparing: int, probe_pause: float) -> None:
     """Start the clients of a load; each draws from the seed and its own number.
 
-    Every probe of isolation sends a new prompt, and the server remembers the hashes of the latest 65,536 blocks that it
-    evicted: memory that grows for hours with new prompts, and with no others.
+    `probe_pause` limits the rate of new prompts: for each the server keeps the hashes of evicted blocks, up to 65,536
+    of them, so that its memory grows for hours.
     """
     acts: list[tuple[Act, float]] = [(ask_and_compare, 0.05)] * num_comparing
     acts += [(poll, 0.5), (probe_isolation, probe_pause), (send_malformed, 0.5)]

@@ -1,6 +1,6 @@
-"""Sends one request and returns its outcome: an answer, a part of one, or a failure with a name.
+"""Sends a request and returns its outcome: an answer, a part of one, or a failure of some kind.
 
-Knows HTTP and the shape of errors, but not which failures may happen (checker.py).
+Knows HTTP and the shape of errors; checker.py decides which failures are allowed.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from typing import Any
 import httpx
 
 from tools.torture.answers import Answer
-from tools.torture.requests import MODEL, RequestSpec, Sending
+from tools.torture.requests import MODEL, RequestSpec, SendOptions
 
-# Failures that the server does not name itself; others, as the second three, have the code of their error.
+# Kinds of failures: those that the server does not report, then codes of its errors, then malformed responses.
 REFUSED, CONNECTION_CUT, NO_ANSWER = "connection refused", "connection cut", "no answer"
 ENGINE_UNAVAILABLE, TEXT_UNAVAILABLE, STOPPING = "engine_unavailable", "text_unavailable", "server_stopping"
 UNFINISHED = "stream without [DONE]"
 MALFORMED_ERROR = "error without OpenAI's shape"
 MALFORMED_ANSWER = "answer without OpenAI's shape"
 INTERNAL = "internal error"
-ERROR_FIELDS = {"message", "type", "param", "code"}  # of an error
+ERROR_FIELDS = {"message", "type", "param", "code"}  # of OpenAI's error object
 RETRY_STATUSES = (429, 503)  # statuses that must have Retry-After
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why there is no whole answer."""
+    """The reason why a request has no complete answer."""
 
     kind: str  # an error's code, or one of the names above
     message: str
-    status: int | None = None  # None: there was none, or the error came within a stream
+    status: int | None = None  # None: no response, or an error within a stream
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Outcome:
     answer: Answer = field(default_factory=Answer)
     failure: Failure | None = None
     status: int | None = None
-    client_left: bool = False  # our client hung up
+    client_left: bool = False  # whether the client disconnected on purpose
 
 
 class Failed(Exception):
@@ -66,13 +66,13 @@ class Exchange:
         self._http = http
         self._timeout = timeout
 
-    async def send(self, url: str, spec: RequestSpec, sending: Sending) -> Outcome:
-        """Send a request for generation in a sending; return its outcome."""
+    async def send(self, url: str, spec: RequestSpec, options: SendOptions) -> Outcome:
+        """Send a generation request with these options; return its outcome."""
         outcome = Outcome(monotonic())
         request = self._http.build_request(
-            "POST", url + spec.path, json=make_body(spec, sending), headers=make_headers(sending), timeout=None
+            "POST", url + spec.path, json=make_body(spec, options), headers=make_headers(options), timeout=None
         )
-        await self._run_exchange(self._generate(request, sending, outcome), outcome)
+        await self._run_exchange(self._generate(request, options, outcome), outcome)
         return outcome
 
     async def call(
@@ -92,7 +92,7 @@ class Exchange:
         return outcome, bytes(received)
 
     async def _run_exchange(self, exchange: Any, outcome: Outcome) -> None:
-        """Await an exchange, and note in its outcome the failure it ended with."""
+        """Await an exchange, and store its failure and the end time in the outcome."""
         try:
             async with asyncio.timeout(self._timeout):
                 await exchange
@@ -108,32 +108,32 @@ class Exchange:
             outcome.failure = Failure(MALFORMED_ANSWER, repr(error), outcome.status)
         outcome.ended = monotonic()
 
-    async def _generate(self, request: httpx.Request, sending: Sending, outcome: Outcome) -> None:
+    async def _generate(self, request: httpx.Request, options: SendOptions, outcome: Outcome) -> None:
         try:
-            async with asyncio.timeout(sending.leave_seconds):
-                await self._receive(request, sending, outcome)
+            async with asyncio.timeout(options.leave_seconds):
+                await self._receive(request, options, outcome)
         except TimeoutError:
-            if sending.leave_seconds is None:
+            if options.leave_seconds is None:
                 raise
             outcome.client_left = True
 
-    async def _receive(self, request: httpx.Request, sending: Sending, outcome: Outcome) -> None:
+    async def _receive(self, request: httpx.Request, options: SendOptions, outcome: Outcome) -> None:
         response = await self._http.send(request, stream=True)
         try:
-            if response.status_code != 200 or not sending.stream:
+            if response.status_code != 200 or not options.stream:
                 content = await response.aread()
                 self._check_status(response.status_code, response.headers, content, outcome)
                 outcome.answer.take(json.loads(content))
             else:
                 self._check_status(200, response.headers, b"", outcome)
-                await self._read_stream(response, sending, outcome)
+                await self._read_stream(response, options, outcome)
         finally:
             await response.aclose()
 
-    async def _read_stream(self, response: httpx.Response, sending: Sending, outcome: Outcome) -> None:
+    async def _read_stream(self, response: httpx.Response, options: SendOptions, outcome: Outcome) -> None:
         events = 0
         async for data in _iter_events(response.aiter_bytes()):
-            if sending.leave_after is not None and events >= sending.leave_after:
+            if options.leave_after is not None and events >= options.leave_after:
                 outcome.client_left = True
                 return
             if data == b"[DONE]":
@@ -146,7 +146,7 @@ class Exchange:
         raise Failed(Failure(UNFINISHED, f"the stream ended after {events} events"))
 
     def _check_status(self, status: int, headers: Mapping[str, str], content: bytes, outcome: Outcome) -> None:
-        """Raise Failed for an error; note the status."""
+        """Store and count the status; raise Failed if it is an error."""
         outcome.status = status
         self.statuses[status] += 1
         if status < 400:
@@ -161,7 +161,7 @@ class Exchange:
 
 
 async def _iter_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the data of server-sent events. Only line feeds end a line, not the other separators of Unicode."""
+    """Yield the data of server-sent events. Lines end at line feeds only, not at other Unicode line separators."""
     rest = b""
     async for chunk in chunks:
         *lines, rest = (rest + chunk).split(b"\n")
@@ -179,18 +179,18 @@ def _parse_failure(status: int | None, body: Any) -> Failure:
     return Failure(error["code"] or plain, error["message"], status)
 
 
-# ---------------------------------------------------------------- what is sent
-def make_body(spec: RequestSpec, sending: Sending) -> dict[str, Any]:
-    body = {"model": MODEL, **spec.body, **sending.extra_body}
-    if sending.stream:
+# ---------------------------------------------------------------- making requests
+def make_body(spec: RequestSpec, options: SendOptions) -> dict[str, Any]:
+    body = {"model": MODEL, **spec.body, **options.extra_body}
+    if options.stream:
         body["stream"] = True
-    if sending.named_by == "body":
-        body["kv_cache"] = sending.instance
-    elif sending.named_by == "model":
-        body["model"] = f"{MODEL}:{sending.instance}"
+    if options.named_by == "body":
+        body["kv_cache"] = options.instance
+    elif options.named_by == "model":
+        body["model"] = f"{MODEL}:{options.instance}"
     return body
 
 
-def make_headers(sending: Sending) -> dict[str, str]:
-    chosen = {"X-KV-Cache": sending.instance} if sending.named_by == "header" else {}
-    return {"Authorization": f"Bearer {sending.api_key}"} | chosen
+def make_headers(options: SendOptions) -> dict[str, str]:
+    chosen = {"X-KV-Cache": options.instance} if options.named_by == "header" else {}
+    return {"Authorization": f"Bearer {options.api_key}"} | chosen

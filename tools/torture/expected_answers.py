@@ -1,4 +1,4 @@
-"""Computes the answers to compare with: each request alone on an idle server. Knows neither load nor faults."""
+"""Computes the expected answers: each request runs alone on an idle server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from random import Random
 
 from tools.torture.checker import Checker
 from tools.torture.exchange import Exchange
-from tools.torture.requests import RequestSpec, draw_specs, make_reference_sending
+from tools.torture.requests import RequestSpec, draw_specs, make_reference_options
 
 
 class ExpectedAnswerError(Exception):
@@ -16,10 +16,10 @@ class ExpectedAnswerError(Exception):
 async def compute_answers(
     url: str, exchange: Exchange, checker: Checker, draw: Random, number: int
 ) -> list[RequestSpec]:
-    """Return random requests, and give `checker` their expected answers. Raises ExpectedAnswerError."""
+    """Return `number` random requests, and store their answers in `checker`. Raises ExpectedAnswerError."""
     specs = draw_specs(draw, number)
     for spec in specs:
-        outcome = await exchange.send(url, spec, make_reference_sending(spec))
+        outcome = await exchange.send(url, spec, make_reference_options(spec))
         if outcome.failure is not None:
             raise ExpectedAnswerError(f"{spec.name} fails on an idle server: {outcome.failure} {dict(spec.body)}")
         checker.expected_answers[spec.name] = outcome.answer

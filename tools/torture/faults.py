@@ -1,4 +1,4 @@
-"""Faults that are injected into a running server: their names, how, and the failures clients may then see.
+"""The faults that are injected into a running server, each with the failures that clients may then see.
 
 Knows processes and signals; neither requests nor answers.
 """
@@ -19,11 +19,11 @@ from tools.torture.exchange import CONNECTION_CUT, ENGINE_UNAVAILABLE, REFUSED, 
 from tools.torture.server_process import POLL_SECONDS, ServerProcess
 from tools.torture.tally import Tally
 
-ORPHAN_SECONDS = 5.0  # that children may outlive their supervisor
+ORPHAN_SECONDS = 5.0  # for which children may outlive their supervisor
 PAUSE_SECONDS = (0.2, 2.0)  # for which a process is stopped
-SIGTERM_SECONDS = 1.0  # within which a process that does not block SIGTERM has ended
-REPLACEMENT_SECONDS = 60.0  # until a process that hangs must have been replaced
-STOP_MARGIN_SECONDS = 10.0  # beyond the drain, until a server has ended that got a signal to stop
+SIGTERM_SECONDS = 1.0  # within which a process that does not block SIGTERM ends
+REPLACEMENT_SECONDS = 60.0  # within which a hanging process must be replaced
+STOP_MARGIN_SECONDS = 10.0  # in addition to the drain, within which a server must end after a signal
 
 NO_FAILURES: frozenset[str] = frozenset()
 WORKER_FAILURES = frozenset({CONNECTION_CUT})
@@ -34,7 +34,7 @@ SHUTDOWN_FAILURES = frozenset({CONNECTION_CUT, REFUSED, STOPPING, ENGINE_UNAVAIL
 
 @dataclass
 class Target:
-    """The server into which faults are injected, and what is needed to draw and count."""
+    """The server into which faults are injected, with a random generator and a tally."""
 
     server: ServerProcess
     draw: Random
@@ -42,7 +42,7 @@ class Target:
     drain_seconds: float
 
 
-Affected = list[psutil.Process] | None  # processes that must end because of it; None: no process to act on
+Affected = list[psutil.Process] | None  # processes that must end because of a fault; None: no process to act on
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Fault:
     description: str
     inject: Callable[[Target], Awaitable[Affected]]
     excuses: frozenset[str]
-    orderly: bool = False  # running requests must still be answered
+    orderly: bool = False  # whether running requests must still be answered
 
 
 # ---------------------------------------------------------------- single processes
@@ -89,7 +89,7 @@ async def _kill_helper(target: Target) -> Affected:
 
 
 async def _terminate_child(target: Target, processes: Sequence[psutil.Process | None]) -> Affected:
-    """Send SIGTERM to processes below the supervisor; return those that end of it, none if they block it."""
+    """Send SIGTERM to children of the supervisor; return them if they end, and [] if they block the signal."""
     affected = _send_signal(processes, signal.SIGTERM)
     if affected is None:
         return None
@@ -111,7 +111,7 @@ async def _terminate_engine(target: Target) -> Affected:
 
 
 async def _pause(target: Target, processes: Sequence[psutil.Process | None]) -> Affected:
-    """Stop processes for a short time."""
+    """Stop processes with SIGSTOP, and continue them after PAUSE_SECONDS."""
     stopped = _send_signal(processes, signal.SIGSTOP)
     try:
         await asyncio.sleep(target.draw.uniform(*PAUSE_SECONDS))
@@ -129,7 +129,7 @@ async def _stop_worker(target: Target) -> Affected:
 
 
 async def _hang(target: Target, processes: Sequence[psutil.Process | None]) -> Affected:
-    """Stop processes for good: the supervisor must notice and replace them."""
+    """Stop processes with SIGSTOP; the supervisor must notice it and replace them."""
     if (stopped := _send_signal(processes, signal.SIGSTOP)) is None:
         return None
     _, left = await asyncio.to_thread(psutil.wait_procs, stopped, REPLACEMENT_SECONDS)
@@ -149,7 +149,7 @@ async def _hang_worker(target: Target) -> Affected:
 
 # ---------------------------------------------------------------- the whole server
 async def _restart(target: Target, number: signal.Signals, *, group: bool) -> Affected:
-    """Stop the server in order, and start it again."""
+    """Stop the server with a signal that lets it drain, and start it again."""
     children = target.server.find_processes()[1:]
     target.server.send_signal(number, group=group)
     code = await target.server.wait(target.drain_seconds + STOP_MARGIN_SECONDS)
@@ -166,7 +166,7 @@ async def _kill_server(target: Target) -> Affected:
 
 
 async def _start_again(target: Target, children: list[psutil.Process]) -> Affected:
-    """Check that nothing is left of the server, and start it again."""
+    """Check that no process or socket folder of the server is left, and start it again."""
     await _end_leftovers(target, children)
     before = target.server.find_socket_folders()
     await target.server.start()
@@ -177,13 +177,13 @@ async def _start_again(target: Target, children: list[psutil.Process]) -> Affect
 
 
 async def _end_leftovers(target: Target, children: list[psutil.Process]) -> None:
-    """Count processes that outlive their server, and end them."""
+    """Count processes that outlive their server as problems, and kill them."""
     await count_orphans(target.tally, children)
     target.server.kill()
 
 
 async def count_orphans(tally: Tally, processes: Sequence[psutil.Process]) -> None:
-    """Count processes that outlive their parent by ORPHAN_SECONDS, and end them."""
+    """Count processes that outlive their parent by ORPHAN_SECONDS as problems, and kill them."""
     _, left = await asyncio.to_thread(psutil.wait_procs, processes, ORPHAN_SECONDS)
     for each in left:
         with suppress(psutil.NoSuchProcess):

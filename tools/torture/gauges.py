@@ -1,4 +1,4 @@
-"""Reads /metrics, and finds gauges that are wrong on an idle server. Knows names of metrics, but no load."""
+"""Parses /metrics, and finds gauges that are wrong on an idle server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BUSY_BLOCKS = ("in_use", "shared", "pending", "pinned")
 
 @dataclass(frozen=True)
 class Metrics:
-    """Every sample, by its name and labels."""
+    """The samples of one response of /metrics, by name and labels."""
 
     samples: Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -32,7 +32,7 @@ def read_metrics(text: str) -> Metrics:
 
 
 def find_wrong_gauges(metrics: Metrics) -> Iterator[str]:
-    """Yield every gauge that is wrong while no request runs or waits, and nothing is pinned."""
+    """Yield a description of every wrong gauge, given that no request runs or waits and nothing is pinned."""
     zero = {
         "requests running": metrics.total("kvmux_num_requests_running"),
         "requests waiting": metrics.total("kvmux_num_requests_waiting"),

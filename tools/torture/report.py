@@ -1,4 +1,4 @@
-"""Writes the results of a run: tables for people, JSON for programs. Knows no server."""
+"""Formats the results of chaos and soak runs as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tools.torture.tally import Tally
 
 WIDTH = 120  # of output that is not a terminal
 NOT_COMPARED = (
-    "Texts were not compared: without the C++ kernels answers differ in rounding from batch to batch. Compared were "
-    "choices, ends, prompts and usage."
+    "Texts were not compared: without the C++ kernels, answers differ in rounding from batch to batch. Only choices, "
+    "finish reasons, prompts and usage were compared."
 )
 
 
 def make_console(json: str) -> Console:
-    """Return where tables go: to stderr if JSON goes to stdout. Files are wide."""
+    """Return a console for the tables: on stderr if JSON is written to stdout, and wide if it is not a terminal."""
     console = Console(stderr=json == "-")
     return console if console.is_terminal else Console(stderr=json == "-", width=WIDTH)
 
@@ -76,13 +76,13 @@ def make_chaos_tables(report: ChaosReport) -> list[Table]:
     rows = [
         (
             name,
-            str(len(each.answering_seconds)) + (", nothing there" if each.num_without_target else ""),
+            str(len(each.answering_seconds)) + (", no target" if each.num_without_target else ""),
             _format_median_and_max(each.answering_seconds),
             _format_median_and_max(each.whole_seconds),
         )
         for name, each in report.recoveries.items()
     ]
-    columns = ("fault", "injected", "answers again: median, most", "all processes back: median, most")
+    columns = ("fault", "injected", "answers again: median, max", "all processes back: median, max")
     return [_make_table("seconds from a fault", columns, rows)]
 
 
@@ -121,7 +121,7 @@ def make_soak_tables(report: SoakReport) -> list[Table]:
         )
         for each in report.trends
     ]
-    columns = ("", "first", "last", "an hour, of the second half (95 %)", "")
+    columns = ("", "first", "last", "slope per hour, second half (95 %)", "")
     unjudged = "" if report.judged else f"; slopes are judged from {MIN_JUDGED_SECONDS / 60:g} minutes on"
     return [_make_table(f"{report.rounds} rounds, {report.seconds / 60:.1f} minutes{unjudged}", columns, rows)]
 
@@ -134,7 +134,7 @@ def _format_slope(trend: Trend) -> str:
 def _format_verdict(report: SoakReport, trend: Trend) -> str:
     if not report.judged or not trend.judged:
         return "not judged"
-    return f"grows by more than {trend.bound:g}" if trend.grows else "stays"
+    return f"grows by more than {trend.bound:g}" if trend.grows else "stable"
 
 
 def soak_as_json(report: SoakReport) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Draws requests: what decides an answer (`RequestSpec`), and how they are sent (`Sending`), which must not change it.
+"""Draws random requests (`RequestSpec`), and options for sending them (`SendOptions`) that must not change the answer.
 
-Everything is drawn from a random generator of the caller's, so that a seed repeats it. Knows neither HTTP nor answers.
+Everything is drawn from the caller's random generator, so that a seed repeats it. Knows neither HTTP nor answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WORDS = ("once", "upon", "a", "time", "there", "was", "little", "girl", "big", "
 
 @dataclass(frozen=True)
 class RequestSpec:
-    """The part of a request that decides its answer, whenever and however it is sent."""
+    """The part of a request that determines its answer."""
 
     name: str
     path: str
@@ -39,7 +39,7 @@ class RequestSpec:
 
     @property
     def sequences(self) -> int:
-        """Return the number of requests that the engine makes of it."""
+        """Return the number of sequences that the engine generates for it: prompts times choices."""
         prompt = self.body.get("prompt")
         prompts = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], list) else 1
         return prompts * int(self.body.get("best_of", self.body.get("n", 1)))
@@ -50,25 +50,25 @@ class RequestSpec:
 
 
 @dataclass(frozen=True)
-class Sending:
-    """How a request is sent, by which tenant, and when its client hangs up."""
+class SendOptions:
+    """The options with which a request is sent: they must not change its answer."""
 
-    instance: str
+    instance: str  # strategy instance
     api_key: str = TENANTS[0]
     stream: bool = False
-    leave_after: int | None = None  # events of a stream; None: never
-    leave_seconds: float | None = None  # of a request that is not streamed
-    named_by: Literal["body", "header", "model"] = "body"
-    extra_body: Mapping[str, Any] = field(default_factory=dict)  # fields of the body
+    leave_after: int | None = None  # events of a stream after which the client disconnects; None: never
+    leave_seconds: float | None = None  # seconds after which the client of a whole answer disconnects; None: never
+    named_by: Literal["body", "header", "model"] = "body"  # where the request names the instance
+    extra_body: Mapping[str, Any] = field(default_factory=dict)  # further fields of the body
 
     @property
     def leaves(self) -> bool:
         return self.leave_after is not None or self.leave_seconds is not None
 
 
-# ---------------------------------------------------------------- what is asked for
+# ---------------------------------------------------------------- requests
 def draw_specs(draw: Random, number: int) -> list[RequestSpec]:
-    """Return requests of all kinds; many begin with one of a few long texts."""
+    """Return `number` random requests of all kinds; many prompts share a prefix."""
     texts = [_draw_ids(draw, length) for length in (64, 160, 256)]
     return [_draw_spec(draw, f"request {i}", texts) for i in range(number)]
 
@@ -154,7 +154,7 @@ def _draw_prompt(draw: Random, texts: Sequence[list[int]]) -> str | list[int]:
 
 
 def _draw_prompt_ids(draw: Random, texts: Sequence[list[int]]) -> list[int]:
-    """Return the beginning of a text that several prompts share, and a tail of its own."""
+    """Return a prompt as ids: a prefix of a shared text, and random ids."""
     text = draw.choice(texts)
     return text[: draw.choice((8, 33, len(text)))] + _draw_ids(draw, draw.choice((0, 5, 40)))
 
@@ -167,17 +167,17 @@ def _draw_sentence(draw: Random, words: int) -> str:
     return " ".join(draw.choices(WORDS, k=words))
 
 
-# ---------------------------------------------------------------- how it is sent
-def make_reference_sending(spec: RequestSpec) -> Sending:
-    """Return how the expected answer is asked for: whole, not from the prefix cache, under the first of the family."""
-    return Sending(INSTANCES[spec.family][0], extra_body={"skip_reading_prefix_cache": True})
+# ---------------------------------------------------------------- send options
+def make_reference_options(spec: RequestSpec) -> SendOptions:
+    """Return the options for the expected answer: not streamed, no prefix cache, the first instance of the family."""
+    return SendOptions(INSTANCES[spec.family][0], extra_body={"skip_reading_prefix_cache": True})
 
 
-def draw_sending(draw: Random, spec: RequestSpec) -> Sending:
-    """Return a way to send a request, by which its answer must not differ."""
+def draw_send_options(draw: Random, spec: RequestSpec) -> SendOptions:
+    """Return random options for sending a request."""
     stream = spec.streamable and draw.random() < 0.5
     leaves = draw.random() < 0.2
-    return Sending(
+    return SendOptions(
         instance=draw.choice(INSTANCES[spec.family]),
         api_key=draw.choice(TENANTS),
         stream=stream,

@@ -1,7 +1,4 @@
-"""Shared by chaos and soak: a server with its expected answers, an HTTP client, progress, an end by signal.
-
-Knows neither faults nor samples.
-"""
+"""Functions that chaos and soak share: start a server, compute expected answers, show progress, stop at a signal."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ from tools.torture.expected_answers import compute_answers
 from tools.torture.server_process import DRAIN_SECONDS, ServerProcess, StartError
 from tools.torture.tally import Tally
 
-TIMEOUT_SECONDS = 90.0  # without an answer or an error; then a request is lost
-PROGRESS_SECONDS = 10.0
-DETERMINISM_ERROR = "deterministic:"  # begins the error of a server that cannot promise equal bits
+TIMEOUT_SECONDS = 90.0  # after which a request without an answer or an error counts as lost
+PROGRESS_SECONDS = 10.0  # between two lines of progress
+DETERMINISM_ERROR = "deterministic:"  # in the error of a server that cannot give answers that are equal bit for bit
 
 
 def print_line(text: str) -> None:
@@ -35,7 +32,10 @@ def print_line(text: str) -> None:
 
 @asynccontextmanager
 async def running_server(max_queued_requests: int) -> AsyncIterator[tuple[ServerProcess, bool]]:
-    """Start a server; yield it, and whether it promises equal bits (only the C++ kernels do). Raises StartError."""
+    """Start a server; yield it, and whether its answers are equal bit for bit (only with C++ kernels).
+
+    Raises StartError.
+    """
     server, exact = ServerProcess(deterministic=True, max_queued_requests=max_queued_requests), True
     try:
         try:
@@ -53,14 +53,14 @@ async def running_server(max_queued_requests: int) -> AsyncIterator[tuple[Server
 
 @asynccontextmanager
 async def open_exchange(statuses: Counter[int] | None = None) -> AsyncIterator[Exchange]:
-    """Open an HTTP client that ignores proxies of the environment, and counts responses in `statuses`."""
+    """Open an HTTP client that ignores proxy settings in the environment, and counts responses in `statuses`."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(limits=limits, trust_env=False) as http:
         yield Exchange(http, TIMEOUT_SECONDS, Counter() if statuses is None else statuses)
 
 
 async def prepare_load(server: ServerProcess, exchange: Exchange, exact: bool, seed: str, number: int) -> Load:
-    """Compute the answers to compare with; return a load that has not started. Raises ExpectedAnswerError."""
+    """Compute the expected answers of `number` requests; return a load, not started. Raises ExpectedAnswerError."""
     began = monotonic()
     checker = Checker(Tally(), DRAIN_SECONDS, exact=exact)
     specs = await compute_answers(server.url, exchange, checker, Random(f"{seed} specs"), number)

@@ -1,4 +1,4 @@
-"""Samples memory, descriptors and threads of the server's processes. Does not know what is normal."""
+"""Samples memory, descriptors and threads of the server's processes over time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DESCRIPTORS, THREADS = "descriptors", "threads"
 
 
 class Samples:
-    """Series by process and by what was measured."""
+    """Time series of the server's processes, by process name and figure."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.series: defaultdict[tuple[str, str], list[Point]] = defaultdict(list)
@@ -36,7 +36,7 @@ class Samples:
 
 
 def name_processes(supervisor: psutil.Process, roles: Roles) -> dict[str, psutil.Process]:
-    """Return the processes by names that stay the same while no process is replaced."""
+    """Return the processes by name; names stay the same as long as no process is replaced."""
     by_name = {"supervisor": supervisor} | ({"engine": roles.engine} if roles.engine else {})
     for name, processes in (("worker", roles.workers), ("helper", roles.helpers)):
         for number, process in enumerate(sorted(processes, key=lambda each: each.pid)):
@@ -45,7 +45,7 @@ def name_processes(supervisor: psutil.Process, roles: Roles) -> dict[str, psutil
 
 
 def measure_process(process: psutil.Process) -> Mapping[str, float]:
-    """Return what a process takes, as far as the system reports it."""
+    """Return a process's memory in MiB, descriptors and threads; some systems do not report proportional memory."""
     with process.oneshot():
         memory = process.memory_full_info()
         figures = {RESIDENT: memory.rss / MIB, PRIVATE: memory.uss / MIB}

@@ -1,7 +1,4 @@
-"""The server under test: `kvmux serve` as users start it, in a session of its own, and its processes by their roles.
-
-Knows settings, processes, and the log; neither requests nor what is done to the server.
-"""
+"""The server under test: starts `kvmux serve` in its own session, finds its processes by role, and reads its log."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ ROOT = Path(__file__).parents[2]
 WORKERS = 2
 DRAIN_SECONDS = 30.0
 ADMIN_TOKEN = "token-of-the-operator"
-START_SECONDS = 120.0  # that a server may take to be ready
-POLL_SECONDS = 0.02  # seconds between two looks
+START_SECONDS = 120.0  # within which a server must be ready
+POLL_SECONDS = 0.02  # between two checks of a state
 WATCHDOG_SECONDS = 10.0
 CRASH_PATTERN = re.compile(r'"exception": |Traceback \(most recent call last\)|Fatal Python error|terminate called')
 
@@ -69,12 +66,12 @@ kv_dtype = "int8"
 
 
 class StartError(Exception):
-    """The server did not start; the message ends with its last output."""
+    """Raised when the server did not start; the message ends with its last output."""
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The processes below the supervisor, by role."""
+    """The descendants of the supervisor by role."""
 
     engine: psutil.Process | None
     workers: Sequence[psutil.Process]
@@ -86,7 +83,7 @@ class Roles:
 
 
 class ServerProcess:
-    """One server at a time, which may be started many times. Call `remove` at the end."""
+    """A server that can be started and stopped many times. Call `remove` at the end."""
 
     def __init__(self, *, deterministic: bool, max_queued_requests: int) -> None:
         self.up = asyncio.Event()  # set while a server runs that has been ready
@@ -97,14 +94,14 @@ class ServerProcess:
         self._config.write_text(
             f"deterministic = {str(deterministic).lower()}\nmax_queued_requests = {max_queued_requests}\n{CONFIG}"
         )
-        self._temporary = self._folder / "tmp"  # of the server
+        self._temporary = self._folder / "tmp"  # the server's TMPDIR
         self._temporary.mkdir()
         self._process: subprocess.Popen[bytes] | None = None
 
     # ------------------------------------------------------------ starting and ending
     async def start(self) -> float:
-        """Start it and return the seconds until it was ready. Raises StartError."""
-        assert self._process is None or self._process.poll() is not None, "one at a time"
+        """Start the server and return the seconds until it was ready. Raises StartError."""
+        assert self._process is None or self._process.poll() is not None, "the server is already running"
         began = monotonic()
         self.starts += 1
         command = [sys.executable, "-m", "server", "serve", "--config", str(self._config), "--port", "0"]
@@ -129,10 +126,10 @@ class ServerProcess:
                 return found[1]
             await asyncio.sleep(POLL_SECONDS)
         self.kill()
-        raise StartError(f"the server did not come up:\n{self._log.read_text()[-4000:]}")
+        raise StartError(f"the server did not start:\n{self._log.read_text()[-4000:]}")
 
     async def wait(self, seconds: float) -> int | None:
-        """Wait for the supervisor's end and return its exit code; None if it runs on."""
+        """Wait up to `seconds` for the supervisor's end; return its exit code, or None if it still runs."""
         deadline = monotonic() + seconds
         while self.exit_code is None and monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)
@@ -141,7 +138,7 @@ class ServerProcess:
         return self.exit_code
 
     async def stop(self) -> int | None:
-        """Stop it as an operator does; return the exit code, None if it had to be killed."""
+        """Stop the server with SIGTERM, and kill it if it does not end; return its exit code, None if killed."""
         self.send_signal(signal.SIGTERM)
         code = await self.wait(2 * DRAIN_SECONDS)
         self.kill()
@@ -170,9 +167,9 @@ class ServerProcess:
     def exit_code(self) -> int | None:
         return None if self._process is None else self._process.poll()
 
-    # ------------------------------------------------------------ looking at it
+    # ------------------------------------------------------------ state
     def find_processes(self) -> list[psutil.Process]:
-        """Return the supervisor and every process below it."""
+        """Return the supervisor, then all its descendants."""
         assert self._process is not None
         with suppress(psutil.NoSuchProcess):
             supervisor = psutil.Process(self._process.pid)
@@ -180,7 +177,7 @@ class ServerProcess:
         return []
 
     def find_roles(self) -> Roles:
-        """Return the processes by role, without those that are starting or ending and Python's resource tracker."""
+        """Return the processes by role, except those that are starting or ending, and Python's resource tracker."""
         family = self.find_processes()
         children = [each for each in family[1:] if _parent_pid(each) == family[0].pid]
         engines = [each for each in children if _has_engine_socket(each)]
@@ -190,14 +187,14 @@ class ServerProcess:
         return Roles(engines[0] if engines else None, workers, helpers)
 
     def find_socket_folders(self) -> set[str]:
-        """Return the names of the folders that servers have made for their sockets and not removed."""
+        """Return the names of the socket folders that exist: those of ended servers should have been removed."""
         return {each.name for each in self._temporary.glob("kvmux-*") if each.is_dir()}
 
     def remove_socket_folder(self, name: str) -> None:
         shutil.rmtree(self._temporary / name, ignore_errors=True)
 
     def find_crashes(self) -> Iterator[str]:
-        """Yield every line of all logs that holds a traceback or a native crash."""
+        """Yield every line of all logs that has a traceback or a native crash."""
         for log in sorted(self._folder.glob("log-*")):
             for line in log.read_text(errors="replace").splitlines():
                 if CRASH_PATTERN.search(line):
@@ -209,7 +206,7 @@ class ServerProcess:
 
 
 async def is_ready(url: str) -> bool:
-    """Return whether GET /ready succeeds, over a connection of its own."""
+    """Return whether GET /ready succeeds on a new connection."""
     try:
         async with httpx.AsyncClient(timeout=5, trust_env=False) as http:
             return (await http.get(f"{url}/ready")).status_code == 200
@@ -218,19 +215,19 @@ async def is_ready(url: str) -> bool:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether a process runs; a zombie does not."""
+    """Return whether a process runs and is not a zombie."""
     with suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def _make_environment() -> dict[str, str]:
-    """Return the environment without settings of the server."""
+    """Return the environment without the server's settings (KVMUX_...)."""
     return {name: value for name, value in os.environ.items() if not name.upper().startswith("KVMUX_")}
 
 
 def _restore_sighup() -> None:
-    """End the ignoring of SIGHUP, which a process inherits under nohup."""
+    """Restore the default action of SIGHUP, which is ignored in processes started under nohup."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 

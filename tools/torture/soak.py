@@ -1,7 +1,7 @@
-"""Runs one server under a constant mixed load, and checks that memory, descriptors and gauges stay the same.
+"""Runs one server under a constant mixed load, and checks that memory, descriptors and gauges do not grow.
 
-The load runs in rounds. Between two rounds no request is sent: the gauges must be back at rest, and the counters equal
-what was sent. Does not know what a right answer is.
+The load runs in rounds. Between two rounds no request is sent: the gauges must then be 0, and the counters must equal
+the number of requests sent. checker.py checks the answers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from time import monotonic
 
 import psutil
 
-from tools.torture.administration import reset_orders, send_random_order
+from tools.torture.administration import reset_admin_state, send_random_admin_call
 from tools.torture.chaos import end_server
 from tools.torture.clients import Load, run_client, start_clients
 from tools.torture.exchange import Outcome
@@ -46,18 +46,18 @@ from tools.torture.tally import Tally
 from tools.torture.trends import Slope, fit_slope, second_half
 
 MAX_QUEUED_REQUESTS = 256  # many, so that the queue is never full
-REST_SECONDS = 20.0  # until the gauges must be back; /metrics may be a second old
-SETTLED_SECONDS = 3.0  # after which /metrics is up to date: it and what workers report may each be a second old
-PROBE_PAUSE = 20.0  # seconds between two probes of isolation, at most: each of them leaves hashes behind
+REST_SECONDS = 20.0  # within which the gauges must be 0 after a round
+SETTLED_SECONDS = 3.0  # after which /metrics is up to date: it may lag by a second, and the workers' reports by another
+PROBE_PAUSE = 20.0  # seconds between two probes of isolation, at most: long, as each adds hashes to the server's memory
 POLL_SECONDS = 0.2
-MIN_JUDGED_SECONDS = 600.0  # of a run whose slopes are judged: memory grows for a while until caches and pools are full
+MIN_JUDGED_SECONDS = 600.0  # of a run whose slopes are judged: before, memory grows until caches and pools are full
 HOUR = 3600.0
 REPORTED_COUNTERS = ("kvmux_num_preemptions_total", "kvmux_forks_total", "kvmux_kv_cache_copied_blocks_total")
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Growth of a process per hour that does not yet count as a leak."""
+    """The growth of a process per hour up to which it does not count as a leak."""
 
     memory: float = 24.0  # MiB
     descriptors: float = 4.0
@@ -82,10 +82,10 @@ class SoakPlan:
 
 @dataclass(frozen=True)
 class Trend:
-    """One series of one process: its ends, and its slope per hour over the second half."""
+    """A time series of one process: its first and last value, and its slope per hour over the second half."""
 
     role: str
-    what: str
+    what: str  # the figure: a name in samples.py
     first: float
     last: float
     slope: Slope | None
@@ -102,11 +102,11 @@ class Trend:
 
 @dataclass
 class SentCounts:
-    """What the server must have counted; `unsure` are requests whose clients left, which may not have reached it."""
+    """The numbers that the server's counters must have; requests may not arrive if their clients disconnect."""
 
-    sequences: int = 0
-    unsure_sequences: int = 0
-    unsure_responses: int = 0
+    sequences: int = 0  # that the server must have counted
+    unsure_sequences: int = 0  # that it may have counted
+    unsure_responses: int = 0  # that it may have counted
 
     def on_outcome(self, spec: RequestSpec, outcome: Outcome) -> None:
         if outcome.status == 200:
@@ -155,7 +155,7 @@ def _check_growth(report: SoakReport) -> None:
 
 
 class Soak:
-    """Rounds of load, with a rest after each."""
+    """Runs rounds of load, with checks of gauges and processes after each."""
 
     def __init__(self, plan: SoakPlan, load: Load) -> None:
         self.rounds = 0
@@ -168,7 +168,7 @@ class Soak:
         self._statuses: Counter[int] = Counter()
         self._start_metrics: Metrics
         self._pids = {each.pid for each in load.server.find_processes()}
-        self._baseline: dict[tuple[str, str], float] = {}  # what the processes took at their first rest
+        self._baseline: dict[tuple[str, str], float] = {}  # figures of the processes after the first round
         load.on_outcome = self._sent.on_outcome
 
     async def run(self) -> None:
@@ -184,12 +184,12 @@ class Soak:
                 task.cancel()
 
     async def _run_round(self, end: asyncio.Event, seconds: float) -> None:
-        """Load the server over new connections, and check it once they are closed."""
+        """Send load over new connections for a time; when they are closed, check the server."""
         load, seed = self._load, f"{self._plan.seed} round {self.rounds}"
         load.running.set()
         async with open_exchange(self._statuses) as load.exchange, asyncio.TaskGroup() as group:
             start_clients(group, load, seed, self._plan.clients, PROBE_PAUSE)
-            group.create_task(run_client(load, Random(f"{seed} operator"), send_random_order, 0.3))
+            group.create_task(run_client(load, Random(f"{seed} operator"), send_random_admin_call, 0.3))
             await sleep_unless(end, seconds)
             load.running.clear()
         self.rounds += 1
@@ -197,18 +197,18 @@ class Soak:
 
     # ------------------------------------------------------------ between rounds
     async def _check_at_rest(self) -> None:
-        """Wait until all gauges are back and the counters are right; after REST_SECONDS count those that are not."""
+        """Wait until all gauges are 0 and all counters right; those that are not after REST_SECONDS are problems."""
         async with open_exchange(self._statuses) as self._load.exchange:
-            await reset_orders(self._load, self._server.url)
+            await reset_admin_state(self._load, self._server.url)
         deadline = monotonic() + REST_SECONDS
         min_responses = Counter(self._statuses)
         while wrong := list(self._find_wrong_counts(metrics := await self._fetch_metrics(), min_responses)):
             if monotonic() > deadline:
                 for each in wrong:
-                    self._tally.add_problem("gauges that did not come back", f"round {self.rounds}: {each}")
+                    self._tally.add_problem("wrong gauges or counters", f"round {self.rounds}: {each}")
                 break
             await asyncio.sleep(POLL_SECONDS)
-        self._tally.count("quiets looked at")
+        self._tally.count("checks at rest")
         for name in REPORTED_COUNTERS:
             self._tally.counts[name] = int(metrics.total(name))
         for outcome in ("stop", "length", "cancelled"):
@@ -219,30 +219,30 @@ class Soak:
         yield from find_wrong_gauges(metrics)
         finished = self._count_since_start(metrics, "kvmux_requests_total")
         if not self._sent.sequences <= finished <= self._sent.sequences + self._sent.unsure_sequences:
-            yield f"requests that ended: {finished:g}, sent were {self._sent}"
+            yield f"finished requests: {finished:g}, sent: {self._sent}"
         for status, number in min_responses.items():
             counted = self._count_since_start(metrics, "kvmux_http_responses_total", code=str(status))
             if not number <= counted <= self._get_max_responses(status):
-                yield f"responses {status}: {counted:g}, seen were {number}, {self._sent}"
+                yield f"responses {status}: {counted:g}, received: {number}, {self._sent}"
 
     def _get_max_responses(self, status: int) -> int:
-        """Return the largest possible count: responses that were seen, and those that clients did not wait for."""
-        not_http = self._tally.counts["bytes that are no HTTP"]
+        """Return the largest possible count: received responses, and those that clients did not wait for."""
+        not_http = self._tally.counts["bytes that are not HTTP"]
         return self._statuses[status] + self._sent.unsure_responses + not_http
 
     def _count_since_start(self, metrics: Metrics, name: str, **labels: str) -> float:
         return metrics.total(name, **labels) - self._start_metrics.total(name, **labels)
 
     async def _fetch_metrics(self) -> Metrics:
-        """Return the metrics, over a connection that is closed at once."""
+        """Return the server's metrics, read over a new connection."""
         async with open_exchange(self._statuses) as exchange:
             outcome, content = await exchange.call("GET", f"{self._server.url}/metrics")
         if outcome.failure is not None:
-            self._tally.add_problem("metrics that do not come", str(outcome.failure))
+            self._tally.add_problem("failed requests for /metrics", str(outcome.failure))
         return read_metrics(content.decode())
 
     def _compare_processes(self) -> None:
-        """Count processes that were replaced, and those that keep more descriptors or threads than at first."""
+        """Count as problems processes that were replaced, or have more descriptors or threads than after round 1."""
         if {each.pid for each in self._server.find_processes()} != self._pids:
             self._tally.add_problem(
                 "processes that were replaced", f"round {self.rounds}: {self._server.find_processes()}"
@@ -258,7 +258,7 @@ class Soak:
                             "growth", f"round {self.rounds}: {role} has {value:g} {what} at rest, {before:g} before"
                         )
 
-    # ------------------------------------------------------------ meanwhile
+    # ------------------------------------------------------------ samples and progress
     async def _sample(self) -> None:
         while True:
             await asyncio.to_thread(self._samples.take)

@@ -1,4 +1,4 @@
-"""Counts events, and keeps the first examples of each problem. Does not know what is counted."""
+"""Counts events by name, and keeps the first examples of each problem."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Fits a slope to numbers over time, robust against outliers: Theil and Sen, with Sen's interval.
-
-Knows numbers only.
-"""
+"""Fits a slope to a time series, robust against outliers: the Theil-Sen estimator with Sen's confidence interval."""
 
 from __future__ import annotations
 
@@ -11,16 +8,16 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from statistics import median
 
-MAX_POINTS = 120  # longer series are cut into that many pieces, which count by their medians
-MIN_POINTS = 8
-Z = 1.96  # of a normal distribution, for 95 %
+MAX_POINTS = 120  # longer series are divided into so many pieces, each of which is replaced by its median
+MIN_POINTS = 8  # shorter series have no slope
+Z = 1.96  # quantile of the normal distribution for an interval of 95 %
 
 Point = tuple[float, float]  # time, value
 
 
 @dataclass(frozen=True)
 class Slope:
-    """Change per unit of time, and its 95 % interval, which is too narrow where neighbours are correlated."""
+    """A change per unit of time with its 95 % interval, which is too narrow if successive points are correlated."""
 
     value: float
     low: float
@@ -28,7 +25,7 @@ class Slope:
 
 
 def fit_slope(points: Sequence[Point]) -> Slope | None:
-    """Return the median of the slopes between any two points, and its interval; None for too few points."""
+    """Return the median of the slopes between all pairs of points; None if there are too few points."""
     points = thin_points(points, MAX_POINTS)
     if len(points) < MIN_POINTS:
         return None
@@ -38,7 +35,7 @@ def fit_slope(points: Sequence[Point]) -> Slope | None:
 
 
 def _interval_ranks(points: int, slopes: int) -> tuple[int, int]:
-    """Return which of the sorted slopes bound the interval (Sen 1968)."""
+    """Return the indices of the sorted slopes that bound the confidence interval (Sen 1968)."""
     half_width = Z * math.sqrt(points * (points - 1) * (2 * points + 5) / 18)
     low, high = math.floor((slopes - half_width) / 2), math.ceil((slopes + half_width) / 2)
     return max(0, low), min(slopes - 1, high)
@@ -54,7 +51,7 @@ def thin_points(points: Sequence[Point], max_points: int) -> Sequence[Point]:
 
 
 def second_half(points: Sequence[Point]) -> Sequence[Point]:
-    """Return the points after the middle of the time: by then caches have filled and pools have grown."""
+    """Return the points after the middle of the time, when caches and pools have reached their size."""
     if not points:
         return points
     middle = (points[0][0] + points[-1][0]) / 2

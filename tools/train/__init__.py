@@ -1,4 +1,4 @@
-"""Makes the small model that the server ships with: its corpus, its tokenizer, its training and its export.
+"""Trains the small model that the server ships with: tokenizer, training and export.
 
-Nothing in the rest of the server imports this package.
+The server does not import this package; the corpus is in server/evaluation/corpus.
 """

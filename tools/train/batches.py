@@ -1,6 +1,6 @@
-"""Supplies batches in order, each from a seed of its own, written here or ahead of time by worker processes.
+"""Makes training batches in order, in this process or ahead of time in worker processes.
 
-The same seed and index give the same batch whoever writes it, so a resumed run sees text it has not seen before.
+Each batch has its own seed, made of the run's seed and the batch's index; so a resumed run continues with new text.
 """
 
 from collections import deque
@@ -34,7 +34,7 @@ class Source:
         self._prefetch_depth = workers * PREFETCH_PER_WORKER
 
     def next(self, context: int, rows: int, mix: Mix) -> Rows:
-        """Return the next batch; with workers, of the kind asked for a few calls ago."""
+        """Return the next batch; with workers, it has the arguments of a call some batches ago, as it was prefetched."""
         if self._pool is None:
             return _make_batch(self._tokenizer, self._next_seed(), context, rows, mix)
         while len(self._prefetched) <= self._prefetch_depth:

@@ -1,8 +1,8 @@
-"""Writes a trained model as a Hugging Face directory, and reads one back into the lean model.
+"""Writes a trained model as a Hugging Face directory, and reads such a directory back for measurements.
 
     python -m tools.train.export runs/tiny server/models/tiny
 
-Any program that loads Llama checkpoints can load the result; this file does not know how it was trained.
+Any program that loads Llama checkpoints can load the result.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from server.evaluation.corpus.packing import BOS_ID, EOS_ID
 from tools.train.model import Llama, LlamaShape
 from tools.train.tokenizer import BOS, EOS
 
-# The form of the chats in the corpus: "Q: ...", "A: ..." and the end token. A system message is plain text before.
+# The format of chats in the corpus: "Q: ...", "A: ..." and the EOS token. A system message is plain text before them.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ 'Q: ' + message['content'] | trim + '\\n' }}"
@@ -86,11 +86,11 @@ def _make_tokenizer_config(shape: LlamaShape) -> dict[str, Any]:
 
 def export_model(model: Llama, tokenizer: Path, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    # The output embedding is tied to the input's, so it is not written twice.
+    # The embeddings are tied, so lm_head is not written.
     tensors = {f"model.{name}": t.detach().cpu().bfloat16().contiguous() for name, t in model.state_dict().items()}
     weights = directory / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # safetensors writes for the owner only
+    weights.chmod(0o644)  # safetensors makes files that only the owner can read
     generation = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "do_sample": False}
     for name, content in (
         ("config.json", make_config(model.shape)),
@@ -102,7 +102,7 @@ def export_model(model: Llama, tokenizer: Path, directory: Path) -> None:
 
 
 def load_exported(directory: Path) -> tuple[Llama, Tokenizer]:
-    """Load the lean model in float32, and its tokenizer."""
+    """Return the model of an exported directory in float32, and its tokenizer."""
     model = Llama(parse_shape(json.loads((directory / "config.json").read_text())))
     tensors = load_file(directory / "model.safetensors")
     model.load_state_dict({name.removeprefix("model."): tensor.float() for name, tensor in tensors.items()})

@@ -1,7 +1,7 @@
-"""Watches training: perplexity on stories the model has not seen, and recall by distance of held-out names.
+"""Measures a model during training: perplexity on unseen stories, and recall of held-out names by distance.
 
-It reads the lean model with whole rows at once. What a served model makes of such documents under each cache strategy
-is measured by `kvmux evaluate` (server/evaluation).
+Whole rows go through the model at once, without a cache. `kvmux evaluate` (server/evaluation) measures served models
+under each cache strategy.
 """
 
 import math
@@ -27,14 +27,14 @@ def _forward_rows(model: Llama, rows: Rows) -> Iterator[tuple[int, Tensor, Tenso
 
 @torch.no_grad()
 def compute_perplexity(model: Llama, rows: Rows) -> float:
-    """Compute the perplexity per token, every token counting the same."""
+    """Return the perplexity per token, without the loss weights."""
     losses = [F.cross_entropy(logits, targets).item() for _, logits, targets in _forward_rows(model, rows)]
     return math.exp(sum(losses) / len(losses))
 
 
 @torch.no_grad()
 def compute_recall(model: Llama, rows: Rows) -> list[tuple[int, bool]]:
-    """Return for each answer how far back it stood, and whether each of its tokens was the likeliest."""
+    """Return for each answer its distance in tokens, and whether the model predicts all of its tokens."""
     results = []
     for index, logits, targets in _forward_rows(model, rows):
         right = logits.argmax(-1) == targets
@@ -43,7 +43,7 @@ def compute_recall(model: Llama, rows: Rows) -> list[tuple[int, bool]]:
 
 
 def group_by_distance(results: list[tuple[int, bool]]) -> dict[int, tuple[int, int]]:
-    """Return (right, asked) by the upper bound of the distance."""
+    """Return the numbers of right answers and of all answers, by the upper bound of the distance."""
     table: dict[int, tuple[int, int]] = {}
     for low, high in zip((0, *DISTANCES), DISTANCES, strict=False):
         within = [right for distance, right in results if low < distance <= high]

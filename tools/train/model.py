@@ -1,7 +1,6 @@
-"""A lean, differentiable Llama for training.
+"""A small Llama in PyTorch for training: whole rows in, logits out, without cache, padding or generation.
 
-Its parameters carry the names that a Hugging Face Llama gives them, less the `model.` in front, so that exporting is
-copying. There is no cache, no padding and no generation here: whole rows in, logits out.
+Its parameters have the names of a Hugging Face Llama without the prefix `model.`, so that exporting only copies them.
 """
 
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ class LlamaShape:
 
     @property
     def frequencies(self) -> Tensor:
-        """(head_dim / 2,) radians per token of each RoPE pair, fastest first."""
+        """The frequencies of the RoPE pairs in radians per token, (head_dim / 2,), fastest first."""
         return 1.0 / self.theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)
 
 
@@ -48,7 +47,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (self._split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        # v keeps the precision of autocast, RoPE does not.
+        # RoPE returns float32; v has the dtype of autocast.
         q, k = (apply_rotary_emb(x, cos, sin).to(v.dtype) for x in (q, k))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         out: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, width)
@@ -113,6 +112,6 @@ class Llama(nn.Module):
 
 
 def weighted_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean cross-entropy, each target counting by its weight; logits (B, T, V), the others (B, T)."""
+    """Return the weighted mean of the cross-entropy; logits are (B, T, V), targets and weights (B, T)."""
     losses = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()

@@ -1,7 +1,7 @@
 """Muon, after Keller Jordan's "Muon: An optimizer for hidden layers in neural networks" (2024).
 
-Each update of a matrix is made near-orthogonal, so that all its directions learn at one speed. It is meant for the
-matrices inside the layers only; embeddings and norms take AdamW. What the matrices do is unknown here.
+Each update of a matrix is made near-orthogonal, so that all its directions learn at the same rate. Use it for the
+matrices of the layers only, and AdamW for embeddings and norms.
 """
 
 import math
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's quintic: singular values go to about 1 in five steps
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's quintic polynomial: singular values become about 1 in five steps
 _STEPS = 5
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Make matrices (N, rows, columns) near-orthogonal by Newton-Schulz iteration."""
+    """Return matrices (N, rows, columns) made near-orthogonal by Newton-Schulz iteration."""
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
@@ -48,7 +48,7 @@ class Muon(torch.optim.Optimizer):
     def _update(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         """Update all matrices of one shape as a batch."""
         directions = orthogonalize(torch.stack([self._nesterov(p, group["momentum"]) for p in parameters]))
-        gain = 0.2 * math.sqrt(max(parameters[0].shape))  # the size an AdamW update would have (arXiv 2502.16982)
+        gain = 0.2 * math.sqrt(max(parameters[0].shape))  # matches the size of AdamW's updates (arXiv 2502.16982)
         for parameter, direction in zip(parameters, directions, strict=True):
             parameter.mul_(1 - group["lr"] * group["decay"])
             parameter.add_(direction, alpha=-group["lr"] * gain)

@@ -1,15 +1,15 @@
-"""The planted initialisation: an induction circuit, roughly, for training to refine.
+"""Initializes a model with a rough induction circuit, which training refines.
 
-Recall needs heads that note what stood just before each token, and a later head that finds the place where the same
-stood before what is sought, and copies what follows (Olsson et al., arXiv 2209.11895). Such circuits form late by
-themselves: after millions of tokens. So one is planted; the result is an ordinary Llama. What is planted:
+Recall needs heads that copy the preceding tokens to each token, and a later head that finds an earlier place with the
+same preceding tokens and copies the token there (Olsson et al., arXiv 2209.11895). Training alone forms such circuits
+only after millions of tokens. The result is an ordinary Llama with these weights set:
 
-    embedding  one constant column, so that a head can look at a place whatever the token there;
-    layer 0    head h copies the token h + 1 back, found by the phases of RoPE, into a band of its own;
-    layer 1    two heads attend to the token that came after the same last tokens, using only the slow RoPE pairs,
-               which hold over distance, and copy it. They differ in the random vectors they compare and in what
-               they copy, so that together they err less;
-    elsewhere  output projections are zero, so every other head and every feed-forward starts silent.
+    embedding  one column is constant, so that a head can attend to a position whatever its token;
+    layer 0    head h copies the token h + 1 positions back, found by the phases of RoPE, into its own band;
+    layer 1    two heads attend to the token that followed the same last tokens, using only the slow RoPE pairs, which
+               change little over distance, and copy it. They compare different random vectors and copy different
+               parts, so that together they make fewer errors;
+    elsewhere  output projections are zero, so every other head and every feed-forward contributes nothing at first.
 """
 
 import math
@@ -21,20 +21,20 @@ from torch import Tensor, nn
 
 from tools.train.model import Attention, Llama, LlamaShape
 
-_EMBEDDING_STD = 0.3  # standard deviation of the embedding: large, so that a few steps do not undo what is planted
+_EMBEDDING_STD = 0.3  # standard deviation of the embedding: large, so that a few steps do not destroy the circuit
 _LOGITS_STD = 0.8  # standard deviation of the logits, set by the last norm's weight
 _CONSTANT = 4 * _EMBEDDING_STD  # of the constant column
-_WRITE_GAIN = 3.5  # how loud layer 0 writes, against the embedding
-_LOCATE_GAIN = 3.0  # how sharply layer 0 looks a few tokens back
-_MATCH_WEIGHTS = (5.0, 1.2, 1.6, 1.6)  # how much the present token, the one before, ... count when layer 1 compares
-_COPY_GAIN = 25.0  # how loud layer 1 writes what it found
-_LOCATING_PAIRS = 6  # the fastest RoPE pairs: one token more or less is a large turn
-_SLOW_TURN = 1.5  # radians a "slow" pair may turn over all positions
+_WRITE_GAIN = 3.5  # factor of layer 0's output, relative to the embedding
+_LOCATE_GAIN = 3.0  # factor of layer 0's queries and keys: larger values make its attention sharper
+_MATCH_WEIGHTS = (5.0, 1.2, 1.6, 1.6)  # of the current token, the one before, ... when layer 1 compares positions
+_COPY_GAIN = 25.0  # factor of layer 1's output, relative to the embedding
+_LOCATING_PAIRS = 6  # number of the fastest RoPE pairs, in which one position is a large rotation
+_SLOW_TURN = 1.5  # radians that a "slow" RoPE pair rotates over all positions, at most
 
 
 @torch.no_grad()
 def init_induction_heads(model: Llama) -> None:
-    """Initialise for early recall, as described above. Draws from torch's global generator."""
+    """Initialize a model with the induction circuit of this module. Draws from torch's global generator."""
     shape = model.shape
     nn.init.normal_(model.embed_tokens.weight, std=_EMBEDDING_STD)
     model.embed_tokens.weight[:, 0] = _CONSTANT
@@ -48,10 +48,10 @@ def init_induction_heads(model: Llama) -> None:
 
 
 class _Bands(NamedTuple):
-    """Orthogonal parts of the residual stream, blind to the constant column."""
+    """Orthogonal subspaces of the residual stream, each without the constant column."""
 
-    own: Tensor  # (kv_heads, head_dim, width): left to the embedding, so that a token can be read and copied
-    back: Tensor  # (heads, head_dim / 2 - 1, width): where layer 0 writes what stood 1, 2, ... tokens back
+    own: Tensor  # (kv_heads, head_dim, width): of the embedding, from which tokens are read and copied
+    back: Tensor  # (heads, head_dim / 2 - 1, width): to which layer 0 writes the tokens 1, 2, ... positions back
 
 
 def _make_bands(shape: LlamaShape) -> _Bands:
@@ -80,7 +80,7 @@ def _get_output_columns(attention: Attention, head: int, shape: LlamaShape) -> T
 
 
 def _init_previous_token_heads(attention: Attention, shape: LlamaShape, bands: _Bands) -> None:
-    """Let head h of layer 0 write what it can tell of the token h + 1 back into a band of its own."""
+    """Set layer 0 so that head h writes a projection of the token h + 1 positions back into its own band."""
     half, narrow = shape.head_dim // 2, bands.back.shape[1]
     for weight in (attention.q_proj.weight, attention.k_proj.weight):
         weight.mul_(0.1)
@@ -97,11 +97,11 @@ def _init_previous_token_heads(attention: Attention, shape: LlamaShape, bands: _
 
 
 def _init_matching_heads(attention: Attention, shape: LlamaShape, bands: _Bands) -> None:
-    """Let layer 1 attend where what is now 0, 1, ... tokens back was 1, 2, ... back, and copy the token there."""
+    """Set layer 1 so that it attends to tokens that follow the same tokens as the next one will, and copies them."""
     half, narrow, per_group = shape.head_dim // 2, bands.back.shape[1], shape.heads // shape.kv_heads
     slow_dims = (shape.frequencies * shape.positions < _SLOW_TURN).nonzero().flatten()
     slow_dims = torch.cat((slow_dims, slow_dims + half))
-    assert len(slow_dims) <= narrow, "fewer dimensions to compare in than to compare"
+    assert len(slow_dims) <= narrow, "the slow RoPE pairs have more dimensions than a band"
     for group in range(shape.kv_heads):
         head = group * per_group
         query, key = (

@@ -1,7 +1,4 @@
-"""Shows how a long run gets on: a bar in a terminal, plain lines now and then elsewhere.
-
-It knows seconds, a few words and a loss; not what is being trained.
-"""
+"""Shows the progress and the smoothed loss of a training run: a bar in a terminal, otherwise a line now and then."""
 
 import sys
 import time
@@ -16,7 +13,7 @@ LOSS_DECAY = 0.95
 
 
 class Display(ABC):
-    """Shows steps and notes; smooths the loss."""
+    """Shows steps, with the smoothed loss, and notes."""
 
     def __init__(self) -> None:
         self._loss: float | None = None
@@ -60,7 +57,7 @@ class Bar(Display):
 
 @contextmanager
 def open_display(total: float) -> Iterator[Display]:
-    """Open a display of a run that takes `total` seconds."""
+    """Yield a display for a run of `total` seconds."""
     if not sys.stdout.isatty():
         yield Lines()
         return

@@ -1,7 +1,4 @@
-"""The tokenizer: byte-level BPE, every digit a token of its own, trained on the corpus generator's own text.
-
-It knows nothing of the model but the size of the vocabulary.
-"""
+"""Trains the embedded model's tokenizer on generated text: a byte-level BPE that splits off every digit."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -31,7 +28,7 @@ def train_tokenizer(texts: Iterable[str], size: int = VOCAB_SIZE) -> Tokenizer:
 
 
 def sample_texts(seed: int, rounds: int = 600) -> Iterator[str]:
-    """Yield some of everything that training will show."""
+    """Yield texts of all kinds that the training corpus has: stories, chats and records."""
     generator = DocumentGenerator(seed)
     for _ in range(rounds):
         for document in (
@@ -43,7 +40,7 @@ def sample_texts(seed: int, rounds: int = 600) -> Iterator[str]:
 
 
 def load_or_train(path: Path, seed: int) -> Tokenizer:
-    """Return the tokenizer at `path`; made and saved there first if there is none."""
+    """Return the tokenizer in the file `path`, which is trained and saved first if it does not exist."""
     if not path.exists():
         train_tokenizer(sample_texts(seed)).save(str(path))
     return Tokenizer.from_file(str(path))

@@ -1,11 +1,10 @@
-"""Trains the embedded model, for a number of minutes, from the corpus generator; can be stopped and resumed.
+"""Trains the embedded model on generated text for a number of minutes; a run can be stopped and resumed.
 
     python -m tools.train.train --out runs/tiny --minutes 30 --threads 1
     python -m tools.train.train --out runs/tiny --minutes 120 --resume
 
-`--out` holds the tokenizer, the last checkpoint and a log. Minutes are those of training in all, earlier runs included;
-the learning rate follows the share of them that has passed. How a model is measured or exported is known to measure.py
-and export.py.
+The folder --out gets the tokenizer, the last checkpoint and a log. --minutes is the total training time, including
+earlier runs; the learning rate depends on the share of it that has passed. export.py writes the trained model.
 """
 
 import argparse
@@ -35,13 +34,13 @@ WARMUP_STEPS, DECAY_SHARE, MIN_LR_SCALE = 60, 0.6, 0.02
 SAVE_SECONDS, MEASURE_SECONDS = 60.0, 120.0
 
 
-# One context from first to last: what is learnt on short rows has to be unlearnt on long ones (docs/laboratory/log.md).
+# All rows have the full context from the start: training on short rows first did not help (docs/laboratory/log.md).
 MIX = Mix(stories=0.5, records=0.5)
 
 
 @dataclass
 class TrainingProgress:
-    """How far training has come."""
+    """The training done so far."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -49,7 +48,10 @@ class TrainingProgress:
 
 
 def get_lr_scale(share: float, steps: int) -> float:
-    """Return the factor of the full learning rate: a short warm-up, then level, then down in a line."""
+    """Return the factor of the learning rate: a linear warm-up, then constant, then a linear decay.
+
+    `share` is the share of the training time that has passed.
+    """
     return min(1.0, (steps + 1) / WARMUP_STEPS) * min(1.0, max(MIN_LR_SCALE, (1 - share) / DECAY_SHARE))
 
 
@@ -85,7 +87,7 @@ class Trainer:
     # ---- one step
 
     def _forward(self, ids: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        # bfloat16 pays on a GPU; on a CPU it does not unless the CPU has instructions for it.
+        # bfloat16 is faster on a GPU, but not on a CPU without instructions for it.
         with torch.autocast(self.settings.device, torch.bfloat16, enabled=self.settings.device == "cuda"):
             return weighted_loss(self.model(ids), targets, weights)
 
@@ -130,7 +132,7 @@ class Trainer:
         self.save()
 
     def evaluate(self, loss: float) -> str:
-        """Evaluate a few documents, the same each time and never trained on; return the result, and log it."""
+        """Evaluate the model on a few held-out documents, always the same; log the result and return it as text."""
         context = self.model.shape.positions
         results = compute_recall(self.model, pack(self.tokenizer, EVALUATION_SEED, context, 4, RECORDS, HELD_OUT_NAMES))
         perplexity = compute_perplexity(self.model, pack(self.tokenizer, EVALUATION_SEED, 512, 8, STORIES))
@@ -152,7 +154,7 @@ class Trainer:
         return self.settings.out / "checkpoint.pt"
 
     def save(self) -> None:
-        """Write beside the old checkpoint, then replace it, so that a kill leaves one or the other."""
+        """Save a checkpoint atomically: if the process is killed meanwhile, the old checkpoint remains."""
         state = {
             "shape": asdict(self.model.shape),
             "done": asdict(self.progress),
@@ -174,20 +176,20 @@ class Trainer:
 def parse_settings() -> tuple[Settings, bool]:
     parser = argparse.ArgumentParser(description="Train the embedded model.")
     parser.add_argument("--out", type=Path, required=True, help="folder for tokenizer, checkpoint and log")
-    parser.add_argument("--minutes", type=float, required=True, help="training time in all, earlier runs included")
+    parser.add_argument("--minutes", type=float, required=True, help="total training time, including earlier runs")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--step-tokens", type=int, help="tokens a step (default 8192, on a GPU 32768)")
-    parser.add_argument("--workers", type=int, help="processes that write text (default 0, on a GPU all cores but one)")
+    parser.add_argument("--step-tokens", type=int, help="tokens of a step (default 8192, on a GPU 32768)")
+    parser.add_argument("--workers", type=int, help="processes that make text (default 0, on a GPU all cores but one)")
     parser.add_argument("--compile", action="store_true", help="faster steps; the first ones take a minute")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out")
     a = parser.parse_args()
     device = a.device if a.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     on_gpu = device == "cuda"
     step_tokens = a.step_tokens or (32768 if on_gpu else 8192)
     if step_tokens < LlamaShape().positions:
-        parser.error(f"--step-tokens: at least {LlamaShape().positions}, one row")
+        parser.error(f"--step-tokens should be at least {LlamaShape().positions}, the tokens of one row")
     workers = a.workers if a.workers is not None else max(1, (os.cpu_count() or 2) - 1) if on_gpu else 0
     return Settings(a.out, a.minutes, device, a.threads, a.seed, step_tokens, workers, a.compile), a.resume
 
@@ -198,10 +200,10 @@ def main() -> None:
     if resume and not checkpoint.exists():
         raise SystemExit(f"There is no checkpoint in {settings.out}: start without --resume, or name another --out.")
     if checkpoint.exists() and not resume:
-        raise SystemExit(f"{settings.out} holds a checkpoint: add --resume to go on from it, or name another --out.")
+        raise SystemExit(f"{settings.out} has a checkpoint: add --resume to continue it, or give another --out.")
     settings.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(settings.threads)
-    torch.set_flush_denormal(True)  # sharp attention makes them, and a CPU is slow at them
+    torch.set_flush_denormal(True)  # sharp attention produces denormals, which are slow on a CPU
     trainer = Trainer(settings, LlamaShape())
     if resume:
         trainer.resume()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from tools.torture.exchange import make_body
-from tools.torture.requests import INSTANCES, draw_sending, draw_specs, make_reference_sending
+from tools.torture.requests import INSTANCES, draw_send_options, draw_specs, make_reference_options
 
 
 def test_a_seed_repeats_everything() -> None:
@@ -18,11 +18,11 @@ def test_a_seed_repeats_everything() -> None:
 def test_the_manner_touches_nothing_that_decides_the_answer() -> None:
     draw = Random()
     for spec in draw_specs(draw, 100):
-        for sending in (make_reference_sending(spec), draw_sending(draw, spec)):
-            body = make_body(spec, sending)
+        for options in (make_reference_options(spec), draw_send_options(draw, spec)):
+            body = make_body(spec, options)
             assert spec.body.items() <= body.items()
-            assert sending.instance in INSTANCES[spec.family]
-            assert not (sending.stream and "best_of" in body)
+            assert options.instance in INSTANCES[spec.family]
+            assert not (options.stream and "best_of" in body)
 
 
 def test_an_ask_becomes_a_request_of_the_engine_for_each_prompt_and_choice() -> None:

@@ -12,7 +12,13 @@ from tests.tools.torture.tool_process import run_tool
 def soaked(minutes: float, *flags: str) -> dict[str, Any]:
     report = run_tool("soak", "--minutes", str(minutes), *flags)
     assert report["problems"] == {}
-    for name in ("answers checked", "clients that hung up", "orders: pin", "orders: share", "orders: clear"):
+    for name in (
+        "answers checked",
+        "clients that hung up",
+        "admin calls: pin",
+        "admin calls: share",
+        "admin calls: clear",
+    ):
         assert report["counts"].get(name, 0) > 0, name
     assert report["counts"]["kvmux_num_preemptions_total"] > 0
     return report

@@ -1,8 +1,8 @@
-"""What `make bench` measures, row by row: the work, the goal, and what others reached. Data only.
+"""The rows that `make bench` measures, each with its goal and the figures of other servers. Data only.
 
-Peers were measured on PEERS_MACHINE on PEERS_DATE, over HTTP unless noted, one server at a time, by the same
-workloads with the same models. Elsewhere their figures say little: compare shares of the limit, or with transformers,
-which is measured in the same run.
+Peers were measured on PEERS_MACHINE on PEERS_DATE, over HTTP unless noted, one server at a time, with the same
+workloads and models. On other machines these figures do not apply: there, compare with the machine's limit, or with
+transformers, which is measured in the same run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tools.bench.table.models import LLAMA, QWEN, ModelShape
 PEERS_MACHINE = "two x86-64 cores with AVX-512, AVX512-BF16, VNNI and AMX, which read 30 GB/s"
 PEERS_DATE = "2026-11-20"
 
-DEFAULT_STRATEGY, MIXED = "paged", "mixed"  # strategies; the second is what `kvmux bench` calls all at once
-TRANSFORMERS = "transformers"  # in a strategy's place: in a process of its own, and no server
+DEFAULT_STRATEGY, MIXED = "paged", "mixed"  # values of `strategy`; "mixed" spreads requests over all strategies
+TRANSFORMERS = "transformers"  # a value of `strategy`: transformers in a separate process, without a server
 Group = Literal["decode", "prefill", "batch", "prefix", "start", "memory", "strategies", "transformers"]
 Measure = Literal["decode", "prefill", "ttft", "output", "ready", "peak", "slowdown", "mixing"]
 UNITS: Mapping[Measure, str] = {
@@ -35,15 +35,15 @@ LOWER_IS_BETTER = frozenset({"ttft", "ready", "peak"})
 
 @dataclass(frozen=True)
 class BenchmarkRow:
-    """A line of the table."""
+    """A row of the table: a figure to measure, with its goal and the figures of peers."""
 
-    what: str
+    what: str  # the work, as the table shows it
     shape: ModelShape
     group: Group
     measure: Measure
     goal: float | None = None
-    weights: str = "auto"  # as `--weights` has it; auto: bfloat16
-    workload: str = "a"  # of `kvmux bench`
+    weights: str = "auto"  # the value of --weights; auto: bfloat16
+    workload: str = "a"  # the value of --workload of `kvmux bench`
     phase: str | None = None
     strategy: str = DEFAULT_STRATEGY
     peers: Mapping[str, float] = field(default_factory=dict)

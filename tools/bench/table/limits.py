@@ -1,4 +1,4 @@
-"""What a machine allows: the least that reading and multiplying take. Knows shapes of models; measures nothing."""
+"""Computes the best possible values of a row from the machine's memory bandwidth and FLOP/s. Measures nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload, as far as it decides about limits."""
+    """The properties of a workload that determine its limits."""
 
     streams: int
     prompt_tokens: int
@@ -20,7 +20,7 @@ class Workload:
 
     @property
     def mean_context(self) -> float:
-        """Tokens that a step finds in a cache, on average."""
+        """The mean number of cached tokens of a stream in a decode step."""
         return self.prompt_tokens + self.answer_tokens / 2
 
 
@@ -34,14 +34,14 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speeds of this machine, in as many threads as the engine has."""
+    """The speeds of this machine, measured with the engine's number of threads."""
 
-    read_bandwidth: float  # bytes a second
-    flops_per_second: float  # floating-point operations a second
+    read_bandwidth: float  # bytes per second
+    flops_per_second: float  # floating-point operations per second
 
 
 def compute_limit(row: BenchmarkRow, speeds: Speeds, kv_bytes: int) -> float | None:
-    """Return the best value that a row could have; None if unknown. `kv_bytes`: the server's KV memory."""
+    """Return the best possible value of a row; None if there is no model of it. `kv_bytes`: the server's KV memory."""
     shape, work = row.shape, WORKLOADS.get(row.workload)
     match row.measure:
         case "peak":
@@ -58,18 +58,18 @@ def compute_limit(row: BenchmarkRow, speeds: Speeds, kv_bytes: int) -> float | N
 
 
 def compute_step_seconds(row: BenchmarkRow, work: Workload, speeds: Speeds) -> float:
-    """Return the seconds of a decode step, which reads all weights once, and the keys and values of every stream."""
+    """Return the least seconds of a decode step, which reads all weights, and the keys and values of every stream."""
     return (
         row.shape.weight_bytes(row.weights) + work.streams * work.mean_context * row.shape.kv_bytes_per_token
     ) / speeds.read_bandwidth
 
 
 def compute_prompt_seconds(row: BenchmarkRow, work: Workload, speeds: Speeds) -> float:
-    """Return the seconds of one prompt: its products, and at least all weights once."""
+    """Return the least seconds of a prefill: the time of its matrix products, or that to read all weights once."""
     read = row.shape.weight_bytes(row.weights) / speeds.read_bandwidth
     return max(read, 2 * work.prompt_tokens * count_layer_weights(row.shape) / speeds.flops_per_second)
 
 
 def count_layer_weights(shape: ModelShape) -> int:
-    """Return the number of weights that every token of a prompt is multiplied with; the embedding only looks up."""
+    """Return the number of weights in the layers' matrices, with which every token of a prompt is multiplied."""
     return sum(out * width for name, (out, width) in shape.matrices() if "layers" in name)

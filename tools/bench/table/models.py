@@ -1,7 +1,7 @@
-"""Models of real shapes with random weights: what a benchmark multiplies does not matter, how much of it does.
+"""Makes models with real shapes and random weights, as speed does not depend on the weights' values.
 
-The tokenizer is a byte-level BPE learnt from Python's standard library; made-up words fill it, so that every id has a
-text. Made once, and kept in the user's cache folder.
+The tokenizer is a byte-level BPE trained on Python's standard library and filled up with invented words, so that every
+id has a text. Models are made once, and kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from server.engine.device import WEIGHT_FORMATS
 
-LEARNT_VOCAB_SIZE = 16_384  # words of the tokenizer; what a model has beyond is filled up
-MAX_TRAINING_FILES = 700  # files of the standard library
+LEARNT_VOCAB_SIZE = 16_384  # tokens that are trained; larger vocabularies are filled up with invented words
+MAX_TRAINING_FILES = 700  # files of the standard library that the tokenizer is trained on
 EOS_TOKEN = "<|endoftext|>"
 INIT_STD = 0.02  # standard deviation of the weights
 BFLOAT16_BYTES = 2
@@ -31,7 +31,7 @@ BFLOAT16_BYTES = 2
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder as config.json has it; embeddings are the lm_head, too."""
+    """The dimensions of a dense decoder with tied embeddings, as in config.json."""
 
     name: str
     architecture: str
@@ -69,7 +69,7 @@ class ModelShape:
             yield f"{mlp}.down_proj", (d, self.intermediate_size)
 
     def weight_bytes(self, weights: str) -> int:
-        """Return the bytes that a token must read, kept as `--weights` says: all matrices; lm_head is the embedding."""
+        """Return the bytes of weights that a decode step reads, in the format `weights` (a value of --weights)."""
         shapes = [shape for _, shape in self.matrices()]
         if weights not in WEIGHT_FORMATS:
             return BFLOAT16_BYTES * sum(out * width for out, width in shapes)
@@ -147,7 +147,7 @@ def _make_weights(shape: ModelShape) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def train_tokenizer() -> Tokenizer:
-    """Train a tokenizer on Python's own sources, which are wherever this runs."""
+    """Return a tokenizer trained on the sources of Python's standard library, which every machine has."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(file for file in stdlib.glob("**/*.py") if "site-packages" not in file.parts)[:MAX_TRAINING_FILES]
     tokenizer = Tokenizer(models.BPE())
@@ -164,7 +164,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def _pad_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> str:
-    """Return tokenizer.json with made-up words up to `vocab_size`."""
+    """Return the contents of tokenizer.json, with invented words up to `vocab_size`."""
     content: dict[str, Any] = json.loads(tokenizer.to_str())
     words = content["model"]["vocab"]
     words |= {f"\u0120word{i}": i for i in range(len(words), vocab_size)}

@@ -1,4 +1,4 @@
-"""What `make bench` found, as tables for people and as JSON for programs. Knows figures; not how they were made."""
+"""Formats the results of `make bench` as Markdown tables and as JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DISTURBED_MARK = "†"
 
 @dataclass(frozen=True)
 class BenchmarkReport:
-    """One run."""
+    """The results of one run of `make bench`."""
 
     date: datetime
     results: Sequence[MeasuredRow]
@@ -68,17 +68,17 @@ def _format_notes(results: Sequence[MeasuredRow]) -> list[str]:
         return []
     return [
         f"{DISTURBED_MARK} disturbed: other processes used up to {max(disturbed):.0%} of the machine in every attempt; "
-        "these figures would be better without them."
+        "without them these figures would be better."
     ]
 
 
 def format_number(value: float) -> str:
-    """Format a number with three digits, or all before the point."""
+    """Return a number with three significant digits, or with all digits before the point."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def read_processor_name() -> str:
-    """Return the processor's name, where the system reports it."""
+    """Return the processor's name, or its architecture if the system does not report the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

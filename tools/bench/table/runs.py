@@ -1,7 +1,6 @@
-"""Measures the rows of `make bench`, beside what the machine allows in that minute.
+"""Measures the rows of `make bench`, and the machine's speed before each workload.
 
-Rows that share a server are measured on one; transformers follows when that has ended. Knows rows and processes; not
-how a figure is shown.
+Rows with the same model and weight format share a server; transformers is measured after that has ended.
 """
 
 from __future__ import annotations
@@ -25,28 +24,28 @@ from tools.bench.table.goals import DEFAULT_STRATEGY, LOWER_IS_BETTER, MIXED, TR
 from tools.bench.table.limits import GIB, Speeds, compute_limit
 from tools.bench.table.models import make_model
 
-Results = Sequence[Mapping[str, Any]]  # of `kvmux bench`
+Results = Sequence[Mapping[str, Any]]  # the JSON output of `kvmux bench`
 KV_BYTES = 512 << 20  # bytes of KV memory
-MAX_SEQ_LEN = 2176  # tokens of a text, which is what the longest workload needs
+MAX_SEQ_LEN = 2176  # tokens, enough for the longest workload
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is done for a figure."""
+    """The options of `make bench` that decide how often a workload is run."""
 
-    rounds: int  # of a workload, all of which count
-    attempts: int  # at a workload, while other processes use the machine
+    rounds: int  # of a workload; the figures are of all rounds
+    attempts: int  # to run a workload without a disturbance by other processes, at most
     folder: Path  # of the models
 
 
 @dataclass(frozen=True)
 class MeasuredRow:
-    """A row's value."""
+    """A row with its measured value."""
 
     row: BenchmarkRow
-    value: float
-    limit: float | None
-    background_load: float  # share of the machine that others used
+    value: float  # in the row's unit
+    limit: float | None  # the best possible value on this machine; None: unknown
+    background_load: float  # share of the machine's CPU time that other processes used
 
     @property
     def meets_goal(self) -> bool | None:
@@ -54,7 +53,7 @@ class MeasuredRow:
 
     @property
     def limit_ratio(self) -> float | None:
-        """How near the limit is; 1: reached."""
+        """The share of the limit that was reached, at most 1; None if there is no limit."""
         if self.limit is None or self.row.measure == "slowdown":
             return None
         return self.limit / self.value if self.row.measure in LOWER_IS_BETTER else self.value / self.limit
@@ -62,17 +61,17 @@ class MeasuredRow:
 
 @dataclass(frozen=True)
 class WorkloadRunner:
-    """One workload, ready to run."""
+    """A workload that is ready to run."""
 
     description: str  # shown while it runs
     run: Callable[[], Results]
-    # CPU time of processes that go on after it, and are no background load.
+    # Returns the CPU time of the measured server, which is not background load.
     get_own_cpu_seconds: Callable[[], float] = lambda: 0.0
 
 
 @dataclass(frozen=True)
 class WorkloadRun:
-    """The results of a workload, and the machine's state meanwhile."""
+    """The results of a workload, with the machine's speeds and background load meanwhile."""
 
     results: Results
     speeds: Speeds
@@ -82,7 +81,7 @@ class WorkloadRun:
 def measure_rows(
     rows: Iterable[BenchmarkRow], effort: Effort, show_status: Callable[[str], None]
 ) -> Iterator[MeasuredRow]:
-    """Measure all rows, process by process. Raises RunError and OSError."""
+    """Yield the measured rows, grouped by server. Raises RunError and OSError."""
     for (*_, is_transformers), group in groupby(sorted(rows, key=_process_key), key=_process_key):
         measure, same_key_rows = _measure_transformers if is_transformers else _measure_server, list(group)
         model = make_model(same_key_rows[0].shape, effort.folder, show_status)
@@ -90,7 +89,7 @@ def measure_rows(
 
 
 def _process_key(row: BenchmarkRow) -> tuple[str, str, bool]:
-    """Return the key of a row: rows of one key share a server, or a run of transformers after that model's server."""
+    """Return a key by which rows are grouped and sorted; rows with the same key share a server or transformers."""
     return row.shape.name, row.weights, row.strategy == TRANSFORMERS
 
 
@@ -125,7 +124,7 @@ def _measure_server(
 def _measure_transformers(
     rows: Sequence[BenchmarkRow], model: Path, effort: Effort, show_status: Callable[[str], None]
 ) -> Iterator[MeasuredRow]:
-    """Measure each workload in a process of its own, which has ended before the next begins."""
+    """Measure each workload with transformers, one process after the other."""
     runs = {}
     for workload in _list_workloads(rows):
         load = WorkloadRunner(
@@ -143,7 +142,7 @@ def run_transformers_peer(model: Path, workload: str, rounds: int) -> Results:
 
 
 def _list_workloads(rows: Sequence[BenchmarkRow]) -> list[str]:
-    """Return the workloads to run, in order; b's speed is compared with a's."""
+    """Return the workloads of these rows, in order; "slowdown" rows also need workload a."""
     loads = {row.workload for row in rows if row.measure != "ready"}
     return sorted(loads | ({"a"} if any(row.measure == "slowdown" for row in rows) else set()))
 
@@ -158,7 +157,7 @@ def _make_bench_flags(workload: str, rows: Sequence[BenchmarkRow], effort: Effor
 def _run_load(
     load: WorkloadRunner, row: BenchmarkRow, effort: Effort, show_status: Callable[[str], None]
 ) -> WorkloadRun:
-    """Return the attempt that was disturbed least; the first undisturbed one is the last."""
+    """Run a workload until other processes use little CPU time; return the attempt with the least background load."""
     attempts: list[WorkloadRun] = []
     while len(attempts) < effort.attempts and (not attempts or attempts[-1].background_load > BUSY_THRESHOLD):
         show_status(f"{row.shape.name}, {load.description}" + (", once more" if attempts else ""))
@@ -170,17 +169,17 @@ def _run_load(
 
 
 def measure_speeds(row: BenchmarkRow) -> Speeds:
-    """Measure the speed of the memory, over as much as a step reads, and of products."""
+    """Measure the memory bandwidth, with as many bytes as a step reads, and the FLOP/s of matrix products."""
     size = row.shape.weight_bytes(row.weights)
     threads = choose_threads(None, size)
     return Speeds(measure_bandwidth(size, threads), measure_matmul_flops(torch.bfloat16, threads))
 
 
-# -------------------------------------------------------------------- from results to values
+# -------------------------------------------------------------------- computing values from results
 def _make_server_result(
     row: BenchmarkRow, server: RunningServer, runs: Mapping[str, WorkloadRun], busy_start: float
 ) -> MeasuredRow | None:
-    """Return a row's value; None if this system does not report it."""
+    """Return a row with its value; None if this system does not report it."""
     if row.measure == "ready":
         return MeasuredRow(row, server.ready_seconds, None, busy_start)
     if row.measure == "peak":
@@ -202,7 +201,7 @@ def _make_load_result(row: BenchmarkRow, runs: Mapping[str, WorkloadRun]) -> Mea
 
 
 def _compute_value(row: BenchmarkRow, runs: Mapping[str, WorkloadRun]) -> float:
-    """Compute a row's value, in its unit."""
+    """Return a row's value in its unit."""
     results = runs[row.workload].results
     result = find_result(results, row)
     match row.measure:
