@@ -51,8 +51,8 @@ def _make_parser() -> argparse.ArgumentParser:
     names = [fault.name for fault in FAULTS]
     parser.add_argument("--minutes", type=float, default=10.0, help="duration of the run (%(default)s)")
     parser.add_argument("--seed", default="", help="seed of all random choices; default: a new one, which is printed")
-    parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="FAULT", help="inject only these")
-    parser.add_argument("--without", nargs="+", choices=names, default=[], metavar="FAULT", help="leave these out")
+    parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="FAULT", help="faults (default: all)")
+    parser.add_argument("--without", nargs="+", choices=names, default=[], metavar="FAULT", help="faults to leave out")
     parser.add_argument(
         "--clients", type=int, default=8, help="clients that compare answers; a few others poll (%(default)s)"
     )

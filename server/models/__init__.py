@@ -1,1 +1,1 @@
-"""Models: what a directory says about one, its weights, and the forward pass. Imports `kernels`, no strategy."""
+"""Models: reading their configs and weights, and the forward pass. Imports `kernels`, but no strategy."""

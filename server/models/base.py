@@ -61,7 +61,7 @@ class Model(Protocol):
         ...
 
     def forward_step(self, token_embedding: Tensor, current_pos: int, cache: SequenceCache) -> Tensor:
-        """Compute one token of one sequence, as `Stepwise.forward_step` does."""
+        """Compute one token of one sequence, as `ForwardStepMixin.forward_step` does."""
         ...
 
 
@@ -80,7 +80,7 @@ class SequenceCache(Protocol):
     def commit(self) -> None: ...
 
 
-class Stepwise(ABC):
+class ForwardStepMixin(ABC):
     """Implements `Model.forward_step` for models that can compute tokens from their embeddings."""
 
     @abstractmethod

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from server.models.config_file import check_config, read_json, shorten_repr
 from server.models.errors import ModelError, UnknownModelError
-from server.models.families import FAMILIES, Experts, ModelFamily, RawConfig
+from server.models.families import FAMILIES, ModelFamily, MoENames, RawConfig
 
 if TYPE_CHECKING:
     from kernels.ops import Activation
@@ -62,7 +62,7 @@ class Rope:
     original_max_positions: int  # those of pretraining, before the context was extended
     scaling: str = "default"
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    file: Path = field(default=Path("config.json"), compare=False)  # that these values come from
+    file: Path = field(default=Path("config.json"), compare=False)  # the source of these values, for error messages
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ def _check_heads(heads: int, kv_heads: int, head_dim: int, file: Path) -> None:
 def _check_supported(raw: RawConfig, file: Path) -> None:
     """Raise ModelError for quantized checkpoints that cannot be read, and for encoders."""
     quantization = raw.get("quantization_config")
-    if quantization and raw.get("quantization") is None:  # MLX's is written under both names
+    if quantization and raw.get("quantization") is None:  # MLX checkpoints, which can be read, have both keys
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         named = shorten_repr(method).strip("'")
         raise ModelError(
@@ -295,7 +295,7 @@ def _parse_rope(raw: RawConfig, family: ModelFamily, head_dim: int, kind: str, f
     )
 
 
-def _parse_experts(raw: RawConfig, experts: Experts | None, file: Path) -> MixtureOfExperts | None:
+def _parse_experts(raw: RawConfig, experts: MoENames | None, file: Path) -> MixtureOfExperts | None:
     if experts is None:
         return None
     count = next((raw[key] for key in experts.num_experts_keys if raw.get(key) is not None), None)

@@ -18,14 +18,14 @@ from kernels.composite import apply_rope
 from kernels.ops import Attention, Ops, PackedWeight, Weight
 from kernels.quantization import QuantizedTensor, dequantize
 from kernels.types import LayerSpec
-from server.models.base import Stepwise
+from server.models.base import ForwardStepMixin
 from server.models.config import ModelConfig
 from server.models.layers import load_embedding_and_head, load_layer, load_norm
 from server.models.rope import compute_rope_tables
 from server.models.weights import Weights
 
 
-class Decoder(Stepwise):
+class Decoder(ForwardStepMixin):
     """Implements `server.models.base.Model` for the families in families.py."""
 
     impl: Literal["lean"] = "lean"

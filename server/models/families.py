@@ -38,7 +38,7 @@ def _slide_all_but_every_nth(raw: RawConfig, layers: int) -> list[bool]:
     return [(i + 1) % (raw.get("sliding_window_pattern") or 6) != 0 for i in range(layers)]
 
 
-class Experts(NamedTuple):
+class MoENames(NamedTuple):
     """The names that a family's mixture of experts has in config.json and in checkpoints."""
 
     module: str  # of a layer: "<module>.gate.weight" is the router, "<module>.experts.0..." the first expert
@@ -62,14 +62,14 @@ class ModelFamily(NamedTuple):
     scaled_embedding: bool = False  # whether embeddings are multiplied by the square root of hidden_size
     tie_embeddings: bool = False  # used if config.json has no tie_word_embeddings
     activation_key: Literal["hidden_act", "hidden_activation"] = "hidden_act"
-    experts: Experts | None = None
+    experts: MoENames | None = None
     local_theta: float | None = None  # rope_theta of sliding layers, if config.json has no rope_local_base_freq
     defaults: RawConfig = NOTHING  # for keys that config.json may leave out, as in transformers
     rope_scaling_aliases: Mapping[str, str] = NOTHING  # other names of RoPE scalings -> those in ROPE_SCALINGS
 
 
-_MIXTRAL = Experts("block_sparse_moe", ("num_local_experts",), "intermediate_size", projections=("w1", "w3", "w2"))
-_QWEN3_MOE = Experts("mlp", ("num_experts", "num_local_experts"), "moe_intermediate_size", norm_topk_prob=None)
+_MIXTRAL = MoENames("block_sparse_moe", ("num_local_experts",), "intermediate_size", projections=("w1", "w3", "w2"))
+_QWEN3_MOE = MoENames("mlp", ("num_experts", "num_local_experts"), "moe_intermediate_size", norm_topk_prob=None)
 
 _GEMMA = ModelFamily(
     sandwich_norm=True,

@@ -1,4 +1,4 @@
-"""Loads one layer's weights by their names in checkpoints, and computes mixtures of experts (`Mixture`).
+"""Loads one layer's weights by their names in checkpoints, and computes mixtures of experts (`SparseMoE`).
 
 Checks names and shapes; attention and positions are elsewhere.
 """
@@ -20,7 +20,7 @@ from server.models.weights import Matrix, Weights
 
 
 @dataclass(frozen=True)
-class Mixture:
+class SparseMoE:
     """A mixture of experts: a router [E, d] chooses and weighs top_k of E MLPs for each token (Shazeer et al. 2017)."""
 
     router: Weight
@@ -40,7 +40,7 @@ class Mixture:
             out.index_add_(0, token, (expert_out * weights[token, place, None]).to(h.dtype))
         return out
 
-    def pack(self, ops: Ops) -> Mixture:
+    def pack(self, ops: Ops) -> SparseMoE:
         return replace(self, router=ops.pack(self.router), experts=[expert.pack(ops) for expert in self.experts])
 
     def tensors(self) -> Iterator[Weight]:
@@ -130,7 +130,7 @@ def _load_mlp(config: ModelConfig, weights: Weights, ops: Ops, at: str) -> Gated
     return GatedMLP(ops.pack(gate_up), gate_up_bias, down, down_bias, config.activation).pack(ops)
 
 
-def _load_mixture(config: ModelConfig, weights: Weights, ops: Ops, at: str, experts: MixtureOfExperts) -> Mixture:
+def _load_mixture(config: ModelConfig, weights: Weights, ops: Ops, at: str, experts: MixtureOfExperts) -> SparseMoE:
     at = f"{at}{experts.module}."
     gate, up, down = experts.projections
     d, width = config.hidden_dim, Dim(experts.intermediate_size, "the width of an expert")
@@ -142,7 +142,7 @@ def _load_mixture(config: ModelConfig, weights: Weights, ops: Ops, at: str, expe
         return GatedMLP(ops.pack(gate_up), None, back, None, config.activation).pack(ops)
 
     router = ops.pack(weights.get(f"{at}gate.weight", (Dim(experts.num_experts, "the number of experts"), d)))
-    return Mixture(
+    return SparseMoE(
         router,
         [load_expert(e) for e in range(experts.num_experts)],
         experts.num_experts_per_tok,

@@ -54,7 +54,7 @@ def load_model(
         )
     if weights.dtype != dtype:
         raise ModelError(
-            f"{directory}: weights in {weights.dtype} under activations in {dtype} are for the lean decoder: "
+            f"{directory}: weights in {weights.dtype} with activations in {dtype} are for the lean decoder only: "
             "give --weights auto"
         )
     return TransformersModel(directory, dtype, device, positions=positions)

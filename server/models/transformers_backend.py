@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kernels.ops import Attention
 from kernels.types import LayerSpec
-from server.models.base import Stepwise
+from server.models.base import ForwardStepMixin
 from server.models.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelInfo, read_eos_ids
 from server.models.config_file import check_counts, read_json, shorten_repr
 from server.models.errors import ModelError
@@ -33,7 +33,7 @@ PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.0
 _current_attention: ContextVar[Attention] = ContextVar("attention of the step that runs")
 
 
-class TransformersModel(Stepwise):
+class TransformersModel(ForwardStepMixin):
     """Implements `server.models.base.Model`."""
 
     impl: Literal["transformers"] = "transformers"
@@ -136,7 +136,7 @@ def _load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> An
         raise
     except Exception as error:
         if "Unrecognized configuration class" in str(error):
-            raise ModelError(f"{directory}: transformers knows no decoder-only model of that kind") from None
+            raise ModelError(f"{directory}: transformers has no decoder-only model of this architecture") from None
         raise ModelError(
             f"{directory}: transformers cannot load it with our attention: {_format_error(error)}"
         ) from None

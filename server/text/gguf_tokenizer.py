@@ -87,14 +87,18 @@ def make_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, An
             config[f"{name}_token"] = token
     if (template := metadata.get("tokenizer.chat_template")) is not None:
         if not isinstance(template, str):
-            raise SettingsError("tokenizer.chat_template should be a text")
+            raise SettingsError("tokenizer.chat_template should be a string")
         config["chat_template"] = template
     _set_post_processor(tokenizer, config)
     return tokenizer, config
 
 
 def find_end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
-    """Return the ids that end a text or a turn: those of the file's keys, valid or not, and known ones."""
+    """Return the ids of tokens that end a text or a turn.
+
+    These are the values of eos_token_id, eot_token_id and eom_token_id in the file, even if they are not valid ids
+    (-1), and the control tokens with a text in END_TOKENS.
+    """
     vocabulary = _Vocabulary(metadata)
     named = [id for end in ("eos", "eot", "eom") if (id := vocabulary.get(f"{end}_token_id")) is not None]
     control = (i for i, kind in enumerate(vocabulary.types) if kind == CONTROL)

@@ -117,7 +117,7 @@ MAX_BROKEN_LENGTH = 4 * MAX_PENDING_TOKENS  # replacement characters that pendin
 
 
 class StopStrings:
-    """Lets text through up to the first stop string, and never the beginning of one that may still be completed."""
+    """Cuts a text that arrives in pieces at the first stop string; holds back text that may be the start of one."""
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         """Look for these strings. With `include` the stop string itself is returned, too."""

@@ -117,7 +117,7 @@ def test_the_exact_strategy_is_there_unasked(
         (["--strateggy", "paged"], "--strateggy is not an option; did you mean --strategy?"),
     ],
 )
-def test_what_cannot_be_done_is_told_in_a_line(
+def test_what_cannot_be_done_is_reported_in_a_line(
     model_directory: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
 ) -> None:
     code, out, err = _run(capsys, "--model", str(model_directory), *flags)
@@ -184,7 +184,7 @@ def test_a_name_is_not_given_twice(model_directory: Path, tmp_path: Path, capsys
     assert "an instance paged-block_size8 exists" in err
 
 
-def test_a_strategy_that_fails_is_told(
+def test_a_strategy_that_fails_is_reported(
     model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def plan(*_: Any, **__: Any) -> None:

@@ -121,7 +121,7 @@ def test_tells_how_far_it_has_come(engine: Engine, documents: list[Document]) ->
     assert told == [100, 60, 61]
 
 
-def test_too_little_memory_is_told_at_once(engine: Engine, documents: list[Document]) -> None:
+def test_too_little_memory_is_reported_at_once(engine: Engine, documents: list[Document]) -> None:
     caches = [engine.core.caches["contiguous"]] * 40
     told: list[int] = []
     with pytest.raises(SettingsError, match="no room for a document under contiguous: raise --kv-memory"):
@@ -136,7 +136,7 @@ def test_every_document_finds_empty_caches(engine: Engine, length: int) -> None:
     assert engine.core.arena.usage == 0
 
 
-def test_what_is_no_number_is_told(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_number_is_reported(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     model = engine.core.model
     monkeypatch.setattr(model, "_norm", torch.full_like(model._norm, torch.nan))
     with pytest.raises(SettingsError, match="logits are not finite"):

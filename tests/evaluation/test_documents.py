@@ -67,7 +67,7 @@ def test_stretches_of_a_file_are_all_of_it(tokenizer: Tokenizer, tmp_path: Path,
     assert read_text_file(tokenizer, marks, 32, 2, file) == found[:2]
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
     empty, binary = tmp_path / "empty", tmp_path / "binary"
     empty.touch()
     binary.write_bytes(b"\xff\xfe\x00")
@@ -87,13 +87,13 @@ def test_a_byte_order_mark_is_no_text_and_line_ends_are(tmp_path: Path) -> None:
     assert read_text_file(PLAIN, SpecialTokens((), 1), 32, 1, file)[0].ids == PLAIN.encode("a\r\nb").ids
 
 
-def test_tokens_that_the_model_lacks_are_told() -> None:
+def test_tokens_that_the_model_lacks_are_reported() -> None:
     check_vocabulary([Document([1, 299])], 300)
     with pytest.raises(SettingsError, match="gives token id 299, and the model has 299"):
         check_vocabulary([Document([1]), Document([1, 299])], 299)
 
 
-def test_a_length_without_room_for_text_is_told(tmp_path: Path) -> None:
+def test_a_length_without_room_for_text_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_text("some words")
     with pytest.raises(SettingsError, match="--length: should be at least 4"):
@@ -122,7 +122,7 @@ def test_records_speak_of_held_out_names_and_stories_do_not(tokenizer: Tokenizer
     assert any(name in train for name in TRAIN.girls + TRAIN.boys)
 
 
-def test_new_phrasings_are_told_if_asked_for(tokenizer: Tokenizer) -> None:
+def test_new_phrasings_are_used_on_request(tokenizer: Tokenizer) -> None:
     marks = find_special_tokens(tokenizer, EOS, 2048)
     for new in (False, True):
         found = make_records(tokenizer, marks, 1024, 6, "a seed", new_phrasings=new)

@@ -61,7 +61,7 @@ def test_a_table_for_the_documentation(capsys: pytest.CaptureFixture[str]) -> No
     assert "| 100.00% | 0.0e+00 |" in full
 
 
-def test_what_cannot_be_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         quantized_weights.main(["--length", "5000"])
     assert "max_seq_len is 5000, but the model has 2048 positions" in capsys.readouterr().err

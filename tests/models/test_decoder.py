@@ -225,7 +225,7 @@ def test_a_large_gemma_3_needs_no_more_than_its_published_config(tmp_path: Path)
         ({"text_config": [], "vocab_size": []}, "vocab_size is"),
     ],
 )
-def test_values_that_no_model_can_have_are_told(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_values_that_no_model_can_have_are_reported(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     save_random_model("llama", tmp_path)
     (tmp_path / "generation_config.json").unlink()
     path = tmp_path / "config.json"
@@ -244,7 +244,7 @@ def test_tensors_of_a_quantized_checkpoint_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [[], {}, {"weight_map": ["a"]}, {"weight_map": {"a": 1}}])
-def test_an_index_that_is_none_is_told(index: Any, tmp_path: Path) -> None:
+def test_an_index_that_is_none_is_reported(index: Any, tmp_path: Path) -> None:
     save_random_model("llama", tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json is no"):

@@ -9,7 +9,7 @@ import torch
 
 from kernels.backends import REFERENCE
 from kernels.ops import GatedMLP
-from server.models.layers import Mixture
+from server.models.layers import SparseMoE
 from tests.kernels.backend_matrix import BACKENDS, NAMES
 
 EXPERTS, WIDTH, INNER, TOKENS = 5, 48, 64, 9
@@ -26,7 +26,7 @@ def test_a_token_that_is_no_number_takes_no_others_experts(backend: str, dtype: 
 
     ops = BACKENDS[backend]()
     experts = [GatedMLP(drawn(2 * INNER, WIDTH), None, drawn(WIDTH, INNER), None, "silu") for _ in range(EXPERTS)]
-    mixture = Mixture(drawn(EXPERTS, WIDTH), experts, top_k=2, norm_topk_prob=True).pack(ops)
+    mixture = SparseMoE(drawn(EXPERTS, WIDTH), experts, top_k=2, norm_topk_prob=True).pack(ops)
     h, token = drawn(TOKENS, WIDTH), random.randrange(TOKENS)
     poisoned = h.index_fill(0, torch.tensor([token]), poison)
     others = [i for i in range(TOKENS) if i != token]

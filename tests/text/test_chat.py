@@ -327,7 +327,7 @@ def test_only_text_has_a_place_in_a_prompt() -> None:
         ("{{ messages[0].content }}", {"continue_final_message": True}, "set the other to false"),
     ],
 )
-def test_the_client_is_told(template: str | None, how: dict[str, Any], message: str) -> None:
+def test_the_client_is_reported(template: str | None, how: dict[str, Any], message: str) -> None:
     with pytest.raises(ChatTemplateError, match=message):
         ChatTemplate({"default": template} if template else {}, {}).render([{"role": "user", "content": "x"}], **how)
 

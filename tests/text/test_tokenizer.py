@@ -103,7 +103,7 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
         Tokenizer.from_directory(tmp_path)
 
 
-def test_a_panic_of_the_library_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_of_the_library_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PyO3's exception for it derives from BaseException, and cannot be imported."""
 
     class PanicException(BaseException):

@@ -60,7 +60,7 @@ def test_a_dashboard_lets_choose_and_leads_to_the_others(dashboard: Dashboard) -
         assert promql.find_families(str(chosen[name].query))
 
 
-def test_dashboards_are_told_apart() -> None:
+def test_dashboards_have_different_titles() -> None:
     assert len({dashboard.uid for dashboard in DASHBOARDS}) == len({dashboard.title for dashboard in DASHBOARDS}) == 4
 
 

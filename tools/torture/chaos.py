@@ -73,7 +73,7 @@ async def run_chaos(plan: ChaosPlan) -> ChaosReport:
     async with running_server(MAX_QUEUED_REQUESTS) as (server, exact), open_exchange() as exchange:
         load = await prepare_load(server, exchange, exact, plan.seed, plan.requests)
         tally = load.checker.tally
-        conductor = Conductor(plan, load)
+        conductor = FaultInjector(plan, load)
         began = monotonic()
         await conductor.run()
         await end_server(server, tally)
@@ -90,7 +90,7 @@ async def end_server(server: ServerProcess, tally: Tally) -> None:
         tally.add_problem("tracebacks in the log", line)
 
 
-class Conductor:
+class FaultInjector:
     """Injects one fault after another while the clients of a load run."""
 
     def __init__(self, plan: ChaosPlan, load: Load) -> None:

@@ -10,7 +10,7 @@ from tools.torture.requests import RequestSpec, draw_specs, make_reference_optio
 
 
 class ExpectedAnswerError(Exception):
-    """A request fails even when it is alone on the server."""
+    """Raised when a request fails although it is alone on the server."""
 
 
 async def compute_answers(

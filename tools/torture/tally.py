@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-MAX_EXAMPLES = 5  # kept of each problem; all are counted
+MAX_EXAMPLES = 5  # examples that are kept of each problem
 MAX_EXAMPLE_CHARS = 2000
 
 

@@ -34,7 +34,7 @@ class Source:
         self._prefetch_depth = workers * PREFETCH_PER_WORKER
 
     def next(self, context: int, rows: int, mix: Mix) -> Rows:
-        """Return the next batch; with workers, it has the arguments of a call some batches ago, as it was prefetched."""
+        """Return the next batch; with workers, a prefetched one, with the arguments of an earlier call."""
         if self._pool is None:
             return _make_batch(self._tokenizer, self._next_seed(), context, rows, mix)
         while len(self._prefetched) <= self._prefetch_depth:

@@ -22,7 +22,7 @@ FLOAT32 = 0  # GGML's tensor type F32
 STRING, ARRAY = 8, 9  # types of metadata values; the others are in SCALARS
 # Bounds far beyond any model: a header of this size takes a few hundred megabytes as Python objects.
 MAX_HEADER_BYTES = 1 << 26
-MAX_ARRAY_ELEMENTS = 1 << 22  # of all arrays together; a vocabulary of 262,144 tokens has 1.3 million with its merges
+MAX_ARRAY_ELEMENTS = 1 << 22  # in all arrays together; a vocabulary of 262,144 tokens and its merges take 1.3 million
 MAX_DIMENSIONS = 4  # ggml's limit
 MAX_ALIGNMENT = 1 << 16
 # Types of metadata values and their format for `struct`.
@@ -77,7 +77,7 @@ def _parse_header(file: Path, data: mmap.mmap) -> Header:
     cursor.position = 4
     version = cursor.read_scalar("I")
     if version not in VERSIONS:
-        raise ModelError(f"{file} is GGUF of version {version}; those of {VERSIONS} can be read, little-endian")
+        raise ModelError(f"{file} is GGUF of version {version}; versions {VERSIONS}, little-endian, can be read")
     tensor_count, entries = cursor.read_scalar("Q"), cursor.read_scalar("Q")
     metadata = _read_named(cursor, entries, lambda: cursor.read_value(cursor.read_scalar("I")))
     found = _read_named(cursor, tensor_count, cursor.read_tensor_info)

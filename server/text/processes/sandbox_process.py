@@ -85,7 +85,7 @@ def send(connection: socket.socket, message: ProcessMessage) -> None:
 
 
 def load_encoder(start: Start) -> Encoder | Broken:
-    """Return the directory's tokenizer, or why it cannot be used."""
+    """Return the encoder for the model's directory, or Broken with the reason if its files cannot be used."""
     try:
         return Encoder.from_directory(Path(start.directory))
     except SettingsError as error:

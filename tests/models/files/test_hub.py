@@ -168,7 +168,7 @@ def test_revisions(hub: Hub, tmp_path: Path) -> None:
     assert (status, message) == (2, "acme/tiny has no revision 'v7': give a branch, a tag or a commit of it")
 
 
-def test_what_is_nowhere_is_told(hub: Hub, tmp_path: Path) -> None:
+def test_what_is_nowhere_is_reported(hub: Hub, tmp_path: Path) -> None:
     assert (
         "no model 'acme/none', neither on this machine nor on the hub"
         in _locate(tmp_path / "home", hub.url, "acme/none")[1]

@@ -314,7 +314,7 @@ def test_a_missing_tensor_and_another_implementation_are_refused(tmp_path: Path)
     assert find_gguf_file(tmp_path) is None
 
 
-def test_a_cache_that_cannot_be_written_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf")
     (tmp_path / "taken").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
@@ -341,7 +341,9 @@ def _field(change: Callable[[RawGGUF], Any], file: Path) -> None:
         (lambda raw: raw.metadata.append(("a", 9, (4, [0] * 5_000_000))), "its arrays have more than 4194304 elements"),
     ],
 )
-def test_what_is_wrong_with_a_header_is_told(change: Callable[[RawGGUF], Any], message: str, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_header_is_reported(
+    change: Callable[[RawGGUF], Any], message: str, tmp_path: Path
+) -> None:
     _field(change, tmp_path / "a.gguf")
     with pytest.raises(SettingsError, match=rf"a\.gguf.*{message}"):
         Driver(tmp_path / "a.gguf")

@@ -44,7 +44,7 @@ def test_whoever_writes_changes_no_file(file: Path) -> None:
     assert file.read_bytes() == before
 
 
-def test_a_file_that_is_gone_or_has_become_short_is_told(file: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_gone_or_has_become_short_is_reported(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"cannot read .*there: .*No such file"):
         map_bytes(tmp_path / "there", 0, 1)
     with pytest.raises(ModelError, match=r"cannot read .*file: "):

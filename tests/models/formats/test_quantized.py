@@ -165,7 +165,7 @@ def _without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:
 
 
 @pytest.mark.parametrize("part", ["scales", "biases"])
-def test_a_missing_part_is_told(part: str, tmp_path: Path) -> None:
+def test_a_missing_part_is_reported(part: str, tmp_path: Path) -> None:
     write_mlx(wide_llama(), tmp_path, 4, 64)
     changed(tmp_path, _without(f"model.layers.1.mlp.up_proj.{part}"))
     with pytest.raises(ModelError, match=rf"no tensor 'model\.layers\.1\.mlp\.up_proj\.{part}'; is the checkpoint com"):
@@ -173,7 +173,7 @@ def test_a_missing_part_is_told(part: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["weight", "scales", "biases"])
-def test_a_part_that_is_no_matrix_is_told(part: str, tmp_path: Path) -> None:
+def test_a_part_that_is_no_matrix_is_reported(part: str, tmp_path: Path) -> None:
     write_mlx(wide_llama(), tmp_path, 4, 64)
     name = f"model.layers.1.mlp.up_proj.{part}"
     changed(tmp_path, lambda tensors: tensors.update({name: tensors[name][0, 0].clone()}))
@@ -192,7 +192,7 @@ def test_a_part_that_is_no_matrix_is_told(part: str, tmp_path: Path) -> None:
         (7, r"config\.json: quantization of .*: input should be a valid dictionary"),
     ],
 )
-def test_a_config_that_speaks_of_other_numbers_is_told(quantization: Any, message: str, tmp_path: Path) -> None:
+def test_a_config_that_speaks_of_other_numbers_is_reported(quantization: Any, message: str, tmp_path: Path) -> None:
     write_mlx(wide_llama(), tmp_path, 4, 64, {"model.embed_tokens": None})
     file = tmp_path / "config.json"
     raw = json.loads(file.read_text())
@@ -276,7 +276,7 @@ def test_numbers_of_other_bits_are_rounded_once_more(tmp_path: Path) -> None:
     torch.testing.assert_close(dequantize(found), torch.from_numpy(expected), rtol=0, atol=1e-6)
 
 
-def test_what_cannot_be_quantized_is_told(tmp_path: Path) -> None:
+def test_what_cannot_be_quantized_is_reported(tmp_path: Path) -> None:
     save_random_model("llama", tmp_path)
     with pytest.raises(ModelError, match=r"only the lean decoder can quantize weights: give --weights auto"):
         loaded(tmp_path, INT8, impl="transformers")
@@ -285,7 +285,7 @@ def test_what_cannot_be_quantized_is_told(tmp_path: Path) -> None:
         loaded(tmp_path, INT4)
 
 
-def test_a_long_quantization_is_told_of(
+def test_a_long_quantization_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_random_model("llama", tmp_path)

@@ -203,7 +203,7 @@ def test_a_model_that_cannot_be_loaded_leaves_nothing(
     assert list(home.iterdir()) == []
 
 
-def test_what_is_damaged_is_told_and_made_anew(
+def test_what_is_damaged_is_reported_and_made_anew(
     checkpoint: Path, home: Path, rounds: list[torch.Size], caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = logits(loaded(checkpoint, home))
@@ -224,7 +224,9 @@ def test_what_a_killed_start_had_not_finished_goes(checkpoint: Path, home: Path)
 
 
 # -------------------------------------------------------------------- where nothing can be kept
-def test_a_folder_that_cannot_be_is_told(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_is_reported(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "taken").touch()
     expected = logits(loaded(checkpoint, None))
     assert torch.equal(logits(loaded(checkpoint, tmp_path / "taken" / "cache")), expected)
@@ -234,7 +236,7 @@ def test_a_folder_that_cannot_be_is_told(checkpoint: Path, tmp_path: Path, caplo
     assert record.message.endswith("give --weights-cache another folder, or off")
 
 
-def test_a_full_disk_is_told_once_and_leaves_nothing(
+def test_a_full_disk_is_reported_once_and_leaves_nothing(
     checkpoint: Path, home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     written: list[Path] = []

@@ -393,7 +393,7 @@ def test_more_calls_than_may_wait(tmp_path: Path) -> None:
     asyncio.run(use())
 
 
-def test_a_model_that_is_gone_is_told_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_gone_is_reported_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.text.processes.sandbox.RESTART_DELAY", 0.0)
     directory = save_tokenizer(tmp_path / "model", byte_level())
 

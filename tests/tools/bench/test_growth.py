@@ -80,7 +80,7 @@ def test_a_table_has_a_column_for_each_kind() -> None:
     ]
 
 
-def test_bad_arguments_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--part", "context", "--model", "nowhere"])
     assert "nowhere" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def test_attention_is_measured_over_chunks_of_a_prompt_too(capsys: pytest.Captur
     assert (row["op"], row["backend"], row["context"]) == ("attend", "reference", 40)
 
 
-def test_what_is_missing_is_told_once_on_a_line_of_its_own(
+def test_what_is_missing_is_reported_once_on_a_line_of_its_own(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(loading, "BACKENDS", {"abacus": ("cpu", _missing)})

@@ -26,7 +26,7 @@ def test_rounds_with_and_without(capsys: pytest.CaptureFixture[str], monkeypatch
     assert cost["step"] > 0 < cost["scrape"]
 
 
-def test_bad_arguments_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         bench_metrics.main(["--model", "nowhere"])
     assert "nowhere" in capsys.readouterr().err

@@ -14,7 +14,9 @@ from tools.bench import transformers_peer as peer
 from tools.bench.table.limits import WORKLOADS, Workload
 
 
-def test_a_result_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_is_reported(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(WORKLOADS, "a", Workload(1, 24, 6))
     peer.main(["--model", str(folder / SMALL_SHAPE.name), "--rounds", "2", "--threads", "1"])
     (told,) = json.loads(capsys.readouterr().out)

@@ -117,7 +117,7 @@ def make_model(shape: ModelShape, folder: Path, show_status: Callable[[str], Non
     if directory.is_dir():
         return directory
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as place:  # so that nobody finds half a model
+    with tempfile.TemporaryDirectory(dir=folder) as place:  # so that a partial model is never used
         new = Path(place) / shape.name
         new.mkdir()
         show_status(f"{shape.name}: learning a tokenizer")

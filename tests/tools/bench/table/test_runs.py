@@ -258,7 +258,7 @@ def test_a_real_server_is_measured(
     assert capsys.readouterr().out.strip() in document.read_text()
 
 
-def test_bad_arguments_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (
         ["--rows", "nothing"],
         ["--rounds", "0"],
