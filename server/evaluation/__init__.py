@@ -1,1 +1,1 @@
-"""What a cache strategy costs in quality: the same text read under several strategies, compared with exact caching."""
+"""Measures the quality of cache strategies: runs the same texts under several, and compares with exact caching."""

@@ -35,7 +35,7 @@ class StrategyResult:
     kind: str
     options: dict[str, Any]
     exact: bool
-    kv_bytes: int  # of a document of full length
+    kv_bytes: int  # KV memory of a document of full length
     text: Fidelity
     records: Fidelity
 

@@ -53,7 +53,7 @@ class Model(Protocol):
         ...
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embed ids [N] int64 -> [N, d]."""
+        """Return the embeddings [N, d] of ids [N] int64."""
         ...
 
     def count_flops(self, num_tokens: int, num_logits: int) -> int | None:

@@ -22,7 +22,7 @@ MAX_EXPERTS = 100_000
 Count = Annotated[int, Field(gt=0, lt=2**31)]
 NumLayers = Annotated[int, Field(gt=0, le=MAX_LAYERS)]
 NumExperts = Annotated[int, Field(ge=0, le=MAX_EXPERTS)]  # 0 in some dense models
-Real = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # float32 computes with its square and inverse
+Real = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # its square and inverse fit float32
 RealOrZero = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Theta = Annotated[float, Field(gt=1, le=1e12, allow_inf_nan=False)]
 Epsilon = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]

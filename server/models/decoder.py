@@ -73,7 +73,7 @@ class Decoder(ForwardStepMixin):
         return {id(w): w for w in (self._embedding, self._norm, self._lm_head, *layers)}.values()
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embed ids [N] int64 -> [N, d]; only these rows of a packed or quantized embedding are unpacked."""
+        """Return the embeddings [N, d] of ids [N] int64; a packed or quantized embedding is unpacked row by row."""
         match self._embedding:
             case Tensor():
                 x = F.embedding(ids, self._embedding)

@@ -51,7 +51,7 @@ class NoCacheAttention:
 
 @torch.inference_mode()
 def full_context_logits(model: Model, ids: Sequence[int]) -> Tensor:
-    """Return the logits [V] after the last of `ids`."""
+    """Return the logits [V] of the token after `ids`, computed without a cache."""
     attention = NoCacheAttention(model.layer_specs, len(ids), model.device)
     return model.forward(torch.tensor(ids, device=model.device), attention)[0]
 

@@ -63,7 +63,7 @@ def _llama3(rope: Rope, positions: int) -> tuple[Tensor, float]:
     """Scale as Llama 3.1: low frequencies are divided, high ones stay, those between are interpolated."""
     p = rope.parameters
     plain = _compute_inv_freq(rope.theta, rope.dim)
-    turns = p["original_max_position_embeddings"] * plain / (2 * math.pi)  # in the context of training
+    turns = p["original_max_position_embeddings"] * plain / (2 * math.pi)  # rotations within the training context
     low, high = p["low_freq_factor"], p["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * plain + (1 - kept) * plain / p["factor"], 1.0

@@ -73,7 +73,7 @@ class TransformersModel(ForwardStepMixin):
         return _compute_logits(self._model, attention, input_ids=ids[None])
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embed ids [N] int64 -> [N, d]."""
+        """Return the embeddings [N, d] of ids [N] int64."""
         found: Tensor = self._model.get_input_embeddings()(ids)
         return found
 
@@ -184,7 +184,10 @@ def _freeze_longrope(model: nn.Module, positions: int) -> None:
 
 
 def _compute_logits(model: Any, attention: Attention, **tokens: Tensor) -> Tensor:
-    """Compute logits; `tokens` are input_ids [1, N] or inputs_embeds [1, N, d]."""
+    """Return logits [K, V] float32 of the rows `attention.logit_index`.
+
+    `tokens` are input_ids [1, N] or inputs_embeds [1, N, d].
+    """
     token = _current_attention.set(attention)
     try:
         found: Tensor = model(

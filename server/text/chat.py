@@ -164,7 +164,7 @@ class _Template:
             self._template = environment.from_string(source)
         except MemoryError:
             raise
-        except Exception as error:  # the compiler's own mistakes too
+        except Exception as error:  # of any kind: jinja's compiler has bugs, too
             raise ChatTemplateError(f"the model's chat template is broken: {shorten_message(error)}") from None
 
     def prepare_message(self, message: Message) -> dict[str, Any]:

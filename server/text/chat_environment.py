@@ -33,7 +33,7 @@ def make_environment() -> jinja2.Environment:
 
 def reads_content_parts(template: nodes.Template) -> bool:
     """Return whether a template iterates over a message's content as a list of parts; other templates expect text."""
-    names = {"content"}  # of variables and of macros' parameters
+    names = {"content"}  # variables and macro parameters that may hold a message's content
     names |= {
         assigned.target.name
         for assigned in template.find_all(nodes.Assign)

@@ -114,7 +114,7 @@ def check_decoder(decoder: dict[str, Any] | None) -> None:
 
 
 def _compute_growth(step: dict[str, Any]) -> float:
-    """Return how many times longer a step makes a text, at most."""
+    """Return the largest factor by which a decoder step can lengthen a text. Raises SettingsError."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             return max(1.0, len(new.encode()) / len(old.encode()) if old else 1.0 + len(new.encode()))

@@ -1,1 +1,1 @@
-"""Measures what this project claims of its speed: `make bench`; single parts by `python -m tools.bench.NAME`."""
+"""Benchmarks for the project's claims about speed: `make bench`, and single ones by `python -m tools.bench.NAME`."""

@@ -72,7 +72,7 @@ def measure(engine: Engine, lengths: Sequence[int]) -> list[CachingResult]:
 
 
 def generate_cached(engine: Engine, strategy: str, num_tokens: int) -> list[int]:
-    """Generate tokens greedily after token 0, one step each."""
+    """Return `num_tokens` token ids that a strategy generates greedily after token 0, one step each."""
     sampling = SamplingParams(num_tokens, temperature=0.0, ignore_eos=True)
     return [token for token, _ in generate(engine.core.model, engine.core.caches[strategy], [0], sampling)]
 

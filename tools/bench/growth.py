@@ -56,9 +56,9 @@ SEQUENCES = (1, 2, 4, 8, 16, 32, 64)
 WAITING = (0, 10, 100, 1000, 10_000)
 BLOCKS = (1000, 10_000, 100_000, 1_000_000)
 STEPS = 12
-SEATS = 4  # of the engine whose requests wait
-TEXT_TOKENS = 2048  # of each text that fills the prefix cache; all are different
-COUNTED_TEXT_TOKENS = 64  # of the text whose calls are counted
+SEATS = 4  # seats of the engine in the part "waiting"
+TEXT_TOKENS = 2048  # tokens of each text that fills the prefix cache; all texts are different
+COUNTED_TEXT_TOKENS = 64  # tokens of the text whose calls are counted
 BLOCK_SIZE = 4
 
 

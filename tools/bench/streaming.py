@@ -40,7 +40,7 @@ class MeasuredServer(NamedTuple):
 
     host: str
     port: int
-    workers: Sequence[psutil.Process]  # all processes but the engine's
+    workers: Sequence[psutil.Process]  # all processes except the engine
 
     @classmethod
     def from_url(cls, url: str, workers: Sequence[psutil.Process]) -> MeasuredServer:

@@ -38,7 +38,7 @@ PAUSE_BETWEEN_FAULTS = (0.3, 2.0)  # seconds from one fault's recovery to the ne
 
 @dataclass(frozen=True)
 class ChaosPlan:
-    """The parameters of a run."""
+    """The parameters of a chaos run."""
 
     seed: str
     seconds: float
@@ -58,7 +58,7 @@ class Recoveries:
 
 @dataclass
 class ChaosReport:
-    """The results of a run."""
+    """The results of a chaos run."""
 
     plan: ChaosPlan
     exact: bool

@@ -51,7 +51,7 @@ class Outcome:
 
 
 class Failed(Exception):
-    """Ends an exchange with a failure."""
+    """Raised within an exchange to end it with a failure."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)

@@ -20,7 +20,7 @@ from tools.torture.server_process import POLL_SECONDS, ServerProcess
 from tools.torture.tally import Tally
 
 ORPHAN_SECONDS = 5.0  # for which children may outlive their supervisor
-PAUSE_SECONDS = (0.2, 2.0)  # for which a process is stopped
+PAUSE_SECONDS = (0.2, 2.0)  # shortest and longest time for which a process is stopped
 SIGTERM_SECONDS = 1.0  # within which a process that does not block SIGTERM ends
 REPLACEMENT_SECONDS = 60.0  # within which a hanging process must be replaced
 STOP_MARGIN_SECONDS = 10.0  # in addition to the drain, within which a server must end after a signal

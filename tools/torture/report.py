@@ -17,7 +17,7 @@ from tools.torture.chaos import ChaosReport
 from tools.torture.soak import MIN_JUDGED_SECONDS, SoakReport, Trend
 from tools.torture.tally import Tally
 
-WIDTH = 120  # of output that is not a terminal
+WIDTH = 120  # columns of output that is not a terminal
 NOT_COMPARED = (
     "Texts were not compared: without the C++ kernels, answers differ in rounding from batch to batch. Only choices, "
     "finish reasons, prompts and usage were compared."

@@ -69,7 +69,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class SoakPlan:
-    """The parameters of a run."""
+    """The parameters of a soak run."""
 
     seed: str
     seconds: float
@@ -118,7 +118,7 @@ class SentCounts:
 
 @dataclass
 class SoakReport:
-    """The results of a run."""
+    """The results of a soak run."""
 
     plan: SoakPlan
     exact: bool

@@ -245,7 +245,7 @@ class _Record:
         self._plan_questions(index)
 
     def _plan_questions(self, index: int) -> None:
-        """Plan at most two questions, the second at least twice as far from the fact as the first."""
+        """Plan up to two questions about a fact, the second at least twice as far from it as the first."""
         room = self.length - self.position
         first = self._distance(NEAREST_QUESTION, room)
         if first is None:

@@ -15,9 +15,9 @@ from server.evaluation.corpus import words
 from server.evaluation.corpus.generator import Document, DocumentGenerator, PieceKind
 from server.evaluation.corpus.words import Lexicon
 
-BOS_ID, EOS_ID = 0, 1  # of the embedded model's tokenizer
+BOS_ID, EOS_ID = 0, 1  # token ids of the embedded model's tokenizer
 CHARACTERS_PER_TOKEN = 3.5
-CHAT_SHARE = 0.4  # of the documents in a story row; chats are short
+CHAT_SHARE = 0.4  # share of chats among the documents of a story row; chats are short
 
 # Loss weights: answers count most, as they are rare and recall is the goal; unpredictable values count little.
 WEIGHTS = {PieceKind.TEXT: 1.0, PieceKind.VALUE: 0.3, PieceKind.ANSWER: 3.0, PieceKind.END: 1.0}

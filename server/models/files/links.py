@@ -38,7 +38,7 @@ def check_links(directory: Path, *, made_here: Path | None) -> None:
 
 
 def _iter_entries(root: Path) -> Iterator[Path]:
-    """Yield everything in the directory, and in the folder of templates unless that is a link."""
+    """Yield the entries of a model's directory, and of its folder of chat templates unless that is a link."""
     yield from sorted(root.iterdir())
     templates = root / TEMPLATES
     if templates.is_dir() and not templates.is_symlink():

@@ -1,1 +1,1 @@
-"""The formats in which weights are stored: safetensors of MLX, GGUF, and quantized copies of our own."""
+"""Readers of weight formats: GGUF, MLX's safetensors, and kvmux's own cache of quantized weights."""

@@ -138,7 +138,7 @@ class Keys:
 
 
 def make_config(header: Header) -> dict[str, Any]:
-    """Return the contents of config.json. Raises ModelError."""
+    """Return the contents of config.json for the model in a GGUF file. Raises ModelError."""
     keys = Keys(header)
     tensors, arch_spec = header.tensors, keys.arch_spec
     if "token_embd.weight" not in tensors:

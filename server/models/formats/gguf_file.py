@@ -109,7 +109,7 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
-        self._elements = 0  # of all arrays read so far
+        self._elements = 0  # elements of all arrays read so far
         self.position = 0
 
     def read_scalar(self, kind: str) -> Any:

@@ -130,7 +130,7 @@ class QuantizationProgress:
         self._logged: set[str] = set()
 
     def update(self, name: str) -> None:
-        """Show that a matrix is about to be quantized."""
+        """Show the layer of the matrix `name`, which is quantized next."""
         match = re.search(r"layers\.(\d+)\.", name)
         layer = int(match[1]) if match else 0
         if sys.stderr.isatty():

@@ -161,7 +161,7 @@ class CachedWeightsWriter:
         self._checksums |= {name: checksum(tensor) for name, tensor in self._waiting.items()}
         save_file(self._waiting, file)
         with file.open("rb") as written:
-            os.fsync(written)  # before it gets its name
+            os.fsync(written)  # on disk before the folder is published
         self._shards += 1
         self._waiting.clear()
 

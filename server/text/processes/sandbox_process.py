@@ -43,7 +43,7 @@ KINDS = {error: kind for kind, error in REFUSAL_ERRORS.items()}
 
 def main() -> None:
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to whole process groups, not to this one
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the worker ends this process
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=os.dup(0)) as connection, contextlib.suppress(OSError):  # OSError: the worker is gone
         serve(connection)

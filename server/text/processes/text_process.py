@@ -217,7 +217,7 @@ class TextProcess(asyncio.Protocol):
 
 
 def _start_program(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """Start the program with the socket as its standard input and signals blocked."""
+    """Start a tokenizer process with this socket as its standard input, and with signals blocked."""
     with _block_signals(BLOCKED_SIGNALS):
         return subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE],

@@ -57,7 +57,7 @@ class ModelShape:
         return self.layers * 2 * self.kv_heads * self.head_dim * BFLOAT16_BYTES
 
     def matrices(self) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Yield names and [out, in], the embedding first."""
+        """Yield the name and the shape [out, in] of every matrix, the embedding first."""
         d, kv = self.hidden_size, self.kv_heads * self.head_dim
         yield "model.embed_tokens", (self.vocab_size, d)
         for i in range(self.layers):
