@@ -24,7 +24,7 @@ def _by_name(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answers(strategy: dict[str, Any]) -> tuple[int, int]:
-    """Right, and asked, at all distances."""
+    """Return the numbers of right answers and of all answers, at all distances together."""
     spans = strategy["records"]["recall"]
     return sum(span["right"] for span in spans), sum(span["asked"] for span in spans)
 

@@ -128,7 +128,7 @@ def test_facts_are_asked_at_most_twice_and_near_and_far() -> None:
 
 
 def test_nobody_who_is_the_answer_speaks_in_its_sentence() -> None:
-    """Or the answer would stand right before it."""
+    """A speaker with the answer's name would give the answer away right before it."""
     spoken = r'"[^"]*\?" asked (\w+)\. "([^"]*)," said (\w+)\.'
     found = re.findall(spoken, " ".join(join_text(DocumentGenerator(seed).make_record(20_000)) for seed in range(12)))
     assert len(found) > 50

@@ -1,4 +1,4 @@
-"""Documents: the file whole and in order, answers where they stand, whatever the tokenizer puts around a text."""
+"""Documents contain the whole file in order, and answers at the right tokens, for any special tokens around a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A GGUF file field by field, so that any of them can be written wrong. Knows nothing of what the fields mean."""
+"""Writes a GGUF file field by field, so that tests can write any field wrong."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Malformed models: every way to spoil one field of a valid directory or GGUF file, by name.
 
-A case is a function that spoils a copy; what then has to happen is said beside it. `run_malformed.py` tries the cases.
-What is drawn at random comes from the generator that is handed in.
+A case is a function that changes a copy, with the outcome that must follow. `run_malformed_models.py` runs the cases.
+Random values come from the generator that a case is given.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def symmetric_rounded(w: Array, bits: int, group: int | None = None) -> Array:
 
 
 def round_weights(model: PreTrainedModel, format: WeightFormat) -> PreTrainedModel:
-    """The model, what is multiplied with rounded; routers are not, nor is an embedding that is looked up only."""
+    """Return the model with its matrices rounded, except for routers and an untied embedding."""
     tied = model.config.tie_word_embeddings
     with torch.no_grad():
         for name, p in model.named_parameters():

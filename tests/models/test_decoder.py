@@ -1,4 +1,4 @@
-"""The decoder computes what transformers computes, for every architecture it claims to know."""
+"""The decoder computes the same logits as transformers, for every architecture that it supports."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("positions", [3, 5, 60])
 def test_longrope_factors_are_those_of_the_longest_text_served(positions: int, tmp_path: Path) -> None:
-    """And stay what they are, whatever a step holds: as in the lean decoder."""
+    """They do not change with the texts of a step, as in the lean decoder."""
     save_random_model("phi3_longrope", tmp_path)
     kind = {"ops": ReferenceOps(), "dtype": torch.float32, "weights": WeightsConfig(torch.float32), "device": CPU}
     models = [load_model(tmp_path, impl, positions=positions, **kind) for impl in ("transformers", "lean")]

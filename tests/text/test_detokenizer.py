@@ -62,7 +62,7 @@ def test_any_byte_level_tokens(ids: list[int], cut: int) -> None:
 @given(ids=st.lists(st.integers(0, 280), max_size=150), cut=st.integers(0, 150))
 @settings(deadline=None)
 def test_any_byte_fallback_tokens_give_some_text(ids: list[int], cut: int) -> None:
-    """Bytes that are no UTF-8 undo the characters before them, which are out: only such bytes may differ."""
+    """Bytes that are not UTF-8 change characters that were already returned: only such bytes may differ."""
     prompt, completion = ids[:cut], ids[cut:]
     text = "".join(pieces(BYTE_FALLBACK, prompt, completion))
     letters = set("".join(BACKENDS["byte_fallback"].id_to_token(i) for i in completion if i > 258))

@@ -1,4 +1,4 @@
-"""No token stands for more characters than is said, whatever the text; where that cannot be known, nothing is said."""
+"""No token stands for more characters than `compute_max_chars_per_token` returns, for any text."""
 
 from __future__ import annotations
 

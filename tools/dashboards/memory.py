@@ -43,9 +43,9 @@ def build_memory_dashboard() -> Dashboard:
                     TOKENS_A_SECOND,
                     {make_legend(f.MISS_REASON): rate(f.PREFIX_MISSES, f.MISS_REASON)},
                     stacked=True,
-                    note="cold: never cached; short: less than a block; evicted: cached once, but evicted; window: out "
-                    "of the strategy's window; busy: in use and not shareable; salt: cached with another salt only; "
-                    "bypass: the request switched the cache off.",
+                    note="cold: not cached before; short: less than a block; evicted: cached before, but evicted; "
+                    "window: the strategy's window cannot be reused; busy: in use, and the strategy does not share; "
+                    "salt: cached only with another salt; bypass: not looked up, by setting or request.",
                 ),
             ],
             "KV memory": [

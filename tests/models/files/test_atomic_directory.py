@@ -1,4 +1,4 @@
-"""What a killed writer left is deleted by the next one, and nothing that somebody is writing."""
+"""The next writer deletes what a killed writer left, but not the directories of writers that still run."""
 
 from __future__ import annotations
 

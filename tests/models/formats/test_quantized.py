@@ -307,7 +307,7 @@ def test_a_terminal_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_tensor_at_a_time_is_wider_than_it_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read is gone when the next tensor is asked for."""
+    """A tensor that was read is freed before the next one is read."""
     save_random_model("llama", tmp_path)
     alive: list[Any] = []
 

@@ -163,7 +163,7 @@ def test_the_process_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---------------------------------------------------------------- bombs
 def refused_while_others_are_answered(directory: Path, call: Asking) -> str:
-    """The code of the refusal. This process's memory stays, and in the end there is no process left."""
+    """Return the code of the refusal; check that this process's memory does not grow and that all children end."""
     codes: list[str] = []
     hello = asyncio.run(Tokenizer.from_directory(directory).encode("hello"))
 
@@ -240,7 +240,7 @@ def test_a_decoder_that_panics_costs_one_text() -> None:
 
 
 def test_memory_is_watched_where_the_system_does_not_bound_it(tmp_path: Path) -> None:
-    """The process itself may have more here than whoever watches it allows."""
+    """The process's own limit is higher here than that of the worker that watches its memory."""
     directory = str(save_with_template(tmp_path, "{% set s = 'a' * n * 10 ** 9 %}{{ (n + 8) ** 10 ** 8 }}"))
 
     async def use() -> None:

@@ -1,4 +1,4 @@
-"""What grows is measured, what must not is counted, and both can be looked at."""
+"""tools.bench.growth measures times, counts calls that must not grow, and writes tables, JSON and plots."""
 
 from __future__ import annotations
 

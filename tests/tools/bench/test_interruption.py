@@ -1,4 +1,4 @@
-"""Stopping `make bench` leaves neither server nor client behind."""
+"""After an interrupted `make bench` no server and no client is left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tools.bench.table.models import LLAMA, make_model
 
 @pytest.fixture
 def models_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Of a model that is small, under the name of one that `make bench` knows."""
+    """A folder with a small model under the name of one of the models of `make bench`."""
     monkeypatch.setattr(models, "LEARNT_VOCAB_SIZE", 600)
     monkeypatch.setattr(models, "MAX_TRAINING_FILES", 5)
     make_model(replace(SMALL_SHAPE, name=LLAMA.name, max_positions=LLAMA.max_positions), tmp_path, lambda _: None)

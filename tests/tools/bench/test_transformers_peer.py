@@ -1,4 +1,4 @@
-"""transformers is asked for answers of a workload's length, and what they took is told as `kvmux bench` does."""
+"""transformers generates answers of a workload's length, and the times are reported as by `kvmux bench`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Half a minute of load, and, where somebody has the time, an hour. The report, which a failure shows, has the seed."""
+"""A soak of half a minute and, marked as slow, one of an hour. A failure shows the report, which has the seed."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def result(strategy: str = "paged", phase: str | None = None, **figures: Any) ->
 
 
 class Bench:
-    """Stands for servers, their load and their neighbours."""
+    """A fake of servers, their load and the machine's background load."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.results: dict[str, list[dict[str, Any]]] = {}
