@@ -34,7 +34,7 @@ WARMUP_STEPS, DECAY_SHARE, MIN_LR_SCALE = 60, 0.6, 0.02
 SAVE_SECONDS, MEASURE_SECONDS = 60.0, 120.0
 
 
-# All rows have the full context from the start: with short rows first, long distances are unlearnt (docs/laboratory/log.md).
+# All rows have the full context: with short rows first, long distances are unlearnt (docs/laboratory/log.md).
 MIX = Mix(stories=0.5, records=0.5)
 
 
