@@ -1,4 +1,4 @@
-"""Ways to keep keys and values: the seam (`base.py`), the strategies behind it, and the registry that finds them.
+"""KV-cache strategies: their interface (`base.py`), the strategies that implement it, and their registry.
 
 Imports `kernels` and `config`; knows no model, no scheduler and no HTTP.
 """

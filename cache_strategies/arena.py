@@ -1,10 +1,11 @@
 """All KV memory of a device: one allocation, cut into pages that each have one owner.
 
-Knows bytes and owners; neither layers, nor tokens, nor strategies. An owner has a floor (pages nobody else may take)
-and a limit (pages it may hold); both are plain numbers, so shares change while the server runs and nothing is copied.
+Knows bytes and owners; neither layers, nor tokens, nor strategies. An owner has a floor (the number of pages reserved
+for it) and a limit (the maximum number of pages it may hold). Both can change while the server runs: nothing is copied.
 
-A gradual arena is in use before the system has given it all of its memory: pages that are not there yet count as taken,
-and floors and limits as of the whole, for they will be. If they never are, the arena is as large as what there is.
+A gradual arena can be used before the operating system has provided all of its memory. Untouched pages cannot be
+allocated yet; floors and limits are computed as if they could. If the system runs out of memory, the arena shrinks to
+the pages it has.
 """
 
 from __future__ import annotations
@@ -25,47 +26,47 @@ PAGES_PER_STRETCH = 1024
 
 
 class Owner(Protocol):
-    """An object that holds pages, and keeps some in case they are wanted again."""
+    """An object that allocates pages, some of which may be idle: unused, but kept for reuse."""
 
     def idle_pages(self) -> int:
-        """Return the number of pages it could give back."""
+        """Return the number of pages that reclaim() could free."""
         ...
 
     def reclaim(self, pages: int) -> int:
-        """Give back idle pages until at least `pages` are given, or none is left; return the number given."""
+        """Free idle pages until at least `pages` are freed or none is left; return the number freed."""
         ...
 
     def pinned_pages(self) -> Collection[int]:
-        """Return the pages that it will not give back for a long time."""
+        """Return the page numbers that pins keep from being reclaimed."""
         ...
 
 
 @dataclass
 class _Share:
-    """What one owner holds and may hold, in pages."""
+    """One owner's share of the arena, in pages."""
 
     owner: Owner
     floor: int
     limit: int
     held: int = 0
-    max_sequence_pages: int = 0  # pages of its longest sequence, for which there must always be room,
-    run: int = 1  # so many of them in one piece
-    drain_limit: int = 0  # pages it may hold until sequences that run have ended; 0: its limit holds
-    num_reclaimed: int = 0  # idle pages it had to give so far
+    max_sequence_pages: int = 0  # pages of its longest sequence, which must always fit
+    run: int = 1  # number of consecutive pages in each of its blocks
+    drain_limit: int = 0  # limit while running sequences need more than a lowered `limit`; 0: `limit` applies
+    num_reclaimed: int = 0  # idle pages reclaimed from it so far
 
     @property
     def max_pages(self) -> int:
-        """Pages it may hold now."""
+        """The maximum number of pages it may hold now."""
         return self.drain_limit or self.limit
 
     @property
     def num_reclaimable(self) -> int:
-        """Idle pages that others may have: those above the floor."""
+        """The number of idle pages above its floor, which other owners may reclaim."""
         return min(self.owner.idle_pages(), max(0, self.held - self.floor))
 
 
 class Arena:
-    """Pages of bytes. Single pages are taken from below and runs from above, so that they fragment each other least."""
+    """Memory in pages. Single pages come from the low end and runs from the high end, to limit fragmentation."""
 
     def __init__(
         self,
@@ -76,10 +77,11 @@ class Arena:
         gradual: bool = False,
         memory: Tensor | None = None,
     ) -> None:
-        """Allocate and touch all pages: nothing grows, or fails, later. A `memory` that is given is not touched.
+        """Allocate `pages` pages, or use `memory` if given, without touching it.
 
-        `gradual`, for a CPU's memory: addresses alone, until touch() and touch_rest() are called. Raises OSError or
-        RuntimeError if there is no room.
+        All pages are touched now, so that no later write can fail for lack of memory. With `gradual` (CPU only) just
+        addresses are reserved; touch() and touch_rest() provide the memory. Raises OSError or RuntimeError if there is
+        not enough memory.
         """
         assert pages > 0
         assert page_bytes > 0
@@ -90,10 +92,10 @@ class Arena:
             memory = self._reserved.memory if self._reserved else allocate(pages * page_bytes, device)
         self.memory = memory
         assert self.memory.nbytes == pages * page_bytes
-        self._low, self._high = (0, pages) if gradual else (pages, pages)  # pages between them have not come
-        self.total_pages = pages  # that have come or will come
-        self._taken = bytearray(pages)  # one byte a page: find() and rfind() then search at memory speed
-        # Stretches without a free page, so that no search is long.
+        self._low, self._high = (0, pages) if gradual else (pages, pages)  # pages between them are untouched
+        self.total_pages = pages  # usable pages, and untouched ones that are expected to become usable
+        self._taken = bytearray(pages)  # one byte per page: find() and rfind() then search at memory speed
+        # One byte for each PAGES_PER_STRETCH pages: 1 if none is free. A search skips these.
         self._full_stretches = bytearray(-(-pages // PAGES_PER_STRETCH))
         self._num_free = pages
         self._shares: dict[str, _Share] = {}
@@ -101,11 +103,11 @@ class Arena:
             self._set_free(0, pages, free=False)
             weakref.finalize(self, self._reserved.stop)
 
-    # ---------------------------------------------------------------- memory that comes
+    # ---------------------------------------------------------------- gradual memory
     def touch(self, pages: int) -> None:
-        """Make at least `pages` pages usable at each end that owners take from. Raises MemoryError.
+        """Make at least `pages` pages usable at each end that owners allocate from. Raises MemoryError.
 
-        Runs are taken from above and single pages from below, so these suffice for sequences that take as many.
+        Blocks of one page are allocated at the low end and runs at the high end; an unused end is not touched.
         """
         if self._reserved is None:
             return
@@ -115,21 +117,21 @@ class Arena:
         self.add_touched_pages()
 
     def touch_rest(self, get_free_memory: Callable[[], int]) -> None:
-        """Touch the other pages in the background, as long as `get_free_memory` returns enough bytes.
+        """Touch the other pages in a background thread, while `get_free_memory` returns enough free bytes.
 
-        They can be taken after the next add_touched_pages().
+        The next add_touched_pages() makes them available for allocation.
         """
         if self._reserved is not None:
             self._reserved.touch_rest(get_free_memory)
 
     def add_touched_pages(self) -> bool:
-        """Let pages be taken that have come since; if no more come, the arena has no others, and `total_pages` says so.
+        """Make the pages touched since the last call available for allocation; return whether anything has changed.
 
-        Return whether anything has changed.
+        If memory ran out before all pages were touched, lower `total_pages` to the usable ones.
         """
         if self._reserved is None:
             return False
-        is_finished = self._reserved.is_finished  # asked first: what comes in between is seen the next time, or below
+        is_finished = self._reserved.is_finished  # read before the ends, which may still move while it is False
         low, high = self._reserved.low_end // self.page_bytes, -(-self._reserved.high_start // self.page_bytes)
         if self._reserved.low_end == self._reserved.high_start:
             low = high = self.pages
@@ -144,7 +146,7 @@ class Arena:
         return changed
 
     def _shrink(self) -> None:
-        """Give up the pages that have not come: floors and limits become lower, but no sequence loses its room."""
+        """Drop the untouched pages, and lower floors and limits in proportion; longest sequences must still fit."""
         old_total, self.total_pages = self.total_pages, self.num_usable_pages
         for share in self._shares.values():
             share.floor = share.floor * self.total_pages // old_total
@@ -157,23 +159,23 @@ class Arena:
 
     @property
     def num_usable_pages(self) -> int:
-        """Pages that have come."""
+        """The number of pages that the system has provided: free or allocated."""
         return self.pages - (self._high - self._low)
 
     @property
     def num_untouched_pages(self) -> int:
-        """Pages that the system has not given yet, and will."""
+        """The number of pages that the system has yet to provide."""
         return self.total_pages - self.num_usable_pages
 
     # ---------------------------------------------------------------- owners and their pages
 
     def register_owner(self, name: str, owner: Owner, *, floor: int = 0, limit: int | None = None) -> None:
-        """Register an owner; without a limit it may take what the floors of others leave."""
+        """Register an owner with a floor and a limit in pages; a limit of None is the whole arena."""
         assert name not in self._shares
         self._shares[name] = _Share(owner, floor, self.total_pages if limit is None else limit)
 
-    def take(self, owner: str, run: int = 1) -> int | None:
-        """Take `run` consecutive pages and return the first; None if even reclaiming idle pages makes no room."""
+    def allocate(self, owner: str, run: int = 1) -> int | None:
+        """Allocate `run` consecutive pages, reclaiming idle ones if needed; return the first, or None without room."""
         share = self._shares[owner]
         while True:
             page = self._find_free_run(run) if self._is_within_share(share, run) else -1
@@ -184,33 +186,33 @@ class Arena:
                 return None
 
     def set_longest_sequence(self, owner: str, longest: int, run: int) -> None:
-        """Note that the owner's longest sequence takes `longest` pages, in pieces of `run`."""
+        """Set the number of pages of an owner's longest sequence, and of each of its blocks (consecutive pages)."""
         self._shares[owner].max_sequence_pages, self._shares[owner].run = longest, run
 
     def release(self, owner: str, page: int, run: int = 1) -> None:
-        """Take back pages from an owner."""
-        assert self._taken[page : page + run] == b"\1" * run, "page given back twice"
+        """Free `run` consecutive pages of an owner, from `page` on."""
+        assert self._taken[page : page + run] == b"\1" * run, "page released twice"
         self._mark_pages(self._shares[owner], page, run, taken=False)
 
     def set_share(self, owner: str, *, floor: int, limit: int) -> None:
-        """Set an owner's floor and limit; idle pages beyond a lower limit are freed at once."""
+        """Set an owner's floor and limit in pages; idle pages beyond a lower limit are freed at once."""
         share = self._shares[owner]
         share.floor, share.limit = floor, limit
         self.drain(owner, 0)
 
     def drain(self, owner: str, needed: int) -> None:
-        """Let an owner hold what its running sequences need, also beyond its limit; reclaim idle pages beyond it."""
+        """Let an owner hold up to `needed` pages, even beyond its limit; reclaim its idle pages beyond the limit."""
         share = self._shares[owner]
         share.drain_limit = needed if needed > share.limit else 0
         if share.held > share.limit:
             self._reclaim_from(share, share.held - share.limit)
 
     def draining(self, owner: str) -> bool:
-        """Return whether an owner may still hold more than its limit."""
+        """Return whether an owner may hold more than its limit, as running sequences need it."""
         return self._shares[owner].drain_limit > 0
 
     def at_limit(self, owner: str) -> bool:
-        """Return whether only an owner's own sequences can make room for it."""
+        """Return whether an owner can only get another block if its own sequences free memory."""
         share = self._shares[owner]
         return share.held - share.owner.idle_pages() + share.run > share.max_pages
 
@@ -218,8 +220,8 @@ class Arena:
         """Return whether `run` consecutive pages are free, without reclaiming idle ones."""
         return self._is_within_share(self._shares[owner], run) and self._find_free_run(run) >= 0
 
-    def can_take(self, owner: str, pages: int) -> bool:
-        """Return whether `pages` single pages could be taken, idle ones reclaimed. Changes nothing."""
+    def can_allocate(self, owner: str, pages: int) -> bool:
+        """Return whether `pages` single pages could be allocated, if idle ones are reclaimed. Changes nothing."""
         share = self._shares[owner]
         others = [s for s in self._shares.values() if s is not share]
         own_idle = share.owner.idle_pages()
@@ -231,9 +233,9 @@ class Arena:
     def explain_refusal(
         self, owner: str, *, floor: int | None = None, limit: int | None = None, pinned: Collection[int] | None = None
     ) -> str | None:
-        """Return why an owner should not get this share, or pin these pages: a longest sequence would have no room.
+        """Return why an owner cannot have this floor and limit, or pin these pages; None if it can.
 
-        None: there is nothing against it.
+        It cannot if the longest sequence of any owner would then not fit. Arguments of None keep their current value.
         """
         shares, pins = dict(self._shares), {name: s.owner.pinned_pages() for name, s in self._shares.items()}
         shares[owner] = replace(
@@ -248,11 +250,11 @@ class Arena:
             left = min(share.limit, self.total_pages - others) - len(pins[name])
             if share.max_sequence_pages > left or share.max_sequence_pages > room[share.run]:
                 needed = share.max_sequence_pages * self.page_bytes
-                return f"{name} would have no room for its longest sequence, {needed} bytes"
+                return f"the longest sequence of strategy {name!r}, {needed} bytes, would not fit"
         return None
 
     def _count_pages_in_runs(self, pinned: Collection[int], shares: Collection[_Share]) -> dict[int, int]:
-        """Return the usable pages in whole runs, by the length of a run, if only `pinned` pages were taken."""
+        """Return, for each owner's run length, the usable pages in whole runs if only `pinned` pages were allocated."""
         gaps: list[int] = []
         for first, end in ((0, self._low), (self._high, self.pages)):
             edges = [first - 1, *sorted(page for page in pinned if first <= page < end), end]
@@ -264,14 +266,14 @@ class Arena:
         return self._shares[owner].floor, self._shares[owner].limit
 
     def num_reclaimed_pages(self, owner: str) -> int:
-        """Return the number of idle pages that an owner has had to give up so far."""
+        """Return the number of idle pages that have been reclaimed from an owner so far."""
         return self._shares[owner].num_reclaimed
 
     def num_held_pages(self, owner: str) -> int:
         return self._shares[owner].held
 
     def capacity(self, owner: str) -> int:
-        """Return the number of pages that an owner could hold if all others went down to their floors."""
+        """Return the number of pages that an owner could hold if all others shrank to their floors."""
         others = sum(s.floor for name, s in self._shares.items() if name != owner)
         return max(0, min(self._shares[owner].limit, self.total_pages - others))
 
@@ -281,7 +283,7 @@ class Arena:
 
     @property
     def usage(self) -> float:
-        """Share of the usable pages that cannot be taken, 0 to 1: idle ones count as free."""
+        """The share of usable pages that are in use, 0 to 1; idle pages count as free."""
         idle = sum(s.owner.idle_pages() for s in self._shares.values())
         return 1 - (self._num_free + idle) / self.num_usable_pages
 
@@ -300,7 +302,7 @@ class Arena:
         share.held += run if taken else -run
 
     def _set_free(self, first: int, end: int, *, free: bool) -> None:
-        """Mark the pages [first, end), which are not so yet, as free or taken; none if `end` is not above `first`."""
+        """Mark the pages [first, end) as free or allocated, which must change each of them; the range may be empty."""
         if end <= first:
             return
         self._taken[first:end] = (b"\0" if free else b"\1") * (end - first)
@@ -311,27 +313,28 @@ class Arena:
         self._num_free += end - first if free else first - end
 
     def _reclaim(self, share: _Share, run: int) -> int:
-        """Reclaim idle pages from the owners that may have to give: at its own limit only the owner itself.
+        """Reclaim up to `run` idle pages for the owner of `share`; return the number freed.
 
-        Where enough pages are free and merely scattered, idle ones are given back within floors too: a floor promises
-        pages, not what lies in them, and these stay promised.
+        At its limit only its own idle pages are reclaimed, else those of all owners above their floors. If enough pages
+        are free but not consecutive, other owners' idle pages within their floors are reclaimed, too: a floor
+        guarantees a number of pages, not their contents.
         """
         if share.held + run > share.max_pages:
             return self._reclaim_from(share, run)
         scattered = self._is_within_share(share, run)
         for other in self._shares.values():
             spare = run if other is share or scattered else min(run, other.num_reclaimable)
-            if spare > 0 and (given := self._reclaim_from(other, spare)):
-                return given
+            if spare > 0 and (num_freed := self._reclaim_from(other, spare)):
+                return num_freed
         return 0
 
     def _reclaim_from(self, share: _Share, pages: int) -> int:
-        given = share.owner.reclaim(pages)
-        share.num_reclaimed += given
-        return given
+        num_freed = share.owner.reclaim(pages)
+        share.num_reclaimed += num_freed
+        return num_freed
 
     def check_integrity(self) -> None:
-        """Check that the counts agree with each other."""
+        """Assert that the page counts are consistent with each other."""
         assert self._num_free == self._taken.count(0)
         stretches = [self._taken[at : at + PAGES_PER_STRETCH] for at in range(0, self.pages, PAGES_PER_STRETCH)]
         assert list(self._full_stretches) == [0 not in stretch for stretch in stretches]

@@ -1,9 +1,9 @@
-"""The seam: what a KV-cache strategy is to the scheduler, to the engine and to the model. Implements nothing.
+"""The interface of a KV-cache strategy, as the scheduler, the engine and the model use it. Implements nothing.
 
-One `KVCache` serves ALL sequences under one instance. A request takes a seat in it; the tokens of a seat that enter in
-a step form a row; the rows of an instance become a plan, and the model calls the plan's `attend` once per layer. A step
-moves state in `commit` alone, so that a failed one can be repeated; open, grow, crop, fork, discard and close do
-between steps.
+One `KVCache` serves ALL sequences of one instance. A request opens a seat in it; the tokens of a seat that enter in a
+step form a row; the rows of an instance become a plan, and the model calls the plan's `attend` once per layer. Within
+a step only `commit` changes the cache's state, so that a failed step can be repeated. open, grow, crop, fork, discard
+and close change it between steps.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from kernels.store import KVStore
 from kernels.types import LayerSpec
 
 Miss = Literal["cold", "short", "evicted", "window", "busy", "salt", "bypass"]
-"""Why open() found no more of a prompt than it did.
+"""Why the first prompt token that open() did not find in the cache was not found.
 
-cold: it was never there, or so long ago that it is forgotten, or is another tenant's, of which nobody hears; short:
-what is left does not fill a block; evicted: it had to make room; window: the strategy forgets, so that nobody could go
-on from there; busy: it is there, but in use, and this strategy does not share; salt: it is there under another salt of
-the same tenant; bypass: the request wanted no more to be looked up.
+cold: never cached, or evicted too long ago to be remembered, or cached by another tenant, which is not disclosed;
+short: the remaining tokens do not fill a block; evicted: it was evicted to make room; window: the strategy drops old
+tokens, so no later sequence can reuse its memory; busy: a running sequence holds it, and the strategy cannot share it;
+salt: cached under another salt of the same tenant; bypass: the request limited the lookup (max_cached).
 """
 
 
 class Salt(NamedTuple):
-    """Separates sequences that must not share memory: only those with equal salts do."""
+    """Separates sequences that must not share cached tokens: only sequences with equal salts share."""
 
-    tenant: str = ""  # stands for an API key; empty for requests without one
-    cache_salt: str = ""  # the request's own, within its tenant
+    tenant: str = ""  # identifies an API key; empty for requests without a key
+    cache_salt: str = ""  # the request's `cache_salt`, which separates requests of one tenant
 
 
 NO_SALT = Salt()
 
 
 class SaltScope(NamedTuple):
-    """Selects salts; None stands for every value."""
+    """A set of salts, given by tenant and cache_salt; None stands for every value."""
 
     tenant: str | None = None
     cache_salt: str | None = None
@@ -59,43 +59,43 @@ EVERYTHING = SaltScope()
 
 
 def count_reusable_tokens(tokens: Sequence[int], max_cached: int | None = None) -> int:
-    """Return how many leading tokens open() may take from a cache: the last one is always computed, for its logits."""
+    """Return how many leading tokens open() may reuse: at most max_cached, never the last, whose logits are needed."""
     limit = len(tokens) - 1
     return max(0, limit if max_cached is None else min(limit, max_cached))
 
 
 class Seat:
-    """One request's place in one cache; to everybody else opaque but for two numbers and a word."""
+    """One sequence's state in one cache. Outside the strategy only length, cached and miss are read."""
 
     __slots__ = ("cached", "length", "miss")
 
     def __init__(self, length: int = 0) -> None:
-        self.length = length  # committed tokens: the next row starts here
-        self.cached = length  # of these, found at open; may shrink until the seat's first row has run
-        self.miss: Miss | None = "cold"  # why open() found no more; None: it found all there could be
+        self.length = length  # number of committed tokens: the next row starts at this position
+        self.cached = length  # committed tokens that open() found; may shrink until the seat's first row has run
+        self.miss: Miss | None = "cold"  # why open() did not find more; None: all reusable tokens were found
 
 
 SeatT = TypeVar("SeatT", bound=Seat, default=Seat)
 
 
 class Row(NamedTuple, Generic[SeatT]):
-    """Tokens [seat.length, seat.length + num_tokens) of a seat enter in this step."""
+    """The tokens of one seat that enter in a step: positions [seat.length, seat.length + num_tokens)."""
 
     seat: SeatT
     num_tokens: int
 
 
 class Contract(NamedTuple):
-    """What an instance promises; derived from its options and the model's layers."""
+    """The properties that an instance guarantees; derived from its options and the model's layers."""
 
     exact: bool  # every key that the model may see is kept as it was computed
-    shareable: bool  # sequences with a common prefix can share its memory
+    shareable: bool  # sequences with a common prefix can share memory
     forkable: bool  # fork() may return a seat
-    rewind: int | None  # committed tokens that crop may drop; None: any number
+    rewind: int | None  # maximum number of committed tokens that crop() may drop; None: any number
     replayable: bool  # recomputing all tokens from the first gives the same state
-    chunk_invariant: bool  # the state does not depend on how the tokens were cut into rows
-    max_row: int | None  # tokens a row may carry at most; the scheduler cuts chunks to it
-    reusable: bool = False  # a later sequence can go on from where a closed one with the same beginning was
+    chunk_invariant: bool  # the state does not depend on how the tokens were split into rows
+    max_row: int | None  # maximum number of tokens in a row, to which the scheduler splits prompts; None: no maximum
+    reusable: bool = False  # a sequence can reuse the tokens of a closed one with the same prefix
 
 
 KEEPS_EVERYTHING = Contract(
@@ -110,39 +110,39 @@ KEEPS_EVERYTHING = Contract(
 
 
 class CacheUsage(NamedTuple):
-    """Where an instance's memory is, in bytes; reserved = used + idle + wasted."""
+    """An instance's memory by use, in bytes; reserved = used + idle + wasted."""
 
-    seats: int  # open
-    tokens: int  # committed in open seats, shared ones counted once
-    reserved: int  # held in the arena
-    used: int  # holding tokens of open seats, or of pins
-    idle: int  # holding tokens of nobody, kept in case somebody wants them again
-    wasted: int  # held and empty
-    limit: int  # that it may hold at most
+    seats: int  # number of open seats
+    tokens: int  # number of committed tokens in open seats; shared tokens count once
+    reserved: int  # bytes of arena pages that the instance holds
+    used: int  # bytes that hold tokens of open seats or of pins
+    idle: int  # bytes that hold tokens of closed seats, kept for reuse
+    wasted: int  # bytes of held pages that hold no tokens
+    limit: int  # maximum of `reserved`
 
 
 class Blocks(NamedTuple):
-    """An instance's blocks; all are in use, or idle, or pinned and in use by nobody."""
+    """The numbers of an instance's blocks by state: in use, idle or pinned. A pinned block may also be in use."""
 
-    in_use: int = 0  # by open seats,
-    shared: int = 0  # of these, by several,
-    pending: int = 0  # of these, promised and not computed yet
+    in_use: int = 0  # referenced by open seats
+    shared: int = 0  # of those in use: referenced by several seats
+    pending: int = 0  # of those in use: already findable by hash, but not computed yet
     pinned: int = 0
     idle: int = 0
 
 
 class BlockEvents(NamedTuple):
-    """What has happened to an instance's blocks since the last collect_block_events(). Seconds, as vLLM counts them."""
+    """The events of an instance's blocks since the last collect_block_events(). Times are in seconds, as in vLLM."""
 
-    copies: int = 0  # blocks copied before somebody wrote into a shared one
-    lifetimes: Sequence[float] = ()  # of what was evicted, from when it was given its text
-    idle_times: Sequence[float] = ()  # of the same, from when somebody used it last
-    reuse_gaps: Sequence[float] = ()  # of what somebody used again, likewise
+    copies: int = 0  # number of shared blocks that were copied before a write (copy-on-write)
+    lifetimes: Sequence[float] = ()  # of each evicted block: from its allocation to its eviction
+    idle_times: Sequence[float] = ()  # of each evicted block: from its last use to its eviction
+    reuse_gaps: Sequence[float] = ()  # of each idle block that was reused: from its last use to the reuse
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The model's layers, and how much may come at once: what is known before there is any memory."""
+    """The model's layers and the maximum sizes of a batch: all that is known before memory is allocated."""
 
     layers: Sequence[LayerSpec]
     kv_dtype: torch.dtype
@@ -153,65 +153,67 @@ class Geometry:
 
 @dataclass(frozen=True)
 class CacheSetup:
-    """What every strategy is built from."""
+    """The arguments, beside its options, from which every strategy instance is built."""
 
-    name: str  # of the instance; its owner's name in the arena
+    name: str  # of the instance, and of its pages' owner in the arena
     geometry: Geometry
     arena: Arena
     ops: Ops
-    model: str = ""  # what tells its keys from those of other models
+    model: str = ""  # identifies the model in block hashes, so that no keys of another model are reused
     clock: Callable[[], float] = time.monotonic
 
 
 class Options(BaseModel):
-    """Options of a kind, as settings give them; a kind subclasses it. Unknown ones are errors."""
+    """Base class of a strategy kind's options, as given in the settings. Unknown options are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class SeatShape(NamedTuple):
-    """Arena memory of one sequence."""
+    """The arena memory of one sequence."""
 
-    block_bytes: int  # taken in one piece
-    blocks: int  # of the longest sequence; 0: a strategy that takes nothing from the arena
+    block_bytes: int  # bytes of a block, which is allocated as consecutive pages
+    blocks: int  # maximum number of blocks of a sequence; 0: the strategy does not use the arena
 
 
 class Plan(ABC, Generic[SeatT]):
-    """One instance's slice of one step. Valid until the next plan() of its cache."""
+    """One instance's part of a step. Valid until the next plan() of its cache."""
 
-    rows: Sequence[Row[SeatT]]  # as plan() was given them
+    rows: Sequence[Row[SeatT]]  # the rows that were passed to plan()
 
     @property
     def kv_location(self) -> KVLocation | None:
-        """Where the keys lie, if attend() does nothing but write and attend there: then others may do it for it."""
+        """The store and slots of the rows, if a fused kernel may write and attend there in place of attend()."""
         return None
 
     @abstractmethod
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Attend: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> out [N,Hq,Dv]. All rows write, then all read; repeatable.
+        """Write k and v, then compute attention: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> out [N,Hq,Dv].
 
-        The tokens of rows[0] come first, then those of rows[1], and so on. q, k and v are views with strides of their
-        own (only the last dimension is dense); `out` is not initialised.
+        N counts the tokens of rows[0], then those of rows[1], and so on. All rows write before any row reads; calling
+        it again gives the same result. q, k and v may be strided (only the last dimension is contiguous); `out` is
+        uninitialised memory that is overwritten.
         """
 
     @abstractmethod
     def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return K [S,H,D], V [S,H,Dv] and positions [S] that the row's last token sees, in the order of positions."""
+        """Return K [S,H,D], V [S,H,Dv] and their positions [S], ascending, that the last token of a row attends to."""
 
 
 class KVCache(ABC, Generic[SeatT]):
-    """A strategy for keeping keys and values, with seats of a type of its own.
+    """Base class of all strategies: keeps the keys and values of one instance's sequences. SeatT is its type of seat.
 
-    The first group of methods is the scheduler's: host only, token ids and seats, no device work. The second is the
-    engine's: called from the one device thread, once per step. A seat that is scheduled was ready() and grown first.
+    The scheduler calls the first group of methods: they handle token ids and seats on the host and start no device
+    work. The engine calls the second group from its only device thread, once per step. Before a seat is in a plan,
+    ready() and grow() must have returned True for it.
     """
 
     options_type: ClassVar[type[Options]] = Options
     contract: Contract  # set by __init__
-    store: KVStore | None = None  # keys and values in the arena, of strategies that use `kernels.store`
+    store: KVStore | None = None  # the keys and values in the arena; None for strategies without a `kernels.store`
 
     def __init__(self, setup: CacheSetup, options: Options) -> None:
-        """Register with the arena. The share is set later, so nothing may be taken from it yet."""
+        """Register as an owner in the arena. No page may be allocated yet: the instance's share is set later."""
         self.setup = setup
         self.options = options
         setup.arena.register_owner(setup.name, self)
@@ -222,146 +224,156 @@ class KVCache(ABC, Generic[SeatT]):
 
     @property
     def limit_bytes(self) -> int:
-        """What it could hold if all others went down to their floors."""
+        """The most memory, in bytes, that the instance could hold if all others shrank to their floors."""
         return self.setup.arena.capacity(self.name) * self.setup.arena.page_bytes
 
     @property
     def at_limit(self) -> bool:
-        """Whether only its own sequences can make room for it."""
+        """Whether the instance can only grow if its own sequences free memory."""
         return self.setup.arena.at_limit(self.name)
 
     @property
     def draining(self) -> bool:
-        """Whether it holds more than its limit, which was lowered: nobody may begin."""
+        """Whether the instance may hold more than its lowered limit until running requests end; none may start."""
         return self.setup.arena.draining(self.name)
 
     # ---------------------------------------------------------------- scheduler
     @classmethod
     @abstractmethod
     def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
-        """Return what a sequence takes; called before there is any memory, as the arena is cut to fit all instances."""
+        """Return the arena memory of one sequence; called before the arena is allocated, to choose its page size."""
 
     @abstractmethod
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the peak memory of a sequence of that many tokens. One above the limit is refused, never queued."""
+        """Return the peak bytes of a sequence of `num_tokens` tokens; requests above the limit are rejected at once."""
 
     def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
-        """Return how many leading tokens open() would find now. Changes nothing."""
+        """Return how many leading tokens open() would find cached now, without changing anything."""
         return 0
 
     @abstractmethod
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> SeatT | None:
-        """Return a seat for a sequence that begins with these tokens; None if there is no room now.
+        """Return a seat for a sequence that begins with `tokens`; None if there is not enough memory now.
 
-        Its first `cached` == `length` tokens (at most max_cached) need not be computed again; the last one always is.
-        Only tokens of sequences with an equal `salt` are found.
+        The seat's first `length` tokens (== `cached`, at most max_cached) were found in the cache and need not be
+        computed; the last of `tokens` always is. Only tokens of sequences with an equal `salt` are found.
         """
 
     def retain(self, seat: SeatT, *, priority: int, ttl: float | None) -> None:
-        """Set how long what the seat leaves stays: higher priorities longer; after `ttl` seconds it goes first.
+        """Set how long the seat's tokens stay cached after close().
 
-        A ttl of None is that of the options.
+        Tokens of higher priority are evicted later; tokens idle for more than `ttl` seconds (None: the value of the
+        options) are evicted first.
         """
 
     def ready(self, seat: SeatT) -> bool:
-        """Return whether to schedule the seat in this step; False while it waits for another's prefill or a restore."""
+        """Return whether the seat can be scheduled now; False while another seat computes its prefix, or it loads."""
         return True
 
     @abstractmethod
-    def grow(self, seat: SeatT, more: int) -> bool:
-        """Take room for `more` tokens after seat.length. Idempotent. Return False if a sequence must be preempted."""
+    def grow(self, seat: SeatT, num_tokens: int) -> bool:
+        """Allocate memory for `num_tokens` tokens after seat.length; return False if there is not enough. Idempotent.
+
+        After False the scheduler preempts a sequence and calls grow() again.
+        """
 
     @abstractmethod
     def crop(self, seat: SeatT, length: int) -> None:
-        """Drop committed tokens from `length` on; at most contract.rewind of them.
+        """Drop the committed tokens from position `length` on: at most contract.rewind tokens.
 
-        While its prompt is computed, seat.length may come out somewhat lower.
+        During prefill, seat.length may become lower than `length`, as a strategy may drop whole blocks.
         """
 
     def fork(self, seat: SeatT) -> SeatT | None:
-        """Return a second seat with the same tokens; None: open it from the tokens instead."""
+        """Return a second seat with the same tokens; None if it cannot, and open() should be called instead."""
         return None
 
     def discard(self, seat: SeatT) -> None:
-        """Hide from later sequences what of the seat is not finite: the model computed no numbers. close() follows."""
+        """Keep later sequences from reusing the seat's NaN or infinite keys and values; called before close()."""
 
     @abstractmethod
     def close(self, seat: SeatT) -> None:
-        """Free the seat's memory, or keep it idle. A seat that waits for tokens it had to compute inherits the work."""
+        """Free the seat's memory or keep it idle. If other seats wait for tokens of it, one of them computes these."""
 
     def idle_pages(self) -> int:
-        """Return the number of pages it holds that nobody uses: reclaim() would give them."""
+        """Return the number of pages that reclaim() could free: held, but not used by a seat or a pin."""
         return 0
 
     def reclaim(self, pages: int) -> int:
-        """Give idle pages back to the arena, oldest first, until that many are given; return the number given."""
+        """Free idle pages, the next to be evicted first, until at least `pages` are freed; return the number freed."""
         return 0
 
     def pinned_pages(self) -> Collection[int]:
-        """Return the pages that stay though nobody uses them."""
+        """Return the page numbers that pins keep from being reclaimed."""
         return ()
 
     # ---------------------------------------------------------------- engine
     def poll(self) -> None:
-        """Begin a step: land finished restores. Never waits."""
+        """Prepare for the next step: drop expired pins, finish loads. Called before each step; must not block."""
 
     @abstractmethod
     def plan(self, rows: Sequence[Row[SeatT]]) -> Plan[SeatT]:
-        """Return the step's plan; decode rows (one token) stand first.
+        """Return the plan of a step for these rows, of which decode rows (one token) come first.
 
-        May be called again without a commit in between: the step before it then never was.
+        May be called again without a commit() in between: the earlier plan is then discarded.
         """
 
     @abstractmethod
     def commit(self, plan: Plan[SeatT], tokens: Sequence[Sequence[int]]) -> None:
-        """Commit tokens[i], the ids that ENTERED in plan.rows[i], possibly fewer than planned. Cannot fail.
+        """Advance the seats of a plan that was computed. Must not fail.
 
-        This is where seat.length moves on.
-        A negative id is an embedding without a token: kept, never shared.
+        tokens[i] are the ids that entered in plan.rows[i]: possibly fewer than planned, if draft tokens were rejected.
+        seat.length grows by their number. A negative id marks an embedding without a token id: kept, but never shared.
         """
 
     @abstractmethod
     def usage(self) -> CacheUsage:
-        """Return where the memory is, by the host's books, between steps."""
+        """Return the memory by use, from the bookkeeping on the host; called between steps."""
 
     def blocks(self) -> Blocks:
-        """Return the numbers of blocks, by the host's books; all zero if it has none."""
+        """Return the numbers of blocks by state; all zero for a strategy without blocks. Called between steps."""
         return Blocks()
 
     def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
-        """Return the positions [S], ascending, that the last of `length` tokens sees in a layer; None if not known."""
+        """Return the positions [S], ascending, that the last of `length` tokens attends to in a layer.
+
+        None if the strategy cannot know them beforehand.
+        """
         return None
 
     def collect_block_events(self) -> BlockEvents | None:
-        """Return the events since the last call, and clear them; None if there were none. Called after each step."""
+        """Return the events since the last call and clear them; None if there were none. Called after each step."""
         return None
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Assert that the books add up, for the open seats it knows; see the setting `check_integrity`."""
+        """Assert that the internal bookkeeping is consistent. Called between steps (setting `check_integrity`)."""
 
 
-# ---------------------------------------------------------------- what a strategy may have besides
+# ---------------------------------------------------------------- optional features of a strategy
 class PinError(Exception):
     """A prefix cannot be pinned; the message says why."""
 
 
 class Pin(NamedTuple):
-    """A prefix that stays in memory though nobody may be using it."""
+    """A prefix that stays in memory until a time, even while no sequence uses it."""
 
     id: str
     num_tokens: int
     num_bytes: int
     salt: Salt
-    expires: float  # monotonic seconds
+    expires: float  # time on the monotonic clock, in seconds
 
 
 @runtime_checkable
 class Clearing(Protocol):
-    """A cache that can be cleared."""
+    """A cache with clear()."""
 
     def clear(self, scope: SaltScope = EVERYTHING) -> int:
-        """Free the idle memory of a scope and return its bytes. Memory in use is not found again."""
+        """Free the idle memory of the salts in a scope, and its pins; return the number of bytes freed.
+
+        Memory in use stays until its sequences end, but later sequences do not find it.
+        """
 
 
 @runtime_checkable
@@ -369,17 +381,17 @@ class Pinning(Protocol):
     """A cache in which prefixes can be pinned."""
 
     def pin(self, tokens: Sequence[int], *, salt: Salt, ttl: float) -> Pin:
-        """Hold the longest known beginning of a text. Raises PinError."""
+        """Pin the longest cached prefix of `tokens` for `ttl` seconds. Raises PinError."""
 
     def unpin(self, pin_id: str) -> bool:
-        """Release a pin; return whether there was one of that id."""
+        """Remove a pin; return whether there was a pin with that id."""
 
     def pins(self) -> Sequence[Pin]: ...
 
 
 @runtime_checkable
 class Inspectable(Protocol):
-    """A cache that shows what it holds."""
+    """A cache that can list its seats and blocks."""
 
     def inspect(self) -> dict[str, Any]:
-        """Return its seats, and its blocks by state, as JSON."""
+        """Return the open seats, and the numbers of blocks by state, as JSON."""

@@ -1,7 +1,7 @@
-"""What strategies that address their keys through a block table have in common: table rows, the plan, plain commits.
+"""The block table, and the base class of strategies that address keys through one (`BlockTableCache`).
 
-Knows the `Slots` contract of the kernels; not how blocks are obtained. All host arrays are int32, allocated once, and
-share their memory with the tensors that kernels read (on the CPU) or are copied to them in one go (elsewhere).
+Knows the `Slots` argument of the kernels; not how blocks are allocated. All host arrays are int32 and allocated once.
+On the CPU they share memory with the tensors that kernels read; elsewhere they are copied to the device once per step.
 """
 
 from __future__ import annotations
@@ -26,23 +26,27 @@ from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 
 Int32 = NDArray[np.int32]
-INT32_MAX = 2**31 - 1  # slots
+INT32_MAX = 2**31 - 1  # slots are int32 on the device
 
 
 class TableOptions(Options):
-    """Options of every kind that keeps its keys in a store."""
+    """Options of every kind that keeps keys and values in a `KVStore`."""
 
     kv_dtype: Literal["model", "int8"] = Field(
-        "model", description="of keys and values; int8, with a scale for each vector, takes half of bfloat16 and rounds"
+        "model",
+        description="dtype of keys and values; int8 (a scale per vector) takes half the memory of bfloat16 and rounds",
     )
 
 
 def resolve_kv_dtype(options: Options, geometry: Geometry) -> torch.dtype:
-    """Return the dtype of keys and values. Raises SettingsError if the model's heads do not suit it."""
+    """Return the dtype in which keys and values are stored. Raises SettingsError if int8 cannot store these heads."""
     if getattr(options, "kv_dtype", "model") == "model":
         return geometry.kv_dtype
-    if odd := {dim for spec in geometry.layers for dim in (spec.head_dim, spec.v_head_dim) if dim % 4}:
-        raise SettingsError(f"kv_dtype int8 is for heads of a multiple of 4 dimensions, and this model has {odd}")
+    if unsupported := {dim for spec in geometry.layers for dim in (spec.head_dim, spec.v_head_dim) if dim % 4}:
+        dims = ", ".join(map(str, sorted(unsupported)))
+        raise SettingsError(
+            f"kv_dtype=int8 needs head dimensions that are multiples of 4, this model has {dims}: use kv_dtype=model"
+        )
     return torch.int8
 
 
@@ -61,43 +65,46 @@ TableSeatT = TypeVar("TableSeatT", bound=TableSeat, default=TableSeat)
 
 
 class BlockTable:
-    """The block table [R, M] and the arrays of a step."""
+    """The block table [max seats, max blocks per seat] and the arrays of a step, on the host and on the device."""
 
     def __init__(self, seats: int, width: int, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._host_table: Int32 = np.zeros((seats, width), np.int32)
         self._host_steps: Int32 = np.zeros((4, seats + 1), np.int32)  # row_seat, q_start, start, kept
-        self._table = torch.from_numpy(self._host_table).to(device)  # on the CPU the very same memory
+        self._table = torch.from_numpy(self._host_table).to(device)  # on the CPU the same memory
         self._steps = torch.from_numpy(self._host_steps).to(device)
-        self._views_by_num_rows: dict[int, tuple[Tensor, ...]] = {}  # the arrays of a step
-        self._is_dirty = False  # the host's table, since it was copied
-        self._free = list(range(seats))[::-1]
+        self._views_by_num_rows: dict[int, tuple[Tensor, ...]] = {}  # row_seat, q_start, start, kept of a step
+        self._is_dirty = False  # whether the host's table has changed since it was copied to the device
+        self._free = list(range(seats))[::-1]  # indices of unused table rows
 
     @property
     def is_full(self) -> bool:
         return not self._free
 
-    def take(self) -> int:
-        """Return the index of a free row, for a new seat."""
+    def allocate_row(self) -> int:
+        """Allocate a table row for a new seat, and return its index."""
         return self._free.pop()
 
-    def release(self, index: int) -> None:
+    def release_row(self, index: int) -> None:
         assert index not in self._free
         self._free.append(index)
 
     def write(self, seat: TableSeat, first: int = 0) -> None:
-        """Write the seat's blocks from the `first` on into its row."""
+        """Write seat.blocks[first:] into the seat's row of the table."""
         row, blocks = self._host_table[seat.index, first : len(seat.blocks)], seat.blocks[first:]
-        if row.tolist() != blocks:  # in most steps they are the same
+        if row.tolist() != blocks:  # usually they are equal
             row[:] = blocks
             self._is_dirty = True
 
     def make_slots(self, rows: Sequence[Row[TableSeatT]], *, sinks: int = 0, ring: int = 0) -> Slots:
-        """Return the addresses of a step."""
+        """Return the slots of a step's rows, of which decode rows (one token) come first.
+
+        With a `ring`, a seat's block is a ring buffer of `ring` slots after `sinks` slots for its first tokens.
+        """
         lengths = [row.num_tokens for row in rows]
         starts = [row.seat.length for row in rows]
         num_decode = lengths.count(1)
-        assert 1 not in lengths[num_decode:], "decode rows stand first"
+        assert 1 not in lengths[num_decode:], "decode rows must come first"
         B = len(rows)
         max_kept = sinks + ring if ring else INT32_MAX
         self._host_steps[:, : B + 1] = (
@@ -123,14 +130,14 @@ class BlockTable:
         )
 
     def _get_row_views(self, rows: int) -> tuple[Tensor, ...]:
-        """Return the step's arrays cut to `rows` rows; cut once for each number."""
+        """Return views of the step's arrays for `rows` rows; they are made once for each number of rows."""
         if rows not in self._views_by_num_rows:
             steps = self._steps
             self._views_by_num_rows[rows] = steps[0, :rows], steps[1, : rows + 1], steps[2, :rows], steps[3, :rows]
         return self._views_by_num_rows[rows]
 
     def _copy_to_device(self) -> None:
-        """Copy the host's arrays and wait for it: the next step writes into the same memory, maybe before the copy."""
+        """Copy the host arrays to the device, blocking: the next step overwrites the same host memory."""
         if self._table.device.type == "cpu":
             return
         self._steps.copy_(torch.from_numpy(self._host_steps))
@@ -140,7 +147,7 @@ class BlockTable:
 
 
 class TablePlan(Plan[TableSeatT]):
-    """A plan whose keys lie where `Slots` say."""
+    """A plan whose keys and values are addressed by `Slots` in the cache's store."""
 
     def __init__(self, cache: BlockTableCache[TableSeatT], rows: Sequence[Row[TableSeatT]], slots: Slots) -> None:
         self.rows = rows
@@ -166,12 +173,12 @@ class TablePlan(Plan[TableSeatT]):
 
 
 class BlockTableCache(KVCache[TableSeatT]):
-    """A cache over one store. A subclass says how large blocks are and where they come from."""
+    """A cache with a block table over one `KVStore`. Subclasses choose the size of blocks and allocate them."""
 
-    sinks = 0
-    ring = 0
+    sinks = 0  # first tokens of a sequence that a ring buffer never overwrites
+    ring = 0  # slots of the ring buffer after the sinks; 0: there is none
     store: KVStore
-    window: int | None = None  # keys that the strategy lets a query see, beside the sinks
+    window: int | None = None  # maximum number of keys that a query attends to, beside the sinks; None: all keys
 
     def __init__(self, setup: CacheSetup, options: Options) -> None:
         super().__init__(setup, options)
@@ -185,7 +192,7 @@ class BlockTableCache(KVCache[TableSeatT]):
     @classmethod
     @abstractmethod
     def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
-        """Return the tokens of a block, and the blocks of the longest sequence."""
+        """Return the number of tokens in a block and the number of blocks of the longest sequence."""
 
     @classmethod
     def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
@@ -194,7 +201,7 @@ class BlockTableCache(KVCache[TableSeatT]):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether keys and values are kept otherwise than they were computed."""
+        """Whether keys and values are stored in another dtype than they were computed in."""
         return self.store.dtype is not self.setup.geometry.kv_dtype
 
     def plan(self, rows: Sequence[Row[TableSeatT]]) -> Plan[TableSeatT]:
@@ -217,10 +224,10 @@ class BlockTableCache(KVCache[TableSeatT]):
 
     @property
     def bytes_per_block(self) -> int:
-        """What a block takes from the arena, the end of its last page included."""
+        """The bytes of the pages of a block, including unused bytes at the end of its last page."""
         return self.store.run * self.setup.arena.page_bytes
 
     @property
     def bytes_per_token(self) -> float:
-        """Of a full block."""
+        """The bytes of a token in a full block."""
         return self.store.block_bytes / self.store.block_size

@@ -1,8 +1,8 @@
-"""contiguous: one run of memory a sequence, long enough for max_seq_len. The baseline: exact, simple, generous.
+"""contiguous: one block per sequence, long enough for max_seq_len. The baseline: exact and simple, but memory-hungry.
 
-A sequence's keys of one layer are one dense tensor, which `view` hands out without a copy. The run of a closed sequence
-stays with its text as long as nobody else needs the memory: a later sequence takes the one it has most in common with,
-and goes on behind what they share (as llama.cpp's slots do). Two that run at once share nothing.
+The block of a closed sequence stays in memory with its tokens until the memory is needed. A later sequence reuses the
+idle block with which it has the longest common prefix, and computes only the tokens after that prefix (as llama.cpp's
+slots do). Sequences that run at the same time share nothing.
 """
 
 from __future__ import annotations
@@ -43,33 +43,33 @@ Ids = NDArray[np.int64]
 class ContiguousOptions(TableOptions):
     """Options of a contiguous cache."""
 
-    prefix_cache: bool = Field(True, description="go on from a closed sequence with the same beginning")
-    ttl: float | None = Field(None, gt=0, description="seconds after which what it left goes before all others")
+    prefix_cache: bool = Field(True, description="reuse the block of a closed sequence with the same prefix")
+    ttl: float | None = Field(None, gt=0, description="seconds after which an idle block is evicted before all others")
 
 
 class ContiguousSeat(TableSeat):
-    """A seat that knows its committed tokens, for whoever comes after it."""
+    """A seat that keeps its committed token ids, so that a later sequence can find its block by prefix."""
 
     __slots__ = ("priority", "salt", "tokens", "ttl")
 
     def __init__(self, index: int, blocks: list[int], length: int = 0) -> None:
         super().__init__(index, blocks, length)
         self.tokens: list[int] = []
-        self.salt: Salt | None = None  # None: no later sequence goes on from here
-        self.priority = 0  # what it leaves is worth this much,
-        self.ttl = math.inf  # for so many seconds
+        self.salt: Salt | None = None  # None: no later sequence may reuse its block
+        self.priority = 0  # eviction priority of its block after close(): higher ones stay longer
+        self.ttl = math.inf  # seconds after close() until the block is evicted first
 
 
 @dataclass(frozen=True, eq=False)
 class IdleSequence:
-    """What a closed sequence left."""
+    """The tokens and the salt of a closed sequence whose block is idle."""
 
     tokens: Ids
     salt: Salt
 
 
 class ContiguousCache(SingleBlockCache[ContiguousSeat]):
-    """Slots are positions."""
+    """A cache with one block of max_seq_len tokens per sequence; a token's slot is its position."""
 
     options_type = ContiguousOptions
     seat_type = ContiguousSeat
@@ -79,9 +79,9 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         self.prefix_cache = options.prefix_cache
         self._ttl = math.inf if options.ttl is None else options.ttl
         self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized, reusable=self.prefix_cache)
-        self._idle: dict[int, IdleSequence] = {}  # by block, the oldest first
-        self._eviction_queue = EvictionQueue(LRU, setup.clock)  # the same blocks, in the order in which they go
-        self._block_metrics = BlockMetrics(setup.clock)  # of all blocks
+        self._idle: dict[int, IdleSequence] = {}  # by block, least recently used first
+        self._eviction_queue = EvictionQueue(LRU, setup.clock)  # the same blocks, in order of eviction
+        self._block_metrics = BlockMetrics(setup.clock)
 
     @classmethod
     def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
@@ -112,15 +112,15 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
 
     def close(self, seat: ContiguousSeat) -> None:
         tokens = np.array(seat.tokens[: seat.length], np.int64)
-        num_known = _common_prefix_length(tokens >= 0, np.ones(len(tokens), bool))  # up to the first embedding
-        if seat.salt is None or not num_known:
+        num_reusable = _common_prefix_length(tokens >= 0, np.ones(len(tokens), bool))  # up to the first embedding
+        if seat.salt is None or not num_reusable:
             self._block_metrics.on_block_removed(seat.blocks[0])
             super().close(seat)
             return
         self.seats.remove(seat)
-        self.table.release(seat.index)
+        self.table.release_row(seat.index)
         block = seat.blocks.pop()
-        self._idle[block] = IdleSequence(tokens[:num_known], seat.salt)
+        self._idle[block] = IdleSequence(tokens[:num_reusable], seat.salt)
         self._eviction_queue.update_retention(block, seat.priority, seat.ttl)
         self._eviction_queue.insert(block, self.bytes_per_block)
         self._block_metrics.on_block_idle(block)
@@ -138,9 +138,9 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
 
     def _find_reusable_block(self, tokens: Sequence[int], salt: Salt, max_cached: int | None) -> tuple[int | None, int]:
-        """Return the block of the idle sequence to go on from, and the tokens in common; of equal ones the latest.
+        """Return the idle block with the longest common prefix (then the latest) and the prefix's length; else None, 0.
 
-        One of which more than half would be lost is left alone while there is other memory.
+        A block that would lose more than half of its tokens is not reused while there is free memory.
         """
         ids, max_common = np.array(tokens, np.int64), count_reusable_tokens(tokens, max_cached)
         best, longest = None, 0
@@ -154,7 +154,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         return (None, 0) if loses_most and self.setup.arena.has_room(self.name, self.store.run) else (best, longest)
 
     def _remove_idle(self, block: int) -> None:
-        """Remove a block from the idle ones before it is reused or freed."""
+        """Remove a block from the idle blocks before it is reused or freed."""
         del self._idle[block]
         self._eviction_queue.discard(block)
 
@@ -165,14 +165,14 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
             return None if common else "short"
         if common == max_cached:
             return "bypass"
-        begins = list(tokens[: common + 1])
+        longer_prefix = list(tokens[: common + 1])
         seats = (seat for seat in self.seats if seat.salt == salt)
-        if any(seat.tokens[: common + 1] == begins for seat in seats):
+        if any(seat.tokens[: common + 1] == longer_prefix for seat in seats):
             return "busy"
         others = (idle for idle in self._idle.values() if idle.salt != salt and idle.salt.tenant == salt.tenant)
-        return "salt" if any(idle.tokens[: common + 1].tolist() == begins for idle in others) else "cold"
+        return "salt" if any(idle.tokens[: common + 1].tolist() == longer_prefix for idle in others) else "cold"
 
-    # ---------------------------------------------------------------- while it is open
+    # ---------------------------------------------------------------- commit, crop, fork
     def commit(self, plan: Plan[ContiguousSeat], tokens: Sequence[Sequence[int]]) -> None:
         super().commit(plan, tokens)
         for row, ids in zip(plan.rows, tokens, strict=True):
@@ -189,20 +189,20 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
             child.priority, child.ttl = seat.priority, seat.ttl
         return child
 
-    # ---------------------------------------------------------------- memory of nobody
+    # ---------------------------------------------------------------- idle memory
     def idle_pages(self) -> int:
         return len(self._idle) * self.store.run
 
     def reclaim(self, pages: int) -> int:
-        given = 0
-        while given < pages and self._idle:
+        num_freed = 0
+        while num_freed < pages and self._idle:
             block = self._eviction_queue.evict()
             assert isinstance(block, int)
             del self._idle[block]
             self._block_metrics.on_block_evicted(block)
             self.setup.arena.release(self.name, block, self.store.run)
-            given += self.store.run
-        return given
+            num_freed += self.store.run
+        return num_freed
 
     def clear(self, scope: SaltScope = EVERYTHING) -> int:
         cleared = [block for block, idle in self._idle.items() if scope.includes(idle.salt)]
@@ -216,7 +216,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         return len(cleared) * self.bytes_per_block
 
     def usage(self) -> CacheUsage:
-        """Return where the memory is; idle memory counts in full, whatever the length of the text in it."""
+        """Return the memory by use; an idle block counts in full, however few tokens it holds."""
         usage, idle = super().usage(), len(self._idle) * self.bytes_per_block
         return usage._replace(reserved=usage.reserved + idle, idle=idle)
 
@@ -242,7 +242,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
 
 
 def _common_prefix_length(a: NDArray[Any], b: NDArray[Any]) -> int:
-    """Return the length of the common beginning."""
+    """Return the number of leading elements in which two arrays agree."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n

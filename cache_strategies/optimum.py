@@ -1,17 +1,18 @@
-"""How much of a known sequence of requests a prefix cache of a given size could have found at best.
+"""Computes the highest hit rate that a prefix cache of a given size could reach on a recorded trace of requests.
 
-Belady's rule (1966): whoever knows the future lets go of what is wanted again last. Here a request's blocks come at
-once, and it is a bound on what PagedCache can find under any eviction policy, for three things are granted to it:
- - what a request computes needs no room while it runs: only afterwards are `capacity` blocks of all that there is kept,
-   whichever they are (none of the request's own, if others are worth more);
- - a block that is kept counts as found even where one before it is missing;
- - a policy may drop any block at any time, and asks for nothing but that what it keeps was there before.
-A policy's choices are therefore among those that are open here, and of these it is best to let the farthest go: keeping
-a block from one visit to the next is an interval of time that earns one hit, at most `capacity` intervals may overlap
-anywhere, and dropping of too many the one that ends last leaves the most (interval graphs, Carlisle and Lloyd 1995).
+Belady's rule (1966): with the future known, evict the entry whose next use is farthest away. All blocks of a request
+are used at the same time here. The result is an upper bound for PagedCache under any eviction policy, because the
+optimum gets three advantages:
+ - Blocks need no room while their request runs. Only afterwards the cache is cut to `capacity` blocks, which may be any
+   (none of the request's own, if others are more useful).
+ - A cached block counts as a hit even if a block before it is missing.
+ - Any block may be dropped at any time; a block can only be kept if it was cached or computed before.
+So the choices of every policy are among those considered here, and evicting the farthest next use is the best of them:
+keeping a block from one visit to the next is an interval of time that earns one hit, at most `capacity` intervals may
+overlap at any time, and dropping the interval that ends last keeps the most (interval graphs, Carlisle and Lloyd 1995).
 
-The second grant is worth nothing in the end. Whoever wants a block wants all those before it, so these are wanted no
-later, and of blocks that are wanted by the same request the last goes first: what is kept are prefixes.
+The second advantage has no effect on the result. A request that uses a block uses all blocks before it, so these are
+never used later than it; and of blocks with the same next use the last one is evicted first. So prefixes are kept.
 
 Knows hashes of blocks and their order; neither memory nor policies.
 """
@@ -30,14 +31,14 @@ NEVER = 1 << 62
 
 
 class Visit(NamedTuple):
-    """The full blocks that a request leaves behind: those of its prompt and, after them, of its answer."""
+    """One request of a trace: the hashes of the full blocks of its prompt and answer."""
 
     blocks: Sequence[BlockHash]
-    num_reusable: int  # leading blocks that it could have found: one token of a prompt is always computed
+    num_reusable: int  # leading blocks that it could find cached; the last token of a prompt is always computed
 
 
 def make_visits(requests: Iterable[tuple[Sequence[int], Sequence[int]]], block_size: int) -> list[Visit]:
-    """Return the visits of requests, given as prompts and answers."""
+    """Return a visit for each request, given as the token ids of its prompt and its answer."""
     hasher = BlockHasher(block_size, "")
     return [
         Visit(list(hasher.hash_blocks([*prompt, *answer], NO_SALT)), max(0, len(prompt) - 1) // block_size)
@@ -46,15 +47,15 @@ def make_visits(requests: Iterable[tuple[Sequence[int], Sequence[int]]], block_s
 
 
 def count_distinct_blocks(visits: Iterable[Visit]) -> int:
-    """Return the number of blocks of a cache in which everything would have had room."""
+    """Return the number of distinct blocks of all visits: the capacity of a cache that never evicts."""
     return len(set(chain.from_iterable(visit.blocks for visit in visits)))
 
 
 def compute_max_hits(visits: Sequence[Visit], capacity: int) -> int:
-    """Return how many blocks a cache of `capacity` blocks could have found. Takes n log n for n blocks."""
-    kept: dict[BlockHash, int] = {}  # until which visit
-    # A heap of (-visit, -place, block); an entry whose visit is not that in `kept` is outdated.
-    last_wanted: list[tuple[int, int, BlockHash]] = []
+    """Return the maximum number of block hits with a cache of `capacity` blocks, in O(n log n) for n blocks."""
+    kept: dict[BlockHash, int] = {}  # cached blocks, each with the index of its next visit
+    # A heap of (-next visit, -place, block); an item whose visit differs from that in `kept` is outdated.
+    eviction_heap: list[tuple[int, int, BlockHash]] = []
     hits = 0
     for visit, next_visits in zip(visits, _find_next_visits(visits), strict=True):
         hits += sum(block in kept for block in visit.blocks[: visit.num_reusable])
@@ -63,24 +64,24 @@ def compute_max_hits(visits: Sequence[Visit], capacity: int) -> int:
                 kept.pop(block, None)
             else:
                 kept[block] = when
-                heapq.heappush(last_wanted, (-when, -place, block))
+                heapq.heappush(eviction_heap, (-when, -place, block))
         while len(kept) > capacity:
-            when, _, block = heapq.heappop(last_wanted)
+            when, _, block = heapq.heappop(eviction_heap)
             if kept.get(block) == -when:
                 del kept[block]
     return hits
 
 
 def _find_next_visits(visits: Sequence[Visit]) -> list[list[int]]:
-    """Return for every block of every visit the number of the next visit that could find it.
+    """Return, for every block of every visit, the index of the next visit that could hit it, else NEVER.
 
-    Never, if that one has to compute it anyway: then there is no point in keeping it until there.
+    It is NEVER also if the next visit with this block has to compute it anyway: then keeping it earns no hit.
     """
-    coming: dict[BlockHash, int] = {}
+    next_visit: dict[BlockHash, int] = {}
     next_visits = []
     for number in reversed(range(len(visits))):
         blocks, num_reusable = visits[number]
-        next_visits.append([coming.get(block, NEVER) for block in blocks])
-        coming.update(dict.fromkeys(blocks[:num_reusable], number))
-        coming.update(dict.fromkeys(blocks[num_reusable:], NEVER))
+        next_visits.append([next_visit.get(block, NEVER) for block in blocks])
+        next_visit.update(dict.fromkeys(blocks[:num_reusable], number))
+        next_visit.update(dict.fromkeys(blocks[num_reusable:], NEVER))
     return next_visits[::-1]

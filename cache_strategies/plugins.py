@@ -1,4 +1,7 @@
-"""Classes by name: ours, and those that installed packages declare as entry points. Knows nothing of what they do."""
+"""Loads classes by name: built-in ones, and those that installed packages declare as entry points.
+
+Knows nothing of what the classes do.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,15 @@ T = TypeVar("T")
 
 
 def list_plugins(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
-    """Return the classes of a group by name, as "module:Class"; ours cannot be replaced."""
+    """Return the classes of an entry-point group by name, as "module:Class"; built-in names take precedence."""
     return {point.name: point.value for point in entry_points(group=group)} | dict(builtin)
 
 
 def load_class(name: str, known: Mapping[str, str], base: type[T], *, what: str, plural: str) -> type[T]:
-    """Return the class called `name`. Raises SettingsError: it lists the names, or says what is wrong with this one."""
+    """Return the class `name` of `known`. Raises SettingsError if it is unknown, or is not a subclass of `base`.
+
+    `what` and `plural` name the kind of class in error messages.
+    """
     if name not in known:
         raise SettingsError(f"there is no {what} {name!r}; {plural} are {', '.join(sorted(known))}")
     try:

@@ -1,6 +1,6 @@
-"""Finds strategy kinds by name, and builds the instances that settings declare. Knows no strategy by its contents.
+"""Finds strategy kinds by name, and builds the instances that the settings declare. Knows nothing of how they work.
 
-A kind of one's own is a package with an entry point in the group `kvmux.cache_strategies` naming a KVCache subclass.
+A third-party kind is a package with an entry point in the group `kvmux.cache_strategies` naming a KVCache subclass.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BUILTIN: Mapping[str, str] = {  # imported on demand
 
 @dataclass(frozen=True)
 class Instance:
-    """An instance as the settings declare it, with its class and checked options."""
+    """A strategy instance as the settings declare it, with its class and validated options."""
 
     name: str
     kind: str
@@ -44,17 +44,17 @@ class Instance:
 
 # -------------------------------------------------------------------- kinds and options
 def list_kinds() -> dict[str, str]:
-    """Return every kind that is installed, as "module:Class"."""
+    """Return all installed strategy kinds by name, as "module:Class"."""
     return list_plugins(ENTRY_POINT_GROUP, BUILTIN)
 
 
 def load_kind(kind: str) -> type[KVCache]:
-    """Return the class of a kind. Raises SettingsError: it lists the kinds, or says what is wrong with this one."""
+    """Return the class of a strategy kind. Raises SettingsError if it is unknown or cannot be loaded."""
     return load_class(kind, list_kinds(), KVCache, what="cache strategy kind", plural="kinds")  # type: ignore[type-abstract]
 
 
 def resolve_instances(strategies: Mapping[str, StrategySettings]) -> list[Instance]:
-    """Check kinds and options, and return the instances. Raises SettingsError naming the instance and the option."""
+    """Return the declared instances, with kinds and options checked. Raises SettingsError naming the wrong option."""
     return [_resolve_instance(name, settings) for name, settings in strategies.items()]
 
 
@@ -76,11 +76,11 @@ def _format_option_error(name: str, options: type[Options], problem: Any) -> str
     return f"{location}: {problem['msg'].removeprefix('Value error, ')}"
 
 
-# -------------------------------------------------------------------- how much memory, in which pieces
+# -------------------------------------------------------------------- sizes of the arena, its pages and shares
 def page_bytes(instances: Sequence[Instance], geometry: Geometry) -> int:
-    """Return the bytes of a page: the smallest block that sequences take several of, so that little is wasted.
+    """Return the arena's page size in bytes: the smallest block of the strategies with several blocks per sequence.
 
-    A strategy of one block a sequence loses less than a page at its end, whatever the page.
+    A strategy with one block per sequence wastes less than a page per sequence, whatever the page size.
     """
     shapes = [i.cls.seat_shape(i.options, geometry) for i in instances]
     shapes = [s for s in shapes if s.blocks > 1] or [s for s in shapes if s.blocks]
@@ -88,13 +88,16 @@ def page_bytes(instances: Sequence[Instance], geometry: Geometry) -> int:
 
 
 def sequence_pages(instances: Sequence[Instance], geometry: Geometry) -> int:
-    """Return the pages of one sequence of max_seq_len under the instance that needs most."""
+    """Return the number of pages that a sequence of max_seq_len needs under the instance that needs most."""
     page = page_bytes(instances, geometry)
     return max(_pages_per_sequence(i, geometry, page) for i in instances)
 
 
 def compute_min_pages(instances: Sequence[Instance], geometry: Geometry) -> int:
-    """Return the fewest pages with which every instance, within its share, can hold one sequence of max_seq_len."""
+    """Return the smallest number of pages with which each instance's share can hold a sequence of max_seq_len.
+
+    Raises SettingsError if floors and limits make that impossible.
+    """
     page = page_bytes(instances, geometry)
     needs = [_pages_per_sequence(i, geometry, page) for i in instances]
     ceiling = 1 << 40
@@ -121,7 +124,7 @@ def _fits(instances: Sequence[Instance], needs: Sequence[int], pages: int, page:
 
 
 def compute_share(instance: Instance, pages: int, page: int) -> tuple[int, int]:
-    """Return the floor and limit of an instance, in pages of an arena of that many."""
+    """Return an instance's floor and limit in pages, for an arena of `pages` pages of `page` bytes each."""
     total = pages * page
     return min(share_to_bytes(instance.floor, total), total) // page, min(
         share_to_bytes(instance.limit, total), total
@@ -131,11 +134,14 @@ def compute_share(instance: Instance, pages: int, page: int) -> tuple[int, int]:
 def build_caches(
     instances: Sequence[Instance], geometry: Geometry, arena: Arena, ops: Ops, model: str = ""
 ) -> dict[str, KVCache]:
-    """Build the caches, by name, each with its share of the arena. `model` tells their keys from other models'."""
+    """Build the instances' caches and set their shares of the arena; return them by name.
+
+    `model` identifies the model in block hashes, so that no keys of another model are reused.
+    """
     caches = {}
     for instance in instances:
         cache = instance.cls(CacheSetup(instance.name, geometry, arena, ops, model), instance.options)
-        assert hasattr(cache, "contract"), f"{instance.cls.__name__}.__init__ sets no contract"
+        assert hasattr(cache, "contract"), f"{instance.cls.__name__}.__init__ must set self.contract"
         floor, limit = compute_share(instance, arena.pages, arena.page_bytes)
         arena.set_share(instance.name, floor=floor, limit=limit)
         shape = instance.cls.seat_shape(instance.options, geometry)

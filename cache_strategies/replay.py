@@ -1,8 +1,8 @@
-"""`python -m cache_strategies.replay`: how much of their prompts recorded requests find under each eviction policy.
+"""`python -m cache_strategies.replay`: the prefix-cache hit rate of a trace of requests under each eviction policy.
 
-A real PagedCache takes the requests one after the other, with a given number of blocks, and no model computes anything:
-keys of one number a token, which nobody writes. What could have been found at best says `optimum.py`. Reads requests as
-JSON lines, for instance those of `python -m loadtest.traces`; knows neither how they came about nor the policies.
+Runs the requests one after another through a real PagedCache with a given number of blocks, without a model: no keys
+are computed. Beside each hit rate stands the optimum (`optimum.py`). Reads requests as JSON lines, such as those of
+`python -m loadtest.traces`; knows neither how they were made nor how the policies work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAME = "replay"
 
 
 class RecordedRequest(NamedTuple):
-    """A prompt and what was answered, as token ids."""
+    """A recorded prompt and its answer, as token ids, and the time of the request in seconds."""
 
     time: float
     prompt: Sequence[int]
@@ -39,50 +39,50 @@ class RecordedRequest(NamedTuple):
 
 
 class ReplayCounts(NamedTuple):
-    """What came of a replay."""
+    """The totals of a replay."""
 
     prompt_tokens: int
-    cached_tokens: int  # of these, not to be computed again
-    evictions: int  # blocks
+    cached_tokens: int  # prompt tokens that were found in the cache
+    evictions: int  # evicted blocks
 
 
 class ReplayRow(NamedTuple):
-    """A row of the table; rates are cached tokens by prompt tokens."""
+    """A row of the table. Hit rates are cached tokens divided by prompt tokens."""
 
     policy: str
-    share: float  # of the distinct blocks of all requests
-    blocks: int
-    evictions: int
+    share: float  # the cache's size as a share of the distinct blocks of all requests
+    blocks: int  # the cache's size
+    evictions: int  # evicted blocks
     rate: float
-    best_rate: float  # of any policy, with so many blocks
+    best_rate: float  # upper bound for any policy with this number of blocks
 
     @property
     def hit_rate_gap(self) -> float:
-        """Points of a hundred."""
+        """The difference between the best hit rate and this one, in percentage points."""
         return 100 * (self.best_rate - self.rate)
 
 
 # -------------------------------------------------------------------- one cache
 class Replay:
-    """One cache, one request at a time."""
+    """A PagedCache through which requests run one at a time."""
 
     def __init__(self, blocks: int, longest: int, policy: str, block_size: int) -> None:
-        """Make a cache of `blocks` blocks; a request of `longest` tokens, the longest of all, has to fit."""
+        """Make a cache of `blocks` blocks. Raises SettingsError if a request of `longest` tokens would not fit."""
         if blocks * block_size < longest:
-            raise SettingsError(f"{blocks} blocks have no room for a request of {longest} tokens")
+            raise SettingsError(f"a request of {longest} tokens does not fit in {blocks} blocks: raise --blocks-share")
         self._now = 0.0
         options = PagedOptions(block_size=block_size, eviction=policy)
         geometry = Geometry([LAYER], torch.float32, max_seats=1, max_seq_len=longest, max_num_batched_tokens=longest)
         self._arena = Arena(blocks, PagedCache.seat_shape(options, geometry).block_bytes)
-        # Which operations does not matter: nothing is computed, and a seat alone writes nothing that others hold.
+        # The operations are never called: nothing is computed, and a single seat never needs a copy-on-write.
         setup = CacheSetup(NAME, geometry, self._arena, ReferenceOps(), clock=lambda: self._now)
         self._cache = PagedCache(setup, options)
 
     def replay_request(self, request: RecordedRequest) -> int:
-        """Run a request through the cache; return the number of prompt tokens that were found."""
+        """Run a request through the cache; return the number of prompt tokens that were found in it."""
         self._now = request.time
         seat = self._cache.open(request.prompt)
-        assert seat is not None, "alone it fits"
+        assert seat is not None, "the longest request fits"
         cached = seat.cached
         self._append_tokens(seat, request.prompt[cached:])
         self._append_tokens(seat, request.answer)
@@ -90,10 +90,10 @@ class Replay:
         return cached
 
     def _append_tokens(self, seat: PagedSeat, tokens: Sequence[int]) -> None:
-        """Do the host's part of a step."""
+        """Run the host's part of a step in which `tokens` enter the seat."""
         self._cache.poll()
         grown = self._cache.grow(seat, len(tokens))
-        assert grown, "alone it fits"
+        assert grown, "the longest request fits"
         self._cache.commit(self._cache.plan([Row(seat, len(tokens))]), [tokens])
 
     @property
@@ -102,7 +102,7 @@ class Replay:
 
 
 def replay(requests: Sequence[RecordedRequest], blocks: int, policy: str, block_size: int = 32) -> ReplayCounts:
-    """Run requests through a cache, and count. Raises SettingsError if the longest request has no room."""
+    """Run requests through a new cache and return the totals. Raises SettingsError if the longest does not fit."""
     longest = max(len(request.prompt) + len(request.answer) for request in requests)
     cache = Replay(blocks, longest, policy, block_size)
     cached = sum(cache.replay_request(request) for request in requests)
@@ -119,10 +119,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         type=float,
         nargs="+",
         default=DEFAULT_BLOCKS_SHARES,
-        help="size of the cache, by the trace's distinct blocks",
+        help="sizes of the cache, as shares of the trace's distinct blocks",
     )
     parser.add_argument("--block-size", type=int, default=32, help="tokens of a block (default: 32)")
-    parser.add_argument("--json", action="store_true", help="one JSON line a figure instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON lines, one per row, instead of a table")
     options = parser.parse_args(arguments)
     try:
         results = list(
@@ -148,11 +148,11 @@ def read_requests(lines: Iterable[str]) -> Iterator[RecordedRequest]:
 def compare_policies(
     requests: Sequence[RecordedRequest], policies: Sequence[str], shares: Sequence[float], block_size: int = 32
 ) -> Iterator[ReplayRow]:
-    """Replay every policy at every size; shows on stderr what it is at."""
+    """Replay every policy at every size and yield the rows of the table; print the progress to stderr."""
     if not requests:
         raise ValueError("the trace is empty")
     for policy in policies:
-        load_policy(policy)  # before anything takes time
+        load_policy(policy)  # raise for an unknown policy before the slow part
     visits = make_visits(((request.prompt, request.answer) for request in requests), block_size)
     for share in shares:
         blocks = round(share * count_distinct_blocks(visits))

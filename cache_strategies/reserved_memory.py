@@ -1,11 +1,11 @@
-"""A CPU's memory that comes from the system piece by piece, while what has come is in use already.
+"""CPU memory that is reserved at once and touched piece by piece, while the touched part is already in use.
 
-Usable are bytes from the beginning and bytes before the end; a thread that mostly pauses makes them more until they
-meet. What is between can be read, as zeros, and on Linux not written: a write there would end the process. Knows no
-pages of an arena and no owners.
+Touched, and so usable, are a range at the beginning and one at the end; a background thread extends them until they
+meet. The bytes between read as zeros and, on Linux, must not be written: that would kill the process. Knows neither
+arena pages nor owners.
 
-The thread has no lower priority than others: where other programs want the processors, it could be kept from them while
-it holds the interpreter's lock, or one of the system's, and all threads would wait for it.
+The thread runs at normal priority. With a lower one, other programs could keep it from running while it holds the GIL
+or a kernel lock, and all other threads would wait for it.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-PIECE_BYTES = 4 << 20  # bytes that are asked for at once
-PAUSE_FACTOR = 3  # times as long as a piece took: a quarter of a core is used, less where others want it, too
-SMALLEST_PAGE = 4096  # bytes that the system gives at once, or more
-CHECK_INTERVAL_BYTES = 64 << 20  # bytes between two looks at how much memory is free,
-MIN_FREE_BYTES = 64 << 20  # and what of it is left alone
+PIECE_BYTES = 4 << 20  # bytes that are touched at once
+PAUSE_FACTOR = 3  # the pause after a piece, as a multiple of the time it took: a quarter of a core at most is used
+SMALLEST_PAGE = 4096  # bytes of the smallest virtual-memory page: one write in each touches all of them
+CHECK_INTERVAL_BYTES = 64 << 20  # bytes that are touched between two checks of the free memory
+MIN_FREE_BYTES = 64 << 20  # free bytes of the machine that are never touched
 LINUX = sys.platform == "linux"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ReservedMemory:
-    """[size] uint8, zero; the bytes [0, low_end) and [high_start, size) are usable, and none of them can fail later."""
+    """A zeroed uint8 tensor [size], of which the bytes [0, low_end) and [high_start, size) are backed by memory."""
 
     def __init__(self, size: int) -> None:
-        """Reserve addresses without memory. Raises OSError."""
+        """Reserve an address range of `size` bytes without memory. Raises OSError."""
         self.memory = _reserve_addresses(size)
         self._size = size
         self._piece = PIECE_BYTES
         self._pieces = -(-size // PIECE_BYTES)
-        self._low, self._high = 0, self._pieces  # pieces between them have not come
+        self._low, self._high = 0, self._pieces  # pieces between them are untouched
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     @property
     def low_end(self) -> int:
-        """Bytes from the beginning that are usable."""
+        """The number of usable bytes at the beginning."""
         return min(self._low * self._piece, self._size)
 
     @property
     def high_start(self) -> int:
-        """The byte from which on all are usable, up to the end."""
+        """The index of the first of the usable bytes at the end."""
         return min(self._high * self._piece, self._size)
 
     @property
     def is_finished(self) -> bool:
-        """Whether no more will come: all is there, or memory has run out."""
+        """Whether no more bytes will be touched: all are, or memory has run out."""
         return self._low == self._high or (self._thread is not None and not self._thread.is_alive())
 
     def touch(self, *, below: int = 0, above: int = 0) -> None:
@@ -71,9 +71,9 @@ class ReservedMemory:
             self._touch_piece(from_below=False)
 
     def touch_rest(self, get_free_memory: Callable[[], int]) -> None:
-        """Touch the rest in a thread, by turns at both ends; `get_free_memory` returns the free bytes.
+        """Start a thread that touches the rest, alternating between the ends; `get_free_memory` returns free bytes.
 
-        It ends when stop() is called, and when no memory is left.
+        The thread ends when all is touched, memory runs out or stop() is called.
         """
         ends = [end for end, some in ((True, self._low), (False, self._pieces - self._high)) if some] or [True]
         self._thread = threading.Thread(
@@ -82,11 +82,11 @@ class ReservedMemory:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let the thread end, if there is one."""
+        """Tell the thread to end after its current piece; do nothing if there is none."""
         self._stop.set()
 
     def _touch_pieces(self, ends: list[bool], get_free_memory: Callable[[], int]) -> None:
-        allowed = 0  # bytes until the next look
+        allowed = 0  # bytes to touch until the next check of the free memory
         try:
             while self._low < self._high and not self._stop.is_set():
                 if allowed < self._piece:
@@ -100,10 +100,10 @@ class ReservedMemory:
         except MemoryError:
             return
         except Exception:
-            log.exception("the rest of the KV memory cannot be touched")
+            log.exception("cannot touch the rest of the KV memory; the server goes on with the part it has")
 
     def _touch_piece(self, *, from_below: bool) -> None:
-        """Make the next piece at one end usable. Raises MemoryError."""
+        """Touch the next piece at one end. Raises MemoryError."""
         piece = self._low if from_below else self._high - 1
         _touch(self.memory[piece * self._piece :][: self._piece])
         if from_below:
@@ -113,22 +113,22 @@ class ReservedMemory:
 
 
 def _reserve_addresses(size: int) -> Tensor:
-    """Return [size] uint8 that takes no memory yet. Raises OSError."""
+    """Return a zeroed uint8 tensor [size] that takes no memory yet. Raises OSError."""
     if not LINUX:
         return torch.empty(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
-    with suppress(OSError):  # a kernel without huge pages
+    with suppress(OSError):  # kernels without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # it will be
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # _touch makes it writable
         return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _touch(piece: Tensor) -> None:
-    """Have the system give pages for [n] uint8, zero and writable. Raises MemoryError."""
+    """Make the system back a uint8 tensor [n] with memory, zeroed and writable. Raises MemoryError."""
     if LINUX:
         address, size = ctypes.c_void_p(piece.data_ptr()), ctypes.c_size_t(len(piece))
         if _libc.mprotect(address, size, mmap.PROT_READ | mmap.PROT_WRITE):
             raise MemoryError(os.strerror(ctypes.get_errno()))
-        piece = piece[::SMALLEST_PAGE]  # the other bytes are zero; this releases the interpreter's lock
-    piece.zero_()
+        piece = piece[::SMALLEST_PAGE]  # one write per page suffices: the other bytes are zero already
+    piece.zero_()  # releases the GIL

@@ -1,6 +1,6 @@
-"""Seats of one block each: a run of pages taken when the seat opens and given back when it closes.
+"""The base class of caches with one block per seat, allocated when the seat opens and freed when it closes.
 
-What contiguous and ring caches share. Knows nothing of windows: only that a block has as many slots as it ever needs.
+contiguous and sliding_window share it. Knows nothing of windows: a block has all the slots that its seat ever uses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cache_strategies.block_table import BlockTableCache, TableSeat, TableSeatT
 
 
 class SingleBlockCache(BlockTableCache[TableSeatT]):
-    """One block a seat. A subclass gives the block's size and says how far a seat may grow and rewind."""
+    """A cache with one block per seat. A subclass sets the block's size, and in its contract max_row and rewind."""
 
     seat_type: type[TableSeatT] = TableSeat  # type: ignore[assignment]  # of subclasses that name no other
 
@@ -23,25 +23,25 @@ class SingleBlockCache(BlockTableCache[TableSeatT]):
         return self._allocate_seat(length=0)
 
     def _allocate_seat(self, length: int) -> TableSeatT | None:
-        """Return a seat in memory of its own; None if there is no room."""
-        block = None if self.table.is_full else self.setup.arena.take(self.name, self.store.run)
+        """Return a seat of `length` tokens with a newly allocated block; None if there is not enough memory."""
+        block = None if self.table.is_full else self.setup.arena.allocate(self.name, self.store.run)
         return None if block is None else self._make_seat(block, length)
 
     def _make_seat(self, block: int, length: int) -> TableSeatT:
-        seat = self.seat_type(self.table.take(), [block], length)
+        seat = self.seat_type(self.table.allocate_row(), [block], length)
         seat.miss = "window"
         self.table.write(seat)
         self.seats.add(seat)
         return seat
 
-    def grow(self, seat: TableSeatT, more: int) -> bool:
-        assert more <= (self.contract.max_row or more), "the scheduler cuts rows to contract.max_row"
-        assert seat.length + more <= self.setup.geometry.max_seq_len
+    def grow(self, seat: TableSeatT, num_tokens: int) -> bool:
+        assert num_tokens <= (self.contract.max_row or num_tokens), "a row must not be longer than contract.max_row"
+        assert seat.length + num_tokens <= self.setup.geometry.max_seq_len
         return True
 
     def crop(self, seat: TableSeatT, length: int) -> None:
         assert length <= seat.length
-        assert self.contract.rewind is None or seat.length - length <= self.contract.rewind, "cannot rewind that far"
+        assert self.contract.rewind is None or seat.length - length <= self.contract.rewind, "more than contract.rewind"
         seat.length = length
         seat.cached = min(seat.cached, length)
 
@@ -54,7 +54,7 @@ class SingleBlockCache(BlockTableCache[TableSeatT]):
 
     def close(self, seat: TableSeatT) -> None:
         self.seats.remove(seat)
-        self.table.release(seat.index)
+        self.table.release_row(seat.index)
         self.setup.arena.release(self.name, seat.blocks.pop(), self.store.run)
 
     def usage(self) -> CacheUsage:

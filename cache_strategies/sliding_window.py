@@ -1,11 +1,11 @@
-"""sliding_window: a ring of fixed size a sequence, which keeps the first few tokens (sinks) and the latest `window`.
+"""sliding_window: a ring buffer per sequence, which keeps the first few tokens (sinks) and the latest `window` tokens.
 
-Memory does not grow with the text, and what leaves the window is forgotten: exact only where the model itself sees no
-further. Attention sinks are from Xiao et al., "Efficient Streaming Language Models with Attention Sinks" (2023), here
-without re-rotation: keys keep the absolute positions they were computed at.
+Memory does not grow with the sequence. Tokens that leave the window are overwritten, so the cache is exact only where
+the model's own attention window is no larger. Attention sinks are from Xiao et al., "Efficient Streaming Language
+Models with Attention Sinks" (2023), here without re-rotation: keys keep the absolute positions they were computed at.
 
-A row's tokens are written before any is read, and its first query still needs window - 1 tokens before it. So the ring
-has window + max_row - 1 slots, and the scheduler never sends more than max_row tokens in one row:
+All tokens of a row are written before any is read, and the row's first query needs the window - 1 tokens before it. So
+the ring has window + max_row - 1 slots, and the scheduler puts at most max_row tokens into a row:
 
     slots   | sinks | ring: window + max_row - 1                  |
     token p   p < sinks: p;  otherwise: sinks + (p - sinks) % ring
@@ -27,15 +27,15 @@ INT32_MAX = 2**31 - 1  # positions are int32 on the device
 class WindowOptions(TableOptions):
     """Options of a sliding window."""
 
-    window: int = Field(512, ge=1, le=INT32_MAX, description="latest tokens a query sees, itself included")
-    sinks: int = Field(4, ge=0, le=INT32_MAX, description="first tokens of the sequence that stay visible")
+    window: int = Field(512, ge=1, le=INT32_MAX, description="latest tokens a query attends to, itself included")
+    sinks: int = Field(4, ge=0, le=INT32_MAX, description="first tokens of a sequence that stay visible to all queries")
     max_row: int | None = Field(
-        None, ge=1, le=INT32_MAX, description="tokens a step may enter per sequence; default: as the window"
+        None, ge=1, le=INT32_MAX, description="maximum number of tokens of a sequence in one step; default: the window"
     )
 
 
 class SlidingWindowCache(SingleBlockCache[TableSeat]):
-    """One ring a seat."""
+    """A cache with one ring buffer per seat."""
 
     options_type = WindowOptions
 
@@ -52,7 +52,7 @@ class SlidingWindowCache(SingleBlockCache[TableSeat]):
             exact=not self.is_quantized and (sees_all or options.sinks + options.window >= geometry.max_seq_len),
             shareable=False,
             forkable=True,
-            rewind=0 if wraps else None,  # what a wrapped ring has overwritten does not come back
+            rewind=0 if wraps else None,  # the tokens that a wrapped ring has overwritten cannot be restored
             replayable=True,
             chunk_invariant=True,
             max_row=max_row,
@@ -68,5 +68,5 @@ def _compute_max_row(options: WindowOptions, geometry: Geometry) -> int:
 
 
 def _compute_ring_size(options: WindowOptions, geometry: Geometry) -> int:
-    """Return the number of slots of the ring; never more than the longest sequence needs."""
+    """Return the number of slots of the ring: no more than the longest sequence needs."""
     return max(1, min(options.window + _compute_max_row(options, geometry) - 1, geometry.max_seq_len - options.sinks))

@@ -1,6 +1,6 @@
-"""A strategy by itself, outside the server: with an arena of its own, keeping keys and values that others attend to.
+"""Builds one strategy outside the server, with an arena of its own; the caller computes attention.
 
-Knows strategies by the registry, and neither a model nor whoever attends.
+Knows strategies by the registry; neither models nor how attention is computed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ from kernels.ops import Ops
 
 
 def build_standalone_cache(kind: str, options: dict[str, Any], geometry: Geometry, device: torch.device) -> KVCache:
-    """Build a cache whose `attend` only writes, with room for all seats at full length. Raises SettingsError."""
+    """Build a cache with memory for all seats at full length, whose plans' `attend` only writes keys and values.
+
+    Raises SettingsError for an unknown kind or option.
+    """
     instances = registry.resolve_instances({kind: StrategySettings(kind=kind, **options)})
     pages = max(1, geometry.max_seats * registry.sequence_pages(instances, geometry))
-    ops: Any = _KeepingOps(load_ops(device_of(device), geometry.kv_dtype).ops)
-    with torch.inference_mode(False):  # memory made in inference mode could not be written outside of it
+    ops: Any = _WriteOnlyOps(load_ops(device_of(device), geometry.kv_dtype).ops)
+    with torch.inference_mode(False):  # tensors allocated in inference mode cannot be written outside of it
         arena = Arena(pages, registry.page_bytes(instances, geometry), device)
         return registry.build_caches(instances, geometry, arena, ops)[kind]
 
 
-class _KeepingOps:
-    """The operations of a device, but for attention, of which there is none."""
+class _WriteOnlyOps:
+    """The operations of a device, with an attend() that does nothing."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops
@@ -38,4 +41,4 @@ class _KeepingOps:
         return getattr(self._ops, name)
 
     def attend(self, *args: Any, **kwargs: Any) -> None:
-        """Leave `out` as it is."""
+        """Do nothing: the caller computes attention."""

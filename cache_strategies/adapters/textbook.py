@@ -1,13 +1,13 @@
-"""The textbook KV cache: the idea in one file, to read first. Knows neither the server nor its strategies and kernels.
+"""A textbook KV cache: the idea in one file, to read first. Knows neither the server nor its strategies and kernels.
 
 A decoder computes a key and a value for every token in every layer. In causal attention they never change afterwards,
-so they are computed once and kept; a new token then costs one row of work instead of the whole text:
+so they are computed once and kept. A new token then costs the work of one token instead of that of the whole text:
 
     keys of one layer  [B, H, max_seq_len, D]      | token 0 | token 1 | ... | token S-1 |   free   |
                                                      `--- what get() and update() show --'  ^ update() writes here
 
-Around the cache: attention that uses it (`CausalAttentionWithCache`) and a small GPT (`GPTWithCache`). Both compute the
-same without a cache, which is slower, and what to compare with.
+The file also has attention that uses the cache (`CausalAttentionWithCache`) and a small GPT (`GPTWithCache`). Both also
+work without a cache, more slowly and with the same results, to compare with.
 
 Letters in shapes: B sequences, H heads, D dimensions of a head, S tokens so far, n tokens that enter now.
 """
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 
 class KVCache:
-    """Keys and values of B sequences of equal length, for any number of layers, in one type of numbers.
+    """Keys and values of B sequences of equal length, for any number of layers, in one dtype.
 
-    A layer's memory is taken when the layer is first used, for max_seq_len tokens, and never again. Tokens are copied
-    in once, without gradients; what comes out are views of that memory, so nothing is copied or allocated per token.
+    A layer's memory is allocated once, for max_seq_len tokens, when the layer is first used. New tokens are copied in,
+    without gradients. get() and update() return views of that memory, so nothing else is copied or allocated per token.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Set the sizes of each layer's memory and its dtype: float32, float16 or bfloat16. Takes no memory yet.
+        """Set the sizes of each layer's memory and its dtype: float32, float16 or bfloat16. Allocates nothing yet.
 
-        Raises ValueError if a size is not at least 1, or if the type is not one of floating-point numbers.
+        Raises ValueError if a size is less than 1, or if the dtype is not a floating-point type.
         """
         sizes = (max_batch_size, max_seq_len, num_heads, head_dim)
         if min(sizes) < 1:
@@ -55,10 +55,10 @@ class KVCache:
         self._filled: dict[int, tuple[int, int]] = {}  # B and S per layer
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Append n tokens to a layer: key and value [B, H, n, D] -> K and V [B, H, S + n, D], views without a copy.
+        """Append n tokens to a layer: key and value [B, H, n, D] -> views of K and V [B, H, S + n, D].
 
-        B may be less than max_batch_size, but stays what it was in the layer's first update until clear().
-        Raises ValueError, and keeps nothing, if the tokens do not fit or are not tensors of these shapes in `dtype`.
+        B may be less than max_batch_size, but must be the same in all updates of a layer until clear().
+        Raises ValueError, and stores nothing, if the tokens do not fit or have another shape or dtype.
         """
         self._check(key, value, layer_idx)
         if layer_idx not in self._memory:
@@ -71,104 +71,103 @@ class KVCache:
         return self.get(layer_idx)
 
     def get(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Return K and V [B, H, S, D] of a layer, views without a copy. Raises ValueError for a layer never updated."""
+        """Return views of K and V [B, H, S, D] of a layer. Raises ValueError if the layer was never updated."""
         if layer_idx not in self._memory:
-            raise ValueError(f"layer {layer_idx} holds nothing yet: update() it first")
+            raise ValueError(f"layer {layer_idx} holds no tokens yet: call update() first")
         batch, length = self._filled[layer_idx]
         k, v = self._memory[layer_idx]
         return k[:batch, :, :length], v[:batch, :, :length]
 
     def crop(self, length: int) -> None:
-        """Forget the tokens from position `length` on, in every layer: the next ones are written over them.
+        """Drop the tokens from position `length` on, in every layer, such as rejected draft tokens.
 
-        That takes back tokens, such as guesses that turned out wrong. Nothing happens to layers that hold no more than
-        `length`. Raises ValueError if it is negative.
+        Layers that hold at most `length` tokens stay as they are. Raises ValueError if `length` is negative.
         """
         if length < 0:
             raise ValueError(f"crop({length}): give the number of tokens to keep, 0 or more")
         self._filled = {layer: (batch, min(held, length)) for layer, (batch, held) in self._filled.items()}
 
     def clear(self) -> None:
-        """Forget all tokens and keep the memory: the next text is written over the last one."""
+        """Drop all tokens and keep the memory for the next text."""
         self._filled = dict.fromkeys(self._memory, (0, 0))
 
     # ---------------------------------------------------------------- sizes
     def length(self, layer_idx: int) -> int:
-        """Return S, the number of tokens that a layer holds; 0 for a layer never used."""
+        """Return S, the number of tokens in a layer; 0 for a layer that was never updated."""
         return self._filled.get(layer_idx, (0, 0))[1]
 
     def __len__(self) -> int:
-        """Return the number of tokens that every used layer holds. An empty cache is false, as an empty list is."""
+        """Return the number of tokens that every updated layer holds. Like an empty list, an empty cache is false."""
         return min((length for _, length in self._filled.values()), default=0)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory taken so far: that of all layers used, however full."""
+        """The bytes of memory allocated so far, for all layers that were updated."""
         return sum(k.nbytes + v.nbytes for k, v in self._memory.values())
 
     @staticmethod
     def bytes_for(
         num_layers: int, batch_size: int, seq_len: int, num_heads: int, head_dim: int, itemsize: int = 4
     ) -> int:
-        """Return the bytes of K and V together; `itemsize` is the bytes of a number, 4 in float32."""
+        """Return the bytes that K and V take together; `itemsize` is the size of one number, 4 for float32."""
         return 2 * num_layers * batch_size * num_heads * seq_len * head_dim * itemsize
 
     # ---------------------------------------------------------------- details
     def _allocate(self, device: torch.device) -> Tensor:
         sizes = (self.max_batch_size, self.num_heads, self.max_seq_len, self.head_dim)
-        with torch.inference_mode(False):  # memory first used in inference mode must stay writable outside of it
+        with torch.inference_mode(False):  # tensors allocated in inference mode cannot be written outside of it
             return torch.zeros(sizes, dtype=self.dtype, device=device)
 
     def _check(self, key: Tensor, value: Tensor, layer_idx: int) -> None:
-        """Raise a ValueError that says what to change, if the tokens do not fit."""
+        """Raise ValueError if the tokens do not fit into the cache, with a message that says what to change."""
         for name, x in (("key", key), ("value", value)):
             if x.dim() != 4 or (x.shape[1], x.shape[3]) != (self.num_heads, self.head_dim):
                 expected = f"[batch, {self.num_heads}, tokens, {self.head_dim}]"
                 raise ValueError(
-                    f"{name} has the shape {list(x.shape)}, this cache takes {expected}: "
-                    "give it that shape, or make the cache with other num_heads and head_dim"
+                    f"{name} has the shape {list(x.shape)}, this cache needs {expected}: "
+                    "change the shape, or make the cache with other num_heads and head_dim"
                 )
             if x.dtype != self.dtype:
                 raise ValueError(
-                    f"{name} is {x.dtype}, this cache keeps {self.dtype}: make the cache with dtype={x.dtype}"
+                    f"{name} is {x.dtype}, this cache stores {self.dtype}: make the cache with dtype={x.dtype}"
                 )
         if key.shape != value.shape or key.device != value.device:
             raise ValueError(
                 f"key {list(key.shape)} on {key.device} and value {list(value.shape)} on {value.device} "
-                "are not of the same tokens: give both the same shape and device"
+                "differ: give both the same shape and device"
             )
         batch, n, start = key.shape[0], key.shape[2], self.length(layer_idx)
         if batch > self.max_batch_size:
-            raise ValueError(f"{batch} sequences are more than max_batch_size={self.max_batch_size}: raise it")
+            raise ValueError(f"{batch} sequences exceed max_batch_size={self.max_batch_size}: raise it")
         if start and batch != self._filled[layer_idx][0]:
             raise ValueError(
-                f"layer {layer_idx} holds {self._filled[layer_idx][0]} sequences, the new tokens are of {batch}: "
-                "keep the batch, or clear() first"
+                f"layer {layer_idx} holds {self._filled[layer_idx][0]} sequences, and the new tokens are from {batch}: "
+                "keep the batch size, or call clear() first"
             )
         if start + n > self.max_seq_len:
             raise ValueError(
                 f"layer {layer_idx} holds {start} tokens and has no room for {n} more: "
-                f"raise max_seq_len={self.max_seq_len}, or clear() first"
+                f"raise max_seq_len={self.max_seq_len}, or call clear() first"
             )
         if layer_idx in self._memory and key.device != self._memory[layer_idx][0].device:
             raise ValueError(
-                f"layer {layer_idx} lies on {self._memory[layer_idx][0].device}, the tokens on {key.device}: move them"
+                f"layer {layer_idx} is on {self._memory[layer_idx][0].device}, the tokens on {key.device}: move them"
             )
 
 
 class CausalAttentionWithCache(nn.Module):
     """Multi-head self-attention of one layer, whose keys and values go through a KVCache.
 
-    One call is prefill or decode, whatever n: the new tokens' keys and values are appended, then each new query attends
-    to all keys up to its own. Tokens that entered earlier are not computed again. Without a cache the keys are those of
-    `x` alone, which then has to be the whole text, and gradients flow through all of it.
+    Prefill and decode are the same call with different n: it appends the new tokens' keys and values to the cache, then
+    each new query attends to all keys up to its own. Earlier tokens are not computed again. Without a cache, `x` must
+    be the whole text, and gradients flow through all of it.
     """
 
     def __init__(self, d_model: int, num_heads: int, layer_idx: int, *, bias: bool = True) -> None:
-        """Make the layer; `layer_idx` names it in the cache. Raises ValueError if the heads do not divide d_model."""
+        """Make the layer with index `layer_idx`. Raises ValueError if d_model is not a multiple of num_heads."""
         super().__init__()
         if d_model % num_heads:
-            raise ValueError(f"d_model={d_model} does not split into num_heads={num_heads} equal heads: change one")
+            raise ValueError(f"d_model={d_model} is not a multiple of num_heads={num_heads}: change one of them")
         self.num_heads = num_heads
         self.head_dim = d_model // num_heads
         self.layer_idx = layer_idx
@@ -176,9 +175,9 @@ class CausalAttentionWithCache(nn.Module):
         self.out = nn.Linear(d_model, d_model, bias=bias)
 
     def forward(self, x: Tensor, cache: KVCache | None = None, start_pos: int = 0) -> Tensor:
-        """Attend from x [B, n, d_model], tokens at positions start_pos to start_pos + n - 1 -> [B, n, d_model].
+        """Compute attention for x [B, n, d_model], at positions start_pos to start_pos + n - 1 -> [B, n, d_model].
 
-        Raises ValueError if start_pos is not the number of tokens that the cache holds of this layer; 0 without one.
+        Raises ValueError if start_pos is not the number of tokens in the cache's layer (0 without a cache).
         """
         held = 0 if cache is None else cache.length(self.layer_idx)
         if start_pos != held:
@@ -189,27 +188,28 @@ class CausalAttentionWithCache(nn.Module):
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)  # [B, H, S, D] with S = start_pos + n
 
-        scores = (q / math.sqrt(self.head_dim)) @ keys.transpose(-2, -1)  # [B, H, n, S]; float16 ends at 65504
-        # Query i stands at position start_pos + i and sees the keys up to there: a staircase, moved right by start_pos.
+        # [B, H, n, S]; q is divided before the product, which could exceed 65504, the largest float16
+        scores = (q / math.sqrt(self.head_dim)) @ keys.transpose(-2, -1)
+        # Query i is at position start_pos + i and sees the keys up to there: a causal mask shifted right by start_pos.
         seen = torch.ones(n, start_pos + n, dtype=torch.bool, device=x.device).tril(start_pos)
         weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
-        mixed = (weights @ values).transpose(1, 2).reshape(B, n, d_model)  # the heads side by side again
+        mixed = (weights @ values).transpose(1, 2).reshape(B, n, d_model)  # concatenate the heads
         projected: Tensor = self.out(mixed)
         return projected
 
 
 def _format_start_pos_error(start_pos: int, held: int, layer_idx: int, cache: KVCache | None) -> str:
-    """Return a message that says what to change about a start_pos that is not `held`."""
+    """Return the error message for a start_pos that differs from the number of tokens in the cache, `held`."""
     if cache is None:
-        return f"start_pos is {start_pos}, but there is no cache: give the whole text and start_pos=0, or a cache"
+        return f"start_pos is {start_pos}, but there is no cache: pass the whole text and start_pos=0, or a cache"
     return (
         f"start_pos is {start_pos}, but the cache holds {held} tokens of layer {layer_idx}: "
-        f"pass start_pos={held}, or clear() the cache to begin a new text"
+        f"pass start_pos={held}, or call clear() to begin a new text"
     )
 
 
 class Block(nn.Module):
-    """One layer of the GPT: attention mixes the tokens, then the MLP works on each of them alone."""
+    """One layer of the GPT: attention over the tokens, then an MLP on each token alone."""
 
     def __init__(self, d_model: int, num_heads: int, layer_idx: int) -> None:
         super().__init__()
@@ -225,10 +225,10 @@ class Block(nn.Module):
 
 
 class GPTWithCache(nn.Module):
-    """A small GPT with learned positions: token ids in, logits of the token after each of them out."""
+    """A small GPT with learned position embeddings."""
 
     def __init__(self, vocab_size: int, d_model: int, num_heads: int, num_layers: int, max_seq_len: int) -> None:
-        """Make the model. Raises ValueError if the heads do not divide d_model."""
+        """Make the model. Raises ValueError if d_model is not a multiple of num_heads."""
         super().__init__()
         self.num_heads, self.head_dim, self.max_seq_len = num_heads, d_model // num_heads, max_seq_len
         self.tokens = nn.Embedding(vocab_size, d_model)
@@ -238,18 +238,19 @@ class GPTWithCache(nn.Module):
         self.head = nn.Linear(d_model, vocab_size, bias=False)
 
     def new_cache(self, batch_size: int) -> KVCache:
-        """Return an empty cache for texts of up to max_seq_len tokens, in the weights' type of numbers."""
+        """Return an empty cache for `batch_size` texts of up to max_seq_len tokens, in the dtype of the weights."""
         return KVCache(batch_size, self.max_seq_len, self.num_heads, self.head_dim, self.head.weight.dtype)
 
     def forward(self, ids: Tensor, cache: KVCache | None = None, start_pos: int = 0) -> Tensor:
-        """Compute the logits [B, n, vocab_size] of ids [B, n], which stand at start_pos and after.
+        """Compute logits [B, n, vocab_size] for ids [B, n] at positions start_pos to start_pos + n - 1.
 
-        Raises ValueError if the text becomes longer than max_seq_len, or if start_pos is not what the cache holds.
+        Raises ValueError if the text becomes longer than max_seq_len, or if start_pos is not the number of tokens in
+        the cache.
         """
         end = start_pos + ids.shape[1]
         if end > self.max_seq_len:
             raise ValueError(
-                f"a text of {end} tokens is longer than max_seq_len={self.max_seq_len}: give a shorter one"
+                f"a text of {end} tokens is longer than max_seq_len={self.max_seq_len}: pass a shorter one"
             )
         x = self.tokens(ids) + self.positions(torch.arange(start_pos, end, device=ids.device))
         for block in self.blocks:
@@ -259,14 +260,14 @@ class GPTWithCache(nn.Module):
 
     @torch.inference_mode()
     def generate(self, prompt: Tensor, num_tokens: int, cache: KVCache | None = None) -> Tensor:
-        """Append the likeliest tokens, one after another: prompt [B, n] -> [B, n + num_tokens].
+        """Append num_tokens tokens by greedy decoding: prompt [B, n] -> [B, n + num_tokens].
 
-        With a cache the whole prompt goes in first, and then one token a step. Without one the whole text goes in at
-        every step: the same tokens, and ever more work. Raises ValueError for an empty prompt, and if there is no room
-        for so many.
+        With a cache the prompt enters first, and then one token per step. Without one the whole text enters in every
+        step, which gives the same tokens with more work. Raises ValueError for an empty prompt, and if the text becomes
+        longer than max_seq_len.
         """
         if not prompt.shape[1]:
-            raise ValueError("the prompt is empty: give at least one token, after which others can follow")
+            raise ValueError("the prompt is empty: pass at least one token")
         text = new = prompt
         for _ in range(num_tokens):
             logits = self(text) if cache is None else self(new, cache, start_pos=len(cache))

@@ -1,13 +1,13 @@
-"""Any strategy as `past_key_values` of transformers: what `model.generate` computes is kept by a KVCache of ours.
+"""`StrategyCache`: a strategy as `past_key_values` of transformers, so that it stores what `model.generate` computes.
 
-For use without the server, which never imports this: it needs transformers, and it gathers keys for transformers to
-attend over. Knows strategies by their seam, those that forget also by `BlockTableCache.visible_positions`; models by
-their config.
+For use without the server, which never imports this file: it needs transformers, and it gathers the keys over which
+transformers then computes attention. Knows strategies by the interface `KVCache`, and models by their config.
 
-transformers masks by position. It takes the j-th of the keys returned for position kv_offset + j, and lets a query see
-those up to its own, within the model's window. For what an exact strategy keeps that is right. Where a strategy forgets
-in the middle of a row, each query would need a mask of its own, which no cache can give it: such rows are refused, and
-rows of one token (`generate(..., prefill_chunk_size=1)`) never are, as their only query sees all that is returned.
+transformers masks by position. It assumes that the j-th of the returned keys has position kv_offset + j, and lets a
+query attend to the keys up to its own position, within the model's window. That is right for exact strategies. A
+strategy that drops keys in the middle of a row would need a different mask for each query, which a cache cannot give:
+such rows raise StrategyCacheError. Rows of one token (`generate(..., prefill_chunk_size=1)`) always work, as their only
+query attends to all returned keys.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from cache_strategies.base import CacheUsage, Geometry, Plan, Row, Seat
 from cache_strategies.standalone import build_standalone_cache
 from kernels.types import LayerSpec
 
-_UNKNOWN_TOKEN_ID = -1  # a cache of transformers is not told the tokens: they are kept, and shared with nobody
+_UNKNOWN_TOKEN_ID = -1  # transformers does not pass token ids to a cache, so its tokens cannot be shared
 
 KV = tuple[Tensor, Tensor]
 
 
 class StrategyCacheError(ValueError):
-    """What this strategy, or transformers with it, cannot do. The message says what to use instead."""
+    """The strategy, or transformers with it, does not support an operation. The message says what to use instead."""
 
 
 class StrategyCache(Cache):
-    """One batch of sequences under one strategy. Takes all memory at once and never more; `reset()` begins anew."""
+    """A transformers cache that stores one batch of sequences with a strategy. All memory is allocated at the start."""
 
     def __init__(
         self,
@@ -49,11 +49,12 @@ class StrategyCache(Cache):
         equal_lengths: bool = False,
         **options: Any,
     ) -> None:
-        """`options` are those of the kind, as in the server's settings; beams and returned sequences count as batch.
+        """Allocate a cache for `max_batch_size` sequences (beams count) of up to `max_seq_len` tokens.
 
-        `dtype` may be narrower than the model's, which saves memory and rounds; by default it is the config's.
-        `equal_lengths` promises that no prompt of a batch is padded, of which a cache is not told.
-        Raises SettingsError for a kind or option there is not, StrategyCacheError for a model it cannot serve.
+        `strategy` is the kind, and `options` are its options as in the server's settings. `dtype` (default: the
+        config's) may be narrower than the model's, which saves memory and rounds. Set `equal_lengths` if no prompt of a
+        batch is padded, which the cache cannot see. Raises SettingsError for an unknown kind or option, and
+        StrategyCacheError for a model whose layers it cannot store.
         """
         text = config.get_text_config(decoder=True)
         self.max_seq_len = max_seq_len
@@ -70,78 +71,77 @@ class StrategyCache(Cache):
         self._exact = self._cache.contract.exact
         self._has_gaps = not self._exact and any(map(self._leaves_gaps, set(self._specs)))
         self._seats: list[Seat] = []  # one per row of the batch, all of the same length
-        # Begun by the first layer's update, committed with the last layer's.
-        self._forward_pass: _ForwardPass | None = None
+        self._forward_pass: _ForwardPass | None = None  # from the first layer's update to the last layer's
         croppable = self._cache.contract.rewind is None
         layers: list[Any] = [StrategyLayer(self, i, spec.window, croppable) for i, spec in enumerate(self._specs)]
         super().__init__(layers=layers)
 
-    # ---------------------------------------------------------------- what transformers asks for
+    # ---------------------------------------------------------------- the interface of transformers
     @property
     def length(self) -> int:
-        """Tokens of each sequence that went through all layers."""
+        """The number of tokens of each sequence that went through all layers."""
         return self._seats[0].length if self._seats else 0
 
     @property
     def batch_size(self) -> int:
-        return len(self._seats) or -1  # transformers' word for a cache that is not in use yet
+        return len(self._seats) or -1  # in transformers -1 means that the cache is unused
 
     def usage(self) -> CacheUsage:
-        """Where the memory is, in bytes."""
+        """Return the memory by use, in bytes."""
         return self._cache.usage()
 
     def reset(self) -> None:
-        """Forget all sequences and keep the memory."""
+        """Drop all sequences and keep the memory for the next batch."""
         self._forward_pass = None
         while self._seats:
             self._cache.close(self._seats.pop())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the latest tokens, given as a negative number as in transformers; 0 drops a forward pass that failed."""
+        """Drop the latest tokens, whose negative number is given, as in transformers; 0 drops a failed forward pass."""
         if tokens_to_remove > 0 or -tokens_to_remove > self.length:
             raise ValueError(
-                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative one, "
-                f"{-self.length} at most"
+                f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number, "
+                f"from {-self.length} to 0"
             )
         self._forward_pass = None
         rewind = self._cache.contract.rewind
         if rewind is not None and -tokens_to_remove > rewind:
             self._refuse(
                 f"can drop {rewind} of its latest tokens, not {-tokens_to_remove}",
-                "use paged or contiguous, or reset() and enter the text again",
+                "use paged or contiguous, or call reset() and pass the text again",
             )
         length = self.length + tokens_to_remove
         for seat in self._seats if tokens_to_remove else ():
             self._cache.crop(seat, length)
-            assert seat.length == length, "seats of unknown tokens are cropped exactly"
+            assert seat.length == length, "a seat without shared blocks is cropped exactly"
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Continue row i as row beam_idx[i] was, for beam search."""
+        """Replace row i of the batch by row beam_idx[i], for beam search."""
         self._select_rows(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order."""
+        """Keep only these rows of the batch, in this order."""
         self._select_rows(torch.arange(len(self._seats))[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, side by side."""
+        """Repeat every row of the batch `repeats` times; copies of a row are adjacent."""
         self._select_rows([row for row in range(len(self._seats)) for _ in range(repeats)])
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise StrategyCacheError(
-            "a StrategyCache cannot be copied: to go on from one prompt several times, crop() back to it each time"
+            "a StrategyCache cannot be copied: to reuse a prompt several times, crop() back to its end each time"
         )
 
     def _select_rows(self, rows: Sequence[int]) -> None:
-        """Keep the seats of these rows; a row given again is forked, one not given is closed."""
+        """Keep the seats of these rows, in this order; fork the seats of repeated rows and close the others."""
         self._check_no_partial_pass()
         if not self._seats:
             return
         if len(rows) > self.max_batch_size:
-            raise ValueError(f"{len(rows)} rows are more than max_batch_size={self.max_batch_size}: raise it")
+            raise ValueError(f"{len(rows)} rows exceed max_batch_size={self.max_batch_size}: raise it")
         if len(set(rows)) < len(rows) and not self._cache.contract.forkable:
-            self._refuse("cannot double a sequence", "use paged, or num_beams=1 and num_return_sequences=1")
-        for i in set(range(len(self._seats))) - set(rows):  # first, so that there is room
+            self._refuse("cannot fork a sequence", "use paged, or num_beams=1 and num_return_sequences=1")
+        for i in set(range(len(self._seats))) - set(rows):  # free memory before forks need it
             self._cache.close(self._seats[i])
         self._seats = [
             self._seats[row] if row not in rows[:i] else self._fork_seat(self._seats[row]) for i, row in enumerate(rows)
@@ -150,18 +150,18 @@ class StrategyCache(Cache):
     def _fork_seat(self, seat: Seat) -> Seat:
         child = self._cache.fork(seat)
         if child is None:
-            raise MemoryError(f"{self._kind} found no room to double a sequence")
+            raise MemoryError(f"strategy {self._kind!r} has not enough memory to fork a sequence: raise max_batch_size")
         return child
 
-    # ---------------------------------------------------------------- what layers ask for
-    def mask_sizes(self, layer: int, more: int) -> tuple[int, int]:
-        """Return how many keys `update_layer` will return with `more` tokens, and the position of the first."""
-        keys = self._count_visible(self._specs[layer], self.length + 1) + more - 1
-        return keys, self.length + more - keys
+    # ---------------------------------------------------------------- called by the layers
+    def mask_sizes(self, layer: int, num_new_tokens: int) -> tuple[int, int]:
+        """Return the number of keys that `update_layer` will return for new tokens, and the first key's position."""
+        num_keys = self._count_visible(self._specs[layer], self.length + 1) + num_new_tokens - 1
+        return num_keys, self.length + num_new_tokens - num_keys
 
     @torch.no_grad()
     def update_layer(self, layer: int, key: Tensor, value: Tensor) -> KV:
-        """Write key and value [B, H, n, D] of the new tokens -> K and V [B, H, S, D] of all that these may see."""
+        """Write key and value [B, H, n, D] of new tokens -> K and V [B, H, S, D] of all tokens they may attend to."""
         self._check_update(layer, key, value)
         B, _, n, _ = key.shape
         if self._forward_pass is None:
@@ -171,14 +171,14 @@ class StrategyCache(Cache):
             self._check_no_partial_pass()
         dtype = self._cache.setup.geometry.kv_dtype
         k, v = (x.detach().to(dtype).transpose(1, 2).flatten(0, 1) for x in (key, value))  # [B * n, H, D]
-        forward_pass.plan.attend(layer, k, k, v, torch.empty_like(v))  # keeps, and attends to nothing
+        forward_pass.plan.attend(layer, k, k, v, torch.empty_like(v))  # only writes: see build_standalone_cache
         forward_pass.updated_layers.add(layer)
         if layer in forward_pass.past:
             new = (x.unflatten(0, (B, n)).transpose(1, 2) for x in (k, v))
             kv = [torch.cat(pair, 2) for pair in zip(forward_pass.past.pop(layer), new, strict=True)]
         else:
             kv = list(_stack_kv(forward_pass.plan, layer, B))
-        assert kv[0].shape[2] == self.mask_sizes(layer, n)[0], "transformers was promised another number of keys"
+        assert kv[0].shape[2] == self.mask_sizes(layer, n)[0], "mask_sizes() returned another number of keys"
         if len(forward_pass.updated_layers) == len(self._specs):
             self._cache.commit(forward_pass.plan, [[_UNKNOWN_TOKEN_ID] * n] * B)
             self._forward_pass = None
@@ -186,7 +186,7 @@ class StrategyCache(Cache):
 
     # ---------------------------------------------------------------- steps
     def _begin_forward_pass(self, B: int, n: int) -> _ForwardPass:
-        """Plan n more tokens of each row. Raises ValueError if they do not fit, or cannot be masked."""
+        """Plan a step of n new tokens for each of B rows. Raises ValueError if they do not fit or cannot be masked."""
         self._check_batch(B, n)
         if not self._seats:
             self._open_seats(B)
@@ -200,21 +200,22 @@ class StrategyCache(Cache):
         for _ in range(B):
             seat = self._cache.open([_UNKNOWN_TOKEN_ID])
             if seat is None:
-                raise MemoryError(f"{self._kind} found no room for {B} sequences")
+                raise MemoryError(f"strategy {self._kind!r} has not enough memory for {B} sequences")
             self._seats.append(seat)
 
-    def _grow_seat(self, seat: Seat, more: int) -> None:
-        if self._cache.grow(seat, more):
+    def _grow_seat(self, seat: Seat, num_tokens: int) -> None:
+        if self._cache.grow(seat, num_tokens):
             return
-        # Sequences that part ways copy what they share, and originals are held until a step has run: an empty one.
+        # The sources of copied blocks stay referenced until a step has run: an empty step frees them.
         self._cache.commit(self._cache.plan([]), [])
-        if not self._cache.grow(seat, more):
-            raise MemoryError(f"{self._kind} found no room for {more} more tokens")
+        if not self._cache.grow(seat, num_tokens):
+            raise MemoryError(f"strategy {self._kind!r} has not enough memory for {num_tokens} more tokens")
 
     def _gather_past(self, n: int) -> dict[int, KV]:
-        """Return per layer the earlier keys that the first new token sees, where the last one does not see them all.
+        """Return, by layer, the K and V that the first of n new tokens attends to, if the last one sees fewer of them.
 
-        A plan tells what the last token sees; so a step of one token, never committed, is asked before the real one.
+        A plan only gathers what a row's last token attends to, so this plans a step of one token that is never
+        committed.
         """
         S = self.length
         layers = [
@@ -228,106 +229,109 @@ class StrategyCache(Cache):
         return {i: self._gather_layer_past(plan, i) for i in layers}
 
     def _gather_layer_past(self, plan: Plan, layer: int) -> KV:
-        """Return K and V [B, H, S, D] of what a next token sees, without itself."""
+        """Return K and V [B, H, S, D] that the next token of each row attends to, without the token itself."""
         spec, setup, B = self._specs[layer], self._cache.setup, len(self._seats)
         shape, device = (B, spec.num_kv_heads, spec.head_dim), setup.arena.memory.device
-        nothing = torch.zeros(shape, dtype=setup.geometry.kv_dtype, device=device)
-        plan.attend(layer, nothing, nothing, nothing, torch.empty_like(nothing))
+        zeros = torch.zeros(shape, dtype=setup.geometry.kv_dtype, device=device)
+        plan.attend(layer, zeros, zeros, zeros, torch.empty_like(zeros))
         k, v = _stack_kv(plan, layer, B)
         return k[:, :, :-1], v[:, :, :-1]
 
-    # ---------------------------------------------------------------- what a token sees
+    # ---------------------------------------------------------------- visible keys
     def _count_visible(self, spec: LayerSpec, length: int) -> int:
-        """Return the number of keys that the last of `length` tokens sees."""
+        """Return the number of keys that the last of `length` tokens attends to."""
         return self._count_visible_if_exact(spec, length) if self._exact else len(self._visible_positions(spec, length))
 
     def _count_visible_if_exact(self, spec: LayerSpec, length: int) -> int:
-        """Return the number of keys that it would see if nothing were forgotten."""
+        """Return the number of keys that the last of `length` tokens would attend to if the strategy dropped none."""
         return length if spec.window is None else min(length, spec.window)
 
     def _visible_positions(self, spec: LayerSpec, length: int) -> Tensor:
         positions = self._cache.visible_positions(length, spec)
         if positions is None:
             self._refuse(
-                "forgets, and does not say beforehand how many keys are left, which transformers has to know",
+                "drops keys and does not define `visible_positions`, so that transformers cannot mask the others",
                 "use a strategy whose contract is exact, or define its `visible_positions`",
             )
         return positions
 
     def _leaves_gaps(self, spec: LayerSpec) -> bool:
-        """Return whether what is kept of a long text is more than its end."""
+        """Return whether the visible positions of a text of max_seq_len tokens are not contiguous, as with sinks."""
         positions = self._visible_positions(spec, self.max_seq_len)
         return bool(positions[0] + len(positions) != self.max_seq_len)
 
-    # ---------------------------------------------------------------- refusals
+    # ---------------------------------------------------------------- checks
     def _check_update(self, layer: int, key: Tensor, value: Tensor) -> None:
         spec, setup = self._specs[layer], self._cache.setup
         kv_dtype, device = setup.geometry.kv_dtype, setup.arena.memory.device
         for x in (key, value):
             if x.dim() != 4 or (x.shape[1], x.shape[3]) != (spec.num_kv_heads, spec.head_dim):
                 raise StrategyCacheError(
-                    f"layer {layer} gave keys or values of shape {list(x.shape)}; by the config there are "
+                    f"layer {layer} has keys or values of shape {list(x.shape)}, but the config has "
                     f"{spec.num_kv_heads} heads of {spec.head_dim}: pass this model's own config, or use DynamicCache"
                 )
         if key.device != device:
             raise ValueError(f"the keys are on {key.device}, the cache on {device}: pass device={str(key.device)!r}")
         if key.dtype != kv_dtype and not self._has_explicit_dtype:
-            raise ValueError(f"the keys are {key.dtype}, the config says {kv_dtype}: pass the dtype to keep them in")
+            raise ValueError(f"the keys are {key.dtype}, but the config says {kv_dtype}: pass the dtype of the cache")
 
     def _check_batch(self, rows: int, n: int) -> None:
         S, max_row = self.length, self._cache.contract.max_row
         if rows > self.max_batch_size:
-            raise ValueError(f"{rows} rows are more than max_batch_size={self.max_batch_size}: raise it (beams count)")
+            raise ValueError(f"{rows} rows exceed max_batch_size={self.max_batch_size}: raise it (beams count)")
         if self._seats and rows != len(self._seats):
-            raise ValueError(f"the cache holds {len(self._seats)} rows, {rows} came: keep the batch, or reset() first")
+            raise ValueError(
+                f"the cache has {len(self._seats)} rows and the input has {rows}: keep the batch size, or call reset()"
+            )
         if S + n > self.max_seq_len:
-            raise ValueError(f"no room for {n} tokens after {S}: raise max_seq_len={self.max_seq_len}, or reset()")
+            raise ValueError(
+                f"{n} tokens do not fit after {S}: raise max_seq_len={self.max_seq_len}, or call reset() first"
+            )
         if rows > 1 and self._has_gaps and not self._equal_lengths:
             self._refuse(
-                "keeps the first tokens of every row, which is padding where prompts are padded, and a cache is not "
-                "told which are",
+                "keeps the first tokens of every row, which may be padding in a batch, and a cache cannot see padding",
                 "use sinks=0, rows of one prompt, or equal_lengths=True if all rows are equally long",
             )
         if max_row is not None and n > max_row:
             self._refuse(
-                f"takes {max_row} tokens of a sequence at once, not {n}",
-                f"generate(..., prefill_chunk_size={max_row}), or raise max_row if the kind has that option",
+                f"accepts at most {max_row} tokens of a sequence at once, not {n}",
+                f"call generate(..., prefill_chunk_size={max_row}), or raise max_row if the kind has that option",
             )
         if n > 1 and any(
             self._count_visible(spec, S + n) < self._count_visible_if_exact(spec, S + n) for spec in set(self._specs)
         ):
             self._refuse(
-                f"forgets while tokens {S} to {S + n - 1} enter, and transformers cannot hide from each what it forgot",
-                "enter them one by one, generate(..., prefill_chunk_size=1), keep more, or use `kvmux serve`",
+                f"drops keys while tokens {S} to {S + n - 1} enter, and transformers cannot mask them for each token",
+                "call generate(..., prefill_chunk_size=1), enlarge the window, or use `kvmux serve`",
             )
 
     def _check_no_partial_pass(self) -> None:
-        """Raise if a forward pass updated some layers and not the others: its tokens count in none of them."""
+        """Raise StrategyCacheError if a forward pass has updated some layers but not all: its tokens do not count."""
         if self._forward_pass is not None:
             updated, layers = len(self._forward_pass.updated_layers), len(self._specs)
             raise StrategyCacheError(
-                f"the last forward pass gave tokens to {updated} of {layers} layers: if it failed, call "
-                "crop(0) and repeat it; a model that leaves layers out needs DynamicCache"
+                f"the last forward pass updated {updated} of {layers} layers: if it failed, call "
+                "crop(0) and repeat it; a model that skips layers needs DynamicCache"
             )
 
-    def _refuse(self, why: str, instead: str) -> NoReturn:
-        raise StrategyCacheError(f"the strategy {self._kind!r} {why}; instead: {instead}")
+    def _refuse(self, why: str, advice: str) -> NoReturn:
+        raise StrategyCacheError(f"strategy {self._kind!r} {why}: {advice}")
 
 
 class StrategyLayer(CacheLayerMixin):
-    """One layer as transformers sees it."""
+    """One layer of a StrategyCache, with the interface of transformers' cache layers."""
 
     supports_early_init = False
 
     def __init__(self, owner: StrategyCache, index: int, window: int | None, croppable: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.is_sliding = window is not None  # transformers makes one mask for layers that are and one for the others
+        self.is_sliding = window is not None  # transformers makes one mask for sliding layers and one for the others
         self.is_croppable = croppable
         self._owner = owner
         self._index = index
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: all memory was taken beforehand."""
+        """Do nothing: all memory was allocated by the StrategyCache."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> KV:
         return self._owner.update_layer(self._index, key_states, value_states)
@@ -344,41 +348,44 @@ class StrategyLayer(CacheLayerMixin):
 
 @dataclass
 class _ForwardPass:
-    """Tokens on their way through the layers."""
+    """A forward pass that has updated some layers and not yet all."""
 
     num_new_tokens: int  # per row
-    past: dict[int, KV]  # see StrategyCache._gather_past
+    past: dict[int, KV]  # K and V by layer, see StrategyCache._gather_past
     plan: Plan
     updated_layers: set[int] = field(default_factory=set)
 
 
 def _resolve_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """Return a model's own dtype; the config of a saved model has its name alone."""
+    """Return the dtype of a model's config, which may hold a torch.dtype, a name or nothing (float32)."""
     dtype = getattr(config, "dtype", None) or torch.float32
     resolved: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     return resolved
 
 
 def _stack_kv(plan: Plan, layer: int, rows: int) -> KV:
-    """Return what the last tokens of all rows see: K and V [B, H, S, D]."""
+    """Return K and V [B, H, S, D] of a layer that the last token of each of the plan's rows attends to."""
     per_row = [plan.gather_kv(layer, row) for row in range(rows)]
     k, v = (torch.stack([x[i] for x in per_row]).transpose(1, 2) for i in (0, 1))
     return k, v
 
 
 def _make_layer_specs(config: Any) -> list[LayerSpec]:
-    """Return what the config says of each layer, as transformers' own cache reads it. Raises StrategyCacheError."""
+    """Return the layers of a config, as transformers' DynamicCache reads them.
+
+    Raises StrategyCacheError if a layer is neither full nor sliding-window attention.
+    """
     layers = DynamicCache(config=config).layers
     plain = all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
     try:
         query_heads = getattr(config, "num_attention_heads", None)
         heads = getattr(config, "num_key_value_heads", None) or query_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
-    except (AttributeError, TypeError):  # it depends on the layer, or is called otherwise
+    except (AttributeError, TypeError):  # it differs between layers, or has another name
         heads = None
     if not plain or not isinstance(heads, int) or getattr(config, "attention_chunk_size", None):
         raise StrategyCacheError(
-            f"{type(config).__name__}: a strategy can keep layers that attend to all tokens or to a sliding window of "
-            "them, with keys and values of their own, and this model has others: use DynamicCache"
+            f"{type(config).__name__}: strategies only support layers with full or sliding-window attention and their "
+            "own keys and values, and this model has others: use DynamicCache"
         )
     return [LayerSpec(heads, heads, dim, dim, window=getattr(layer, "sliding_window", None)) for layer in layers]

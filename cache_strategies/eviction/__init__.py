@@ -1,6 +1,6 @@
-"""Which of the blocks that nobody uses go first. A policy is one small file; `base.py` says what it is asked.
+"""Eviction policies, which choose the idle block to evict next. Each is one file that implements `base.py`.
 
-A policy of one's own is a package with an entry point in the group `kvmux.eviction_policies` naming an EvictionPolicy.
+A third-party policy is a package with an entry point in the group `kvmux.eviction_policies` naming an EvictionPolicy.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ BUILTIN: Mapping[str, str] = {
 
 
 def list_policies() -> dict[str, str]:
-    """Return every policy that is installed, as "module:Class"."""
+    """Return all installed eviction policies by name, as "module:Class"."""
     return list_plugins(ENTRY_POINT_GROUP, BUILTIN)
 
 
 def load_policy(name: str) -> type[EvictionPolicy]:
-    """Return the class of a policy. Raises SettingsError: it lists the policies, or says what is wrong with this."""
-    known = BUILTIN if name in BUILTIN else list_policies()  # looking for plug-ins takes a while
+    """Return the class of an eviction policy. Raises SettingsError if it is unknown or cannot be loaded."""
+    known = BUILTIN if name in BUILTIN else list_policies()  # reading entry points is slow
     return load_class(name, known, EvictionPolicy, what="eviction policy", plural="policies")  # type: ignore[type-abstract]

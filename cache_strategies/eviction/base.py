@@ -1,8 +1,8 @@
-"""What an eviction policy is. Knows keys, sizes and times; neither tokens, nor memory, nor who uses what.
+"""The interface of an eviction policy. Knows keys, sizes and times; neither tokens nor memory.
 
-An entry is something worth keeping that somebody may want again: a block of keys and values under its hash. While it is
-in use it cannot go; when nobody uses it, it is idle, and stands in the policy's order. Priorities, times to live and
-pins are not a policy's business: `queue.py` sees to them for all policies alike.
+An entry is a cached block of keys and values, identified by its hash. It is either in use, and cannot be evicted, or
+idle, and then the policy decides when it is evicted. Priorities, times to live and pins are handled outside, for all
+policies alike (`queue.py`).
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ Key = Hashable
 
 
 class EvictionPolicy(ABC):
-    """An order among idle entries. Every method takes constant time, amortised."""
+    """Chooses which idle entry is evicted next. Every method must take constant time, amortised."""
 
     @abstractmethod
     def insert(self, key: Key, size: int, now: float) -> None:
-        """Add an entry that is idle from now on: new, or in use until now. `size` in bytes, `now` in seconds."""
+        """Add an entry that becomes idle: new, or in use until now. `size` is in bytes, `now` in seconds."""
 
     @abstractmethod
     def touch(self, key: Key, now: float) -> None:
-        """Note that an idle entry is wanted again: a hit. It is in use until it is inserted once more."""
+        """Record a hit on an idle entry, which is in use until it is inserted again. `now` is in seconds."""
 
     @abstractmethod
     def evict(self) -> Key:
-        """Remove the entry that goes first and return it. Called only while there is an idle one."""
+        """Remove the idle entry to evict next and return its key. Called only if there is one."""
 
     @abstractmethod
     def discard(self, key: Key) -> None:
-        """Remove an entry, idle or in use, for another reason. One that was never inserted is not an error."""
+        """Remove an entry, idle or in use, that is freed for another reason. Unknown keys are ignored."""
 
     @abstractmethod
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""lru: the entry that was not wanted for longest goes first."""
+"""lru: evicts the least recently used entry first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cache_strategies.eviction.base import EvictionPolicy, Key
 
 
 class LRU(EvictionPolicy):
-    """One queue."""
+    """A queue of idle entries, in the order in which they became idle."""
 
     def __init__(self) -> None:
         self._idle: OrderedDict[Key, None] = OrderedDict()

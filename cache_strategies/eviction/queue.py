@@ -1,4 +1,4 @@
-"""Which idle entry goes first: one that has expired, then the lowest priority, then as the policy says.
+"""The order of eviction: expired entries first, then those of the lowest priority, among these as the policy decides.
 
 Knows entries by key, like the policies; neither blocks nor seats.
 """
@@ -15,25 +15,28 @@ from cache_strategies.eviction.base import EvictionPolicy, Key
 
 
 class Retention(NamedTuple):
-    """How long an entry is worth keeping."""
+    """An entry's priority and time to live."""
 
-    priority: int  # higher ones stay longer
-    expires: float  # seconds on the clock; from then on it goes before everything else
+    priority: int  # entries of higher priority are evicted later
+    expires: float  # time, in seconds on the queue's clock, from which the entry is evicted before all others
 
 
 class EvictionQueue:
-    """Idle entries in the order in which they go; a policy of its own for each priority."""
+    """The idle entries in the order of their eviction, with one instance of the policy for each priority."""
 
     def __init__(self, policy: Callable[[], EvictionPolicy], clock: Callable[[], float] = time.monotonic) -> None:
         self._new_policy = policy
         self._clock = clock
         self._policies: dict[int, EvictionPolicy] = {}
-        self._retention: dict[Key, Retention] = {}  # of all entries, in use or idle
+        self._retention: dict[Key, Retention] = {}  # of all entries, in use and idle
         self._idle: set[Key] = set()
         self._expiry = _ExpiryHeap(self._retention)
 
     def update_retention(self, key: Key, priority: int = 0, ttl: float = math.inf) -> None:
-        """Set what an entry in use is worth to a user that leaves it; the most that any user set holds."""
+        """Raise the priority of an entry in use, and its expiry to `ttl` seconds from now; never lower either.
+
+        Called for each user that releases the entry: the highest values apply.
+        """
         assert key not in self._idle
         new = Retention(priority, self._clock() + ttl)
         old = self._retention.setdefault(key, new)
@@ -43,18 +46,18 @@ class EvictionQueue:
         self._retention[key] = merged
 
     def insert(self, key: Key, size: int) -> None:
-        """Add an entry that nobody uses any more; update_retention() was called for it."""
+        """Add an entry of `size` bytes that becomes idle; update_retention() must have been called for it."""
         self._idle.add(key)
         self._get_policy(key).insert(key, size, self._clock())
         self._expiry.watch(key)
 
     def touch(self, key: Key) -> None:
-        """Note that an idle entry is wanted again; it is in use until it is inserted once more."""
+        """Record a hit on an idle entry, which is in use until it is inserted again."""
         self._idle.remove(key)
         self._get_policy(key).touch(key, self._clock())
 
     def evict(self) -> Key:
-        """Remove the entry that goes first and return it. Called only while there is an idle one."""
+        """Remove the idle entry to evict next and return its key. Called only if there is one."""
         for key in self._expiry.pop_expired(self._clock()):
             if key in self._idle:
                 self.discard(key)
@@ -66,7 +69,7 @@ class EvictionQueue:
         return key
 
     def discard(self, key: Key) -> None:
-        """Remove an entry for another reason; one that is not known is not an error."""
+        """Remove an entry, idle or in use, that is freed for another reason. Unknown keys are ignored."""
         if key in self._retention:
             self._get_policy(key).discard(key)
             del self._retention[key]
@@ -90,36 +93,36 @@ class EvictionQueue:
 
 
 class _ExpiryHeap:
-    """When entries expire: the note of each that holds is the soonest, and is looked at no sooner than it is due."""
+    """A heap of the entries' expiry times, with lazy deletion: an entry's later heap items are outdated and skipped."""
 
     def __init__(self, retention: Mapping[Key, Retention]) -> None:
         self._retention = retention
-        self._heap: list[tuple[float, int, Key]] = []  # a heap; the number keeps it from comparing keys
-        self._due_times: dict[Key, float] = {}  # when the note that holds is due
+        self._heap: list[tuple[float, int, Key]] = []  # (time, counter, key); the counter avoids comparing keys
+        self._due_times: dict[Key, float] = {}  # the time of each key's current heap item
         self._num_pushed = 0
 
     def watch(self, key: Key) -> None:
         expires = self._retention[key].expires
         if expires >= self._due_times.get(key, math.inf):
             return
-        if len(self._heap) > 2 * len(self._retention) + 64:  # mostly of entries that are gone
-            self._heap = [note for note in self._heap if note[2] in self._retention and self._is_current(note)]
+        if len(self._heap) > 2 * len(self._retention) + 64:  # most items are of removed entries
+            self._heap = [item for item in self._heap if item[2] in self._retention and self._is_current(item)]
             self._due_times = {key: due for due, _, key in self._heap}
             heapq.heapify(self._heap)
         self._push(expires, key)
 
     def pop_expired(self, now: float) -> Iterator[Key]:
-        """Yield entries that have expired; each once, until it is watched again."""
+        """Yield the keys of entries that have expired; each only once, until watch() is called for it again."""
         while self._heap and self._heap[0][0] <= now:
-            note = heapq.heappop(self._heap)
-            if not self._is_current(note):
+            item = heapq.heappop(self._heap)
+            if not self._is_current(item):
                 continue
-            key = note[2]
+            key = item[2]
             del self._due_times[key]
             expires = self._retention[key].expires if key in self._retention else math.inf
             if expires <= now:
                 yield key
-            elif expires < math.inf:  # it has got more time since
+            elif expires < math.inf:  # its expiry was moved to a later time after the push
                 self._push(expires, key)
 
     def _push(self, expires: float, key: Key) -> None:
@@ -127,5 +130,5 @@ class _ExpiryHeap:
         self._due_times[key] = expires
         heapq.heappush(self._heap, (expires, self._num_pushed, key))
 
-    def _is_current(self, note: tuple[float, int, Key]) -> bool:
-        return self._due_times.get(note[2]) == note[0]
+    def _is_current(self, item: tuple[float, int, Key]) -> bool:
+        return self._due_times.get(item[2]) == item[0]

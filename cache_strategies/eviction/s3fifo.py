@@ -1,10 +1,10 @@
-"""s3fifo: what was wanted only once goes soon, so that a flood of texts nobody repeats cannot wash out the others.
+"""s3fifo: evicts entries that were used only once early, so that many unique prompts do not evict reused prefixes.
 
-After Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023): new entries pass a small queue, and
-only those that were wanted again come into the main one; keys that the small queue let go are remembered for a while,
-and enter the main queue when they return. Two things are otherwise here. An entry that is in use stands in no queue, so
-the main one is in the order of use without marks or second chances, as in its ancestor 2Q (Johnson and Shasha 1994).
-And the small queue is not so small: the next turn of a chat comes minutes later, and has to find the one before.
+After Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023). New entries enter a small queue; those
+that are hit there move to the main queue. Keys evicted from the small queue are remembered for a while (ghosts), and
+enter the main queue if they return. This implementation differs in two ways. An entry in use is in neither queue, so
+the main queue is in the order of use without reference bits or second chances, as in 2Q (Johnson and Shasha 1994). And
+the small queue is larger than in the paper: a chat's next message comes minutes later and should still find its prefix.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections import OrderedDict
 
 from cache_strategies.eviction.base import EvictionPolicy, Key
 
-SMALL_QUEUE_SHARE = 0.3  # share of idle bytes that new entries may hold; between 0.25 and 0.4 it hardly matters
+SMALL_QUEUE_SHARE = 0.3  # share of idle bytes for the small queue; values between 0.25 and 0.4 hardly differ
 
 
 class S3FIFO(EvictionPolicy):
-    """Two queues, and keys that were let go."""
+    """A small queue for new entries, a main queue for entries used again, and a list of recently evicted keys."""
 
     def __init__(self) -> None:
-        self._small: OrderedDict[Key, int] = OrderedDict()  # sizes
-        self._main: OrderedDict[Key, int] = OrderedDict()
+        self._small: OrderedDict[Key, int] = OrderedDict()  # bytes of each entry
+        self._main: OrderedDict[Key, int] = OrderedDict()  # bytes of each entry
         self._small_bytes = self._main_bytes = 0
-        self._main_keys: set[Key] = set()  # entries of the main queue, and those in use that belong there
-        self._ghosts: OrderedDict[Key, None] = OrderedDict()
+        self._main_keys: set[Key] = set()  # entries in the main queue, and entries in use that will return to it
+        self._ghosts: OrderedDict[Key, None] = OrderedDict()  # keys evicted from the small queue, oldest first
 
     def insert(self, key: Key, size: int, now: float) -> None:
         if key in self._ghosts:
@@ -61,12 +61,12 @@ class S3FIFO(EvictionPolicy):
         return len(self._small) + len(self._main)
 
     def _remove_from_queues(self, key: Key) -> None:
-        """Remove an entry from the queue that it is in, if any."""
+        """Remove an idle entry from its queue; do nothing for an entry in use."""
         self._small_bytes -= self._small.pop(key, 0)
         self._main_bytes -= self._main.pop(key, 0)
 
     def _add_ghost(self, key: Key) -> None:
-        """Remember a key that was evicted: as many keys as there are idle entries."""
+        """Remember an evicted key, and forget the oldest ones beyond the number of idle entries."""
         self._ghosts[key] = None
         while len(self._ghosts) > len(self):
             self._ghosts.popitem(last=False)

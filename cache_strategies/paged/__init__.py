@@ -1,1 +1,1 @@
-"""paged: a KV cache of small blocks, which later sequences with the same beginning find again."""
+"""paged: a KV cache of small blocks, which sequences with a common prefix share."""

@@ -1,6 +1,6 @@
-"""Measures the blocks of an instance: how long they live and wait to be used again, and how many are copied.
+"""Measures an instance's blocks: their lifetimes, idle times and reuse gaps in seconds, and the number of copies.
 
-Knows entries by key, like the eviction policies: blocks, or their hashes. Decides nothing.
+Knows entries by key, like the eviction policies: a block's number or its hash.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Hashable, Set
 from cache_strategies.base import BlockEvents
 
 Key = Hashable
-MAX_SAMPLES = 1024  # latest samples of each kind
+MAX_SAMPLES = 1024  # samples of each kind that are kept between two collect() calls; older ones are dropped
 
 
 class BlockMetrics:
-    """Takes an entry's events in this order: allocated, then idle and reused by turns, then evicted or removed."""
+    """Records events of entries: each is allocated, then alternately idle and reused, then evicted or removed."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -41,16 +41,16 @@ class BlockMetrics:
         self._idle_times.append(now - self._idle_since.pop(key))
 
     def on_block_removed(self, key: Key) -> None:
-        """Note the end of an entry for another reason, in use or idle."""
+        """Record that an entry, idle or in use, was removed for another reason than eviction."""
         del self._allocated_at[key]
         self._idle_since.pop(key, None)
 
     def on_block_copied(self) -> None:
-        """Note that a block was copied before a write, as others refer to it."""
+        """Record that a shared block was copied before a write (copy-on-write)."""
         self._copies += 1
 
     def collect(self) -> BlockEvents | None:
-        """Return the events since the last call, and clear them; None if there were none."""
+        """Return the events since the last call and clear them; None if there were none."""
         if not (self._lifetimes or self._reuse_gaps or self._copies):
             return None
         events = BlockEvents(self._copies, tuple(self._lifetimes), tuple(self._idle_times), tuple(self._reuse_gaps))
@@ -60,6 +60,6 @@ class BlockMetrics:
         return events
 
     def check_integrity(self, known: Set[Key], idle: Set[Key]) -> None:
-        """Assert that these entries are known and idle, and no others."""
+        """Assert that `known` is the set of all entries, and `idle` that of the idle ones."""
         assert self._allocated_at.keys() == known
         assert self._idle_since.keys() == idle

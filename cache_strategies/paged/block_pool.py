@@ -1,8 +1,8 @@
-"""The blocks of an instance that are in memory: in use, or idle under their hashes until they are evicted.
+"""An instance's pool of blocks: each is in use, or idle and findable by its hash until it is evicted.
 
-Wires `RefCounts` (how many refer to a block), `PrefixIndex` (its hash) and `EvictionQueue` (which idle one goes
-first), and reports to `BlockMetrics`. A block without a hash and without references is freed at once. Knows neither
-seats nor tokens.
+Combines `RefCounts` (references to a block), `PrefixIndex` (its hash) and `EvictionQueue` (the order of eviction), and
+reports to `BlockMetrics`. A block that loses its last reference is freed at once if it has no hash, else it becomes
+idle. Knows neither seats nor tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cache_strategies.paged.ref_counts import RefCounts
 
 
 class BlockPool:
-    """Every reference that is taken is dropped once."""
+    """Allocates, shares and evicts blocks. A caller must drop every reference that it adds, once."""
 
     def __init__(
         self, ref_counts: RefCounts, eviction_queue: EvictionQueue, block_metrics: BlockMetrics, block_bytes: int
@@ -29,20 +29,23 @@ class BlockPool:
         self._block_bytes = block_bytes
 
     # ---------------------------------------------------------------- references
-    def take(self) -> int | None:
-        """Return a block without a hash, with one reference; None if there is no room."""
-        return self._ref_counts.take()
+    def allocate(self) -> int | None:
+        """Allocate a block with one reference and without a hash; None if there is not enough memory."""
+        return self._ref_counts.allocate()
 
     def incref(self, block: int) -> None:
-        """Add a reference to a block."""
+        """Add a reference to a block, in use or idle."""
         if self._ref_counts.incref(block):
             block_hash = self._index.find_hash(block)
-            assert block_hash is not None, "a block without a hash does not stay"
+            assert block_hash is not None, "an idle block must have a hash"
             self._eviction_queue.touch(block_hash)
             self._block_metrics.on_block_reused(block_hash)
 
     def decref(self, block: int, *, priority: int = 0, ttl: float = 0.0) -> None:
-        """Drop a reference to a block that is worth keeping, to whoever drops it, for `ttl` seconds."""
+        """Drop a reference to a block; without references it is idle, with at least this priority and `ttl` seconds.
+
+        A block without a hash is freed when its last reference is dropped.
+        """
         block_hash = self._index.find_hash(block)
         if block_hash is not None:
             self._eviction_queue.update_retention(block_hash, priority, ttl)
@@ -55,7 +58,7 @@ class BlockPool:
             self._block_metrics.on_block_idle(block_hash)
 
     def is_shared(self, block: int) -> bool:
-        """Return whether several refer to a block."""
+        """Return whether a block has more than one reference."""
         return self._ref_counts.is_shared(block)
 
     # ---------------------------------------------------------------- hashes
@@ -66,12 +69,12 @@ class BlockPool:
         return block in self._index
 
     def publish(self, block_hash: BlockHash, block: int) -> None:
-        """Make a block findable under a hash, which must be new."""
+        """Make a block findable by a hash that no other block has."""
         self._index.publish(block_hash, block)
         self._block_metrics.on_block_allocated(block_hash)
 
     def unpublish(self, block: int) -> None:
-        """Make a block unfindable, and free it if it is idle; a block without a hash is not an error."""
+        """Remove a block's hash, and free the block if it is idle; do nothing if it has no hash."""
         block_hash = self._index.unpublish(block)
         if block_hash is None:
             return
@@ -82,7 +85,7 @@ class BlockPool:
             self._ref_counts.release(block)
 
     def clear(self, scope: SaltScope) -> None:
-        """Make the blocks of a scope unfindable, and free the idle ones."""
+        """Remove the hashes of all blocks whose salts a scope includes, and free the idle blocks among them."""
         for block_hash in self._index.list_hashes():
             if scope.includes(block_hash.salt):
                 block = self._index.find(block_hash)
@@ -92,13 +95,13 @@ class BlockPool:
     def find_miss_reason(self, block_hash: BlockHash) -> Miss:
         return self._index.find_miss_reason(block_hash)
 
-    # ---------------------------------------------------------------- idle ones
+    # ---------------------------------------------------------------- eviction
     @property
     def num_idle(self) -> int:
         return len(self._eviction_queue)
 
     def evict(self) -> None:
-        """Evict the idle block that goes first."""
+        """Evict and free the idle block that is next in the order of eviction."""
         block_hash = self._eviction_queue.evict()
         assert isinstance(block_hash, BlockHash)
         self._block_metrics.on_block_evicted(block_hash)
@@ -108,7 +111,7 @@ class BlockPool:
         return len(self._ref_counts)
 
     def check_integrity(self, references: Mapping[int, int]) -> None:
-        """Assert that the books add up; `references`: all that the caller took and did not drop, by block."""
+        """Assert that the bookkeeping is consistent; `references` are the numbers the caller holds, by block."""
         self._ref_counts.check_integrity(references, self.num_idle)
         self._index.check_integrity()
         self._eviction_queue.check_integrity()

@@ -1,11 +1,12 @@
-"""paged: blocks of a few tokens, taken as a sequence grows and found again by later sequences with the same beginning.
+"""paged: blocks of a few tokens, allocated as a sequence grows and shared by sequences with a common prefix.
 
-After vLLM's PagedAttention (Kwon et al., 2023). This file only wires its parts: `PagedSeat` (a sequence's tokens and
-the hashes of its blocks), `BlockPool` (references, hashes, and which idle block goes first), `BlockHasher`,
-`PendingBlocks` (which seat computes a block that others wait for), `Pins`.
+After vLLM's PagedAttention (Kwon et al., 2023). This file combines `PagedSeat` (a sequence's tokens and block hashes),
+`BlockPool` (reference counts, prefix index and eviction), `BlockHasher`, `PendingBlocks` (blocks that one seat computes
+and others wait for) and `Pins`.
 
-Only full blocks are shared. A block that several seats refer to, or that has a hash, is never written: the writer gets
-a copy first, and the source stays referenced until the copy has run.
+Only full blocks are found by hash. A block with several references is never written: the writer gets a copy first
+(copy-on-write), and the source keeps its reference until the copy has run. A computed block loses its hash before it is
+written again.
 """
 
 from __future__ import annotations
@@ -50,12 +51,10 @@ from config.errors import SettingsError
 class PagedOptions(TableOptions):
     """Options of a paged cache."""
 
-    block_size: int = Field(32, ge=1, le=1024, description="tokens of a block")
-    prefix_cache: bool = Field(True, description="share blocks between sequences that begin alike")
-    eviction: str = Field("lru", description="which idle block goes first: lru, s3fifo, or what a plug-in registered")
-    ttl: float | None = Field(
-        None, gt=0, description="seconds after which a block that nobody used goes before all others"
-    )
+    block_size: int = Field(32, ge=1, le=1024, description="tokens per block")
+    prefix_cache: bool = Field(True, description="share blocks between sequences with a common prefix")
+    eviction: str = Field("lru", description="eviction policy of idle blocks: lru, s3fifo, or one from a plug-in")
+    ttl: float | None = Field(None, gt=0, description="seconds after which an idle block is evicted before all others")
 
     @field_validator("eviction")
     @classmethod
@@ -68,7 +67,7 @@ class PagedOptions(TableOptions):
 
 
 class PagedCache(BlockTableCache[PagedSeat]):
-    """Block tables over a pool."""
+    """A cache of small blocks, which grows with its sequences and shares the blocks of common prefixes."""
 
     options_type = PagedOptions
 
@@ -84,8 +83,8 @@ class PagedCache(BlockTableCache[PagedSeat]):
         self.pinned = Pins(setup.clock)
         self._ttl = math.inf if options.ttl is None else options.ttl
         self._hasher = BlockHasher(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
-        self._blocks_to_complete: set[int] = set()  # pending blocks that rows of this step complete
-        self._copies: dict[int, int] = {}  # destination: source, to run before the next step writes
+        self._blocks_to_complete: set[int] = set()  # pending blocks that the rows of this step compute to the end
+        self._copies: dict[int, int] = {}  # source by destination of block copies to run before the next step's writes
         shared = self.prefix_cache
         self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized, shareable=shared, reusable=shared)
 
@@ -107,16 +106,16 @@ class PagedCache(BlockTableCache[PagedSeat]):
             return None
         hashes = self._hash_blocks(tokens, salt)
         blocks = self._find_cached_blocks(hashes, count_reusable_tokens(tokens, max_cached))
-        for block in blocks:  # hold them before anything is taken: taking may evict
+        for block in blocks:  # reference them before anything is allocated: allocation may evict idle blocks
             self.pool.incref(block)
-        seat = PagedSeat(self.table.take(), blocks, len(blocks) * self.block_size, list(tokens), salt)
+        seat = PagedSeat(self.table.allocate_row(), blocks, len(blocks) * self.block_size, list(tokens), salt)
         seat.block_hashes, seat.ttl = list(hashes), self._ttl
         seat.miss = self._find_miss_reason(seat, tokens, max_cached)
         self.seats.add(seat)
         for block in blocks:
             self.pending.add_waiter(block, seat)
         if not self._allocate_blocks(seat, len(tokens)):
-            seat.ttl = 0.0  # it says nothing of what the blocks are worth
+            seat.ttl = 0.0  # so that close() does not raise the retention of the blocks it found
             self.close(seat)
             return None
         for i in range(seat.length // self.block_size, len(hashes)):
@@ -127,17 +126,17 @@ class PagedCache(BlockTableCache[PagedSeat]):
         return seat
 
     def close(self, seat: PagedSeat) -> None:
-        while seat.blocks:  # the last block first: among idle blocks, ends of texts go before their beginnings
+        while seat.blocks:  # the last block first, so that the ends of sequences are evicted before their prefixes
             self._release_block(seat.blocks.pop(), seat)
         self.seats.remove(seat)
-        self.table.release(seat.index)
+        self.table.release_row(seat.index)
 
     def discard(self, seat: PagedSeat) -> None:
         full = [block for block in seat.blocks[: seat.length // self.block_size] if block not in self.pending]
-        unsound = {block for block, finite in zip(full, self.store.find_finite_blocks(full), strict=True) if not finite}
+        bad = {block for block, finite in zip(full, self.store.find_finite_blocks(full), strict=True) if not finite}
         for other in self.seats:
-            first = next((i for i, block in enumerate(other.blocks) if block in unsound), None)
-            if first is not None:  # what it computes from there on is no better
+            first = next((i for i, block in enumerate(other.blocks) if block in bad), None)
+            if first is not None:  # all later blocks of the sequence depend on the bad one
                 other.salt = None
                 for block in other.blocks[first:]:
                     self.pool.unpublish(block)
@@ -146,7 +145,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
         return list(self._hasher.hash_blocks(tokens, salt)) if self.prefix_cache else []
 
     def _find_cached_blocks(self, hashes: Sequence[BlockHash], limit: int) -> list[int]:
-        """Return the blocks of the longest known prefix, of at most `limit` tokens."""
+        """Return the blocks of the longest cached prefix of these hashes, of at most `limit` tokens."""
         blocks: list[int] = []
         for block_hash in hashes[: limit // self.block_size]:
             block = self.pool.find(block_hash)
@@ -156,22 +155,22 @@ class PagedCache(BlockTableCache[PagedSeat]):
         return blocks
 
     def _release_block(self, block: int, seat: PagedSeat) -> None:
-        """Drop the seat's reference to a block; if it had to compute the block, the next in line does."""
+        """Drop the seat's reference to a block; if the seat had to compute the block, the next waiting seat does."""
         owned = self.pending.owner(block) is seat
-        heir = self.pending.remove_seat(block, seat)
+        new_owner = self.pending.remove_seat(block, seat)
         if owned:
             self._blocks_to_complete.discard(block)
-        if heir is not None:
-            heir.length = heir.cached = min(heir.length, heir.blocks.index(block) * self.block_size)
-            heir.miss = "cold"
+        if new_owner is not None:
+            new_owner.length = new_owner.cached = min(new_owner.length, new_owner.blocks.index(block) * self.block_size)
+            new_owner.miss = "cold"
         elif owned:
-            self.pool.unpublish(block)  # nobody will compute it
+            self.pool.unpublish(block)  # it will not be computed
         if not self.pool.is_shared(block) and block in self._copies:
             self.pool.decref(self._copies.pop(block))
         self.pool.decref(block, priority=seat.priority, ttl=seat.ttl)
 
     def _find_miss_reason(self, seat: PagedSeat, tokens: Sequence[int], max_cached: int | None) -> Miss | None:
-        """Return why the first block that could have been found was not; None if all were."""
+        """Return why the first reusable block of the prompt was not found; None if all were found."""
         found, findable = seat.length // self.block_size, count_reusable_tokens(tokens) // self.block_size
         if not self.prefix_cache:
             return "bypass"
@@ -189,11 +188,11 @@ class PagedCache(BlockTableCache[PagedSeat]):
             for block in seat.blocks[: seat.length // self.block_size]
         )
 
-    def grow(self, seat: PagedSeat, more: int) -> bool:
-        end = seat.length + more
+    def grow(self, seat: PagedSeat, num_tokens: int) -> bool:
+        end = seat.length + num_tokens
         assert end <= self.setup.geometry.max_seq_len
         first = seat.length // self.block_size
-        # A seat that inherits work may find a block behind it that others hold already, and write through it.
+        # All blocks of the row: a seat that took over pending work may also write later blocks that others share.
         for i in range(first, self._blocks_for(end)):
             if not self._make_writable(seat, i):
                 return False
@@ -207,32 +206,32 @@ class PagedCache(BlockTableCache[PagedSeat]):
         return True
 
     def _allocate_blocks(self, seat: PagedSeat, length: int) -> bool:
-        """Allocate blocks for `length` tokens; without room for all of them, nothing is evicted for some."""
+        """Allocate the missing blocks for `length` tokens; return False, evicting nothing, if they do not all fit."""
         missing = self._blocks_for(length) - len(seat.blocks)
         if missing <= 0:
             return True
-        if not self.setup.arena.can_take(self.name, missing * self.store.run):
+        if not self.setup.arena.can_allocate(self.name, missing * self.store.run):
             return False
         for _ in range(missing):
-            block = self.pool.take()
+            block = self.pool.allocate()
             if block is None:
                 return False
             seat.blocks.append(block)
         return True
 
     def _make_writable(self, seat: PagedSeat, i: int) -> bool:
-        """Make the seat's i-th block, about to be written, its own and without a hash; return False without room."""
+        """Make the seat's i-th block writable, unshared and without a hash; return False if a copy does not fit."""
         if i >= len(seat.blocks) or seat.blocks[i] in self.pending:
             return True
         block = seat.blocks[i]
         if not self.pool.is_shared(block):
             self.pool.unpublish(block)
             return True
-        copy = self.pool.take()
+        copy = self.pool.allocate()
         if copy is None:
             return False
         self._block_metrics.on_block_copied()
-        self._copies[copy] = block  # the seat's reference to the source becomes the copy's
+        self._copies[copy] = block  # the seat's reference to the source is dropped when the copy has run
         seat.blocks[i] = copy
         return True
 
@@ -240,7 +239,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
         assert length <= seat.length
         partial = length % self.block_size
         if partial and seat.blocks[length // self.block_size] in self.pending:
-            length -= partial  # that block was promised under the hash of tokens that may not come any more
+            length -= partial  # the pending block is findable by a hash over tokens that are dropped now
         while len(seat.blocks) > self._blocks_for(length):
             self._release_block(seat.blocks.pop(), seat)
         seat.truncate(length, length // self.block_size)
@@ -248,10 +247,10 @@ class PagedCache(BlockTableCache[PagedSeat]):
     def fork(self, seat: PagedSeat) -> PagedSeat | None:
         blocks = seat.blocks[: self._blocks_for(seat.length)]
         if self.table.is_full or any(block in self.pending or block in self._copies for block in blocks):
-            return None  # half-way through its prompt or a copy: opening the child with the same tokens shares more
+            return None  # during prefill or a copy, open() with the same tokens shares more
         for block in blocks:
             self.pool.incref(block)
-        child = seat.fork(self.table.take(), blocks, seat.length // self.block_size)
+        child = seat.fork(self.table.allocate_row(), blocks, seat.length // self.block_size)
         self.seats.add(child)
         self.table.write(child)
         return child
@@ -260,13 +259,13 @@ class PagedCache(BlockTableCache[PagedSeat]):
         return self.pool.num_idle * self.store.run
 
     def reclaim(self, pages: int) -> int:
-        given = 0
-        while given < pages and self.pool.num_idle:
+        num_freed = 0
+        while num_freed < pages and self.pool.num_idle:
             self.pool.evict()
-            given += self.store.run
-        return given
+            num_freed += self.store.run
+        return num_freed
 
-    # ---------------------------------------------------------------- what is kept, and for how long
+    # ---------------------------------------------------------------- retention and pins
     def retain(self, seat: PagedSeat, *, priority: int, ttl: float | None) -> None:
         seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
 
@@ -284,10 +283,13 @@ class PagedCache(BlockTableCache[PagedSeat]):
         blocks = self._find_cached_blocks(self._hash_blocks(tokens, salt), len(tokens))
         blocks = blocks[: next((i for i, block in enumerate(blocks) if block in self.pending), len(blocks))]
         if not blocks:
-            raise PinError("nothing of this prefix is in the cache: send it as a prompt first, a full block at least")
+            raise PinError(
+                "no block of this prefix is cached: send it as a prompt first; it needs at least "
+                f"{self.block_size} tokens"
+            )
         pages = self.pinned_pages() | self._pages(blocks)
         if (why_not := self.setup.arena.explain_refusal(self.name, pinned=pages)) is not None:
-            raise PinError(f"{why_not}: pin less, or wait until other pins are over")
+            raise PinError(f"with this pin, {why_not}: pin a shorter prefix, or remove other pins")
         for block in blocks:
             self.pool.incref(block)
         return self.pinned.add(blocks, len(blocks) * self.block_size, len(blocks) * self.bytes_per_block, salt, ttl)
@@ -334,7 +336,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
             self._commit_tokens(row.seat, ids)
 
     def _commit_tokens(self, seat: PagedSeat, ids: Sequence[int]) -> None:
-        """Record tokens that were written, and publish the blocks that they filled."""
+        """Append tokens that entered to the seat, and make the blocks that they filled findable by hash."""
         before = seat.length
         seat.commit_tokens(ids)
         for i in range(before // self.block_size, seat.length // self.block_size):
@@ -346,7 +348,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
                 if block_hash is not None and self.pool.find(block_hash) is None:
                     self.pool.publish(block_hash, block)
 
-    # ---------------------------------------------------------------- books
+    # ---------------------------------------------------------------- usage
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

@@ -1,4 +1,4 @@
-"""Prefixes that stay in memory until a time, whoever uses them. Knows blocks by number; not what is in them."""
+"""The pins of a paged cache: prefixes that stay in memory for a time. Knows blocks by number; not their contents."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cache_strategies.base import Pin, Salt, SaltScope
 
 @dataclass
 class Pins:
-    """Which pin refers to which blocks."""
+    """The pins of an instance, each with the blocks to which it holds a reference."""
 
     clock: Callable[[], float]
-    _pins: dict[str, tuple[Pin, list[int]]] = field(default_factory=dict)
-    _blocks: Counter[int] = field(default_factory=Counter)  # how many pins refer to each
+    _pins: dict[str, tuple[Pin, list[int]]] = field(default_factory=dict)  # by id
+    _blocks: Counter[int] = field(default_factory=Counter)  # number of pins that hold each block
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def add(self, blocks: Sequence[int], num_tokens: int, num_bytes: int, salt: Salt, ttl: float) -> Pin:
@@ -26,14 +26,14 @@ class Pins:
         return pin
 
     def remove(self, pin_id: str) -> list[int]:
-        """Remove a pin; return the blocks it referred to, none if there is no such pin."""
+        """Remove a pin; return the blocks it held, or an empty list if there is no such pin."""
         _, blocks = self._pins.pop(pin_id, (None, []))
         self._blocks.subtract(blocks)
-        self._blocks += Counter()  # without those at 0
+        self._blocks += Counter()  # drops the blocks whose count is 0
         return blocks
 
     def find_expired(self) -> list[str]:
-        """Return the ids of pins whose time is over."""
+        """Return the ids of the pins whose time to live is over."""
         now = self.clock()
         return [pin.id for pin, _ in self._pins.values() if pin.expires <= now]
 

@@ -1,6 +1,6 @@
-"""Which block holds which tokens: hashes of full blocks, and the blocks that are published but not computed yet.
+"""Finds blocks by the tokens in them: block hashes, the index from hash to block, and blocks still to be computed.
 
-Knows hashes and seats as opaque things; neither memory nor reference counts.
+Knows neither memory nor reference counts; seats are opaque to it.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from typing import Generic, NamedTuple
 
 from cache_strategies.base import Miss, Salt, SeatT
 
-MAX_EVICTED_HASHES = 1 << 16  # of evicted blocks, remembered to explain misses
+MAX_EVICTED_HASHES = 1 << 16  # number of evicted blocks' hashes that are remembered to explain misses
 
 
 class BlockHash(NamedTuple):
-    """All that decides what is in a block, and who may see it."""
+    """A block's hash, which covers all tokens up to its end, and the salt of the sequences that may share it."""
 
     content: bytes  # sha256 over parent, tokens, instance, dtype, model: Python's hash() collides (GHSA-rm76-4mrf-v9r8)
     salt: Salt
 
 
 class BlockHasher:
-    """Hashes blocks by all tokens up to their end, so that equal hashes mean equal contents."""
+    """Computes block hashes over all tokens up to a block's end: equal hashes mean equal contents."""
 
     def __init__(self, block_size: int, scope: str) -> None:
-        """Make a hasher; `scope` is whatever else decides the contents: instance, dtype, model."""
+        """Make a hasher; `scope` names what else the keys and values depend on: instance, dtype, model."""
         self.block_size = block_size
         self._root = hashlib.sha256(scope.encode()).digest()
 
     def root_hash(self, salt: Salt) -> BlockHash:
-        """Return the hash before the first block; another salt shares nothing."""
+        """Return the parent hash of a sequence's first block; it differs for each salt."""
         return BlockHash(self._root, salt)
 
     def hash_block_tokens(self, parent: BlockHash, tokens: Sequence[int]) -> BlockHash | None:
-        """Return the hash of the block after `parent`; None if it cannot be shared (it holds an embedding)."""
+        """Return the hash of the block of `tokens` after the block `parent`; None if an embedding is among them."""
         if min(tokens) < 0:
             return None
         return BlockHash(hashlib.sha256(parent.content + array("q", tokens).tobytes()).digest(), parent.salt)
 
     def hash_blocks(self, tokens: Sequence[int], salt: Salt) -> Iterator[BlockHash]:
-        """Yield the hashes of the full blocks of a text, each computed when it is asked for."""
+        """Yield the hashes of the full blocks of a sequence, up to the first embedding; each is computed on demand."""
         block_hash: BlockHash | None = self.root_hash(salt)
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
             assert block_hash is not None
@@ -53,13 +53,13 @@ class BlockHasher:
 
 
 class PrefixIndex:
-    """Maps hashes to blocks and back."""
+    """Maps block hashes to blocks and back, and remembers the hashes of evicted blocks."""
 
     def __init__(self) -> None:
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
-        self._salts_by_content: dict[bytes, set[Salt]] = {}  # under which the same content is known
-        self._evicted: OrderedDict[BlockHash, None] = OrderedDict()
+        self._salts_by_content: dict[bytes, set[Salt]] = {}  # salts under which a content is indexed
+        self._evicted: OrderedDict[BlockHash, None] = OrderedDict()  # oldest first
 
     def find(self, block_hash: BlockHash) -> int | None:
         return self._block_by_hash.get(block_hash)
@@ -75,7 +75,7 @@ class PrefixIndex:
         self._evicted.pop(block_hash, None)
 
     def unpublish(self, block: int) -> BlockHash | None:
-        """Forget the hash of a block whose contents are about to change; return it."""
+        """Remove a block's hash and return it; None if the block has no hash."""
         block_hash = self._hash_by_block.pop(block, None)
         if block_hash is not None:
             del self._block_by_hash[block_hash]
@@ -86,7 +86,7 @@ class PrefixIndex:
         return block_hash
 
     def evict(self, block_hash: BlockHash) -> int:
-        """Forget the hash of a block that makes room, remember that it was evicted, and return the block."""
+        """Remove the block of a hash, remember that it was evicted, and return the block."""
         block = self._block_by_hash[block_hash]
         self.unpublish(block)
         self._evicted[block_hash] = None
@@ -95,7 +95,7 @@ class PrefixIndex:
         return block
 
     def find_miss_reason(self, block_hash: BlockHash) -> Miss:
-        """Return why a hash is not found."""
+        """Return why the index has no block for a hash: evicted, cached under another salt, or never cached."""
         if block_hash in self._evicted:
             return "evicted"
         salts = self._salts_by_content.get(block_hash.content, ())
@@ -117,7 +117,11 @@ class PrefixIndex:
 
 
 class PendingBlocks(Generic[SeatT]):
-    """Blocks promised and not computed yet: the first seat in the queue computes, the others wait and inherit that."""
+    """Blocks that are findable by hash, but not computed yet, each with a queue of seats.
+
+    The first seat in the queue computes the block; the others wait for it. If the first one closes, the next takes
+    over.
+    """
 
     def __init__(self) -> None:
         self._queues: dict[int, list[SeatT]] = {}
@@ -126,7 +130,7 @@ class PendingBlocks(Generic[SeatT]):
         self._queues[block] = [seat]
 
     def add_waiter(self, block: int, seat: SeatT) -> None:
-        """Add a seat that waits for a block. No effect if the block is computed already."""
+        """Add a seat that waits for a block; do nothing if the block is already computed."""
         if block in self._queues:
             self._queues[block].append(seat)
 
@@ -141,7 +145,10 @@ class PendingBlocks(Generic[SeatT]):
         self._queues.pop(block, None)
 
     def remove_seat(self, block: int, seat: SeatT) -> SeatT | None:
-        """Remove a seat; return the heir if it was the first. A block without seats is no longer pending."""
+        """Remove a seat from a block's queue; return the seat that now has to compute the block, if that has changed.
+
+        A block whose queue is empty is no longer pending.
+        """
         queue = self._queues.get(block)
         if not queue or seat not in queue:
             return None

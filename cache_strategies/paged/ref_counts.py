@@ -1,4 +1,4 @@
-"""The blocks one instance holds, with reference counts. Knows the arena; not tokens, keys, or who refers."""
+"""Allocates an instance's blocks from the arena and counts the references to each. Knows neither tokens nor seats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from cache_strategies.arena import Arena
 
 
 class RefCounts:
-    """Block ids (the number of the first page) and how many refer to each: seats, copies under way, pins."""
+    """The reference count of each allocated block: references of seats, pins and unfinished copies.
+
+    A block is identified by the number of its first page.
+    """
 
     def __init__(self, arena: Arena, owner: str, run: int) -> None:
         self._arena = arena
@@ -16,20 +19,20 @@ class RefCounts:
         self._run = run
         self._counts: dict[int, int] = {}
 
-    def take(self) -> int | None:
-        """Return a block with one reference; None if there is no room."""
-        block = self._arena.take(self._owner, self._run)
+    def allocate(self) -> int | None:
+        """Allocate a block with one reference; None if there is not enough memory."""
+        block = self._arena.allocate(self._owner, self._run)
         if block is not None:
             self._counts[block] = 1
         return block
 
     def incref(self, block: int) -> bool:
-        """Add a reference; return whether it is the first."""
+        """Add a reference to a block; return whether it is the only one."""
         self._counts[block] += 1
         return self._counts[block] == 1
 
     def decref(self, block: int) -> bool:
-        """Drop a reference; return whether it was the last. The block stays until it is released."""
+        """Drop a reference to a block; return whether it was the last. The block stays allocated until release()."""
         assert self._counts[block] > 0
         self._counts[block] -= 1
         return not self._counts[block]
@@ -38,7 +41,7 @@ class RefCounts:
         return self._counts[block] > 1
 
     def release(self, block: int) -> None:
-        """Give a block without references back to the arena."""
+        """Free a block without references."""
         assert not self._counts[block]
         del self._counts[block]
         self._arena.release(self._owner, block, self._run)
@@ -47,7 +50,7 @@ class RefCounts:
         return len(self._counts)
 
     def check_integrity(self, references: Mapping[int, int], idle: int) -> None:
-        """Assert that the counts are the caller's `references`, by block, and that `idle` blocks have none."""
+        """Assert that the counts equal the caller's `references`, by block, and that `idle` blocks have none."""
         counted = {block: n for block, n in self._counts.items() if n}
         assert counted == {block: n for block, n in references.items() if n}
         assert len(self._counts) == len(counted) + idle

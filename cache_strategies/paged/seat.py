@@ -1,6 +1,6 @@
-"""A seat that knows its tokens, and with them the hashes of the blocks that they fill.
+"""The seat of a paged cache: its tokens, and the hashes of the blocks that they fill.
 
-Knows how blocks are hashed; neither which other seats hold a block, nor whether it is found under its hash.
+Knows how blocks are hashed; neither which other seats share a block, nor whether the prefix index has its hash.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from cache_strategies.paged.prefix_index import BlockHash, BlockHasher
 
 
 class PagedSeat(TableSeat):
-    """`tokens` are the committed ones, and while the prompt is computed the rest of it too."""
+    """A seat with its token ids. `tokens` are the committed ones and, during prefill, the rest of the prompt."""
 
     __slots__ = ("block_hashes", "priority", "salt", "tokens", "ttl")
 
     def __init__(self, index: int, blocks: list[int], length: int, tokens: list[int], salt: Salt | None) -> None:
         super().__init__(index, blocks, length)
         self.tokens = tokens
-        self.salt = salt  # None: what it fills from now on is not to be found
-        self.block_hashes: list[BlockHash | None] = []  # of the full blocks of `tokens`; None: not to be shared
-        self.priority = 0  # of what it leaves behind
-        self.ttl = math.inf  # seconds; of the same
+        self.salt = salt  # None: blocks that it fills from now on get no hash, so they are not shared
+        self.block_hashes: list[BlockHash | None] = []  # of the full blocks of `tokens`; None: must not be shared
+        self.priority = 0  # eviction priority of its blocks after close(): higher ones stay longer
+        self.ttl = math.inf  # seconds after close() until its blocks are evicted first
 
     def get_block_hash(self, i: int, hasher: BlockHasher) -> BlockHash | None:
-        """Return the hash of the i-th block, a full one, computed once from its parent's; None: not to be shared."""
+        """Return the hash of the seat's i-th block, which must be full; None if the block must not be shared."""
         if self.salt is None:
             return None
         while len(self.block_hashes) <= i:
@@ -38,18 +38,18 @@ class PagedSeat(TableSeat):
         return self.block_hashes[i]
 
     def commit_tokens(self, ids: Sequence[int]) -> None:
-        """Commit tokens, in place of what stood there of the prompt."""
+        """Advance the length by `ids`, which replace the prompt tokens at these positions."""
         before, self.length = self.length, self.length + len(ids)
         self.tokens[before : self.length] = ids
 
     def truncate(self, length: int, full_blocks: int) -> None:
-        """Drop the tokens from `length` on, and all hashes but those of the blocks that stay full."""
+        """Drop the tokens from position `length` on, and the hashes of all but the first `full_blocks` blocks."""
         del self.tokens[length:], self.block_hashes[full_blocks:]
         self.length = length
         self.cached = min(self.cached, length)
 
     def fork(self, index: int, blocks: list[int], full_blocks: int) -> PagedSeat:
-        """Return a seat with the same committed tokens."""
+        """Return a new seat over `blocks` with the same committed tokens; `index` is its row in the block table."""
         child = PagedSeat(index, blocks, self.length, self.tokens[: self.length], self.salt)
         child.block_hashes = self.block_hashes[:full_blocks]
         child.cached, child.miss, child.priority, child.ttl = self.cached, self.miss, self.priority, self.ttl

@@ -1,6 +1,6 @@
-"""Puts an engine together from settings: model, KV memory, strategies, scheduler. Knows no socket.
+"""Builds an engine from the settings: model, KV memory, strategies, scheduler. Knows no socket.
 
-What cannot work is found here, and raised as SettingsError with what to change.
+Settings that cannot work raise SettingsError here, with what to change.
 """
 
 from __future__ import annotations
@@ -46,18 +46,17 @@ from server.models.files.directory import locate
 from server.models.load import load_model, read_model_info
 
 DEFAULT_MAX_SEQ_LEN = 8192
-# Of KV memory that are there when the engine is ready, and more where a sequence takes more
-INITIAL_KV_BYTES = 64 << 20
+INITIAL_KV_BYTES = 64 << 20  # bytes of KV memory touched before the engine is ready; more if a sequence needs more
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A core and the words that describe it."""
+    """A built engine: its core, and the choices with which it was built."""
 
     settings: Settings
-    model_name: str  # of the model
-    aliases: Sequence[str]
-    model_dir: Path  # of the model
+    model_name: str
+    aliases: Sequence[str]  # other names of the model
+    model_dir: Path
     core: Core
     instances: Sequence[Instance]
     device: Device
@@ -66,17 +65,18 @@ class Engine:
 
 
 def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
-    """Load the model and allocate the KV memory; with `gradual`, what of it the first steps need. Raises SettingsError.
+    """Load the model, allocate the KV memory and return the engine. Raises SettingsError.
 
-    The rest of a CPU's KV memory then comes in the background, and Core.step takes it.
+    With `gradual`, only the part of a CPU's KV memory that the first steps need is touched now; the rest is touched in
+    the background while the engine runs.
     """
     directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
-    facts = read_model_info(directory, settings.model_impl)
+    info = read_model_info(directory, settings.model_impl)
     instances = registry.resolve_instances(settings.strategies)
     device = choose_device(settings.device)
-    dtype = choose_dtype(settings.dtype, facts.dtype, device)
+    dtype = choose_dtype(settings.dtype, info.dtype, device)
     kernels = _load_kernels(settings, device, dtype)
-    max_seq_len = _choose_max_seq_len(settings, facts)
+    max_seq_len = _choose_max_seq_len(settings, info)
     tracer = Tracer()
     ops = TracedOps(kernels.ops, tracer)
     if settings.deterministic:
@@ -116,7 +116,7 @@ def _allocate_kv_memory(
     """Allocate the KV memory and make the caches that share it. Raises SettingsError."""
     page = registry.page_bytes(instances, geometry)
     pages = _choose_num_pages(settings, instances, geometry, page, device)
-    with _translate_oom_errors(f"KV memory of {pages * page} bytes", "give a smaller kv_memory"):
+    with _translate_oom_errors(f"KV memory of {pages * page} bytes", "lower kv_memory"):
         arena = Arena(pages, page, device, gradual=gradual and device.type == "cpu")
         caches = registry.build_caches(instances, geometry, arena, ops, str(directory))
         arena.touch(max(registry.compute_min_pages(instances, geometry), INITIAL_KV_BYTES // page))
@@ -149,7 +149,10 @@ def _load_kernels(settings: Settings, device: Device, dtype: torch.dtype) -> Che
 
 @contextmanager
 def _translate_oom_errors(what: str, advice: str) -> Iterator[None]:
-    """Turn what a device's allocator raises into a SettingsError. It has no type of its own on mps."""
+    """Turn out-of-memory errors of the block into a SettingsError: `what` is too large, and `advice` says what to do.
+
+    On mps they are plain RuntimeErrors, so they are recognised by their message.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -165,10 +168,10 @@ def _translate_oom_errors(what: str, advice: str) -> Iterator[None]:
 def _load_model(
     settings: Settings, directory: Path, ops: Ops, dtype: torch.dtype, device: torch.device, max_seq_len: int
 ) -> Model:
-    """Load the model, and set the number of torch's threads for it."""
-    if settings.threads is not None:  # for loading, too
+    """Load the model, and set the number of torch's CPU threads by its size. Raises SettingsError."""
+    if settings.threads is not None:  # applies to loading, too
         torch.set_num_threads(settings.threads)
-    with _translate_oom_errors("the model", "take a smaller one, or keep its weights in a shorter format"):
+    with _translate_oom_errors("the model", "use a smaller model, or a smaller format of its weights (--weights)"):
         model = load_model(
             directory,
             settings.model_impl,
@@ -185,7 +188,7 @@ def _load_model(
 
 
 def _warm_up(settings: Settings, model: Model, max_num_batched_tokens: int, max_step_scores: int) -> None:
-    """Run the largest step there can be: one of prompts, in which every other sequence draws a token."""
+    """Run the largest possible step: prompts that fill max_num_batched_tokens, and a token of every other sequence."""
     rows = settings.max_num_seqs
     with _translate_oom_errors(
         f"a step of {max_num_batched_tokens} tokens", "lower max_num_batched_tokens or max_num_seqs"
@@ -200,16 +203,16 @@ def _warm_up(settings: Settings, model: Model, max_num_batched_tokens: int, max_
 def _check_ops_in_kv_memory(
     caches: Mapping[str, KVCache], arena: Arena, geometry: Geometry, kernels: CheckedOps
 ) -> None:
-    """Raise SettingsError if the operations fail in the memory of a strategy, though they passed in a small one.
+    """Raise SettingsError if the operations fail in the KV memory of a strategy, after passing in a small test memory.
 
-    Each is tried in the block that it would get first. On a device, where offsets are what is unproven, in the last one
-    of all, too.
+    They are tried in the first block that a strategy would allocate and, on accelerators, also in the last block of the
+    arena, as large offsets are only tested there.
     """
     for name, cache in caches.items():
         if (store := cache.store) is None:
             continue
-        first = arena.take(name, store.run)
-        assert first is not None, "there is room for the longest sequence of each"
+        first = arena.allocate(name, store.run)
+        assert first is not None, "the arena fits the longest sequence of each strategy"
         blocks = [first] if store.device.type == "cpu" else [first, store.num_blocks - 1]
         faults = (find_memory_fault(kernels.ops, store, block, geometry.layers, geometry.kv_dtype) for block in blocks)
         fault = next(filter(None, faults), None)
@@ -217,51 +220,54 @@ def _check_ops_in_kv_memory(
         if fault is not None:
             raise SettingsError(
                 f"the kernels ({kernels.description}) fail in the KV memory of {name!r}: {fault}; lower max_seq_len or "
-                "kv_memory, or have plain torch compute with kernels='reference'"
+                "kv_memory, or use plain torch with kernels='reference'"
             )
 
 
 def _check_batch_invariant(ops: Ops) -> None:
-    """Raise SettingsError if a row's bits may depend on the rows beside it."""
+    """Raise SettingsError if the kernels' result for a row may depend on the other rows of the batch."""
     if not ops.batch_invariant_head_dim:
         raise SettingsError(
-            "deterministic: only the C++ kernels on a CPU compute a row alike in every batch; see `kvmux doctor`"
+            "deterministic: only the C++ CPU kernels give a row the same result in every batch; see `kvmux doctor`"
         )
 
 
 def _check_deterministic(model: Model, ops: Ops) -> None:
-    """Raise SettingsError if a part of this model does not give a row the same bits in every batch."""
+    """Raise SettingsError if the model's result for a row may depend on the other rows of the batch."""
     if model.impl != "lean":
-        raise SettingsError("deterministic: not for a model that transformers computes")
-    most = ops.batch_invariant_head_dim
-    if any(max(spec.head_dim, spec.v_head_dim) > most for spec in model.layer_specs):
-        raise SettingsError(f"deterministic: only for heads of up to {most} numbers")
+        raise SettingsError("deterministic: not supported for models that transformers computes (model_impl)")
+    max_head_dim = ops.batch_invariant_head_dim
+    if any(max(spec.head_dim, spec.v_head_dim) > max_head_dim for spec in model.layer_specs):
+        raise SettingsError(f"deterministic: only supported for head dimensions of up to {max_head_dim}")
 
 
-def _choose_max_seq_len(settings: Settings, facts: ModelInfo) -> int:
-    wanted = settings.max_seq_len or min(facts.max_positions, DEFAULT_MAX_SEQ_LEN)
-    if wanted > facts.max_positions:
-        raise SettingsError(f"max_seq_len is {wanted}, but the model has {facts.max_positions} positions: lower it")
-    return wanted
+def _choose_max_seq_len(settings: Settings, info: ModelInfo) -> int:
+    max_seq_len = settings.max_seq_len or min(info.max_positions, DEFAULT_MAX_SEQ_LEN)
+    if max_seq_len > info.max_positions:
+        raise SettingsError(f"max_seq_len is {max_seq_len}, but the model has {info.max_positions} positions: lower it")
+    return max_seq_len
 
 
 def _choose_num_pages(
     settings: Settings, instances: Sequence[Instance], geometry: Geometry, page: int, device: torch.device
 ) -> int:
-    """Return the number of pages to take: as set, or a share of free memory, at most what max_num_seqs could fill."""
-    least = registry.compute_min_pages(instances, geometry)
+    """Return the arena's number of pages, of `page` bytes each. Raises SettingsError if the memory does not suffice.
+
+    kv_memory=auto takes a share of the free memory, and at most what max_num_seqs sequences can fill.
+    """
+    min_pages = registry.compute_min_pages(instances, geometry)
     if settings.kv_memory == "auto":
-        most = settings.max_num_seqs * registry.sequence_pages(instances, geometry)
-        pages = min(int(free_memory(device) * settings.kv_memory_share) // page, max(most, least))
-        told = f"kv_memory=auto gives {pages * page} bytes ({settings.kv_memory_share:.0%} of what is free)"
+        max_pages = settings.max_num_seqs * registry.sequence_pages(instances, geometry)
+        pages = min(int(free_memory(device) * settings.kv_memory_share) // page, max(max_pages, min_pages))
+        choice = f"kv_memory=auto gives {pages * page} bytes ({settings.kv_memory_share:.0%} of the free memory)"
     else:
         pages = parse_bytes(settings.kv_memory) // page
-        told = f"kv_memory is {settings.kv_memory}"
+        choice = f"kv_memory is {settings.kv_memory}"
         if (free := free_memory(device)) < pages * page:
-            raise SettingsError(f"{told}, but only {free} bytes of memory are free: give less")
-    if pages < least:
+            raise SettingsError(f"{choice}, but only {free} bytes of memory are free: lower it")
+    if pages < min_pages:
         raise SettingsError(
-            f"{told}, too little for one sequence of max_seq_len={geometry.max_seq_len} under every strategy: "
-            f"the least that suffices is kv_memory={least * page}; give that, or lower max_seq_len"
+            f"{choice}, too little for one sequence of max_seq_len={geometry.max_seq_len} under every strategy: "
+            f"the minimum is kv_memory={min_pages * page}; set that, or lower max_seq_len"
         )
     return pages

@@ -1,4 +1,4 @@
-"""Drive a cache of one tiny layer: the keys hold token and position, and one call makes the steps of an engine."""
+"""Drives a cache of one tiny layer, whose keys hold token and position; one call runs an engine's step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def enter(cache: KVCache, *rows: tuple[Seat, Sequence[int]]) -> None:
 
 
 def write(cache: KVCache, *rows: tuple[Seat, Sequence[int]], commit: bool = True) -> None:
-    """Plan, write keys and values and, unless told otherwise, commit: a step without growing the seats."""
+    """Plan, write keys and values and, unless `commit` is False, commit: a step without growing the seats."""
     rows = tuple(sorted(rows, key=lambda row: len(row[1]) > 1))
     plan = cache.plan([Row(seat, len(tokens)) for seat, tokens in rows])
     k = torch.cat([_entry(seat.length, tokens) for seat, tokens in rows])
@@ -82,7 +82,7 @@ def read_prompt(
 
 
 def stored_tokens(cache: KVCache, seat: Seat) -> list[int]:
-    """Return the tokens whose keys and values the memory of a seat holds; the strategy must keep all of them."""
+    """Return the tokens whose keys and values are in the memory of a seat; for strategies that keep all of them."""
     assert isinstance(cache, BlockTableCache)
     assert isinstance(seat, TableSeat)
     size, tokens = cache.store.block_size, []

@@ -1,4 +1,4 @@
-"""The arena: floors, limits and shares that move, runs and single pages, idle pages given back, books that add up."""
+"""Tests of the arena: floors, limits, changes of shares, runs and single pages, reclaimed pages, page counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = 64
 
 
 class Owner:
-    """Holds pages in an arena; some may be idle, oldest first."""
+    """An owner of pages; some may be idle, oldest first."""
 
     def __init__(self, arena: Arena, name: str, *, floor: int = 0, limit: int | None = None) -> None:
         self.arena, self.name = arena, name
@@ -25,14 +25,14 @@ class Owner:
         self.idle: list[tuple[int, int]] = []
         arena.register_owner(name, self, floor=floor, limit=limit)
 
-    def take(self, run: int = 1) -> int | None:
-        page = self.arena.take(self.name, run)
+    def allocate(self, run: int = 1) -> int | None:
+        page = self.arena.allocate(self.name, run)
         if page is not None:
             self.busy.append((page, run))
         return page
 
     def rest(self, index: int = 0) -> None:
-        """A piece it holds is idle from now on."""
+        """Make one of its busy runs of pages idle."""
         self.idle.append(self.busy.pop(index))
 
     def give(self, index: int = 0) -> None:
@@ -73,7 +73,7 @@ def test_memory_is_one_piece_and_starts_as_zeros() -> None:
 def test_nothing_that_is_taken_or_given_moves_the_memory() -> None:
     arena, owners = arena_of(8, a={})
     address = arena.memory.data_ptr()
-    while owners["a"].take() is not None:
+    while owners["a"].allocate() is not None:
         pass
     owners["a"].give()
     assert arena.memory.data_ptr() == address
@@ -82,53 +82,53 @@ def test_nothing_that_is_taken_or_given_moves_the_memory() -> None:
 # ---------------------------------------------------------------- where pages come from
 def test_single_pages_come_from_below_and_runs_from_above() -> None:
     _, owners = arena_of(10, a={})
-    assert [owners["a"].take() for _ in range(2)] == [0, 1]
-    assert [owners["a"].take(3) for _ in range(2)] == [7, 4]
-    assert owners["a"].take() == 2
+    assert [owners["a"].allocate() for _ in range(2)] == [0, 1]
+    assert [owners["a"].allocate(3) for _ in range(2)] == [7, 4]
+    assert owners["a"].allocate() == 2
 
 
 def test_a_page_that_was_given_back_is_the_next_to_be_taken() -> None:
     _, owners = arena_of(10, a={})
     for _ in range(4):
-        owners["a"].take()
+        owners["a"].allocate()
     owners["a"].give(1)
-    assert owners["a"].take() == 1
+    assert owners["a"].allocate() == 1
 
 
 def test_a_run_needs_pages_side_by_side() -> None:
     _, owners = arena_of(5, a={}, b={})
     for _ in range(5):
-        owners["a"].take()
+        owners["a"].allocate()
     for index in (4, 2, 0):  # pages 0, 2 and 4 are free
         owners["a"].give(index)
-    assert owners["b"].take(2) is None
+    assert owners["b"].allocate(2) is None
     owners["a"].give(0)
-    assert owners["b"].take(2) == 1
+    assert owners["b"].allocate(2) == 1
 
 
 # ---------------------------------------------------------------- floors and limits
 def test_nobody_holds_more_than_its_limit() -> None:
     _, owners = arena_of(10, a={"limit": 4})
-    assert owners["a"].take(3) is not None
-    assert owners["a"].take(2) is None
-    assert owners["a"].take() is not None
-    assert owners["a"].take() is None
+    assert owners["a"].allocate(3) is not None
+    assert owners["a"].allocate(2) is None
+    assert owners["a"].allocate() is not None
+    assert owners["a"].allocate() is None
 
 
 def test_nobody_takes_what_another_was_promised() -> None:
     arena, owners = arena_of(10, a={"floor": 4}, b={})
-    while owners["b"].take() is not None:
+    while owners["b"].allocate() is not None:
         pass
     assert owners["b"].held == 6
-    assert [owners["a"].take() is not None for _ in range(5)] == [True] * 4 + [False]
+    assert [owners["a"].allocate() is not None for _ in range(5)] == [True] * 4 + [False]
     assert arena.num_free_pages == 0
 
 
 def test_a_promise_that_is_kept_holds_nobody_up() -> None:
     _, owners = arena_of(10, a={"floor": 2}, b={})
     for _ in range(3):
-        owners["a"].take()
-    while owners["b"].take() is not None:
+        owners["a"].allocate()
+    while owners["b"].allocate() is not None:
         pass
     assert owners["b"].held == 7
 
@@ -141,20 +141,20 @@ def test_capacity_is_what_is_left_when_others_go_down_to_their_floors() -> None:
 def test_shares_move_while_pages_are_held() -> None:
     arena, owners = arena_of(10, a={}, b={})
     for _ in range(8):
-        owners["a"].take()
+        owners["a"].allocate()
     arena.set_share("a", floor=0, limit=5)
     assert owners["a"].held == 8, "what is in use stays"
-    assert owners["a"].take() is None
+    assert owners["a"].allocate() is None
     arena.set_share("b", floor=2, limit=10)
     arena.set_share("a", floor=0, limit=10)
-    assert owners["a"].take() is None, "the last two are b's by now"
-    assert owners["b"].take(2) is not None
+    assert owners["a"].allocate() is None, "the last two are b's by now"
+    assert owners["b"].allocate(2) is not None
 
 
 def test_a_lower_limit_gives_idle_pages_back_at_once() -> None:
     arena, owners = arena_of(10, a={})
     for _ in range(8):
-        owners["a"].take()
+        owners["a"].allocate()
     for _ in range(5):
         owners["a"].rest()
     arena.set_share("a", floor=0, limit=6)
@@ -166,21 +166,21 @@ def test_a_lower_limit_gives_idle_pages_back_at_once() -> None:
 def test_idle_pages_of_others_make_room() -> None:
     _, owners = arena_of(4, a={}, b={})
     for _ in range(4):
-        owners["a"].take()
-    assert owners["b"].take() is None
+        owners["a"].allocate()
+    assert owners["b"].allocate() is None
     owners["a"].rest(2)
-    assert owners["b"].take() == 2
-    assert owners["b"].take() is None
+    assert owners["b"].allocate() == 2
+    assert owners["b"].allocate() is None
 
 
 def test_idle_pages_within_a_floor_stay() -> None:
     _, owners = arena_of(4, a={"floor": 3}, b={})
     for _ in range(4):
-        owners["a"].take()
+        owners["a"].allocate()
     for _ in range(4):
         owners["a"].rest()
-    assert owners["b"].take() == 0
-    assert owners["b"].take() is None
+    assert owners["b"].allocate() == 0
+    assert owners["b"].allocate() is None
     assert owners["a"].held == 3
 
 
@@ -188,44 +188,44 @@ def test_at_its_limit_an_owner_gives_up_its_own_idle_pages_only() -> None:
     _, owners = arena_of(8, a={"limit": 3}, b={})
     for name in "ab":
         for _ in range(3):
-            owners[name].take()
+            owners[name].allocate()
         owners[name].rest()
-    assert owners["a"].take() is not None
+    assert owners["a"].allocate() is not None
     assert len(owners["a"].idle) == 0
     assert len(owners["b"].idle) == 1
-    assert owners["a"].take() is None
+    assert owners["a"].allocate() is None
 
 
 def test_what_could_be_taken_counts_idle_pages_but_not_those_within_floors() -> None:
     arena, owners = arena_of(8, a={"limit": 3}, b={"floor": 2})
     for name in "ab":
         for _ in range(3):
-            owners[name].take()
-    assert not arena.can_take("a", 1)
+            owners[name].allocate()
+    assert not arena.can_allocate("a", 1)
     owners["a"].rest()
     owners["a"].rest()
-    assert [arena.can_take("a", n) for n in (2, 3)] == [True, False]
+    assert [arena.can_allocate("a", n) for n in (2, 3)] == [True, False]
     for _ in range(3):
         owners["b"].rest()
     arena.set_share("a", floor=0, limit=8)
-    assert [arena.can_take("a", n) for n in (5, 6)] == [True, False]
+    assert [arena.can_allocate("a", n) for n in (5, 6)] == [True, False]
     assert owners["b"].held == 3
 
 
 def test_idle_pages_are_given_back_until_a_run_is_free() -> None:
     _, owners = arena_of(6, a={}, b={})
     for _ in range(6):
-        owners["a"].take()
+        owners["a"].allocate()
     for index in (0, 1, 2, 2):  # pages 0, 2, 4, 5 are idle, in this order
         owners["a"].rest(index)
-    assert owners["b"].take(2) == 4
+    assert owners["b"].allocate(2) == 4
     assert owners["a"].held == 2
 
 
 # ---------------------------------------------------------------- own bugs
 def test_giving_a_page_back_twice_is_caught() -> None:
     arena, owners = arena_of(4, a={})
-    page = owners["a"].take(2)
+    page = owners["a"].allocate(2)
     assert page is not None
     owners["a"].give()
     with pytest.raises(AssertionError, match="twice"):
@@ -234,7 +234,7 @@ def test_giving_a_page_back_twice_is_caught() -> None:
 
 def test_giving_back_more_than_was_taken_is_caught() -> None:
     arena, owners = arena_of(4, a={})
-    assert owners["a"].take() == 0
+    assert owners["a"].allocate() == 0
     with pytest.raises(AssertionError, match="twice"):
         arena.release("a", 0, 2)
 
@@ -242,13 +242,13 @@ def test_giving_back_more_than_was_taken_is_caught() -> None:
 def test_idle_pages_within_a_floor_make_room_for_a_run_when_free_ones_are_only_scattered() -> None:
     arena, owners = arena_of(8, paged={"floor": 4}, slab={})
     for _ in range(8):
-        owners["paged"].take()
+        owners["paged"].allocate()
     for i in range(4):
         owners["paged"].give(i)  # every other page is free, and the rest is held
-    assert owners["slab"].take(4) is None
+    assert owners["slab"].allocate(4) is None
     for _ in range(4):
         owners["paged"].rest()
-    assert owners["slab"].take(4) is not None
+    assert owners["slab"].allocate(4) is not None
     arena.check_integrity()
 
 
@@ -260,7 +260,7 @@ def test_an_owner_joins_once() -> None:
 
 # ---------------------------------------------------------------- memory that comes
 def gradual_arena_of(pages: int, **owners: dict[str, int]) -> tuple[Arena, dict[str, Owner]]:
-    """An arena of pages as the system has them, none of which is there; each is touched by itself."""
+    """Return a gradual arena of untouched pages of the system's page size; each is touched separately."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reserved_memory, "PIECE_BYTES", SYSTEM_PAGE)
         arena = Arena(pages, SYSTEM_PAGE, gradual=True)
@@ -273,7 +273,7 @@ def reserved_of(arena: Arena) -> reserved_memory.ReservedMemory:
 
 
 def run_out(arena: Arena) -> None:
-    """No memory comes any more."""
+    """Let the system have no more memory for the arena."""
     memory = reserved_of(arena)
     memory.touch_rest(lambda: 0)
     assert memory._thread is not None
@@ -283,13 +283,13 @@ def run_out(arena: Arena) -> None:
 
 def test_only_pages_that_have_come_are_taken() -> None:
     arena, owners = gradual_arena_of(10, a={}, b={})
-    assert owners["a"].take() is None
+    assert owners["a"].allocate() is None
     arena.set_longest_sequence("a", longest=3, run=1)
     arena.set_longest_sequence("b", longest=4, run=2)
     arena.touch(4)
     assert (arena.num_usable_pages, arena.num_untouched_pages) == (8, 2)
-    assert [owners["b"].take(2) for _ in range(4)] == [8, 6, 2, 0]
-    assert owners["a"].take() is None
+    assert [owners["b"].allocate(2) for _ in range(4)] == [8, 6, 2, 0]
+    assert owners["a"].allocate() is None
     arena.check_integrity()
 
 
@@ -298,21 +298,21 @@ def test_memory_comes_only_where_owners_take_from() -> None:
     arena.set_longest_sequence("a", longest=3, run=1)
     arena.set_longest_sequence("nothing", longest=0, run=2)
     arena.touch(4)
-    assert (arena.num_usable_pages, owners["a"].take(4)) == (4, 0)
+    assert (arena.num_usable_pages, owners["a"].allocate(4)) == (4, 0)
     arena, owners = gradual_arena_of(10, b={})
     arena.set_longest_sequence("b", longest=4, run=2)
     arena.touch(4)
-    assert (arena.num_usable_pages, owners["b"].take(2)) == (4, 8)
+    assert (arena.num_usable_pages, owners["b"].allocate(2)) == (4, 8)
 
 
 def test_floors_are_of_the_whole_while_memory_comes() -> None:
     arena, owners = gradual_arena_of(10, a={"floor": 6}, b={})
     reserved_of(arena).touch(below=3 * SYSTEM_PAGE)
     arena.add_touched_pages()
-    assert [owners["b"].take() for _ in range(4)] == [0, 1, 2, None], "a's six may still come"
+    assert [owners["b"].allocate() for _ in range(4)] == [0, 1, 2, None], "a's six may still come"
     reserved_of(arena).touch(below=10 * SYSTEM_PAGE)
     arena.add_touched_pages()
-    assert [owners["b"].take() for _ in range(2)] == [3, None]
+    assert [owners["b"].allocate() for _ in range(2)] == [3, None]
     assert [arena.capacity(name) for name in "ab"] == [10, 4]
 
 
@@ -323,7 +323,7 @@ def test_where_memory_runs_out_the_arena_is_what_has_come() -> None:
     run_out(arena)
     assert (arena.total_pages, arena.num_usable_pages, arena.num_untouched_pages, arena.num_free_pages) == (5, 5, 0, 5)
     assert [arena.get_share(name) for name in "ab"] == [(2, 5), (0, 4)]
-    assert [owners["b"].take() is not None for _ in range(4)] == [True] * 3 + [False], "two are a's"
+    assert [owners["b"].allocate() is not None for _ in range(4)] == [True] * 3 + [False], "two are a's"
     assert not arena.add_touched_pages()
     arena.check_integrity()
 
@@ -356,7 +356,7 @@ SYSTEM_PAGE = 4096  # of which touched memory is made
 
 
 class ArenaHistory(RuleBasedStateMachine):
-    """Random takes, gives and shares of three owners, against lists of who holds what."""
+    """Random allocations, releases and changes of shares of three owners, compared with lists of their pages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +370,7 @@ class ArenaHistory(RuleBasedStateMachine):
     @rule(name=st.sampled_from(NAMES), run=st.sampled_from([1, 1, 1, 2, 3]))
     def take(self, name: str, run: int) -> None:
         before = self.occupied()
-        page = self.owners[name].take(run)
+        page = self.owners[name].allocate(run)
         if page is None:
             assert not self.room(name, run)
             return
@@ -383,11 +383,11 @@ class ArenaHistory(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), pages=st.integers(1, 5))
     def take_some(self, name: str, pages: int) -> None:
-        """What could be taken is taken, and what could not is not."""
+        """What can_allocate() says can be allocated is, and what it says cannot is not."""
         before = self.occupied()
-        could = self.arena.can_take(name, pages)
+        could = self.arena.can_allocate(name, pages)
         assert self.occupied() == before, "asking changed something"
-        taken = [self.owners[name].take() for _ in range(pages)]
+        taken = [self.owners[name].allocate() for _ in range(pages)]
         assert None not in taken or not could
         assert None in taken or could or self.coming, "idle pages within floors are not counted on while pages come"
 
@@ -419,7 +419,7 @@ class ArenaHistory(RuleBasedStateMachine):
         return PAGES - len(self.there)
 
     def occupied(self) -> dict[int, str]:
-        """Page to "busy" or "idle"; a page that two hold fails."""
+        """Return the allocated pages as "busy" or "idle"; fail if two owners hold the same page."""
         pages: dict[int, str] = {}
         for owner in self.owners.values():
             for state, pieces in (("busy", owner.busy), ("idle", owner.idle)):
@@ -430,11 +430,11 @@ class ArenaHistory(RuleBasedStateMachine):
         return pages
 
     def promised(self, name: str) -> int:
-        """Pages the others may still claim by their floors."""
+        """Return the number of free pages that other owners may still claim by their floors."""
         return sum(max(0, self.shares[o][0] - owner.held) for o, owner in self.owners.items() if o != name)
 
     def room(self, name: str, run: int) -> bool:
-        """After a refusal: was there a way left to make room?"""
+        """Return whether memory for `run` pages could have been found; checked after allocate() returned None."""
         owner, (_, limit) = self.owners[name], self.shares[name]
         if owner.idle:
             return True
@@ -453,7 +453,7 @@ TestArenaHistory.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 class GradualHistory(ArenaHistory):
-    """The same while the memory comes page by page, at both ends."""
+    """The same while the arena's memory is touched page by page, at both ends."""
 
     def new(self) -> tuple[Arena, dict[str, Owner]]:
         return gradual_arena_of(PAGES, a={"floor": 3}, b={"limit": 7}, c={})

@@ -1,4 +1,4 @@
-"""What strategies tell of their blocks: states now, and how long they lived, lay idle and waited to be used again."""
+"""Tests of block metrics: numbers of blocks by state, lifetimes, idle times and reuse gaps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHER = list(range(30, 40))
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """That of all caches made in the test."""
+    """Return the clock of all caches that the test makes."""
     clock = Clock()
     monkeypatch.setattr(registry, "CacheSetup", partial(CacheSetup, clock=clock))
     return clock

@@ -1,4 +1,4 @@
-"""contiguous goes on from where a closed sequence with the same beginning was, and never from anywhere else."""
+"""contiguous reuses the block of a closed sequence with a common prefix, and no other memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TEXT = list(range(10, 24))
 
 
 def contiguous(*, pages: int = 4, **options: bool) -> ContiguousCache:
-    """A page is a sequence."""
+    """Return a contiguous cache whose page is one sequence."""
     cache = make_cache("contiguous", pages=pages, **options)
     assert isinstance(cache, ContiguousCache)
     return cache
 
 
 def left(cache: ContiguousCache, *texts: list[int], salt: Salt = NO_SALT) -> None:
-    """Texts that were read and closed, one after the other; each in memory of its own."""
+    """Prefill and close texts one after another, each in a block of its own."""
     seats = [read_prompt(cache, text, salt=salt) for text in texts]
     for seat in seats:
         cache.close(seat)

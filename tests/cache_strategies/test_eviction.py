@@ -1,4 +1,4 @@
-"""What holds for every eviction policy: nothing is lost or told twice, hits count, and priority and time come first."""
+"""Properties of every eviction policy: no entry is lost or evicted twice, hits count, priority and ttl come first."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KEYS = st.integers(0, 12)
 
 
 class Clock:
-    """Seconds, as a test says."""
+    """A clock that a test sets, in seconds."""
 
     now = 0.0
 
@@ -32,7 +32,7 @@ class Clock:
 
 # ---------------------------------------------------------------- any history
 class Histories(RuleBasedStateMachine):
-    """Entries come, are wanted again, and go; a dictionary of what each is worth says what may go first."""
+    """Random insertions, hits and evictions; a dictionary of retentions tells which entries may be evicted next."""
 
     policy: Callable[[], EvictionPolicy]
 
@@ -45,7 +45,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(key=KEYS, priority=st.sampled_from([0, 0, 1, 5]), ttl=st.sampled_from([0.0, 1.0, 3.0, math.inf]))
     def leave(self, key: int, priority: int, ttl: float) -> None:
-        """Somebody who used it goes, and perhaps was not the last."""
+        """Release an entry in use by one user, who may not be the last."""
         if key in self.idle:
             return
         before = self.worth.get(key, (priority, 0.0))
@@ -177,7 +177,7 @@ def test_s3fifo_lets_go_of_what_was_wanted_twice_in_the_order_of_use() -> None:
 
 
 def test_lru_would_have_let_the_flood_take_all() -> None:
-    """What the others are for."""
+    """Contrast to s3fifo: lru evicts all older entries before those of the flood."""
     policy = LRU()
     for key in (*range(10), *range(100, 110)):
         policy.insert(key, 1, 0.0)

@@ -1,4 +1,4 @@
-"""Kinds are found by name, options are checked, and the least memory that is asked for really is the least."""
+"""Tests of the registry: kinds are found by name, options are checked, the minimum memory suffices and is minimal."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def instances_of(seed: int, number: int) -> dict[str, StrategySettings]:
 
 
 def holds_one_of_each(strategies: Mapping[str, StrategySettings], pages: int) -> bool:
-    """Tried out: the floors leave nobody out, and each instance in turn takes a text of the greatest length."""
+    """Return whether each instance in turn can hold a sequence of max_seq_len with these shares."""
     if pages == 0:
         return False
     instances = resolve_instances(strategies)

@@ -1,4 +1,4 @@
-"""The best there is, against brute force; what replaying finds, against it; and how good the policies are."""
+"""Tests of the optimum against brute force, of replay against the optimum, and of the eviction policies' hit rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BUDGET = settings(max_examples=150)
 
 
 def texts(prompt: int, answer: int, most: int) -> st.SearchStrategy[Texts]:
-    """Few tokens, so that much is alike."""
+    """Return random texts of few distinct tokens, so that many prefixes are common."""
     pair = st.tuples(
         st.lists(TWO_TOKENS, min_size=1, max_size=prompt).map(tuple),
         st.lists(TWO_TOKENS, min_size=0, max_size=answer).map(tuple),
@@ -36,12 +36,12 @@ def texts(prompt: int, answer: int, most: int) -> st.SearchStrategy[Texts]:
 
 
 def blocks_of(text: Text, block_size: int) -> list[Text]:
-    """Every full block, told by all that there is up to its end."""
+    """Return every full block of a text, identified by all tokens up to its end."""
     return [text[:end] for end in range(block_size, len(text) + 1, block_size)]
 
 
 def found(kept: frozenset[Text], prompt: Text, block_size: int) -> int:
-    """Blocks at the beginning of a prompt, the last token of which is computed anyway."""
+    """Return the number of leading blocks of a prompt that are cached; its last token is always computed."""
     hits = 0
     for block in blocks_of(prompt[:-1], block_size):
         if block not in kept:
@@ -51,7 +51,7 @@ def found(kept: frozenset[Text], prompt: Text, block_size: int) -> int:
 
 
 def best_of_all_choices(asked: Texts, capacity: int) -> int:
-    """Blocks of one token found if everything is tried that could be kept."""
+    """Return the most hits on blocks of one token, by trying every set of blocks that could be kept."""
 
     @cache
     def best(i: int, kept: frozenset[Text]) -> int:
@@ -77,7 +77,7 @@ KEPT_IN_VAIN: Texts = [((0, 0), ()), ((1,), ()), ((0,), ()), ((1, 1), ())]  # a 
 @given(texts(4, 2, 5), st.integers(0, 3))
 @example(KEPT_IN_VAIN, 1)
 def test_belady_is_what_the_best_of_all_choices_finds(asked: Texts, capacity: int) -> None:
-    """Which may not skip a missing block: that this is granted to the bound changes nothing."""
+    """Brute force may not skip a missing block: that the bound may does not change the result."""
     assert compute_max_hits(make_visits(asked, 1), capacity) == best_of_all_choices(asked, capacity)
 
 
@@ -152,7 +152,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         ("", [], "the trace is empty"),
         ('{"time": 1}\n', [], "line 1 of the trace is not a request"),
         (TRACE + "{\n", [], "of the trace is not a request"),
-        (TRACE, ["--blocks-share", "0.001"], "have no room for a request of"),
+        (TRACE, ["--blocks-share", "0.001"], "does not fit in"),
         (TRACE, ["--policy", "fifo"], "policies are lru, s3fifo"),
     ],
 )
@@ -166,5 +166,5 @@ def test_what_cannot_be_replayed(
 
 
 def test_a_request_that_can_never_fit_is_told() -> None:
-    with pytest.raises(SettingsError, match="1 blocks have no room for a request of 5 tokens"):
+    with pytest.raises(SettingsError, match="a request of 5 tokens does not fit in 1 blocks"):
         replay([RecordedRequest(0.0, (1, 2, 3), (4, 5))], 1, "lru", 4)

@@ -1,4 +1,4 @@
-"""Memory that comes piece by piece: only what was asked for is taken from the system, and a process' limit ends it."""
+"""Tests of gradual memory: only what was touched is allocated by the system, and a process' limit ends touching."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_touched_memory_is_zero_and_can_be_written() -> None:
 
 @linux
 def test_who_writes_where_no_memory_is_yet_ends() -> None:
-    """So a server that answers requests while its memory comes has written into no other."""
+    """A write to untouched memory kills the process, so a running server has never made one."""
     code = (
         "from cache_strategies.reserved_memory import *; m = ReservedMemory(4 * PIECE_BYTES); m.touch(below=1); "
         "m.memory[PIECE_BYTES] = 1"
@@ -135,8 +135,8 @@ while arena.total_pages == 64:
     arena.add_touched_pages()
     time.sleep(0.01)
 assert 10 < arena.total_pages < 26, arena.total_pages
-pages = [arena.take("a") for _ in range(arena.total_pages)]
-assert arena.take("a") is None
+pages = [arena.allocate("a") for _ in range(arena.total_pages)]
+assert arena.allocate("a") is None
 for page in pages:
     arena.memory[page * {4 * MIB}:][:{4 * MIB}] = 1
 print(arena.get_share("a") == (0, arena.total_pages))

@@ -1,4 +1,4 @@
-"""contiguous and sliding_window: one block a seat, taken when it opens and given back when it closes, full or not."""
+"""Tests of contiguous and sliding_window: one block per seat, allocated by open() and freed by close()."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_closing_everything_frees_everything(kind: str) -> None:
 @kinds
 def test_books_that_do_not_add_up_are_noticed(kind: str) -> None:
     for spoil in (
-        lambda cache, seats: cache.setup.arena.take("it"),
+        lambda cache, seats: cache.setup.arena.allocate("it"),
         lambda cache, seats: seats[0].blocks.__setitem__(0, seats[1].blocks[0]),
         lambda cache, seats: setattr(seats[0], "length", 65),
     ):
@@ -170,5 +170,5 @@ def test_chunks_before_decode_rows_are_caught(kind: str) -> None:
     seats = [open_seat(cache, [n, n]) for n in range(2)]
     for seat in seats:
         assert cache.grow(seat, 2)
-    with pytest.raises(AssertionError, match="decode rows stand first"):
+    with pytest.raises(AssertionError, match="decode rows must come first"):
         cache.plan([Row(seats[0], 2), Row(seats[1], 1)])

@@ -1,4 +1,4 @@
-"""The whole contract is kept by every backend that runs on this machine."""
+"""The contract tests run with every kernel backend that works on this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kernels.backend_matrix import BACKENDS, NAMES
 
 @pytest.fixture(scope="module", autouse=True, params=NAMES)
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Its name."""
+    """Return the name of the kernel backend."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "make_ops", BACKENDS[request.param])
         yield request.param

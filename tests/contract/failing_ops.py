@@ -1,4 +1,4 @@
-"""Operations that fail when they are told to."""
+"""Operations that raise when a test sets them to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.contract import harness
 
 
 class FailingOps:
-    """The tried backend's. Fails once, after `calls` more calls of attend; the layer's keys are written by then."""
+    """A backend's operations, whose attend() raises once after `calls` calls, when the layer's keys are written."""
 
     def __init__(self) -> None:
         self._ops = harness.make_ops()

@@ -1,4 +1,4 @@
-"""What the contract tests drive caches with: instances over one poisoned arena, texts, and steps through a `Batch`."""
+"""Drives caches for the contract tests: instances over one arena filled with NaN, texts, and steps of a `Batch`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {  # options every built-i
 
 
 def every_instance() -> dict[str, StrategySettings]:
-    """Instances of every registered kind, by a name that tells the options; unknown kinds with their defaults."""
+    """Return instances of every registered kind, by a name with their options; unknown kinds with defaults."""
     return {
         _name(kind, options): StrategySettings(kind=kind, **options)
         for kind in sorted(registry.list_kinds())
@@ -48,7 +48,7 @@ def every_instance() -> dict[str, StrategySettings]:
 
 
 def exact_instances() -> dict[str, StrategySettings]:
-    """Instances that keep all keys of the texts used here: paged at several block sizes, a ring that never wraps."""
+    """Return instances that keep all keys of these texts: paged with several block sizes, an unwrapped ring."""
     return {
         "contiguous": StrategySettings(kind="contiguous"),
         "ring": StrategySettings(kind="sliding_window", window=512, sinks=0),
@@ -62,12 +62,12 @@ def _name(kind: str, options: Mapping[str, Any]) -> str:
 
 
 def make_ops() -> Ops:
-    """What a World computes with unless it is told; conftest.py puts every backend in its place."""
+    """Return the operations with which a World computes by default; conftest.py replaces them by each backend's."""
     return ReferenceOps()
 
 
 class World:
-    """Caches by name over one arena whose every byte is poison, and what it takes to step them."""
+    """Caches by name over one arena whose memory is filled with NaN, and methods that run steps."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class World:
         ops: Ops | None = None,
         fill: int = POISON,
     ) -> None:
-        """Without a number of pages, room for `max_seats` of the longest sequences per instance."""
+        """Make the caches. By default the arena fits `max_seats` sequences of max_seq_len per instance."""
         self.layers, self.dtype = layers, dtype
         instances = registry.resolve_instances(strategies)
         geometry = Geometry(layers, dtype, max_seats, max_seq_len, max_num_batched_tokens)
@@ -94,7 +94,7 @@ class World:
         self.caches = registry.build_caches(instances, geometry, self.arena, ops or make_ops())
 
     def open(self, name: str, text: Text, *, max_cached: int | None = None) -> Reading:
-        """A seat for all of the text."""
+        """Open a seat for a whole text."""
         seat = self.caches[name].open(text.ids, max_cached=max_cached)
         assert seat is not None, "no room"
         return Reading(self.caches[name], text, seat)
@@ -106,13 +106,13 @@ class World:
 
 
 def _sequence_bytes(instance: registry.Instance, geometry: Geometry) -> int:
-    """Memory of the longest sequence, in pages of its own; in smaller ones it is at most twice that."""
+    """Return the memory of the longest sequence in pages of its own block size; at most half of what others need."""
     return registry.compute_min_pages([instance], geometry) * registry.page_bytes([instance], geometry)
 
 
 @dataclass(frozen=True)
 class Text:
-    """Token ids and, per layer, the q [T,Hq,D], k [T,H,D], v [T,H,Dv] a model would compute of them."""
+    """Token ids and, for each layer, the q [T,Hq,D], k [T,H,D], v [T,H,Dv] that a model would compute for them."""
 
     ids: list[int]
     q: list[Tensor]
@@ -123,12 +123,12 @@ class Text:
         return len(self.ids)
 
     def head(self, n: int) -> Text:
-        """Its first n tokens."""
+        """Return the text's first n tokens."""
         return Text(self.ids[:n], *([x[:n] for x in part] for part in (self.q, self.k, self.v)))
 
 
 def random_text(seed: int, length: int, layers: Sequence[LayerSpec], dtype: torch.dtype = torch.float32) -> Text:
-    """A text that shares no beginning with a text of another seed."""
+    """Return a random text, which has no common prefix with texts of other seeds."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(heads: int, dim: int) -> Tensor:
@@ -143,7 +143,7 @@ def random_text(seed: int, length: int, layers: Sequence[LayerSpec], dtype: torc
 
 
 def spliced(a: Text, b: Text, at: int) -> Text:
-    """`a` up to the position, `b` from there on."""
+    """Return `a` up to a position and `b` from there on."""
 
     def join(x: list[Tensor], y: list[Tensor]) -> list[Tensor]:
         return [torch.cat((i[:at], j[at:])) for i, j in zip(x, y, strict=True)]
@@ -153,7 +153,7 @@ def spliced(a: Text, b: Text, at: int) -> Text:
 
 @dataclass
 class Reading:
-    """A text on its way through a cache."""
+    """A text that enters a cache row by row."""
 
     cache: KVCache
     text: Text
@@ -164,14 +164,14 @@ class Reading:
         return len(self.text) - self.seat.length
 
     def work(self, num_tokens: int) -> RowInput:
-        """A row of the next tokens, for which there must be room."""
+        """Return a row of the next tokens, for which grow() must succeed."""
         assert self.cache.grow(self.seat, num_tokens), "no room"
         start = self.seat.length
         ids = self.text.ids[start : start + num_tokens]
         return RowInput(self.cache, Row(self.seat, num_tokens), ids, num_tokens)
 
     def chunk(self, wanted: int) -> int:
-        """Tokens of the next row if `wanted` are: no more than are left, or than the instance takes."""
+        """Return the number of tokens of the next row: `wanted`, unless fewer are left or max_row is smaller."""
         return min(wanted, self.left, self.cache.contract.max_row or wanted)
 
 
@@ -180,7 +180,7 @@ Keys = tuple[Tensor, Tensor, Tensor]  # K, V and positions that the last token o
 
 @dataclass(frozen=True)
 class Step:
-    """What a step gave, per row in the order of the call."""
+    """The results of a step, by row in the order of the call."""
 
     starts: list[int]
     outs: list[list[Tensor]]  # [row][layer] -> [n, Hq, Dv]
@@ -188,7 +188,7 @@ class Step:
 
 
 def step(rows: Sequence[tuple[Reading, int]], *, keys: bool = False) -> Step:
-    """One step of several texts, under whatever strategies."""
+    """Run one step with rows of several texts, under any strategies."""
     for cache in {id(reading.cache): reading.cache for reading, _ in rows}.values():
         cache.poll()
     batch = Batch([reading.work(n) for reading, n in rows])
@@ -198,7 +198,7 @@ def step(rows: Sequence[tuple[Reading, int]], *, keys: bool = False) -> Step:
 
 
 def attend(batch: Batch, rows: Sequence[tuple[Reading, int]], *, keys: bool = False) -> Step:
-    """All layers of a planned batch; nothing is committed."""
+    """Compute all layers of a planned batch, without committing it."""
     in_order = [rows[i] for i in batch.row_order]
     at = {row: i for i, row in enumerate(batch.row_order)}
     sizes = [n for _, n in in_order]
@@ -222,14 +222,14 @@ def _inputs(rows: Sequence[tuple[Reading, int]], part: str, layer: int) -> Itera
 
 
 def _plans(batch: Batch) -> Iterator[tuple[Plan, int]]:
-    """The plan of every row and its number there, in the batch's order."""
+    """Return the plan of every row and the row's index in it, in the batch's order."""
     for _, plan, _ in batch._slices:
         for row in range(len(plan.rows)):
             yield plan, row
 
 
 def read_through(reading: Reading, chunk: int) -> list[Tensor]:
-    """The whole text alone, in rows of `chunk`: attention's output per layer, [T, Hq, Dv]."""
+    """Return attention's output by layer [T, Hq, Dv] for a whole text, in rows of `chunk` tokens."""
     outs: list[list[Tensor]] = []
     while reading.left:
         outs += step([(reading, reading.chunk(chunk))]).outs

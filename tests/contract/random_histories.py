@@ -1,7 +1,7 @@
-"""Random histories of seats in several caches over one small arena, against lists of the tokens each seat should hold.
+"""Random operations on seats of several caches over one small arena, compared with lists of each seat's tokens.
 
-A token's q, k and v are made of a hash of all tokens up to it, so that a block shared by mistake shows at once. The
-rules do whatever a scheduler may do, in any order, and with memory full most of the time.
+The q, k and v of a token are computed from a hash of all tokens up to it, so that a block that is shared by mistake
+shows at once. The rules do anything that a scheduler may do, in any order and mostly with full memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Token = tuple[int, int]  # id, and what tells embeddings with the same negative 
 # ---------------------------------------------------------------- tokens
 @cache
 def computed(tokens: tuple[Token, ...], salt: Salt, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T,Hq,4], k [T,H,4], v [T,H,4] of a text; every number is a multiple of 1/128, exact in float32."""
+    """Return q [T,Hq,4], k [T,H,4], v [T,H,4] of a text; all are multiples of 1/128, which are exact in float32."""
     spec = LAYERS[layer]
     numbers, so_far = [], "/".join(salt)
     for token in tokens:
@@ -68,13 +68,13 @@ def computed(tokens: tuple[Token, ...], salt: Salt, layer: int) -> tuple[Tensor,
 
 @cache
 def visible(kind: str, options: object, layer: int) -> Tensor:
-    """Mask [LONGEST, LONGEST]."""
+    """Return the mask [LONGEST, LONGEST] of the keys that each query may see."""
     return visible_keys(LAYERS[layer], LONGEST, KEEPS[kind](options))
 
 
 @dataclass(eq=False)
 class Sitter:
-    """A seat, and the tokens it has or will have: those entered, and the rest of its prompt."""
+    """A seat, and the tokens that entered it or will: a test's own record, with the rest of its prompt."""
 
     cache: KVCache
     kind: str
@@ -91,7 +91,7 @@ class Sitter:
 
 @dataclass
 class Planned:
-    """A sitter's row of a step."""
+    """A sitter's row in a step."""
 
     sitter: Sitter
     start: int
@@ -106,7 +106,7 @@ class Planned:
 
 # ---------------------------------------------------------------- a step
 def run(batch: Batch, rows: Sequence[Planned], *, check: bool) -> None:
-    """All layers; then every output and every key that is visible against the definition."""
+    """Compute all layers, and compare every output and every visible key with the definition."""
     rows = [rows[i] for i in batch.row_order]
     plans = [(plan, i) for _, plan, _ in batch._slices for i in range(len(plan.rows))]
     for layer in range(len(LAYERS)):
@@ -137,7 +137,7 @@ def _check_row(row: Planned, layer: int, out: Tensor, plan: Plan, index: int) ->
 
 
 def commit(batch: Batch, rows: Sequence[Planned]) -> None:
-    """Of each row, the tokens that are accepted."""
+    """Commit the accepted tokens of each row."""
     entered = iter([rows[i] for i in batch.row_order])
     for cache_, plan, _ in batch._slices:
         accepted = [next(entered) for _ in plan.rows]
@@ -146,7 +146,7 @@ def commit(batch: Batch, rows: Sequence[Planned]) -> None:
 
 # ---------------------------------------------------------------- the machine
 class Histories(RuleBasedStateMachine):
-    """Subclasses say which instances, and how many pages."""
+    """A state machine of random operations. Subclasses choose the instances and the number of pages."""
 
     strategies: Mapping[str, StrategySettings]
     pages: int
@@ -169,7 +169,7 @@ class Histories(RuleBasedStateMachine):
         self.embeddings = 0
 
     def token(self, id_: int) -> Token:
-        """Embeddings go by a negative id, and no two are the same."""
+        """Return a token id; embeddings have negative ids, all of them distinct."""
         self.embeddings += id_ < 0
         return id_, self.embeddings if id_ < 0 else 0
 
@@ -186,7 +186,7 @@ class Histories(RuleBasedStateMachine):
     def open(
         self, which: int, begin_like: int, common: int, rest: list[int], salt: Salt, max_cached: int | None, times: int
     ) -> None:
-        """A prompt, a few times over; it begins like another one or like all."""
+        """Open one or more seats for a prompt that often has a common prefix with another."""
         beginnings = [sitter.tokens for sitter in self.sitters] + [[(0, 0)] * LONGEST]
         tokens = beginnings[begin_like % len(beginnings)][:common] + [self.token(i) for i in (*rest, 1)]
         for _ in range(times):
@@ -317,14 +317,14 @@ class Histories(RuleBasedStateMachine):
                 del row.sitter.tokens[row.start + row.accepted :]
 
     def _preempt(self, rows: Sequence[Planned], rng: random.Random) -> None:
-        """Somebody who is not in the step gives way to it."""
+        """Close a sitter that is not in the step, to free memory for another."""
         if others := [sitter for sitter in self.sitters if all(row.sitter is not sitter for row in rows)]:
             sitter = rng.choice(others)
             self.sitters.remove(sitter)
             sitter.cache.close(sitter.seat)
 
     def _row(self, sitter: Sitter, rng: random.Random) -> Planned | None:
-        """The next tokens of a prompt, or new ones; None: not now."""
+        """Return the next tokens of a prompt, or new ones; None if the sitter is not in this step."""
         start, most = sitter.seat.length, min(rng.choice([1, 1, 3, 6, 20]), sitter.cache.contract.max_row or LONGEST)
         in_prompt = len(sitter.tokens) - start
         n = min(most, in_prompt or LONGEST - start)
@@ -362,7 +362,7 @@ class Histories(RuleBasedStateMachine):
             assert not seats or any(cache_.ready(seat) for seat in seats), "all wait for each other"
 
     def teardown(self) -> None:
-        """Nothing has leaked, and there is room for the longest text again, whoever asks."""
+        """Assert that nothing has leaked, and that the longest text fits again under every instance."""
         for sitter in self.sitters:
             sitter.cache.close(sitter.seat)
         for pinning, pin in self.pins:

@@ -1,4 +1,4 @@
-"""Every strategy attends as the definition says, at every chunk size and type: alone, and mixed in one batch.
+"""Every strategy's attention equals the definition, in rows of any size and every dtype, alone and in one batch.
 
 `make test` takes every chunk size in float32, and every second one in the narrow types; `make test-slow` takes all.
 """
@@ -38,7 +38,7 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype
 
 
 def chunks_of(settings: StrategySettings, dtype: torch.dtype) -> list[int]:
-    """Rows to read a text in: those of 1, 7, 64 or all its tokens that differ, as far as the instance takes them."""
+    """Return the distinct row sizes among 1, 7, 64 and the whole text that the instance's max_row allows."""
     most = min(LENGTH[dtype], settings.options.get("max_row", WHOLE))
     return sorted({min(chunk, most) for chunk in (1, 7, 64, WHOLE)})
 
@@ -68,7 +68,7 @@ def expected(kind: str, options: object, layer: int, text_key: tuple[int, int, t
 
 
 def check_step(result: Step, rows: list[tuple[Reading, int]]) -> None:
-    """What every kind owes, known or not: keys() tells the truth about what the last token of a row has seen."""
+    """Check for any kind that gather_kv() returns exactly what the last token of each row attended to."""
     for (reading, n), start, outs, keys in zip(rows, result.starts, result.outs, result.keys, strict=True):
         last = start + n - 1
         for layer, (k, v, positions) in enumerate(keys):
@@ -89,14 +89,14 @@ def close(got: Tensor, want: Tensor) -> None:
 
 
 def check_text(cache: KVCache, outs: list[Tensor], kind: str, text_key: tuple[int, int, torch.dtype]) -> None:
-    """Every token of the text, if it is known what the kind keeps."""
+    """Compare the output of every token with the definition, for kinds whose visible keys are known."""
     if kind in KEEPS:
         for layer, out in enumerate(outs):
             close(out, expected(kind, cache.options, layer, text_key))
 
 
 def read_alone(world: World, name: str, kind: str, chunk: int, dtype: torch.dtype) -> None:
-    """One sequence alone, in rows of `chunk`, every step checked."""
+    """Read one sequence in rows of `chunk` tokens, and check every step."""
     key = (1, LENGTH[dtype], dtype)
     reading = world.open(name, text_of(*key))
     outs: list[list[Tensor]] = []
@@ -124,7 +124,7 @@ def test_all_strategies_in_one_batch_with_decode_rows_and_chunks(dtype: torch.dt
 
 
 def read_mixed(strategies: dict[str, StrategySettings], dtype: torch.dtype) -> None:
-    """Two texts per instance, all in the same batches, in rows of random sizes."""
+    """Read two texts per instance in the same batches, in rows of random sizes."""
     world = World(strategies, dtype=dtype, max_seats=2)
     texts = {name: [(seed, LENGTH[dtype] - 7 * seed, dtype) for seed in (1, 2)] for name in strategies}
     readings = {(name, key): world.open(name, text_of(*key)) for name in strategies for key in texts[name]}

@@ -1,4 +1,4 @@
-"""Exact strategies are equal: bit for bit given the same q, k, v or the same steps; within tolerance given others."""
+"""Exact strategies agree: bit for bit given equal q, k, v or equal steps, within tolerance in other steps."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_row_is_the_same_whoever_stands_beside_it(name: str, dtype: torch.dtyp
     texts = [random_text(seed, LENGTH, MODEL, dtype) for seed in range(len(past))]
 
     def last_step(members: list[int], sizes: list[int]) -> list[list[Tensor]]:
-        """Texts up to their past in one step, then a step of these sizes, which is returned."""
+        """Enter the texts in one step up to the last tokens, then run and return a step of these row sizes."""
         readings = [world.open(name, texts[i], max_cached=0) for i in members]
         step([(reading, past[i]) for i, reading in zip(members, readings, strict=True)])
         outs = step(list(zip(readings, sizes, strict=True))).outs

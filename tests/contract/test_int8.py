@@ -1,4 +1,4 @@
-"""Keys and values kept as int8: attention over what is left of them, in half the memory of bfloat16."""
+"""Tests of keys and values stored as int8: attention over the rounded values, in half the memory of bfloat16."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def int8(kind: str) -> StrategySettings:
 
 
 def what_is_left(x: Tensor) -> Tensor:
-    """x [..., D] through int8 and back, by numpy."""
+    """Round x [..., D] to int8 and back, in numpy."""
     wide = x.float().numpy()
     scale = np.abs(wide).max(-1, keepdims=True) / np.float32(127)
     return torch.from_numpy(np.rint(wide / scale) * scale)
@@ -60,7 +60,7 @@ def test_it_takes_the_memory_it_says_and_is_not_called_exact(kind: str) -> None:
 
 @kinds
 def test_heads_whose_scales_would_not_be_aligned_are_refused(kind: str) -> None:
-    with pytest.raises(SettingsError, match="kv_dtype int8 is for heads of a multiple of 4 dimensions"):
+    with pytest.raises(SettingsError, match="kv_dtype=int8 needs head dimensions that are multiples of 4"):
         World({"it": int8(kind)}, layers=[LayerSpec(1, 1, 6, 8)])
 
 

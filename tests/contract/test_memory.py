@@ -1,4 +1,4 @@
-"""Memory that is not a row's own is neither read nor written, and what kernels and views point at stays where it is."""
+"""Memory of other rows is neither read nor written, and the addresses of kernels' arguments never change."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def token_bytes() -> int:
 
 # ---------------------------------------------------------------- addresses
 class Watching(ReferenceOps):
-    """Notes the addresses of the tensors in `Slots`."""
+    """Operations that record the addresses of the tensors in `Slots`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_slots_keep_their_addresses_for_the_life_of_a_cache(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 def test_each_layers_keys_and_values_lie_at_their_own_bytes(kind: str, dtype: torch.dtype) -> None:
-    """Phi-4's heads, four layers: what a step entered is read back from raw memory through the offsets alone."""
+    """With the heads of Phi-4 and four layers: what a step wrote is read from raw memory by byte offsets."""
     layers = [LayerSpec(10, 40, 128, 128, scale=128**-0.5)] * 4
     world = World({kind: StrategySettings(kind=kind)}, layers=layers, dtype=dtype, max_seats=2, max_seq_len=64)
     text = random_text(1, 32, layers, dtype)

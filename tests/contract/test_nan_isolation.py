@@ -1,7 +1,7 @@
-"""What is NaN or infinite reaches nobody whom it does not concern: other rows, and queries that may not see it.
+"""NaN and infinity do not spread: neither to other rows, nor to queries that may not see the token.
 
-Every operation, backend and strategy joins by being registered. Bits are compared: of a call as it is tried, and of the
-same with a number that is none. Cases are drawn anew each time; the seed is printed.
+Every operation, backend and strategy takes part by being registered. The bits of a normal call are compared with those
+of the same call with a NaN or an infinity in it. Cases are drawn anew each time; the seed is printed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rng() -> random.Random:
 
 
 def same(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether all bits are equal, of NaN, too."""
+    """Return whether two tensors are equal bit for bit, NaN included."""
     return torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8))
 
 
@@ -60,9 +60,9 @@ def test_a_row_that_is_no_number_leaves_the_others_as_they_are(
 
 
 def poisoned(x: Tensor, row: int, poison: float, rng: random.Random) -> Tensor:
-    """Return x with one number of the row, or all of them, poisoned.
+    """Return a copy of x with one number of the row, or all of them, replaced by NaN or infinity.
 
-    Its strides and its place in its storage are those of x: torch's products depend on the alignment of their rows.
+    The copy has the strides and the storage offset of x, as torch's products depend on the alignment of their rows.
     """
     storage = x.new_empty(x.untyped_storage().nbytes() // x.element_size())
     changed = storage.as_strided(x.shape, x.stride(), x.storage_offset()).copy_(x)
@@ -106,7 +106,7 @@ def check_rows(ops: Ops, call: Call, row: int, name: str, x: Tensor) -> None:
 def test_a_query_knows_nothing_of_keys_that_it_may_not_see(
     backend: str, spec: str, kv: str, dtype: torch.dtype, rng: random.Random
 ) -> None:
-    """A decode row and chunks, in every layout of memory: any keys, values and queries are poisoned."""
+    """A decode row and chunks, in every memory layout, with any of keys, values and queries replaced."""
     for layout in LAYOUTS if spec == "all at once" else LAYOUTS[1::3]:
         if kv == "int8" and any(dim % 4 for dim in SPECS[spec][2:4]):
             continue
@@ -150,7 +150,7 @@ def check_scene(
 
 
 class Poisoned(AttentionCase):
-    """A scene in which some tokens' queries, keys and values are all one number."""
+    """An attention case in which the queries, keys and values of some tokens are all one number."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Poisoned(AttentionCase):
 @dtypes
 @pytest.mark.parametrize("name", every_instance())
 def test_a_strategy_shows_no_query_what_it_may_not_see(name: str, dtype: torch.dtype, rng: random.Random) -> None:
-    """Tokens are poisoned in one text, and all of another beside it, in rows of several sizes."""
+    """Some tokens of one text, and all of a second one, are replaced; rows have several sizes."""
     settings = every_instance()[name]
     text, other = random_text(1, LENGTH, MODEL, dtype), random_text(2, LENGTH, MODEL, dtype)
     chunk, bad = rng.choice([1, 7, 33, LENGTH]), sorted(rng.sample(range(LENGTH), 3))
@@ -203,7 +203,7 @@ def with_poison(text: Text, tokens: Iterable[int], poison: float) -> Text:
 
 
 def read(name: str, texts: list[Text], chunk: int, dtype: torch.dtype) -> list[list[Tensor]]:
-    """Return what each text attended to in each layer, all read together in rows of `chunk`."""
+    """Return the attention output of each text by layer, read together in rows of `chunk` tokens."""
     world = World({name: every_instance()[name]}, dtype=dtype, max_seats=len(texts))
     readings = [world.open(name, text, max_cached=0) for text in texts]
     outs: list[list[list[Tensor]]] = [[] for _ in texts]

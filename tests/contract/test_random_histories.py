@@ -1,4 +1,4 @@
-"""Whatever is opened, grown, forked, cropped, committed and closed: keys and outputs stay right, and nothing leaks."""
+"""Random sequences of open, grow, fork, crop, commit and close: keys and outputs stay correct, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOGETHER = {kind: instance(kind) for kind in sorted(registry.list_kinds())} | {
 
 
 def machine_of(strategies: Mapping[str, StrategySettings]) -> type[Histories]:
-    """Over an arena for two and a half of the longest texts, where five seats soon want more."""
+    """Return a state machine over an arena for two and a half of the longest texts, with five seats."""
     pages = int(2.5 * registry.compute_min_pages(registry.resolve_instances(strategies), GEOMETRY))
     return type("History", (Histories,), {"strategies": strategies, "pages": pages})
 
@@ -50,7 +50,7 @@ def play(strategies: Mapping[str, StrategySettings], examples: int) -> None:
 
 
 def share(backend: str, examples: int) -> int:
-    """Of the examples, those to try with a backend: the books are the same whichever computes."""
+    """Return the number of examples to run with a backend: fewer for others, as the bookkeeping is the same."""
     return examples if backend == REFERENCE else examples // 3
 
 

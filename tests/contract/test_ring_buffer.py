@@ -1,4 +1,4 @@
-"""A ring shorter than the text attends as the masked definition says, however the text is cut and the ring wraps."""
+"""A ring shorter than the text attends as the masked definition says, in rows of any size and wherever it wraps."""
 
 from __future__ import annotations
 

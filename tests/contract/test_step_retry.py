@@ -1,6 +1,6 @@
-"""State moves in commit alone: a failed step can be repeated, and tokens planned but not accepted leave no trace.
+"""Only commit changes state: a failed step can be repeated, and rejected tokens have no effect.
 
-"Repeated" means bit for bit, rings and pending copies included.
+A repeated step gives the same bits, also with ring buffers and pending copies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BUILT_IN = {name: each for name, each in STRATEGIES.items() if each.kind in regi
 
 
 def step_after_failure(ops: FailingOps, rows: list[tuple[Reading, int]], calls: int) -> list[list[Tensor]]:
-    """A step whose first attempt fails after so many calls, and whose second does not."""
+    """Run a step that fails after `calls` calls of attend, then repeat it successfully."""
     work = [reading.work(n) for reading, n in rows]
     ops.calls = calls
     with pytest.raises(StrategyError, match="injected"):
@@ -92,7 +92,7 @@ def test_a_step_with_a_copy_on_write_pending_is_repeated_bit_for_bit(layer: int)
 
 
 def forked(world: World) -> list[Reading]:
-    """A text of 24 tokens read by three seats that go on differently: two of them must copy the block they share."""
+    """Return three seats of a text of 24 tokens that continue differently: two must copy their shared block."""
     common = random_text(0, 44, LAYERS)
     texts = [spliced(common, random_text(seed, 44, LAYERS), 24) for seed in (1, 2, 3)]
     parent = world.open("paged", common.head(24))
@@ -121,7 +121,7 @@ def test_drafts_that_are_not_accepted_leave_no_trace(name: str, accepted: int) -
 
 
 def speculate(reading: Reading, other: Text, drafts: int, accepted: int) -> None:
-    """Plans `drafts` tokens, of which the first `accepted` are the text's and the rest are not; these are dropped."""
+    """Plan `drafts` draft tokens of which the first `accepted` are right; the others are rejected."""
     start = reading.seat.length
     text = reading.text
     reading.text = spliced(text, other, start + accepted)

@@ -1,4 +1,4 @@
-"""A kind joins the contract's matrix by being registered, and one that breaks its word does not get through."""
+"""A third-party kind joins the contract tests by being registered, and one that breaks its contract fails them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.contract.test_attention import read_alone, read_mixed
 
 
 class LyingPlan(third_party_strategy.SievePlan):
-    """Says that it has seen all tokens."""
+    """A plan whose gather_kv() claims that all tokens are visible."""
 
     def gather_kv(self, layer_idx: int, row: int) -> third_party_strategy.Keys:
         seat, num_tokens = self.rows[row]
@@ -24,7 +24,7 @@ class LyingPlan(third_party_strategy.SievePlan):
 
 
 class LyingCache(third_party_strategy.SieveCache):
-    """Attends to fewer keys than it says."""
+    """A cache that attends to fewer keys than it claims."""
 
     plan_type = LyingPlan
 

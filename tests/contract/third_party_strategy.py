@@ -1,6 +1,6 @@
-"""A strategy that somebody else might write: from the seam alone, with memory of its own, and lossy.
+"""A strategy as a third party might write it: lossy, from the interface alone, with memory outside the arena.
 
-It keeps every second token, and the latest one; what it keeps is a list of tensors.
+It keeps every second token and the latest one, in lists of tensors.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Keys = tuple[Tensor, Tensor, Tensor]  # K [S,H,D], V [S,H,Dv], positions [S]
 
 
 class SieveOptions(Options):
-    """Options of a sieve."""
+    """Options of a SieveCache."""
 
     keep: int = Field(2, ge=1, description="every how manieth token stays")
 
 
 class SieveSeat(Seat):
-    """Per layer, the K and V of every token that entered."""
+    """A seat with the K and V of each layer in tensors of its own."""
 
     __slots__ = ("layers",)
 
@@ -48,7 +48,7 @@ class SieveSeat(Seat):
 
 
 class SievePlan(Plan):
-    """Writes by cutting off what a failed attempt left behind."""
+    """A plan that first drops the keys of a failed attempt, so that attend() can be repeated."""
 
     def __init__(self, cache: SieveCache, rows: Sequence[Row]) -> None:
         self.rows = rows  # those that pad come after them, and are left alone
@@ -93,7 +93,7 @@ class SievePlan(Plan):
 
 
 class SieveCache(KVCache):
-    """The arena is none of its business."""
+    """A cache that keeps every `keep`-th token in memory outside the arena."""
 
     options_type = SieveOptions
     plan_type: type[SievePlan] = SievePlan
@@ -127,7 +127,7 @@ class SieveCache(KVCache):
     def _none(self, spec: LayerSpec, dim: int) -> Tensor:
         return torch.empty(0, spec.num_kv_heads, dim, dtype=self.setup.geometry.kv_dtype)
 
-    def grow(self, seat: Seat, more: int) -> bool:
+    def grow(self, seat: Seat, num_tokens: int) -> bool:
         return True
 
     def crop(self, seat: Seat, length: int) -> None:

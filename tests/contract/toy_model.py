@@ -1,4 +1,4 @@
-"""A decoder of random weights that sees nothing but `kernels.ops.Attention`, and a driver that gives it fixed steps."""
+"""A small decoder of random weights over `kernels.ops.Attention`, and a driver that runs it in fixed steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY, WIDTH, POSITIONS = 50, 24, 256
 
 
 class ToyModel:
-    """Attention and a feed-forward step per layer, residual; positions enter with the embedding."""
+    """A decoder with attention and a feed-forward part per layer; position embeddings are added to the tokens'."""
 
     def __init__(self, layers: Sequence[LayerSpec], seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -40,7 +40,7 @@ class ToyModel:
         self.head = draw(VOCABULARY, WIDTH)
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """ids [N] -> logits [K, vocabulary]."""
+        """Compute logits [K, vocabulary] for ids [N]."""
         x = self.embedding[ids] + self.position[attention.positions]
         for i, spec in enumerate(self.layers):
             q, k, v = (x @ w.T for w in self.qkv[i])
@@ -57,7 +57,7 @@ class ToyModel:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, the greedy tokens that follow, and the logits each was taken from."""
+    """A prompt, its greedy tokens, and the logits from which each token was taken."""
 
     cache: KVCache
     tokens: list[int]
@@ -68,7 +68,7 @@ class Request:
 def open_requests(
     caches: Mapping[str, KVCache], placement: Sequence[str], prompts: Sequence[list[int]]
 ) -> list[Request]:
-    """One request per prompt, each under the instance that `placement` names; nothing is taken from a prefix cache."""
+    """Open a request for each prompt, under the instance that `placement` names, without prefix-cache hits."""
     requests = []
     for name, prompt in zip(placement, prompts, strict=True):
         seat = caches[name].open(prompt, max_cached=0)
@@ -78,7 +78,7 @@ def open_requests(
 
 
 def run_step(model: ToyModel, requests: Sequence[Request], budget: int) -> None:
-    """One step: one token of each request that decodes, then prompts in order, within the budget."""
+    """Run a step: one token of each decoding request, then prompts in order, within the budget."""
     work, rows = [], []
     for request in sorted(requests, key=lambda r: len(r.tokens) - r.seat.length > 1):
         n = min(budget, len(request.tokens) - request.seat.length, request.cache.contract.max_row or budget)
@@ -104,7 +104,7 @@ def run_step(model: ToyModel, requests: Sequence[Request], budget: int) -> None:
 
 
 def generate(model: ToyModel, requests: Sequence[Request], new_tokens: int, budget: int) -> list[Tensor]:
-    """Steps until every request has its tokens: the logits of each, [new_tokens, vocabulary]."""
+    """Run steps until every request has its tokens; return the logits of each [new_tokens, vocabulary]."""
     while unfinished := [r for r in requests if len(r.logits) < new_tokens]:
         run_step(model, unfinished, budget)
     return [torch.stack(r.logits) for r in requests]

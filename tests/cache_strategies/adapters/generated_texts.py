@@ -1,4 +1,4 @@
-"""Random models of transformers, and texts they write with our caches and with their own."""
+"""Random transformers models, and the texts that they generate with our caches and with DynamicCache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random_model_of(name: str) -> Any:
 
 
 def make_cache(model: Any, settings: StrategySettings, *, rows: int = 3, **how: Any) -> StrategyCache:
-    """A cache of which every byte that nobody wrote is NaN."""
+    """Return a StrategyCache whose memory is filled with NaN until it is written."""
     cache = StrategyCache(
         model.config, settings.kind, max_seq_len=MAX_SEQ_LEN, max_batch_size=rows, **settings.options, **how
     )
@@ -45,7 +45,7 @@ def random_prompts(rows: int = 3, length: int = 21, seed: int = 1) -> Tensor:
 def generate(
     model: Any, ids: Tensor, cache: Any, more: int = NEW_TOKENS, mask: Tensor | None = None, **how: Any
 ) -> Tensor:
-    """Greedy, unless told otherwise: the whole text."""
+    """Return prompt and generated tokens [B, S]; greedy decoding unless `flags` say otherwise."""
     mask = torch.ones_like(ids) if mask is None else mask
     greedy = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None} | how
     found: Tensor = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=more, **greedy)
@@ -58,7 +58,7 @@ _own: dict[tuple[object, ...], Tensor] = {}
 def generate_with_dynamic_cache(
     model: Any, ids: Tensor, more: int = NEW_TOKENS, mask: Tensor | None = None, **how: Any
 ) -> Tensor:
-    """The same, with the cache of transformers; remembered, as many strategies are compared with it."""
+    """Return what `generate` gives with transformers' own cache; memoized, as all strategies are compared with it."""
     key = (model, str(ids.tolist()), more, None if mask is None else str(mask.tolist()), str(how))
     if key not in _own:
         _own[key] = generate(model, ids, DynamicCache(config=model.config), more, mask, **how)
@@ -66,7 +66,7 @@ def generate_with_dynamic_cache(
 
 
 def left_padding_mask(ids: Tensor) -> Tensor:
-    """A mask under which the rows are of different lengths."""
+    """Return an attention mask under which the rows have different lengths."""
     mask = torch.ones_like(ids)
     for row, padding in zip(mask, (5, 0, 9), strict=False):
         row[:padding] = 0

@@ -1,4 +1,4 @@
-"""The textbook cache against its promises, and the GPT of docs/guide/textbook.md against itself without any cache."""
+"""Tests of the textbook cache, and of the GPT of docs/guide/textbook.md with a cache against itself without one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ B, H, D, LONGEST = 3, 2, 4, 16
 
 @pytest.fixture(scope="module")
 def example() -> dict[str, Any]:
-    """What the document's program defines and computes."""
+    """Run the document's program; return the names that it defines."""
     (code,) = re.findall(r"```python\n(.*?)```", DOC.read_text(), re.DOTALL)
     found: dict[str, Any] = {"__name__": "textbook_example"}
     exec(compile(code, str(DOC), "exec"), found)
@@ -31,7 +31,7 @@ def example() -> dict[str, Any]:
 
 
 def entering(n: int, *, batch: int = B, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Key and value [B, H, n, D] of n tokens."""
+    """Return random key and value [B, H, n, D] of n tokens."""
     generator = torch.Generator().manual_seed(seed)
     k, v = torch.randn(2, batch, H, n, D, generator=generator)
     return k, v
@@ -42,7 +42,7 @@ def a_cache() -> KVCache:
 
 
 def uncached_logits(model: Any, ids: Tensor) -> Tensor:
-    """The GPT's formula once more: all of the text through torch's own causal attention, in the weights' dtype."""
+    """Compute the GPT's logits again, with torch's causal attention over the whole text, in the weights' dtype."""
     x = model.tokens(ids) + model.positions(torch.arange(ids.shape[1]))
     for block in model.blocks:
         attention, y = block.attention, block.norm_1(x)
@@ -98,7 +98,7 @@ def test_what_the_document_proposes_to_try(example: dict[str, Any]) -> None:
 
 
 class NewMemory(TorchDispatchMode):
-    """Collects the memory that operations return."""
+    """Collects the memory of the tensors that operations return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,15 +206,15 @@ def test_it_keeps_no_graph_and_works_in_and_out_of_inference_mode() -> None:
     [
         (torch.zeros(B, H, 1, D + 1), torch.zeros(B, H, 1, D + 1), r"key has the shape \[3, 2, 1, 5\].*head_dim"),
         (torch.zeros(B, H, 1, D), torch.zeros(B, H + 1, 1, D), r"value has the shape .*num_heads"),
-        (torch.zeros(H, 1, D), torch.zeros(H, 1, D), r"takes \[batch, 2, tokens, 4\]"),
+        (torch.zeros(H, 1, D), torch.zeros(H, 1, D), r"needs \[batch, 2, tokens, 4\]"),
         (torch.zeros(B, H, 2, D), torch.zeros(B, H, 1, D), "both the same shape"),
         (torch.zeros(B, H, 1, D).double(), torch.zeros(B, H, 1, D), r"key is torch.float64.*with dtype=torch.float64"),
-        (torch.zeros(B, H, 1, D), torch.zeros(B, H, 1, D).half(), r"value is torch.float16, this cache keeps"),
+        (torch.zeros(B, H, 1, D), torch.zeros(B, H, 1, D).half(), r"value is torch.float16, this cache stores"),
         (torch.zeros(B + 1, H, 1, D), torch.zeros(B + 1, H, 1, D), "max_batch_size=3: raise it"),
         (torch.zeros(B - 1, H, 1, D), torch.zeros(B - 1, H, 1, D), "holds 3 sequences.*clear()"),
         (torch.zeros(B, H, 14, D), torch.zeros(B, H, 14, D), "holds 3 tokens and has no room for 14.*max_seq_len=16"),
         (torch.zeros(B, H, 1, D, device="meta"), torch.zeros(B, H, 1, D), "same shape and device"),
-        (torch.zeros(B, H, 1, D, device="meta"), torch.zeros(B, H, 1, D, device="meta"), "lies on cpu.*move"),
+        (torch.zeros(B, H, 1, D, device="meta"), torch.zeros(B, H, 1, D, device="meta"), "is on cpu.*move"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_leaves_no_trace(key: Tensor, value: Tensor, says: str) -> None:
@@ -240,7 +240,7 @@ def test_a_refused_first_token_takes_no_memory() -> None:
     with pytest.raises(ValueError, match="no room"):
         cache.update(*entering(LONGEST + 1), 0)
     assert cache.nbytes == 0
-    with pytest.raises(ValueError, match="layer 0 holds nothing yet"):
+    with pytest.raises(ValueError, match="layer 0 holds no tokens yet"):
         cache.get(0)
 
 
@@ -355,7 +355,7 @@ def test_the_cache_and_the_start_may_be_left_out() -> None:
 
 
 def test_without_a_cache_there_is_nothing_before_the_text() -> None:
-    with pytest.raises(ValueError, match=r"start_pos is 3, but there is no cache: give the whole text"):
+    with pytest.raises(ValueError, match=r"start_pos is 3, but there is no cache: pass the whole text"):
         an_attention()(torch.zeros(1, 1, H * D), None, 3)
 
 
@@ -367,7 +367,7 @@ def test_a_start_left_out_is_that_of_a_new_text() -> None:
 
 
 def test_it_can_be_trained_without_a_cache() -> None:
-    """Gradients reach every key: the loss of the last token alone changes when an earlier one does."""
+    """Gradients reach every key: the loss of the last token changes when an earlier token does."""
     x = torch.randn(1, 5, H * D, generator=torch.Generator().manual_seed(4), requires_grad=True)
     an_attention()(x)[:, -1].square().sum().backward()
     assert x.grad is not None
@@ -401,7 +401,7 @@ def test_large_scores_do_not_overflow_in_float16() -> None:
 
 
 def test_heads_must_divide_the_width() -> None:
-    with pytest.raises(ValueError, match="d_model=10 does not split into num_heads=4"):
+    with pytest.raises(ValueError, match="d_model=10 is not a multiple of num_heads=4"):
         CausalAttentionWithCache(10, 4, 0)
 
 
@@ -452,7 +452,7 @@ def test_the_timing_times_both_ways(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["--tokens", "0"], "every number should be at least 1"), (["--heads", "3"], "--heads 3 does not divide")],
+    [(["--tokens", "0"], "should be at least 1"), (["--heads", "3"], "--heads 3 does not divide")],
 )
 def test_the_timing_refuses_what_makes_no_model(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]

@@ -1,6 +1,6 @@
-"""Exact strategies as past_key_values of transformers: its own DynamicCache must write the same.
+"""Exact strategies as past_key_values: they must generate the same texts as transformers' DynamicCache.
 
-`make test` takes every model and every strategy, each with some of the others; `make test-slow` takes them all.
+`make test` takes every model and every strategy, each with some of the others; `make test-slow` takes all pairs.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_a_padded_batch_writes_what_each_prompt_alone_does(name: str, attention:
 )
 @torch.inference_mode()
 def test_masks_and_keys_are_those_of_transformers_own_cache(sizes: list[int], name: str, strategy: str) -> None:
-    """Any pieces: the same sizes are announced, the same keys returned, bit for bit, and so the logits are equal."""
+    """In pieces of any size, mask sizes and returned keys equal DynamicCache's bit for bit, and so do the logits."""
     model, ids = random_model_of(name), random_prompts(2, MAX_SEQ_LEN)
     ours, theirs = make_cache(model, EXACT[strategy], rows=2), DynamicCache(config=model.config)
     assert ours.is_sliding == theirs.is_sliding
@@ -120,7 +120,7 @@ def test_masks_and_keys_are_those_of_transformers_own_cache(sizes: list[int], na
 
 
 def conversation(model: Any, cache: Any) -> Iterator[Tensor]:
-    """The whole text after each turn."""
+    """Generate several answers in one cache; return the whole text after each."""
     text = random_prompts()
     for turn in range(3):
         asked = random_prompts(length=5, seed=turn + 2)
@@ -179,7 +179,7 @@ def test_forked_rows_share_their_blocks() -> None:
 @pytest.mark.parametrize("length", [MAX_SEQ_LEN - 2, MAX_SEQ_LEN - 3])
 @pytest.mark.parametrize("strategy", [*EXACT, "one_block"])
 def test_rows_that_part_at_the_brim_find_room(strategy: str, length: int) -> None:
-    """Every row copies the block it shared, while the original is held, too: with one block a row that is one more."""
+    """In full memory, every row copies the block that it shared, while the source is still referenced."""
     model, ids = random_model_of("llama"), random_prompts(1, length)
     one_block = StrategySettings(kind="paged", block_size=MAX_SEQ_LEN)
     ours, theirs = make_cache(model, EXACT.get(strategy, one_block), rows=5), DynamicCache(config=model.config)
@@ -214,7 +214,7 @@ def test_rows_are_chosen_doubled_and_dropped(strategy: str) -> None:
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=str)
 def test_a_window_of_ours_is_that_of_a_model_with_such_a_window(how: dict[str, int]) -> None:
-    """Beams included: rings that wrap are doubled and dropped."""
+    """A strategy's window equals the model's, with beam search, too: wrapped rings are forked and closed."""
     model, ids = random_model_of("mistral_sees_all"), random_prompts(1, 9)
     narrow = copy.deepcopy(model)
     narrow.config.sliding_window = 10
@@ -246,7 +246,7 @@ def test_crop_takes_a_negative_number_of_tokens_that_are_there(tokens: int) -> N
     model = random_model_of("llama")
     cache = make_cache(model, PAGED)
     model(random_prompts(), past_key_values=cache)
-    with pytest.raises(ValueError, match=r"as a negative one, -21 at most"):
+    with pytest.raises(ValueError, match=r"as a negative number, from -21 to 0"):
         cache.crop(tokens)
     cache.crop(-21)
     assert cache.length == 0
@@ -281,7 +281,7 @@ def test_a_failed_forward_is_dropped_by_crop_zero_and_repeated(strategy: str) ->
     hook.remove()
     assert cache.length == 20
     for do in (lambda: model(ids[:, 20:], past_key_values=cache), lambda: cache.reorder_cache(torch.tensor([0, 0, 1]))):
-        with pytest.raises(StrategyCacheError, match=r"to 2 of 3 layers.*crop\(0\)"):
+        with pytest.raises(StrategyCacheError, match=r"updated 2 of 3 layers.*crop\(0\)"):
             do()
     cache.crop(0)
     theirs = DynamicCache(config=model.config)
@@ -310,7 +310,7 @@ def test_a_narrow_dtype_is_asked_for_and_rounds() -> None:
 def test_a_dtype_that_was_not_asked_for_is_refused() -> None:
     model = copy.deepcopy(random_model_of("llama"))
     cache = make_cache(model, PAGED)
-    with pytest.raises(ValueError, match=r"keys are torch.bfloat16, the config says torch.float32: pass the dtype"):
+    with pytest.raises(ValueError, match=r"keys are torch.bfloat16, but the config says torch.float32: pass the dtype"):
         model.bfloat16()(random_prompts(), past_key_values=cache)
 
 

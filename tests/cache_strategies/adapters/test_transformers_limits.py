@@ -1,4 +1,4 @@
-"""What transformers' masks allow under strategies that forget, and how everything else is refused."""
+"""Tests of strategies that drop keys under transformers' masks, and of the error messages for everything else."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DOC = Path(__file__).parents[3] / "docs" / "guide" / "transformers.md"
 # ---------------------------------------------------------------- strategies that forget
 @torch.inference_mode()
 def masked_greedy(model: Any, ids: Tensor, more: int, window: int, sinks: int) -> Tensor:
-    """Without any cache: the whole text for every token, and a mask written out from what the strategy promises."""
+    """Generate without a cache: the whole text for each token, with a mask made from the strategy's definition."""
     own_window = getattr(model.config, "sliding_window", None) or MAX_SEQ_LEN
     for _ in range(more):
         at = torch.arange(ids.shape[1])
@@ -150,21 +150,21 @@ def _chunks(model: Any) -> None:
 @pytest.mark.parametrize(
     ("do", "error", "says"),
     [
-        (_at_once, StrategyCacheError, "forgets while tokens 0 to 20 enter.*prefill_chunk_size=1"),
-        (_second_piece, StrategyCacheError, "forgets while tokens 12 to 20 enter"),
+        (_at_once, StrategyCacheError, "drops keys while tokens 0 to 20 enter.*prefill_chunk_size=1"),
+        (_second_piece, StrategyCacheError, "drops keys while tokens 12 to 20 enter"),
         (_sinks_in_a_batch, StrategyCacheError, "padding.*sinks=0.*equal_lengths=True"),
         (
             _long_row,
             StrategyCacheError,
-            "takes 20 tokens of a sequence at once, not 21.*prefill_chunk_size=20.*max_row",
+            "accepts at most 20 tokens of a sequence at once, not 21.*prefill_chunk_size=20.*max_row",
         ),
         (_crop_a_ring, StrategyCacheError, "can drop 0 of its latest tokens, not 1.*paged or contiguous"),
         (_copy, StrategyCacheError, r"cannot be copied.*crop\(\)"),
-        (_too_many_rows, ValueError, "4 rows are more than max_batch_size=3: raise it"),
-        (_too_many_forks, ValueError, "4 rows are more than max_batch_size=3: raise it"),
-        (_another_batch, ValueError, r"holds 2 rows, 3 came.*reset\(\)"),
-        (_too_long, ValueError, "no room for 1 tokens after 96: raise max_seq_len=96"),
-        (_another_model, StrategyCacheError, "gave keys or values of shape.*this model's own config"),
+        (_too_many_rows, ValueError, "4 rows exceed max_batch_size=3: raise it"),
+        (_too_many_forks, ValueError, "4 rows exceed max_batch_size=3: raise it"),
+        (_another_batch, ValueError, r"has 2 rows and the input has 3.*reset\(\)"),
+        (_too_long, ValueError, "1 tokens do not fit after 96: raise max_seq_len=96"),
+        (_another_model, StrategyCacheError, "has keys or values of shape.*this model's own config"),
         (_another_device, ValueError, "keys are on cpu, the cache on meta: pass device='cpu'"),
         (_unknown_kind, SettingsError, "no cache strategy kind 'pagde'; kinds are"),
         (_unknown_option, SettingsError, "blocksize is not an option of this kind.*block_size"),
@@ -192,14 +192,14 @@ def test_a_refused_step_leaves_the_cache_as_it_was() -> None:
 # ---------------------------------------------------------------- strategies of other people
 @pytest.fixture
 def sieve(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Keeps every n-th token, in memory of its own, and cannot fork."""
+    """Register a strategy that stores every n-th token outside the arena and cannot fork; return its kind."""
     where = "tests.contract.third_party_strategy:SieveCache"
     monkeypatch.setattr(registry, "BUILTIN", registry.BUILTIN | {"sieve": where})
     return "sieve"
 
 
 def test_a_model_that_was_saved(tmp_path: Path) -> None:
-    """Which writes into its config."""
+    """save_pretrained() writes the dtype into the config as a name."""
     model, ids = random_model(CONFIGS["llama"]), random_prompts()
     model.save_pretrained(tmp_path)
     assert generate(model, ids, make_cache(model, PAGED)).equal(generate_with_dynamic_cache(model, ids))
@@ -211,12 +211,12 @@ def test_a_strategy_known_by_its_seam_alone(sieve: str) -> None:
     for how in ({}, {"prefill_chunk_size": 8}):
         assert generate(model, ids, cache, **how).equal(generate_with_dynamic_cache(model, ids))
         cache.reset()
-    with pytest.raises(StrategyCacheError, match=r"cannot double a sequence.*use paged"):
+    with pytest.raises(StrategyCacheError, match=r"cannot fork a sequence.*use paged"):
         generate(model, random_prompts(1), cache, num_beams=2)
 
 
 def test_one_that_forgets_and_does_not_say_what_is_refused(sieve: str) -> None:
-    with pytest.raises(StrategyCacheError, match=r"does not say beforehand how many keys.*`visible_positions`"):
+    with pytest.raises(StrategyCacheError, match=r"does not define `visible_positions`.*contract is exact"):
         StrategyCache(random_model_of("llama").config, sieve, max_seq_len=MAX_SEQ_LEN)
 
 

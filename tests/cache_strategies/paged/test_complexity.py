@@ -1,4 +1,4 @@
-"""What open, commit, close and eviction cost depends on the blocks concerned, not on how many there are."""
+"""The cost of open, commit, close and eviction depends on the blocks concerned, not on the number of all blocks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TEXT = list(range(10, 42))  # eight blocks of 4
 
 
 def full(pages: int, policy: str) -> PagedCache:
-    """All memory is idle blocks of texts that nobody reads."""
+    """Return a cache whose memory is full of idle blocks."""
     cache = make_cache("paged", pages=pages, block_size=4, eviction=policy)
     assert isinstance(cache, PagedCache)
     for n in range(pages):
-        block = cache.pool.take()
+        block = cache.pool.allocate()
         assert block is not None
         name = cache._hasher.hash_block_tokens(cache._hasher.root_hash(""), [n, n, n, n])
         assert name is not None
@@ -30,7 +30,7 @@ def full(pages: int, policy: str) -> PagedCache:
 
 
 def costs(cache: PagedCache) -> dict[str, int]:
-    """Calls of each, on a cache where everything is idle."""
+    """Return the number of Python calls of each operation, on a cache full of idle blocks."""
     seat = read_prompt(cache, TEXT)  # evicts, and leaves its blocks as the latest
     cache.close(seat)
     found: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""paged never writes a block that another seat refers to, or that has a name: it copies first, and keeps the source."""
+"""paged never writes a block that another seat shares or that has a hash: it copies the block first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A seat says why no more of its prompt was found."""
+"""A seat has the reason why no more tokens of its prompt were found in the cache."""
 
 from __future__ import annotations
 

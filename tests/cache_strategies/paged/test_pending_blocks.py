@@ -1,4 +1,4 @@
-"""paged shares prompts while they are computed: one seat computes, others wait, and inherit the work if it leaves."""
+"""paged shares blocks that are still computed: one seat computes, others wait and take over if it closes."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_one_that_waits_and_was_cropped_inherits_nothing_but_its_own() -> None:
 
 
 def test_an_heir_writes_through_no_block_that_another_holds() -> None:
-    """Its beginning was evicted, what lies behind it was not: the heir shares that with somebody who still reads it."""
+    """The start of the prefix was evicted and its end was not: the new owner must copy the shared end."""
     cache = make_paged()
     ids = list(range(2, 30))
     first, other = (

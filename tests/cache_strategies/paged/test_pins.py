@@ -1,4 +1,4 @@
-"""Pinned prefixes stay until their time is over, and never take the room that somebody's longest sequence needs."""
+"""Pinned prefixes stay until they expire, and leave enough memory for the longest sequence of each strategy."""
 
 from __future__ import annotations
 
@@ -73,17 +73,19 @@ def test_two_pins_on_the_same_blocks_are_two() -> None:
 def test_what_is_not_there_or_not_computed_yet_cannot_be_pinned() -> None:
     cache = make_paged()
     open_seat(cache, TEXT)
-    with pytest.raises(PinError, match="nothing of this prefix is in the cache: send it as a prompt first"):
+    with pytest.raises(PinError, match="no block of this prefix is cached: send it as a prompt first"):
         cache.pin(TEXT, salt=NO_SALT, ttl=60)
     read_prompt(cache, [1, 2, 3, 4, 5], salt=Salt("a"))
-    with pytest.raises(PinError, match="nothing of this prefix"):
+    with pytest.raises(PinError, match="no block of this prefix"):
         cache.pin([1, 2, 3, 4, 5], salt=Salt("b"), ttl=60)
 
 
 def test_pins_leave_room_for_the_longest_sequence() -> None:
     cache = make_paged(pages=18)  # the longest has 16 blocks
     cache.close(read_prompt(cache, TEXT))
-    with pytest.raises(PinError, match=r"it would have no room for its longest sequence, .* bytes: pin less, or wait"):
+    with pytest.raises(
+        PinError, match=r"longest sequence of strategy 'it', .* bytes, would not fit: pin a shorter prefix"
+    ):
         cache.pin(TEXT, salt=NO_SALT, ttl=60)
     pin = cache.pin(TEXT[:9], salt=NO_SALT, ttl=60)
     assert pin.num_tokens == 8

@@ -1,4 +1,4 @@
-"""paged finds the full blocks of texts that begin alike, and nothing else; idle blocks leave in a sensible order."""
+"""paged finds the full blocks of common prefixes and no others, and evicts idle blocks in a sensible order."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_usage_counts_shared_tokens_once() -> None:
 def test_books_that_do_not_add_up_are_noticed() -> None:
     for spoil in (
         lambda cache, seat: cache.pool.incref(seat.blocks[0]),
-        lambda cache, seat: cache.setup.arena.take("it"),
+        lambda cache, seat: cache.setup.arena.allocate("it"),
         lambda cache, seat: seat.blocks.append(seat.blocks[0]),
         lambda cache, seat: cache.pending.add(seat.blocks[3], seat),
         lambda cache, seat: seat.tokens.pop(),

@@ -1,4 +1,4 @@
-"""Caches without keys: they count tokens in a common memory, and promise what a test wants them to."""
+"""Caches without keys: they count tokens in a shared memory, and have the contract that a test needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cache_strategies.base import NO_SALT, CacheUsage, Contract, Geometry, KVCac
 
 
 class Memory:
-    """Room for so many tokens, whoever they belong to; a token is a byte."""
+    """A number of tokens that caches share; a token is one byte."""
 
     def __init__(self, total: int) -> None:
         self.total = self.free = total
@@ -22,7 +22,7 @@ class Memory:
 
 
 class FakeSeat(Seat):
-    """A seat that holds room for `held` tokens."""
+    """A seat that has reserved memory for `held` tokens."""
 
     __slots__ = ("held",)
 
@@ -32,7 +32,7 @@ class FakeSeat(Seat):
 
 
 class FakeCache(KVCache):
-    """Takes room for a prompt at once, or if `lazy` as it grows; with `reserve` always that much."""
+    """A cache that reserves memory for a prompt at open() or, if `lazy`, as it grows; always `reserve`, if given."""
 
     def __init__(
         self,
@@ -88,11 +88,11 @@ class FakeCache(KVCache):
     def ready(self, seat: Seat) -> bool:
         return seat not in self.not_ready
 
-    def grow(self, seat: Seat, more: int) -> bool:
+    def grow(self, seat: Seat, num_tokens: int) -> bool:
         assert isinstance(seat, FakeSeat)
         assert seat in self.open_seats
-        assert 0 < more <= (self.contract.max_row or more)
-        return self._hold(seat, self.bytes_for(seat.length + more))
+        assert 0 < num_tokens <= (self.contract.max_row or num_tokens)
+        return self._hold(seat, self.bytes_for(seat.length + num_tokens))
 
     def close(self, seat: Seat) -> None:
         assert isinstance(seat, FakeSeat)
