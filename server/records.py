@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
-if TYPE_CHECKING:  # API processes read records, and import no strategies
+if TYPE_CHECKING:  # API workers must not import strategies
     from cache_strategies.base import BlockEvents, Blocks, CacheUsage
     from cache_strategies.registry import Instance
 
-WaitReason = Literal["seats", "memory", "sibling", "turn"]  # what a request waits for; see Scheduler.waits
-Outcome = Literal["stop", "length", "cancelled", "error"]  # of a request
-Phase = Literal["prefill", "decode", "mixed"]  # of a step; mixed: some of its rows prefill, others decode
+# What a request waits for: max_num_seqs, memory, a sibling's prompt, or requests before it; see Scheduler.count_waiting
+WaitReason = Literal["seats", "memory", "sibling", "turn"]
+Outcome = Literal["stop", "length", "cancelled", "error"]  # how a request ended
+Phase = Literal["prefill", "decode", "mixed"]  # the kind of a step's rows; mixed: both kinds
 Role = Literal["engine", "api", "supervisor"]  # of a process
 
 
 @dataclass(frozen=True)
 class StepPart:
-    """One strategy's rows of a step."""
+    """The numbers of rows and tokens of one strategy in a step."""
 
     decode_rows: int = 0
     prefill_rows: int = 0
@@ -32,40 +33,38 @@ class StepPart:
 
 @dataclass(frozen=True)
 class Admission:
-    """The admission of a request: its first row has run. Reported once, even if the request is preempted later."""
+    """A request whose first row has run. Recorded once per request, even if it is preempted and admitted again."""
 
     instance: str
     prompt_tokens: int
-    cached_tokens: int  # of these, tokens that had been computed before
-    miss: str | None  # as in its RequestRecord
-    forked: bool
+    cached_tokens: int  # prompt tokens that were found in the cache
+    miss: str | None  # as in RequestRecord
+    forked: bool  # as in RequestRecord
 
 
 class DraftRecord(NamedTuple):
     """A draft of a request's next tokens that was verified in a step."""
 
     num_tokens: int
-    num_accepted: int  # how many of them, from the first, were accepted
+    num_accepted: int  # the number of leading draft tokens that were accepted
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of the engine."""
+    """The metrics of one step of the engine. Mappings are by instance."""
 
     seconds: float
-    parts: Mapping[str, StepPart]  # by instance
-    preemptions: Mapping[str, int]  # requests, by instance
-    failures: Mapping[str, int]  # exceptions in a strategy's code, by instance
-    generated_tokens: Mapping[str, int]  # tokens drawn, by instance
-    drafts: Mapping[str, Sequence[DraftRecord]]  # by instance
-    forks: Mapping[str, int]  # requests that took over a sibling's prompt, by instance
+    parts: Mapping[str, StepPart]
+    preemptions: Mapping[str, int]  # number of preempted requests
+    failures: Mapping[str, int]  # number of exceptions in a strategy's code
+    generated_tokens: Mapping[str, int]  # number of sampled tokens
+    drafts: Mapping[str, Sequence[DraftRecord]]
+    forks: Mapping[str, int]  # number of requests that took over a sibling's prompt
     admissions: Sequence[Admission]
-    evicted_bytes: Mapping[str, int]  # bytes evicted since the step before, by instance
-    inter_token_seconds: Mapping[
-        str, Sequence[float]
-    ]  # seconds between a token drawn in this step and the one before, by instance
-    block_events: Mapping[str, BlockEvents]  # to blocks, by instance
-    op_seconds: Mapping[str, float] | None  # seconds of each operation; None: they were not timed in this step
+    evicted_bytes: Mapping[str, int]  # bytes of idle memory that were evicted since the last step
+    inter_token_seconds: Mapping[str, Sequence[float]]  # seconds between each sampled token and its request's last one
+    block_events: Mapping[str, BlockEvents]
+    op_seconds: Mapping[str, float] | None  # seconds by operation; None: operations were not timed in this step
 
     @property
     def rows(self) -> int:
@@ -77,27 +76,27 @@ class StepReport:
 
     @property
     def phase(self) -> Phase:
-        """Of a step with rows."""
+        """The kind of rows in the step, which must have some."""
         if not any(part.prefill_rows for part in self.parts.values()):
             return "decode"
         return "mixed" if any(part.decode_rows for part in self.parts.values()) else "prefill"
 
 
 class RequestRecord(msgspec.Struct, frozen=True):
-    """A request that has left the engine. Times are seconds; None where the request did not get that far."""
+    """A request that has ended. Times are in seconds, and None if the request ended before that phase did."""
 
     instance: str
-    reason: str  # why this instance
+    reason: str  # what chose the instance: request, header, model, rule or default
     outcome: Outcome
     prompt_tokens: int
-    cached_tokens: int | None  # None: it was never admitted, so none were looked up
-    miss: str | None  # why no more was found (`cache_strategies.base.Miss`); None: all was found, or nothing looked up
-    forked: bool  # it took over a sibling's prompt, so it was not looked up in the cache
+    cached_tokens: int | None  # prompt tokens found in the cache; None: the request was never admitted
+    miss: str | None  # why no more were found (`cache_strategies.base.Miss`); None: all were found, or no lookup
+    forked: bool  # whether it took over a sibling's prompt, in which case the cache was not looked up
     generated_tokens: int
-    drafted_tokens: int  # draft tokens that were verified
-    accepted_tokens: int  # draft tokens that were accepted
+    drafted_tokens: int  # number of draft tokens that were verified
+    accepted_tokens: int  # number of draft tokens that were accepted
     preemptions: int
-    kv_bytes: int  # KV memory of its text, shared blocks counted in full
+    kv_bytes: int  # peak KV memory of its text; shared blocks count in full
     queue_seconds: float | None
     prefill_seconds: float | None
     decode_seconds: float | None

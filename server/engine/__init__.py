@@ -1,1 +1,1 @@
-"""The engine: requests in, tokens out, in a process of its own; and both ends of the socket that leads to it."""
+"""The inference engine, which runs in its own process, and both ends of the socket between it and the API workers."""

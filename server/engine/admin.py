@@ -1,6 +1,6 @@
-"""What an operator may ask of a running engine: to show, to forget, to pin, to share memory otherwise.
+"""Runs operators' commands on a running engine: inspect and clear a cache, pin a prefix, change a share of the memory.
 
-Knows the core and the protocols that a cache may have; no socket, no HTTP.
+Knows the core and the optional protocols of a cache; neither sockets nor HTTP.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from server.engine.scheduling.request import RequestError
 
 
 def run_command(core: Core, command: Command) -> dict[str, Any]:
-    """Run a command of an operator and return the answer as JSON. Raises RequestError."""
+    """Run an operator's command and return the answer as JSON.
+
+    Raises RequestError if the instance is unknown, does not support the command or cannot follow it now.
+    """
     cache = core.caches.get(command.instance)
     if cache is None:
         names = ", ".join(core.caches)
@@ -34,10 +37,11 @@ def run_command(core: Core, command: Command) -> dict[str, Any]:
         case PinPrefix() if isinstance(cache, Pinning):
             return _pin(cache, command)
         case Unpin(_, pin_id) if isinstance(cache, Pinning):
-            told = _unpin(cache, pin_id)
+            answer = _unpin(cache, pin_id)
             core.scheduler.mark_room_changed()
-            return told
-    raise RequestError(409, f"{cache.name} has nothing of the kind", code="not_supported")
+            return answer
+    feature = "clearing" if isinstance(command, Clear) else "pins"
+    raise RequestError(409, f"strategy {cache.name!r} does not support {feature}", code="not_supported")
 
 
 def _pin(cache: Pinning, command: PinPrefix) -> dict[str, Any]:
@@ -50,14 +54,14 @@ def _pin(cache: Pinning, command: PinPrefix) -> dict[str, Any]:
 
 def _unpin(cache: Pinning, pin_id: str) -> dict[str, Any]:
     if not cache.unpin(pin_id):
-        raise RequestError(404, f"there is no pin {pin_id!r}: its time may be over", code="not_found")
+        raise RequestError(404, f"there is no pin {pin_id!r}: it may have expired", code="not_found")
     return {"id": pin_id, "deleted": True}
 
 
 def _inspect(core: Core, cache: KVCache) -> dict[str, Any]:
-    told: dict[str, Any] = {"name": cache.name, **describe_share(core.arena, cache.name)}
-    told["usage"] = cache.usage()._asdict()
-    told["requests"] = [
+    answer: dict[str, Any] = {"name": cache.name, **describe_share(core.arena, cache.name)}
+    answer["usage"] = cache.usage()._asdict()
+    answer["requests"] = [
         {
             "id": request.key[1],
             "state": "waiting" if request.seat is None else "running",
@@ -70,10 +74,10 @@ def _inspect(core: Core, cache: KVCache) -> dict[str, Any]:
         if request.cache is cache
     ]
     if isinstance(cache, Inspectable):
-        told |= cache.inspect()
+        answer |= cache.inspect()
     if isinstance(cache, Pinning):
-        told["pins"] = [_format_pin(pin) for pin in cache.pins()]
-    return told
+        answer["pins"] = [_format_pin(pin) for pin in cache.pins()]
+    return answer
 
 
 def _format_pin(pin: Pin) -> dict[str, Any]:
@@ -84,8 +88,8 @@ def _format_pin(pin: Pin) -> dict[str, Any]:
 def _set_share(core: Core, cache: KVCache, floor: str | None, limit: str | None) -> dict[str, Any]:
     total = core.arena.pages * core.arena.page_bytes
     pages = [
-        before if wanted is None else min(share_to_bytes(wanted, total), total) // core.arena.page_bytes
-        for before, wanted in zip(core.arena.get_share(cache.name), (floor, limit), strict=True)
+        old if new is None else min(share_to_bytes(new, total), total) // core.arena.page_bytes
+        for old, new in zip(core.arena.get_share(cache.name), (floor, limit), strict=True)
     ]
     core.set_share(cache.name, floor=pages[0], limit=pages[1])
     return _inspect(core, cache)

@@ -1,7 +1,7 @@
-"""One step's tokens of all strategies, as the model sees them. Knows plans and rows; not how a strategy keeps its keys.
+"""The batch of a step: the rows of all strategies as one input of the model, and attention for each strategy's rows.
 
-Rows are ordered by strategy, and of a strategy's decode rows come first; `order` maps back to the order they were given
-in.
+Rows are grouped by strategy, with decode rows first in each group; `row_order` maps them to the rows that were passed
+in. Knows plans and rows; not how a strategy stores keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.ops import KVLocation
 
 
 class StrategyError(Exception):
-    """A strategy's plan or attend failed; the rest of the step is sound."""
+    """A strategy's plan() or attend() raised; the rows of other strategies can still be computed."""
 
     def __init__(self, instance: str, cause: Exception) -> None:
         super().__init__(f"cache strategy {instance!r} failed: {type(cause).__name__}: {cause}")
@@ -27,7 +27,7 @@ class StrategyError(Exception):
 
 
 class RowInput(NamedTuple):
-    """A row of the step, the ids that enter, and how many of its last positions want logits."""
+    """A row of the step, the token ids that enter, and the number of its last positions whose logits are needed."""
 
     cache: KVCache
     row: Row
@@ -36,7 +36,7 @@ class RowInput(NamedTuple):
 
 
 class _Slice(NamedTuple):
-    """One strategy's part of the batch."""
+    """One strategy's part of the batch: its plan, and the range of tokens that belong to it."""
 
     cache: KVCache
     plan: Plan
@@ -44,40 +44,40 @@ class _Slice(NamedTuple):
 
 
 class Batch:
-    """Implements `kernels.ops.Attention` for one step."""
+    """One step's input of the model, and its attention: implements `kernels.ops.Attention`."""
 
     def __init__(self, work: Sequence[RowInput], device: torch.device | str = "cpu") -> None:
-        """Plans every strategy's rows. Raises StrategyError."""
-        self.row_order = _order_rows(work)
+        """Plan the rows of every strategy and copy the ids to the device. Raises StrategyError."""
+        self.row_order = _order_rows(work)  # indices into `work`
         self._rows = [work[i] for i in self.row_order]
         ids: list[int] = []
         positions: list[int] = []
-        wanted: list[int] = []
-        for _, (seat, num_tokens), tokens, logits in self._rows:
+        logit_index: list[int] = []
+        for _, (seat, num_tokens), tokens, num_logits in self._rows:
             ids += tokens
             positions += range(seat.length, seat.length + num_tokens)
-            wanted += range(len(positions) - logits, len(positions))
+            logit_index += range(len(positions) - num_logits, len(positions))
         self._slices = list(self._plan())
-        # In one copy, waited for: on mps one that is not reads the host's memory later, when it may be gone.
-        packed = torch.from_numpy(np.array(ids + positions + wanted, np.int64)).to(device)
-        self.input_ids, self.positions, self.logit_index = packed.split((len(ids), len(ids), len(wanted)))
+        # One blocking copy: on mps a non-blocking copy reads the host memory later, when it may have been freed.
+        packed = torch.from_numpy(np.array(ids + positions + logit_index, np.int64)).to(device)
+        self.input_ids, self.positions, self.logit_index = packed.split((len(ids), len(ids), len(logit_index)))
 
     @property
     def kv_locations(self) -> Sequence[tuple[slice, KVLocation]] | None:
-        """Where all strategies keep the batch's keys, if all of them can say it."""
-        found = []
+        """Each strategy's range of tokens and where it stores their keys; None if any strategy does not expose that."""
+        locations = []
         for _, plan, tokens in self._slices:
-            if (stored := plan.kv_location) is None:
+            if (location := plan.kv_location) is None:
                 return None
-            found.append((tokens, stored))
-        return found
+            locations.append((tokens, location))
+        return locations
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Every strategy's rows through its own plan. Raises StrategyError."""
+        """Attend with each strategy's plan: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> [N,Hq,Dv]. Raises StrategyError."""
         out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-        alone = len(self._slices) == 1  # then nothing has to be cut, layer by layer
+        is_single = len(self._slices) == 1  # then slicing is skipped, which costs time in every layer
         for cache, plan, at in self._slices:
-            parts = (q, k, v, out) if alone else (q[at], k[at], v[at], out[at])
+            parts = (q, k, v, out) if is_single else (q[at], k[at], v[at], out[at])
             try:
                 plan.attend(layer_idx, *parts)
             except Exception as error:
@@ -86,11 +86,11 @@ class Batch:
 
     @property
     def logit_counts(self) -> list[int]:
-        """Rows of logits that each row of the batch gets."""
+        """The number of rows of logits of each row of the batch."""
         return [item.num_logits for item in self._rows]
 
     def commit(self, num_entered: Sequence[int] | None = None) -> None:
-        """So many tokens of each row entered, its first ones; None: all that were planned."""
+        """Commit the first num_entered[i] tokens of each row i; None: all tokens of all rows."""
         counts = [item.row.num_tokens for item in self._rows] if num_entered is None else num_entered
         tokens = iter([item.tokens[:count] for item, count in zip(self._rows, counts, strict=True)])
         for cache, plan, _ in self._slices:
@@ -109,10 +109,10 @@ class Batch:
 
 
 def _order_rows(work: Sequence[RowInput]) -> list[int]:
-    """Rows by strategy, in the order in which these come first; of each, decode rows first."""
+    """Return the indices of the rows grouped by strategy, with decode rows (one token) first in each group."""
     decode: dict[KVCache, list[int]] = {}
-    longer: dict[KVCache, list[int]] = {}
+    prefill: dict[KVCache, list[int]] = {}
     for i, (cache, row, _, _) in enumerate(work):
         decode.setdefault(cache, [])
-        (decode if row.num_tokens == 1 else longer).setdefault(cache, []).append(i)
-    return [i for cache, rows in decode.items() for i in (*rows, *longer.get(cache, ()))]
+        (decode if row.num_tokens == 1 else prefill).setdefault(cache, []).append(i)
+    return [i for cache, rows in decode.items() for i in (*rows, *prefill.get(cache, ()))]

@@ -1,6 +1,7 @@
-"""The engine without its socket: requests in, steps, events out. One thread calls it, and it makes every device call.
+"""The core of the engine, without its socket: takes requests, computes steps and returns events.
 
-Wires scheduler, caches and model. `engine/step_recovery.py` runs a step, and runs it again if it fails.
+Combines scheduler, caches and model; `engine/step_recovery.py` runs a step, again if it fails. A single thread calls
+the core, and all device calls are made in that thread.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ from server.records import Admission, DraftRecord, Outcome, RequestRecord, StepP
 log = logging.getLogger(__name__)
 
 NON_FINITE_LOGITS_MESSAGE = (
-    "the model's logits are not numbers: are its weights sound? If they are, --dtype float32 may help"
+    "the model's logits are NaN or infinite: check its weights; if they are intact, --dtype float32 may help"
 )
-# The operations of every 61st step are timed; a prime, so that no periodic work falls into each of them
-TIMING_INTERVAL = 61
+TIMING_INTERVAL = 61  # steps between two whose operations are timed; a prime, so as not to coincide with periodic work
 
 
 class Event(NamedTuple):
@@ -46,7 +46,7 @@ class Event(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The results of one step: messages for clients, figures of the step, and requests that have left."""
+    """The results of one step: messages for clients, its metrics, and the records of requests that have ended."""
 
     events: Sequence[Event]
     report: StepReport
@@ -55,12 +55,12 @@ class StepResult(NamedTuple):
 
 @dataclass
 class _StepAccumulator:
-    """What has happened since the last step: counts by instance, lists in order."""
+    """Metrics and events since the last step's report; counters and dicts are by instance."""
 
-    failures: Counter[str] = field(default_factory=Counter)
-    generated_tokens: Counter[str] = field(default_factory=Counter)  # tokens
+    failures: Counter[str] = field(default_factory=Counter)  # exceptions in a strategy's code
+    generated_tokens: Counter[str] = field(default_factory=Counter)
     drafts: defaultdict[str, list[DraftRecord]] = field(default_factory=lambda: defaultdict(list))
-    forks: Counter[str] = field(default_factory=Counter)  # requests
+    forks: Counter[str] = field(default_factory=Counter)  # requests that took over a sibling's prompt
     admissions: list[Admission] = field(default_factory=list)
     inter_token_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     finished: list[RequestRecord] = field(default_factory=list)
@@ -69,7 +69,7 @@ class _StepAccumulator:
 
 
 class Core:
-    """The running server's state: the model, the caches, and the requests in the scheduler."""
+    """The state of a running engine: the model, the caches, and the requests in the scheduler."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class Core:
         self._selector = selector
         self._requests: dict[tuple[int, str], Request] = {}
         self._accumulator = _StepAccumulator()
-        self._evicted_pages: Counter[str] = Counter()  # pages, up to the last step
-        self.timing_interval = TIMING_INTERVAL  # steps; 0: none is
+        self._evicted_pages: Counter[str] = Counter()  # by instance, up to the last step
+        self.timing_interval = TIMING_INTERVAL  # steps between two timed ones; 0: no step is timed
         self.tracer = tracer
         self._runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample), tracer)
         self._steps = 0
@@ -99,21 +99,21 @@ class Core:
         return bool(self._requests)
 
     def check_integrity(self) -> None:
-        """Assert that the books of all caches and of the memory add up. Call it between two steps."""
+        """Assert that the bookkeeping of all caches and of the arena is consistent. Must be called between steps."""
         for cache in self.caches.values():
             cache.check_integrity()
         self.arena.check_integrity()
 
     # ---------------------------------------------------------------- requests
     def submit(self, worker: int, message: Submit) -> Event | None:
-        """Queue a request; return None, or the event that tells its client why it is refused."""
+        """Queue a request of API worker `worker`; return None, or the event with the error if it is rejected."""
         try:
             request = self._make_request(worker, message)
             self.scheduler.submit(request)
         except RequestError as error:
             return Event(worker, error.to_message(message.request_id))
         except Exception as error:
-            log.exception("a request could not be queued; others go on")
+            log.exception("a request could not be queued; other requests go on")
             failed = Failed(message.request_id, 500, STEP_FAILED.format(type(error).__name__), "request_failed")
             return Event(worker, failed)
         self._requests[request.key] = request
@@ -121,7 +121,7 @@ class Core:
         return None
 
     def _make_request(self, worker: int, message: Submit) -> Request:
-        """Make the request of a message. Raises RequestError."""
+        """Make the request of a message, with its strategy instance chosen. Raises RequestError."""
         name, reason = self._selector.choose(message, self.arena.usage)
         cache = self.caches[name]
         speculation = resolve_speculation(message.speculation, self.scheduler.limits)
@@ -149,32 +149,32 @@ class Core:
         return sibling.siblings if sibling.tokens[: sibling.num_prompt_tokens] == message.prompt else []
 
     def cancel(self, worker: int, request_id: str, outcome: Outcome = "cancelled") -> None:
-        """End a request and free its memory now; do nothing if it has ended."""
+        """End a request and free its memory; do nothing if it has already ended."""
         request = self._requests.get((worker, request_id))
         if request is not None:
             self._remove(request, outcome)
 
     def cancel_worker(self, worker: int) -> None:
-        """Cancel all requests of an API worker that is gone."""
+        """Cancel all requests of an API worker that has disconnected."""
         for key in [key for key in self._requests if key[0] == worker]:
             self.cancel(*key)
 
     def set_share(self, name: str, *, floor: int, limit: int) -> None:
-        """Change an instance's floor and limit, in pages, at once. Raises RequestError.
+        """Change an instance's floor and limit, in pages. Raises RequestError if a longest sequence would not fit.
 
-        Idle memory beyond the limit is freed now. Running requests go on; until they need no more than the limit, no
-        other request of the instance starts.
+        Idle memory beyond the limit is freed now. Running requests go on; no other request of the instance starts until
+        they need no more than the limit.
         """
         if floor > limit:
-            raise RequestError(400, f"a floor of {floor} pages is more than the limit, {limit}", param="floor")
+            raise RequestError(400, f"a floor of {floor} pages exceeds the limit of {limit} pages", param="floor")
         if (why_not := self.arena.explain_refusal(name, floor=floor, limit=limit)) is not None:
-            raise RequestError(409, f"with that, {why_not}", code="no_room")
+            raise RequestError(409, f"with this floor and limit, {why_not}", code="no_room")
         self.arena.set_share(name, floor=floor, limit=limit)
         self._drain(name)
         self.scheduler.mark_room_changed()
 
     def _drain(self, name: str) -> None:
-        """Lower what an instance may hold to what its running requests need, where that is above its limit."""
+        """Let an instance above its limit hold only what its running requests and pins need."""
         running = [r for r in self.scheduler.running if r.cache.name == name]
         needed = sum(r.cache.bytes_for(r.max_total_tokens) for r in running)
         pinned = len(self.caches[name].pinned_pages())
@@ -182,9 +182,9 @@ class Core:
 
     # ---------------------------------------------------------------- a step
     def step(self) -> StepResult:
-        """Compute the next tokens of some requests; do nothing if there are none."""
+        """Schedule and compute one step, and return its results; without requests no row is computed."""
         began = time.monotonic()
-        self._take_memory()
+        self._add_touched_memory()
         for cache in self.caches.values():
             cache.poll()
             if cache.draining:
@@ -196,35 +196,39 @@ class Core:
         self._steps += bool(scheduled)
         timed = bool(scheduled and self.timing_interval) and self._steps % self.timing_interval == 0
         with self.tracer.record(OpTimer(self.model.device)) if timed else nullcontext() as op_timer:
-            parts, events = self._compute(scheduled)
-        since, self._accumulator = self._accumulator, _StepAccumulator()
+            parts, step_events = self._compute(scheduled)
+        totals, self._accumulator = self._accumulator, _StepAccumulator()
         report = StepReport(
             seconds=time.monotonic() - began,
             parts=parts,
             preemptions=Counter(r.cache.name for r in preempted),
-            failures=since.failures,
-            inter_token_seconds=since.inter_token_seconds,
-            generated_tokens=since.generated_tokens,
-            drafts=since.drafts,
-            forks=since.forks,
-            admissions=since.admissions,
+            failures=totals.failures,
+            inter_token_seconds=totals.inter_token_seconds,
+            generated_tokens=totals.generated_tokens,
+            drafts=totals.drafts,
+            forks=totals.forks,
+            admissions=totals.admissions,
             evicted_bytes=self._count_evicted_bytes(),
             block_events={
-                name: told for name, cache in self.caches.items() if (told := cache.collect_block_events()) is not None
+                name: events
+                for name, cache in self.caches.items()
+                if (events := cache.collect_block_events()) is not None
             },
             op_seconds=None if op_timer is None else op_timer.seconds,
         )
-        gave_way = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
-        return StepResult(gave_way + events + since.failure_events + since.explanation_events, report, since.finished)
+        preemption_events = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
+        all_events = [*preemption_events, *step_events, *totals.failure_events, *totals.explanation_events]
+        return StepResult(all_events, report, totals.finished)
 
-    def _take_memory(self) -> None:
-        """Take the KV memory that has come since the last step; if no more will come, go on with what there is."""
+    def _add_touched_memory(self) -> None:
+        """Make KV memory usable that was touched since the last step; go on with what there is if memory ran out."""
         arena, total = self.arena, self.arena.total_pages
         if not arena.add_touched_pages():
             return
         if arena.total_pages < total:
             log.warning(
-                "memory has run out: of %d bytes of KV memory, %d are used; floors and limits are as much lower",
+                "memory has run out: of %d bytes of KV memory planned, %d are available; floors and limits are lowered "
+                "in proportion",
                 total * arena.page_bytes,
                 arena.total_pages * arena.page_bytes,
             )
@@ -233,7 +237,7 @@ class Core:
         self.scheduler.set_kv_bytes(arena.num_usable_pages * arena.page_bytes)
 
     def _count_evicted_bytes(self) -> dict[str, int]:
-        """Return the bytes that were evicted since the last step, by instance."""
+        """Return the bytes of idle memory that were evicted since the last step, by instance."""
         evicted: dict[str, int] = {}
         for name in self.caches:
             if pages := self.arena.num_reclaimed_pages(name) - self._evicted_pages[name]:
@@ -242,7 +246,7 @@ class Core:
         return evicted
 
     def _compute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
-        """Run and commit the rows of a step; return those computed, by instance, and the events of their requests."""
+        """Compute and commit the rows of a step; return the computed rows by instance, and events for clients."""
         parts: list[Mapping[str, StepPart]] = []
         events: list[Event] = []
         for result in run_step(self._runner, self.model, scheduled):
@@ -257,7 +261,7 @@ class Core:
         return merge_step_parts(parts), events
 
     def _update_from_output(self, output: StepOutput) -> list[Event]:
-        """Commit the tokens that have entered and extend the texts; return the messages for clients."""
+        """Commit the tokens that entered, fork siblings and append the sampled tokens; return events for clients."""
         _commit_output(output)
         events: list[Event] = []
         for request, _, _ in output.scheduled:
@@ -280,7 +284,7 @@ class Core:
         return events + self._append_tokens([each for each in ended if each.request in results], output.sampled)
 
     def _record_admission(self, request: Request) -> list[Event]:
-        """Count what a request found in the cache; called once, when its first row has run and that is final."""
+        """Record the number of cached tokens of a request, final once its first row has run; return its Admitted."""
         assert request.seat is not None
         seat, name = request.seat, request.cache.name
         request.num_cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)
@@ -293,7 +297,7 @@ class Core:
         return [Event(worker, Admitted(request_id, name, request.reason, found, request.miss, queued))]
 
     def _append_tokens(self, sampled: Sequence[SamplerInput], output: SamplerOutput) -> list[Event]:
-        """Extend the texts by the tokens that were sampled; return the messages for clients."""
+        """Append the sampled tokens to their requests, and end those that are finished; return events for clients."""
         events = []
         for request, draft, _ in sampled:
             tokens, is_finite = output.results[request]
@@ -323,19 +327,19 @@ class Core:
             self._accumulator.inter_token_seconds[request.cache.name].append(request.times.last_token - before)
 
     def _finish(self, request: Request) -> Event:
-        """End a request that wants no token, after its prompt has been computed."""
+        """End a request with max_tokens=0, whose prompt has been computed; return its last event."""
         self._remove(request, "length")
         worker, request_id = request.key
         return Event(worker, Tokens(request_id, [], "length"))
 
     def _fork_siblings(self, request: Request, siblings: Sequence[SamplerInput]) -> list[SamplerInput]:
-        """Give siblings a copy of the seat with the computed prompt; return those for which there was room."""
+        """Fork the seat with the computed prompt for a request's siblings; return those for which memory sufficed."""
         forked = [each for each in siblings if self.scheduler.fork(each.request, request)]
         self._accumulator.forks[request.cache.name] += len(forked)
         return forked
 
     def _fail(self, requests: Sequence[Request], message: str, code: str) -> None:
-        """End requests with an error, which is sent after everything else of the step."""
+        """End requests with an error, whose events are sent after all others of the step."""
         for request in requests:
             self._remove(request, "error")
             worker, request_id = request.key
@@ -353,7 +357,7 @@ class Core:
 
 
 def _commit_output(output: StepOutput) -> None:
-    """Commit the tokens that have entered, and free the slots of rejected draft tokens."""
+    """Commit the tokens of a step that entered, and free the slots of rejected draft tokens."""
     output.batch.commit(output.count_entered_tokens())
     for request in (s.request for s in output.scheduled if s.draft):
         assert request.seat is not None

@@ -1,4 +1,4 @@
-"""Where and how precisely to compute: turns `auto` into a device and dtypes, and says how much memory is free."""
+"""Chooses the device, dtypes and thread count where the settings say `auto`, and reads how much memory is free."""
 
 from __future__ import annotations
 
@@ -19,42 +19,45 @@ from server.records import DeviceMemory
 
 log = logging.getLogger(__name__)
 
-CORES = torch.get_num_threads()  # as torch finds them, OMP_NUM_THREADS included
-SMALL_MODEL_BYTES = 16 << 20  # bytes of a model whose step is too short to be shared
+CORES = torch.get_num_threads()  # torch's default number of threads, which respects OMP_NUM_THREADS
+SMALL_MODEL_BYTES = 16 << 20  # weights of up to this size leave a core to the API workers (see choose_threads)
 METAL_MARGIN = 256 << 20  # bytes that stay free on mps: attention's scratch, command buffers, the allocator's rounding
 WEIGHT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-WEIGHT_FORMATS = {"int8": WeightFormat(8), "int4": WeightFormat(4, 32)}  # docs/guide/models.md has what they cost
+WEIGHT_FORMATS = {"int8": WeightFormat(8), "int4": WeightFormat(4, 32)}  # see docs/guide/models.md for their accuracy
 
 
-def choose_device(wanted: str) -> Device:
-    """Return the device to use; "auto" takes none that is emulated. Raises SettingsError if torch cannot use it."""
-    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    if wanted == "auto":
-        wanted = next(name for name, there in usable.items() if there)
-    if wanted not in EMULATED_DEVICES and not usable[wanted]:
-        there = ", ".join(name for name, yes in usable.items() if yes)
-        raise SettingsError(f"device {wanted!r} is not usable here; torch offers {there}")
-    return get_device(wanted)
+def choose_device(name: str) -> Device:
+    """Return the device of a name; "auto" is the first of cuda, mps and cpu that torch can use.
 
-
-def choose_dtype(wanted: str, checkpoint: str, device: Device) -> torch.dtype:
-    """Return the dtype of activations, keys and values.
-
-    "auto" is the checkpoint's, but float32 on a CPU that would emulate it.
+    Raises SettingsError if torch cannot use the device on this machine.
     """
-    if wanted == "auto":
-        wanted = checkpoint
-        if device.name == "cpu" and not (wanted == "bfloat16" and torch.bfloat16 in fast_half_dtypes()):
-            wanted = "float32"
-    dtype = getattr(torch, wanted, None)
+    usable = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if name == "auto":
+        name = next(device for device, is_usable in usable.items() if is_usable)
+    if name not in EMULATED_DEVICES and not usable[name]:
+        available = ", ".join(device for device, is_usable in usable.items() if is_usable)
+        raise SettingsError(f"device {name!r} is not usable here; torch offers {available}")
+    return get_device(name)
+
+
+def choose_dtype(name: str, checkpoint: str, device: Device) -> torch.dtype:
+    """Return the dtype of activations, keys and values. Raises SettingsError if the checkpoint's is not supported.
+
+    "auto" is the checkpoint's dtype, but float32 on a CPU without instructions for it.
+    """
+    if name == "auto":
+        name = checkpoint
+        if device.name == "cpu" and not (name == "bfloat16" and torch.bfloat16 in fast_half_dtypes()):
+            name = "float32"
+    dtype = getattr(torch, name, None)
     if dtype not in WEIGHT_DTYPES.values():
-        raise SettingsError(f"the checkpoint's dtype {wanted!r} is none to compute in: give --dtype")
+        raise SettingsError(f"the checkpoint's dtype {name!r} is not supported for computing: set --dtype")
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def choose_weight_format(settings: Settings, dtype: torch.dtype) -> WeightsConfig:
-    """Return how weights are kept under activations of `dtype`."""
+    """Return the format in which weights are stored, for activations of `dtype`."""
     if settings.weights in WEIGHT_DTYPES:
         return WeightsConfig(WEIGHT_DTYPES[settings.weights])
     format = WEIGHT_FORMATS.get(settings.weights)
@@ -63,38 +66,38 @@ def choose_weight_format(settings: Settings, dtype: torch.dtype) -> WeightsConfi
     )
 
 
-def _find_weights_cache_dir(wanted: str | None) -> Path | None:
-    """Return the folder where quantized weights are kept; None if they are not."""
-    if wanted is not None:
-        return None if wanted in ("", "off") else expand_user(wanted)
+def _find_weights_cache_dir(setting: str | None) -> Path | None:
+    """Return the folder in which quantized weights are cached; None if they are not cached (setting "off")."""
+    if setting is not None:
+        return None if setting in ("", "off") else expand_user(setting)
     try:
         return user_cache_dir() / "weights"
     except ModelError as error:
-        log.warning("the next start has to quantize the weights again, as nothing can be kept: %s", error)
+        log.warning("quantized weights cannot be cached, so the next start has to quantize them again: %s", error)
         return None
 
 
-def choose_threads(wanted: int | None, weight_bytes: int) -> int:
-    """Return the number of CPU threads of the engine.
+def choose_threads(setting: int | None, weight_bytes: int) -> int:
+    """Return the number of CPU threads of the engine; `setting` if it is given.
 
-    A model that the memory has to bring anew for each step is worth every core. A small one leaves a core to HTTP:
-    threads that wait for each other by spinning then lose more than one core gives.
+    A model whose weights are read from memory in each step uses all cores. A small model leaves one core to the API
+    workers: if these compete with its threads, which spin while they wait for each other, more than a core is lost.
     """
-    return wanted or (CORES if weight_bytes > SMALL_MODEL_BYTES else max(1, CORES - 1))
+    return setting or (CORES if weight_bytes > SMALL_MODEL_BYTES else max(1, CORES - 1))
 
 
-def choose_max_batched_tokens(wanted: int | None, device: Device) -> int:
-    """Return the largest number of prompt tokens of a step.
+def choose_max_batched_tokens(setting: int | None, device: Device) -> int:
+    """Return the maximum number of prompt tokens in a step; `setting` if it is given.
 
-    While a step runs nobody hears anything. A CPU is as busy with 512 tokens as with more, and a tenth less with half
-    of them, as all weights pass through its caches once a step; what is emulated runs on one; an accelerator is not.
+    Longer steps delay the tokens of all running requests. On a CPU (emulated devices included) 512 tokens per step
+    reach the full throughput and 256 a tenth less, as each step reads all weights once. An accelerator needs more.
     """
-    return wanted or (512 if device.tensors.type == "cpu" else 1024)
+    return setting or (512 if device.tensors.type == "cpu" else 1024)
 
 
 # -------------------------------------------------------------------- memory
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Return the bytes used and free now, by all processes together."""
+    """Return the bytes that all processes together use now, and the free bytes."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return DeviceMemory(total - free, free)
@@ -109,22 +112,22 @@ def device_memory(device: torch.device) -> DeviceMemory:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that may be allocated now.
+    """Return the number of bytes that may be allocated now.
 
-    On mps a margin stays: a Mac whose Metal runs out of memory may panic.
+    On mps a margin stays free: macOS may panic if Metal runs out of memory.
     """
     free = device_memory(device).free
     return max(0, free - METAL_MARGIN) if device.type == "mps" else free
 
 
 def limit_memory(device: torch.device) -> None:
-    """Make torch raise above the memory that Metal recommends; by default it takes 1.7 times as much."""
+    """Make torch raise on mps above the memory that Metal recommends; by default torch allows 1.7 times as much."""
     if device.type == "mps":
         torch.mps.set_per_process_memory_fraction(1.0)
 
 
 def _container_memory() -> tuple[int, int]:
-    """Return the limit of the container (cgroup v2), which the host's figures do not show, and the bytes used of it."""
+    """Return the memory limit of the container (cgroup v2), which psutil does not see, and the bytes used of it."""
     cgroup = Path("/sys/fs/cgroup")
     try:
         return int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())

@@ -1,4 +1,7 @@
-"""What an engine is and how it stands: in words, as JSON, as labels and gauges of metrics. Knows no Prometheus."""
+"""Describes an engine for operators: its properties, settings, caches, memory, and its state for metrics' gauges.
+
+Knows no Prometheus.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from server.version import get_version
 
 PRIVATE_SETTINGS = frozenset(
     {"api_keys", "key_limits", "admin_token", "metrics_key", "otlp_traces_endpoint", "revision", "weights_cache"}
-)  # and `model` may be a path
+)  # settings that are not shown; `model`, which may be a path, is shown as the model's name
 
 
 def make_engine_info(engine: Engine, restarts: int = 0) -> EngineInfo:
@@ -42,17 +45,17 @@ def make_engine_info(engine: Engine, restarts: int = 0) -> EngineInfo:
 
 
 def get_versions() -> dict[str, str]:
-    """Return the versions of the server and of what it runs on."""
+    """Return the versions of the server, Python, torch and transformers."""
     return {
         "version": get_version(),
         "python": platform.python_version(),
-        "torch": str(torch.__version__),  # which is a class of its own
+        "torch": str(torch.__version__),  # TorchVersion is a subclass of str
         "transformers": metadata.version("transformers"),
     }
 
 
 def get_effective_settings(engine: Engine) -> dict[str, Any]:
-    """Return all settings but private ones, with the values that the server chose where they were left to it."""
+    """Return all settings except private ones, with the values that the server chose for `auto` and defaults."""
     settings, core = engine.settings, engine.core
     limits, arena = core.scheduler.limits, core.arena
     max_body_bytes, max_inflight_body_bytes = settings.compute_body_limits(limits.max_seq_len)
@@ -79,7 +82,7 @@ def _format_dtype(dtype: torch.dtype) -> str:
 
 
 def summarize_engine(engine: Engine) -> dict[str, Any]:
-    """Return what is shown at start: where the engine runs, and how many tokens fit under each strategy."""
+    """Return the summary that is printed at start: model, device, memory, and the capacity of each strategy."""
     core = engine.core
     return {
         **{
@@ -100,12 +103,12 @@ def summarize_engine(engine: Engine) -> dict[str, Any]:
 
 
 def compute_capacity_tokens(cache: KVCache, max_seq_len: int) -> int | None:
-    """Return the tokens that an instance can serve at once, in sequences of max_seq_len, within its limit.
+    """Return the number of tokens that fit within an instance's limit at once, in sequences of max_seq_len.
 
-    None: as much as one likes, it takes nothing from the arena.
+    None if the instance uses no arena memory, so that its capacity is not limited.
     """
-    need = cache.bytes_for(max_seq_len)
-    return cache.limit_bytes // need * max_seq_len if need else None
+    sequence_bytes = cache.bytes_for(max_seq_len)
+    return cache.limit_bytes // sequence_bytes * max_seq_len if sequence_bytes else None
 
 
 def describe_share(arena: Arena, name: str) -> dict[str, int]:
@@ -115,12 +118,12 @@ def describe_share(arena: Arena, name: str) -> dict[str, int]:
 
 
 def describe_memory(arena: Arena) -> dict[str, int]:
-    """Return the bytes of KV memory in all, and those that are usable now; less in all, if memory has run out."""
+    """Return the total bytes of KV memory, which shrink if memory runs out, and the bytes that are usable now."""
     return {"bytes": arena.total_pages * arena.page_bytes, "usable_bytes": arena.num_usable_pages * arena.page_bytes}
 
 
 def describe_caches(engine: Engine) -> list[dict[str, Any]]:
-    """Return the instances as /v1/kv_cache shows them: options in effect, contract and usage."""
+    """Return the instances as GET /v1/kv_cache shows them: options, floor and limit, contract and usage."""
     return [
         {
             "name": d.name,
@@ -135,10 +138,10 @@ def describe_caches(engine: Engine) -> list[dict[str, Any]]:
 
 
 class ProcessMemory:
-    """The server's processes, and their resident memory in bytes."""
+    """Reads the resident memory of the server's processes, in bytes; API workers report theirs."""
 
     def __init__(self) -> None:
-        self._workers: dict[int, int] = {}  # as each reported last
+        self._workers: dict[int, int] = {}  # the last report of each
         self._engine = psutil.Process()
         self._supervisor = self._engine.parent() if multiprocessing.parent_process() else None
 
@@ -158,7 +161,7 @@ class ProcessMemory:
 
 
 def read_engine_state(core: Core, processes: Mapping[Role, int]) -> EngineState:
-    """Return the engine's state for metrics. Takes time proportional to the open sequences and blocks."""
+    """Return the engine's state for metrics. Takes time proportional to the number of open sequences and blocks."""
     arena, scheduler = core.arena, core.scheduler
     return EngineState(
         running=Counter(request.cache.name for request in scheduler.running),
@@ -174,9 +177,9 @@ def read_engine_state(core: Core, processes: Mapping[Role, int]) -> EngineState:
     )
 
 
-# Bytes of a file whose content counts; of larger ones, which are weights, only size and time of change
+# Model files up to this size are hashed by content; larger ones, the weights, by size and modification time
 SMALL_FILE_BYTES = 2**24
-# Settings that change the last bits of a logit, or more
+# Settings that can change logits, if only in the last bits
 NUMERIC_SETTINGS = (
     "model_impl",
     "device",
@@ -193,28 +196,30 @@ NUMERIC_SETTINGS = (
 
 
 def compute_fingerprint(engine: Engine) -> str:
-    """Return "fp_" and 16 hexadecimal digits."""
+    """Return OpenAI's system_fingerprint: "fp_" and 16 hexadecimal digits that change with model, code or settings."""
     settings = get_effective_settings(engine)
-    about = [get_versions(), {name: settings[name] for name in NUMERIC_SETTINGS}, dict(engine.kernels.backend_by_op)]
-    return f"fp_{compute_digest(about, engine.model_dir)}"
+    configuration = [
+        get_versions(),
+        {name: settings[name] for name in NUMERIC_SETTINGS},
+        dict(engine.kernels.backend_by_op),
+    ]
+    return f"fp_{compute_digest(configuration, engine.model_dir)}"
 
 
-def compute_digest(about: Any, directory: Path) -> str:
-    """Return a digest of what msgspec can encode, and of the files in a model's directory."""
-    found = hashlib.sha256(msgspec.json.encode(about, order="deterministic"))
+def compute_digest(configuration: Any, directory: Path) -> str:
+    """Return 16 hexadecimal digits over a value that msgspec can encode and the files in a model's directory."""
+    digest = hashlib.sha256(msgspec.json.encode(configuration, order="deterministic"))
     for file in _iter_model_files(directory):
-        with contextlib.suppress(
-            OSError
-        ):  # a file that cannot be read is not a part of the model, which has been loaded
-            now = file.stat()
-            large = now.st_size > SMALL_FILE_BYTES
-            content = f"{now.st_size} {now.st_mtime_ns}".encode() if large else file.read_bytes()
-            found.update(b"\0%b\0%b" % (file.name.encode(), content))
-    return found.hexdigest()[:16]
+        with contextlib.suppress(OSError):  # an unreadable file was not needed to load the model
+            stat = file.stat()
+            large = stat.st_size > SMALL_FILE_BYTES
+            content = f"{stat.st_size} {stat.st_mtime_ns}".encode() if large else file.read_bytes()
+            digest.update(b"\0%b\0%b" % (file.name.encode(), content))
+    return digest.hexdigest()[:16]
 
 
 def _iter_model_files(directory: Path) -> Iterator[Path]:
-    """Yield the files of a model, chat templates among them, in the same order each time."""
+    """Yield the files of a model and its additional chat templates, sorted by name in each folder."""
     for folder in (directory, directory / "additional_chat_templates"):
         if folder.is_dir():
             yield from sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))

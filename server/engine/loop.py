@@ -1,4 +1,4 @@
-"""The engine's loop: answers the workers' messages, computes a step, sends events; in one thread.
+"""The engine's main loop, in one thread: handles the API workers' messages, computes a step, sends events.
 
 Knows the socket's server and the core; nothing of HTTP or Prometheus.
 """
@@ -46,28 +46,28 @@ from server.records import EngineInfo, EngineState, RequestRecord, StepReport
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.5  # how long an idle engine sleeps before it looks whether to stop
-STALLED_SECONDS = 0.001  # pause when no running request could be scheduled
+IDLE_SECONDS = 0.5  # maximum time that an idle engine waits for a message before it checks whether to stop
+STALLED_SECONDS = 0.001  # pause after a step in which no running request could be scheduled
 
 
 class StepObserver(Protocol):
-    """Counts what the engine does, for /metrics."""
+    """Collects the engine's metrics, for /metrics."""
 
     def observe(self, report: StepReport, finished: Sequence[RequestRecord]) -> None:
-        """Count a step, and the requests that ended with it."""
+        """Record the metrics of a step, and of the requests that ended in it."""
         ...
 
     def observe_responses(self, responses: Mapping[int, int]) -> None:
-        """Count HTTP responses, by status."""
+        """Count HTTP responses: numbers of responses by status."""
         ...
 
     def snapshot(self, state: EngineState) -> bytes:
-        """Return all metrics, with these gauges, as API workers read them."""
+        """Return all metrics, with the engine's state as gauges, encoded for API workers."""
         ...
 
 
 class Loop:
-    """Handles messages, computes a step, sends events; again and again."""
+    """The engine's main loop: handles messages, computes a step and sends events until it is stopped."""
 
     def __init__(
         self,
@@ -78,18 +78,18 @@ class Loop:
         beat: Callable[[], None] = lambda: None,
         on_step: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take over a built engine; `make_observer` makes what counts its steps.
+        """Make the loop of a built engine; `make_observer` makes the collector of its metrics.
 
-        `beat` is called in every turn: a step, or a wait of up to IDLE_SECONDS. `on_step` is called after every step
-        that had something to compute.
+        `beat` is called once per iteration: a step, or a wait of up to IDLE_SECONDS. `on_step` is called after every
+        step in which rows were computed.
         """
         self._engine = engine
         self._core = engine.core
         self._gateway = gateway
         self._beat = beat
         self._on_step = on_step
-        self._about = make_engine_info(engine, restarts)
-        self._observer = make_observer(self._about)
+        self._info = make_engine_info(engine, restarts)
+        self._observer = make_observer(self._info)
         self._processes = ProcessMemory()
         self._answers: dict[Question, Answer] = {}  # the latest answer to each question
         self._profiler = Profiler(engine.core.tracer, engine.device.tensors, summarize_engine(engine))
@@ -113,11 +113,11 @@ class Loop:
             pause = 0.0 if result.report.rows else STALLED_SECONDS if self._core.busy else IDLE_SECONDS
 
     def stop(self) -> None:
-        """End run() after the step in progress."""
+        """Make run() return after the current iteration."""
         self._stopping = True
 
     def _receive_messages(self, pause: float) -> Iterator[tuple[int, ToEngine | WorkerDisconnected]]:
-        """Yield the messages that have come in; wait up to `pause` seconds for a first one."""
+        """Yield the received messages, each with its API worker; wait up to `pause` seconds for the first one."""
         try:
             yield self._gateway.inbox.get(block=pause > 0, timeout=pause or None)
             while True:
@@ -128,14 +128,14 @@ class Loop:
     def _handle(self, worker: int, message: ToEngine | WorkerDisconnected) -> Sequence[Event]:
         match message:
             case Submit():
-                refused = self._core.submit(worker, message)
-                return [refused] if refused else []
+                rejection = self._core.submit(worker, message)
+                return [rejection] if rejection else []
             case Cancel(request_id, outcome):
                 self._core.cancel(worker, request_id, outcome)
-            case Query(query_id, what) if not isinstance(what, Profile):
-                return [Event(worker, self._answer(query_id, what))]
-            case Query(query_id, Profile() as wanted):
-                busy = self._profiler.begin(worker, query_id, wanted)
+            case Query(query_id, payload) if not isinstance(payload, Profile):
+                return [Event(worker, self._answer(query_id, payload))]
+            case Query(query_id, Profile() as profile):
+                busy = self._profiler.begin(worker, query_id, profile)
                 return [Event(worker, busy)] if busy else []
             case Observed(responses, memory):
                 self._observer.observe_responses(responses)
@@ -145,38 +145,38 @@ class Loop:
                 self._processes.remove_worker(worker)
         return []
 
-    def _answer(self, query_id: int, what: Question | Command) -> Answer:
-        """Return an answer that is up to ANSWER_TTL seconds old, so that frequent questions cost the steps nothing."""
-        if not isinstance(what, str):
-            self._answers.clear()  # a command changes the answers
-            return self._compute_answer(query_id, what)
-        known = self._answers.get(what)
-        if known is None or known.created_at + ANSWER_TTL <= monotonic():
-            known = self._answers[what] = self._compute_answer(query_id, what)
-        return msgspec.structs.replace(known, query_id=query_id)
+    def _answer(self, query_id: int, payload: Question | Command) -> Answer:
+        """Return the answer to a question or command. Answers to questions are reused for ANSWER_TTL seconds."""
+        if not isinstance(payload, str):
+            self._answers.clear()  # a command may change the answers
+            return self._compute_answer(query_id, payload)
+        cached = self._answers.get(payload)
+        if cached is None or cached.created_at + ANSWER_TTL <= monotonic():
+            cached = self._answers[payload] = self._compute_answer(query_id, payload)
+        return msgspec.structs.replace(cached, query_id=query_id)
 
-    def _compute_answer(self, query_id: int, what: Question | Command) -> Answer:
-        """Compute an answer; where a strategy's code raises, the answer is an error and the engine goes on."""
-        made = monotonic()
+    def _compute_answer(self, query_id: int, payload: Question | Command) -> Answer:
+        """Compute an answer; if a strategy's code raises, the answer is an error and the engine goes on."""
+        created_at = monotonic()
         try:
-            return Answer(query_id, self._compute_body(what), created_at=made)
+            return Answer(query_id, self._compute_body(payload), created_at=created_at)
         except RequestError as error:
-            return Answer(query_id, b"", error.to_message(), made)
+            return Answer(query_id, b"", error.to_message(), created_at)
         except Exception:
-            log.exception("no answer to %s", what if isinstance(what, str) else type(what).__name__)
+            log.exception("failed to answer %s", payload if isinstance(payload, str) else type(payload).__name__)
             failed = Failed("", 500, "the engine failed to answer; the server's log has the cause")
-            return Answer(query_id, b"", failed, made)
+            return Answer(query_id, b"", failed, created_at)
 
-    def _compute_body(self, what: Question | Command) -> bytes:
-        match what:
+    def _compute_body(self, payload: Question | Command) -> bytes:
+        match payload:
             case "kv_cache":
-                described = {"data": describe_caches(self._engine), "memory": describe_memory(self._core.arena)}
-                return msgspec.json.encode({"object": "list"} | described)
+                body = {"data": describe_caches(self._engine), "memory": describe_memory(self._core.arena)}
+                return msgspec.json.encode({"object": "list"} | body)
             case "settings":
-                return msgspec.json.encode(self._about.settings)
+                return msgspec.json.encode(self._info.settings)
             case "metrics":
                 return self._observer.snapshot(read_engine_state(self._core, self._processes.read_resident_bytes()))
-        return msgspec.json.encode(run_command(self._core, what))
+        return msgspec.json.encode(run_command(self._core, payload))
 
     def _send(self, events: Sequence[Event]) -> None:
         by_worker: dict[int, list[FromEngine]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""Computes a step: a forward pass over the scheduled rows, then the tokens and log-probabilities of its requests.
+"""Runs the model on the rows of a step, then samples tokens and log-probabilities for its requests.
 
-Changes no request and no cache, so that a step that fails can be computed again, as a whole or row by row. Knows
-neither the scheduler's queues nor where the tokens are sent.
+Changes no request and no cache, so that a failed step can be computed again, as a whole or row by row. Knows neither
+the scheduler's queues nor where the tokens are sent.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from server.models.base import Model
 
 
 class StepOutput(NamedTuple):
-    """The results of a forward pass, before anything of it has been committed."""
+    """The results of a forward pass that has not been committed yet."""
 
     batch: Batch
     scheduled: Sequence[Scheduled]  # in the order of the batch
-    ended: Sequence[SamplerInput]  # requests of which all known tokens have entered
-    siblings: Mapping[Request, Sequence[SamplerInput]]  # of each of these, the other choices that wait for its prompt
-    sampled: SamplerOutput  # of both, without requests that want no token
+    ended: Sequence[SamplerInput]  # requests whose rows reach the end of their tokens, so that a new one is sampled
+    siblings: Mapping[Request, Sequence[SamplerInput]]  # for each of `ended`, the other choices that wait to fork it
+    sampled: SamplerOutput  # for the requests of `ended` and `siblings`, except those with max_tokens=0
 
     def count_entered_tokens(self) -> list[int]:
-        """Return the number of tokens of each row that enter its cache: of a draft, the accepted ones only."""
+        """Return the number of tokens of each row to commit; rejected draft tokens do not count."""
         results = self.sampled.results
         return [s.num_tokens + (results[s.request].num_accepted if s.draft else 0) for s in self.scheduled]
 
 
 class ModelRunner:
-    """Runs a model on scheduled rows, and a sampler on its logits."""
+    """Runs a model on the rows of a step, and a sampler on its logits."""
 
     def __init__(self, model: Model, sampler: Sampler, tracer: Tracer | None = None) -> None:
         self._model = model
@@ -46,7 +46,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[Scheduled]) -> StepOutput:
-        """Compute the rows of a step. Raises StrategyError, or whatever the model or the sampler raises."""
+        """Compute the rows of a step. Raises StrategyError, and any exception of the model or the sampler."""
         rows = [_make_row_input(s) for s in scheduled]
         with self._tracer.span("plan"):
             batch = Batch(rows, self._model.device)
@@ -65,10 +65,10 @@ class ModelRunner:
             for (request, num_tokens, _), end in zip(ordered, ends, strict=True)
             if request.needs_prompt_logprobs
         ]
-        every = [*ended, *(sibling for others in siblings.values() for sibling in others)]
-        wanted = [each for each in every if each.request.sampling.max_tokens]
+        inputs = [*ended, *(sibling for others in siblings.values() for sibling in others)]
+        inputs = [each for each in inputs if each.request.sampling.max_tokens]
         with self._tracer.span("sample_and_verify"):
-            sampled = self._sampler.sample(logits, wanted, prompts)
+            sampled = self._sampler.sample(logits, inputs, prompts)
         return StepOutput(batch, ordered, ended, siblings, sampled)
 
 
@@ -84,7 +84,7 @@ def _make_row_input(scheduled: Scheduled) -> RowInput:
 
 
 def _find_waiting_siblings(parent: SamplerInput) -> list[SamplerInput]:
-    """Return the other choices that wait for a request's prompt; they draw from the same logits."""
+    """Return the other choices (n > 1) that wait for a request's prompt; they are sampled from the same logits."""
     if parent.request.num_output_tokens:
         return []
     return [

@@ -1,7 +1,4 @@
-"""Makes the records of steps and requests: rows by instance, and a request's record at its end.
-
-Knows neither where records are sent nor what runs next.
-"""
+"""Makes the records of steps and requests (`records.py`). Knows neither where they are sent nor what runs next."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from server.records import Outcome, RequestRecord, StepPart
 
 
 def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
-    """Return the numbers of rows and tokens of a step, by instance."""
+    """Return the numbers of rows and tokens of a step by instance."""
     counts: dict[str, list[int]] = {}  # decode rows, all rows, tokens
     for request, num_tokens, draft in scheduled:
         count = counts.setdefault(request.cache.name, [0, 0, 0])
@@ -53,7 +50,7 @@ def make_request_record(request: Request, outcome: Outcome) -> RequestRecord:
 
 
 def merge_step_parts(parts: Iterable[Mapping[str, StepPart]]) -> dict[str, StepPart]:
-    """Return the rows of several steps as those of one."""
+    """Return the sums, by instance, of the rows and tokens of several partial steps."""
     merged: dict[str, StepPart] = {}
     for name, part in (item for each in parts for item in each.items()):
         before = merged.get(name, StepPart())

@@ -1,7 +1,8 @@
-"""Runs a step so that a failure ends as few requests as possible: again if a strategy failed, else row by row.
+"""Runs a step so that a failure ends as few requests as possible.
 
-Changes no request and no cache: the caller commits what was computed before it asks for more. Knows neither the
-scheduler's queues nor where errors are sent.
+If a strategy fails, the step is repeated; if anything else fails, its rows run one by one. Changes no request and no
+cache: the caller commits each result before the next is computed. Knows neither the scheduler's queues nor where errors
+are sent.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ STEP_FAILED = "computing this request failed ({}); the server's log has the caus
 
 
 class RowsComputed(NamedTuple):
-    """Rows of a step that were computed and are to be committed."""
+    """Rows of a step that were computed and can be committed."""
 
     parts: Mapping[str, StepPart]  # by instance
     output: StepOutput
 
 
 class StrategyFailed(NamedTuple):
-    """A strategy raised; its rows are repeated or given up."""
+    """A strategy's code raised. Its rows are repeated, or end with RequestsFailed the second time."""
 
     instance: str
 
 
 class RequestsFailed(NamedTuple):
-    """Requests that end with an error."""
+    """Requests that end with an error: its message, and the code for clients."""
 
     requests: Sequence[Request]
     message: str
@@ -50,9 +51,10 @@ RowsResult = RowsComputed | StrategyFailed | RequestsFailed
 
 
 def run_step(runner: ModelRunner, model: Model, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
-    """Run the rows of a step together or, if that fails outside of a strategy, one by one.
+    """Run the rows of a step together or, if that fails outside of a strategy, one by one; yield the results.
 
-    Yield each result before anything else is computed. Raises what a row raised if the model cannot compute any more.
+    Each result is yielded before the next is computed. If every row fails alone and the model cannot even compute a
+    dummy step, the last row's exception is raised.
     """
     try:
         yield from _run_together(runner, scheduled)
@@ -64,20 +66,21 @@ def run_step(runner: ModelRunner, model: Model, scheduled: Sequence[Scheduled]) 
 
 
 def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
-    """Run the rows as one step; repeat it if a strategy fails, without its rows if it has failed twice."""
+    """Run the rows as one step; repeat it if a strategy fails, without that strategy's rows if it fails twice."""
     failed_before: set[str] = set()
     while scheduled:
-        parts = make_step_parts(scheduled)  # first: the forward pass evicts them from the processor's caches
+        parts = make_step_parts(scheduled)  # before the forward pass, which evicts requests from the CPU's caches
         try:
             output = runner.execute(scheduled)
         except StrategyError as error:
             log.exception(
-                "step failed; %s", "giving up its rows" if error.instance in failed_before else "repeating it"
+                "a strategy failed; %s",
+                "its requests end with an error" if error.instance in failed_before else "the step is repeated",
             )
             yield StrategyFailed(error.instance)
             if error.instance in failed_before:
-                gone = [s.request for s in scheduled if s.request.cache.name == error.instance]
-                yield RequestsFailed(gone, f"{error}; other strategies go on", "strategy_failed")
+                failed = [s.request for s in scheduled if s.request.cache.name == error.instance]
+                yield RequestsFailed(failed, f"{error}; other strategies go on", "strategy_failed")
                 scheduled = [s for s in scheduled if s.request.cache.name != error.instance]
             failed_before.add(error.instance)
         else:
@@ -86,9 +89,10 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
 
 
 def _run_one_by_one(runner: ModelRunner, model: Model, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
-    """Run each row as a step of its own; requests whose rows fail again end with an error.
+    """Run each row as a separate step; requests whose rows fail again end with an error.
 
-    A row is left to the next step if its seat has changed because a request before it failed: they shared work.
+    A row is skipped, and left to the next step, if its seat changed because an earlier row's request failed: it then
+    has to compute shared blocks that the failed request was computing.
     """
     lengths = [_get_seat(s).length for s in scheduled]
     errors: list[Exception] = []
@@ -99,7 +103,7 @@ def _run_one_by_one(runner: ModelRunner, model: Model, scheduled: Sequence[Sched
         try:
             yield from _run_together(runner, [row])
         except Exception as error:
-            log.exception("a request's row failed by itself, too; the request ends, and others go on")
+            log.exception("a request's row failed again when run alone; the request ends, and others go on")
             errors.append(error)
             yield RequestsFailed([row.request], STEP_FAILED.format(type(error).__name__), "step_failed")
         else:
@@ -109,11 +113,11 @@ def _run_one_by_one(runner: ModelRunner, model: Model, scheduled: Sequence[Sched
 
 
 def _check_model(model: Model, error: Exception) -> None:
-    """Raise `error` if the model fails without any request, too: then only a new engine can help."""
+    """Raise `error` if the model fails in a dummy step, too: then only a restart of the engine can help."""
     try:
         run_dummy_step(model, num_tokens=1, num_logits=1)
     except Exception:
-        log.critical("the model cannot compute any more")
+        log.critical("the model also fails in a dummy step; the engine stops")
         raise error from None
 
 

@@ -1,9 +1,9 @@
-"""A step as large as any, before the KV memory is taken: the device's allocator keeps what it took for it.
+"""Runs a dummy step: the largest possible one before the KV memory is allocated, or one token to test the model.
 
-So what is free afterwards already leaves out the activations, the logits and their log-probabilities, whatever the
-model is like; and what torch compiles at first use is compiled (the kernels of this project are by the self-check and
-by `Ops.prepare`). Attention answers with zeros: its scratch memory
-does not grow with a step. Knows no cache and no request.
+The device's allocator keeps the memory of the largest step, so the memory that is free afterwards already excludes
+activations, logits and log-probabilities of any model. torch also compiles its operations at first use (this project's
+kernels are compiled by the self-check and by `Ops.prepare`). Attention returns zeros: its scratch memory does not grow
+with a step. Knows no cache and no request.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from server.engine.sampling.draw import Draw, draw_tokens
 from server.engine.sampling.logprobs import compute_logprobs
 from server.models.base import Model
 
-MAX_LOGPROBS = 20  # log-probabilities beside a token's own, as many as the API lets anybody ask for
-DUMMY_SAMPLING = SamplingParams(1, temperature=1.0, top_k=2, top_p=0.9, min_p=0.1)  # all there is to draw by
+MAX_LOGPROBS = 20  # maximum of the API's `top_logprobs`
+DUMMY_SAMPLING = SamplingParams(1, temperature=1.0, top_k=2, top_p=0.9, min_p=0.1)  # enables every filter
 
 
 class DummyAttention:
-    """Implements `kernels.ops.Attention`."""
+    """A step's attention without a KV cache, which returns zeros: implements `kernels.ops.Attention`."""
 
-    def __init__(self, tokens: int, logits: int, device: torch.device) -> None:
-        """Prepare a step of that many tokens and rows of logits."""
-        self.positions = torch.zeros(tokens, dtype=torch.int64, device=device)
-        self.logit_index = torch.zeros(logits, dtype=torch.int64, device=device)
+    def __init__(self, num_tokens: int, num_logits: int, device: torch.device) -> None:
+        """Prepare a step of `num_tokens` tokens and `num_logits` rows of logits."""
+        self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        self.logit_index = torch.zeros(num_logits, dtype=torch.int64, device=device)
 
     @property
     def kv_locations(self) -> None:
-        """Nowhere."""
+        """None: there is no KV memory."""
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Zeros [N,Hq,Dv]."""
+        """Return zeros [N,Hq,Dv]."""
         return q.new_zeros((q.shape[0], q.shape[1], v.shape[2]))
 
 
 @torch.inference_mode()
 def run_dummy_step(model: Model, *, num_tokens: int, num_logits: int) -> None:
-    """Compute a step of `num_tokens` tokens, score all its logits and draw a token from one of them."""
+    """Compute a step of `num_tokens` tokens, the log-probabilities of `num_logits` rows, and sample one token."""
     step = DummyAttention(num_tokens, num_logits, model.device)
-    found = model.forward(torch.zeros_like(step.positions), step)
-    compute_logprobs(found, [0] * num_logits, MAX_LOGPROBS)
-    draw_tokens(found[:1], [Draw(DUMMY_SAMPLING, 0)])
+    logits = model.forward(torch.zeros_like(step.positions), step)
+    compute_logprobs(logits, [0] * num_logits, MAX_LOGPROBS)
+    draw_tokens(logits[:1], [Draw(DUMMY_SAMPLING, 0)])

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: a tiny random model on disk, the texts it must write, a device that is none."""
+"""Fixtures of the engine's tests: a tiny random model on disk, its expected texts, a fake MPS device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models.random_models import CONFIGS, load_decoder, save_random_model
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a random model of two layers that see everything."""
+    """Return the directory of a random model of two layers with full attention."""
     directory = tmp_path_factory.mktemp("tiny")
     fewer = {"num_hidden_layers": 2, "layer_types": None}
     with pytest.MonkeyPatch.context() as patch:
@@ -28,7 +28,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory of a random model two of whose three layers see 16 tokens."""
+    """Return the directory of a random model of three layers, two of which have windows of 16 tokens."""
     directory = tmp_path_factory.mktemp("tiny_windows")
     save_random_model("qwen2_windows", directory)
     return directory
@@ -36,7 +36,7 @@ def tiny_windows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMps]:
-    """A device of that name, with operations that wait for nothing."""
+    """Install a fake MPS device, whose operations never synchronize."""
     fake = FakeMps()
     install(monkeypatch, fake)
     monkeypatch.setattr(loading, "BACKENDS", {"metal": ("mps", SyncFreeOps)})
@@ -49,5 +49,5 @@ def mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeMps]:
 
 @pytest.fixture(scope="session")
 def reference(tiny: Path) -> Reference:
-    """What `tiny` writes, computed without any cache."""
+    """Return the expected texts of `tiny`, computed without a cache."""
     return Reference(load_decoder(tiny))

@@ -1,7 +1,7 @@
-"""Drives an engine's core without a socket: submits requests, steps until all have ended, collects what they were told.
+"""Drives an engine's core without a socket: submits requests, runs steps, collects the events of each request.
 
-After every step it checks what must hold whatever happens: the books of all caches and of the arena, the limits, that
-somebody has progressed, and that events come in order.
+After every step it checks the integrity of all caches and of the arena, the limits, that some request has progressed,
+and the order of events.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WORKER = 0
 
 @dataclass
 class RequestEvents:
-    """All that was said about one request."""
+    """The events of one request."""
 
     tokens: list[int] = field(default_factory=list)
     scores: list[TokenLogprob] = field(default_factory=list)
@@ -59,7 +59,10 @@ class RequestEvents:
         return self.finish_reason is not None or self.failed is not None
 
     def hear(self, message: FromEngine, step: int) -> None:
-        """Checks the order: Admitted once and first, then tokens up to a finish_reason; or Failed, and nothing more."""
+        """Record an event and check the order of events.
+
+        Admitted comes once and first, then tokens up to a finish_reason; or Failed comes last.
+        """
         if isinstance(message, Explained):
             assert self.failed is None
             assert self.explained is None, "explained twice"
@@ -95,7 +98,7 @@ class RequestEvents:
 
 
 class Driver:
-    """A core and a worker that listens to it."""
+    """A core, and a worker that receives its events."""
 
     def __init__(self, directory: Path, *, gradual: bool = False, **settings: Any) -> None:
         defaults: dict[str, Any] = {"weights_cache": "off", "dtype": "float32", "threads": 1, "kv_memory": "12MiB"}
@@ -105,9 +108,9 @@ class Driver:
         self.steps: list[StepResult] = []
 
     def submit(self, name: str, prompt: Sequence[int], max_tokens: int = 8, **options: Any) -> RequestEvents:
-        """`options`: fields of Submit, of Caching (its priority as `kept`) or of Sampling.
+        """Submit a request; `options` are fields of Submit, of Caching (its priority as `kept`) or of SamplingParams.
 
-        Greedy and without end token unless they say otherwise.
+        The defaults are greedy sampling without an end token.
         """
         names = ("kv_cache", "header", "alias", "priority", "explain", "sibling_of", "speculation")
         ours = {key: options.pop(key) for key in names if key in options}
@@ -121,7 +124,7 @@ class Driver:
         return self.heard[name]
 
     def preempt(self, name: str) -> None:
-        """Takes a running request's seat, as the scheduler does where there is no room."""
+        """Preempt a running request, as the scheduler does without memory."""
         request, scheduler = self.request(name), self.core.scheduler
         scheduler._unseat(request)
         request.num_preemptions += 1
@@ -132,7 +135,7 @@ class Driver:
         self.check()
 
     def step(self) -> StepResult:
-        """A step, and all that must hold after any."""
+        """Run a step, and check all that must hold after every step."""
         busy = self.core.busy
         result = self.core.step()
         self.steps.append(result)
@@ -145,7 +148,7 @@ class Driver:
         return result
 
     def run(self, at_most: int = 2000) -> None:
-        """Steps until nobody is left."""
+        """Run steps until all requests have ended."""
         for _ in range(at_most):
             if not self.core.busy:
                 return
@@ -153,7 +156,7 @@ class Driver:
         raise AssertionError("the engine does not come to an end")
 
     def check(self) -> None:
-        """The books add up."""
+        """Assert that the engine's bookkeeping is consistent."""
         for cache in self.core.caches.values():
             cache.check_integrity()
         self.core.arena.check_integrity()
@@ -165,7 +168,7 @@ class Driver:
         assert len(running) == sum(cache.usage().seats for cache in self.core.caches.values())
 
     def assert_nothing_leaked(self) -> None:
-        """Nobody is left, and idle memory is all there is to give back."""
+        """Assert that no request is left, and that the arena is free once idle memory is reclaimed."""
         assert not self.core.busy
         for cache in self.core.caches.values():
             usage = cache.usage()
@@ -179,7 +182,7 @@ class Driver:
 
     @property
     def free_bytes(self) -> int:
-        """Of the arena, idle memory of caches included."""
+        """Return the free bytes of the arena, including idle memory."""
         idle = sum(cache.usage().idle for cache in self.core.caches.values())
         return self.core.arena.num_free_pages * self.core.arena.page_bytes + idle
 
@@ -188,13 +191,13 @@ class Driver:
         return [record for result in self.steps for record in result.finished]
 
     def request(self, name: str) -> Request:
-        """One that has not ended."""
+        """Return a request that has not ended."""
         scheduler = self.core.scheduler
         return next(r for r in (*scheduler.running, *scheduler.waiting) if r.key == (WORKER, name))
 
     @property
     def requests(self) -> list[Request]:
-        """Those that have not ended."""
+        """Return the requests that have not ended."""
         return [*self.core.scheduler.running, *self.core.scheduler.waiting]
 
     def running(self) -> list[str]:
@@ -209,12 +212,12 @@ class Driver:
 
 
 def least_memory(directory: Path, **settings: Any) -> int:
-    """The fewest bytes of KV memory that these settings can do with, as the refusal of one byte tells."""
-    with pytest.raises(SettingsError, match="the least that suffices") as caught:
+    """Return the minimum bytes of KV memory for these settings, from the error message for a single byte."""
+    with pytest.raises(SettingsError, match="the minimum is kv_memory") as caught:
         Driver(directory, **settings, kv_memory="1")
     return int(re.findall(r"kv_memory=(\d+)", str(caught.value))[0])
 
 
 def strategies(**options: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings for instances: strategies(paged={"kind": "paged"})."""
+    """Return the settings of instances given by name, as in strategies(paged={"kind": "paged"})."""
     return {name: dict(values) for name, values in options.items()}

@@ -1,7 +1,7 @@
-"""The tokens a request must be answered with: computed alone, from the whole text, without any cache.
+"""The tokens with which the engine must answer a request: computed for it alone, from the whole text, uncached.
 
-A token that wins by a hair could fall either way when sums are taken in another order. The texts used in tests have no
-such token: computing one fails, and asks for another prompt or seed.
+A token whose logit is highest by a narrow margin could change with the order of sums. The tests' texts have no such
+token: computing one fails and asks for another prompt or seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_MARGIN = 1e-5  # far above the rounding of float32, far below what tells tok
 
 
 class Windowed(NoCacheAttention):
-    """As NoCacheAttention, but a query sees its latest `window` tokens and the first `sinks` only."""
+    """As NoCacheAttention, but a query only attends to its latest `window` tokens and the first `sinks`."""
 
     def __init__(self, specs: Sequence[LayerSpec], length: int, window: int, sinks: int) -> None:
         super().__init__(specs, length, torch.device("cpu"))
@@ -31,7 +31,7 @@ class Windowed(NoCacheAttention):
         self._forgotten = (distance >= window) & (self.positions >= sinks)
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Masked by hand, a query and a head at a time."""
+        """Compute attention with an explicit mask, one query and one head at a time."""
         spec, n = self._specs[layer_idx], len(self.positions)
         out = torch.empty(n, spec.num_q_heads, spec.v_head_dim)
         distance = self.positions[:, None] - self.positions
@@ -46,7 +46,7 @@ class Windowed(NoCacheAttention):
 
 
 class Reference:
-    """Texts of one float32 model; remembers those it has computed."""
+    """The expected texts of one float32 model; memoizes those it has computed."""
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -54,7 +54,7 @@ class Reference:
         self._others: dict[tuple[object, ...], list[int]] = {}
 
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
-        """What `debug_generate_full_context` writes."""
+        """Return what `debug_generate_full_context` generates."""
         known = self._greedy.get(tuple(prompt), [])
         if len(known) < count:
             known = debug_generate_full_context(self.model, prompt, count)
@@ -63,7 +63,7 @@ class Reference:
         return known[:count]
 
     def sampled(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
-        """The sampler's draws from logits of the whole text."""
+        """Return the sampler's draws from logits of the whole text."""
         key = (*prompt, sampling)
         if key not in self._others:
             ids = list(prompt)
@@ -75,7 +75,7 @@ class Reference:
         return self._others[key]
 
     def windowed(self, prompt: Sequence[int], count: int, *, window: int, sinks: int) -> list[int]:
-        """Greedy tokens of a model that sees only its window and the sinks."""
+        """Return the greedy tokens of a model that only attends to its window and the sinks."""
         key = (*prompt, count, (window, sinks))
         if key not in self._others:
             ids = list(prompt)
@@ -91,7 +91,7 @@ class Reference:
         return self.model.forward(torch.tensor(ids), attention)
 
     def _assert_clear(self, ids: Sequence[int], first: int) -> None:
-        """Every token from `first` on has won clearly."""
+        """Assert that every token from `first` on has the highest logit by a clear margin."""
         attention = NoCacheAttention(self.model.layer_specs, len(ids), self.model.device)
         attention.logit_index = attention.positions[first - 1 : -1]
         for logits in self._logits(ids, attention):
@@ -110,6 +110,6 @@ def _assert_clear_draw(logits: Tensor, sampling: SamplingParams, position: int) 
 
 
 def random_prompt(length: int, seed: int = 0) -> list[int]:
-    """Ids of no special tokens; another length or seed shares no beginning."""
+    """Return random ids without special tokens; prompts of another length or seed have no common prefix."""
     draw = random.Random(1000 * seed + length)
     return [draw.randrange(2, 300) for _ in range(length)]

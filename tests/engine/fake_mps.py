@@ -1,7 +1,7 @@
 """A fake MPS device for any machine: it computes on the CPU, and counts the synchronizations of a real one.
 
-Its tensors say that they are on "mps:0"; each holds a tensor of the CPU. What mixes them with the host's tensors, wants
-float64 or would read their memory from the host fails as it does on a Mac. Knows nothing of how fast anything is.
+Its tensors have the device "mps:0", and each holds a CPU tensor. Operations that mix them with host tensors, need
+float64 or read their memory from the host fail as on a Mac. Says nothing about speed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class FakeMpsTensor(Tensor):
 
 
 class FakeMps(TorchDispatchMode):
-    """While it is entered, there is such a device."""
+    """A context in which torch has a fake MPS device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class FakeMps(TorchDispatchMode):
         self.to_device.clear()
 
     def record_thread(self) -> None:
-        """Note that this thread has used the device."""
+        """Record that the current thread has used the device."""
         self.threads.add(threading.get_ident())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -132,7 +132,7 @@ class FakeMps(TorchDispatchMode):
         return found if leaves else tree_map_only(Tensor, lambda on_cpu: FakeMpsTensor(on_cpu, self), found)
 
     def record_indexing(self, key: Any) -> None:
-        """Count what indexing costs: a mask waits for its numbers; a list, or a tensor of the host, is copied."""
+        """Count the synchronizations of indexing: a mask waits for its number of elements; lists are copied."""
         self.record_thread()
         for each in key if isinstance(key, tuple) else (key,):
             if isinstance(each, Tensor) and each.dtype is torch.bool:
@@ -167,7 +167,7 @@ def _to_cpu(values: Any) -> Any:
 
 
 def install(patch: Any, mps: FakeMps, *, free: int = 4 << 30) -> None:
-    """Make `device=mps` of the settings this device, with `free` bytes; asking for its memory counts as using it."""
+    """Make the setting `device=mps` use this device, with `free` bytes; querying its memory counts as using it."""
 
     def told(value: Any) -> Callable[..., Any]:
         return lambda *_: (mps.record_thread(), value)[1]

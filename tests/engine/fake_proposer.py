@@ -1,4 +1,4 @@
-"""A stand-in for the n-gram proposer: it knows the text to come, and is wrong as often as a test wants."""
+"""A stand-in for the n-gram proposer, which knows the expected text and is wrong as often as a test needs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class FakeProposer:
-    """Proposes draft tokens from the text to come; each is right with probability `right`."""
+    """Proposes draft tokens from the expected text; each is right with probability `right`."""
 
     def __init__(self, whole: Sequence[int], *, count: int, right: float = 0.8, seed: int = 0) -> None:
         self._whole, self._count, self._right = list(whole), count, right

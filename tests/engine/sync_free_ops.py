@@ -1,6 +1,6 @@
-"""Operations that never synchronize with the device, as kernels: keys are found by address, on the device alone.
+"""Operations without device synchronization, as kernels have to be: keys are found by address on the device.
 
-Formulas, not kernels: every query meets every position of the longest text, and what it does not see counts nothing.
+They are formulas, not kernels: every query meets every position of the longest text, with masked positions ignored.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.types import LayerSpec, Slots
 
 
 class SyncFreeOps(ReferenceOps):
-    """Keys and values as the model computes them; no padding."""
+    """Operations that store keys and values as the model computes them, without padding."""
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         row, position = _tokens(at, len(k))
@@ -48,14 +48,14 @@ class SyncFreeOps(ReferenceOps):
 
 
 def _tokens(at: Slots, n: int) -> tuple[Tensor, Tensor]:
-    """Row and position of each token [N]."""
+    """Return the row and the position of each token [N]."""
     token = torch.arange(n, device=at.start.device)
     row = (token[:, None] >= at.q_start[1:]).sum(-1)
     return row, at.start[row].long() + token - at.q_start[row].long()
 
 
 def _places(at: Slots, row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-    """Block, and slot in it."""
+    """Return the block, and the slot in it, of each position."""
     slot = at.slot(position)
     return at.table[at.row_seat[row].long(), slot // at.block_size].long(), slot % at.block_size
 

@@ -1,4 +1,4 @@
-"""What an operator asks of a running engine happens, or is refused and changes nothing."""
+"""Operators' commands on a running engine take effect, or are rejected and change nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS: dict[str, Any] = {"strategies": strategies(paged={"kind": "paged", "bl
 
 
 def warm(tiny: Path, **settings: Any) -> Driver:
-    """One prompt is cached."""
+    """Return an engine with one cached prompt."""
     driver = Driver(tiny, **(SETTINGS | settings))
     driver.submit("first", PROMPT, 4, kv_cache="paged")
     driver.run()
@@ -82,12 +82,12 @@ def test_a_pin_stays_until_it_is_let_go(tiny: Path) -> None:
     [
         (Inspect("none"), 404, "there is no cache strategy 'none'; there are paged, contiguous, sliding_window"),
         (Unpin("paged", "pin-9"), 404, "there is no pin 'pin-9'"),
-        (Unpin("contiguous", "pin-9"), 409, "contiguous has nothing of the kind"),
-        (Clear("sliding_window", None), 409, "sliding_window has nothing of the kind"),
-        (PinPrefix("paged", [1, 2, 3, 4, 5], "/", 9.0), 409, "nothing of this prefix is in the cache"),
-        (Share("paged", "60%", "40%"), 400, "is more than the limit"),
-        (Share("paged", None, "0%"), 409, "paged would have no room for its longest sequence"),
-        (Share("paged", "100%", None), 409, "would have no room for its longest sequence"),
+        (Unpin("contiguous", "pin-9"), 409, "strategy 'contiguous' does not support pins"),
+        (Clear("sliding_window", None), 409, "strategy 'sliding_window' does not support clearing"),
+        (PinPrefix("paged", [1, 2, 3, 4, 5], "/", 9.0), 409, "no block of this prefix is cached"),
+        (Share("paged", "60%", "40%"), 400, "pages exceeds the limit of"),
+        (Share("paged", None, "0%"), 409, "the longest sequence of strategy 'paged'"),
+        (Share("paged", "100%", None), 409, "would not fit"),
     ],
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(tiny: Path, command: Any, status: int, told: str) -> None:
@@ -135,7 +135,7 @@ def test_a_higher_limit_counts_at_once(tiny: Path) -> None:
 
 
 def limited(driver: Driver, sequences: float) -> None:
-    """The instance may hold so many sequences of the longest kind."""
+    """Set the limit of the instance to the memory of `sequences` sequences of max_seq_len."""
     run_command(driver.core, Share("paged", None, str(int(driver.core.caches["paged"].bytes_for(64) * sequences))))
 
 

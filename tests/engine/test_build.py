@@ -1,4 +1,4 @@
-"""What cannot work is refused at start with what to change; what is accepted holds what it says it holds."""
+"""Settings that cannot work are rejected at start with what to change; accepted ones hold what they promise."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def refused(tiny: Path, **settings: Any) -> str:
 def test_the_least_memory_that_is_told_suffices_and_one_byte_less_does_not(
     tiny: Path, reference: Reference, name: str
 ) -> None:
-    """Suffices: under every strategy the longest text can be written, all at once."""
+    """It suffices if the longest text can be generated under every strategy, all at once."""
     settings = SMALL | {"strategies": MANY_KINDS[name]}
     least = least_memory(tiny, **settings)
     told = refused(tiny, **settings, kv_memory=str(least - 1))
@@ -72,7 +72,7 @@ def test_the_least_memory_that_is_told_suffices_and_one_byte_less_does_not(
 def test_more_memory_than_there_is_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "free_memory", lambda _: 500_000)
     told = refused(tiny, **SMALL, kv_memory="1MiB")
-    assert told == "kv_memory is 1MiB, but only 500000 bytes of memory are free: give less"
+    assert told == "kv_memory is 1MiB, but only 500000 bytes of memory are free: lower it"
     Driver(tiny, **SMALL, kv_memory="400KB")
 
 
@@ -109,7 +109,7 @@ def test_auto_says_when_the_share_is_too_small(tiny: Path, monkeypatch: pytest.M
     least = least_memory(tiny, **SMALL)
     monkeypatch.setattr(build, "free_memory", lambda _: 10 * least)
     told = refused(tiny, **SMALL, kv_memory="auto", kv_memory_share=0.05)
-    assert re.match(r"kv_memory=auto gives \d+ bytes \(5% of what is free\), too little", told)
+    assert re.match(r"kv_memory=auto gives \d+ bytes \(5% of the free memory\), too little", told)
     assert f"kv_memory={least};" in told
     Driver(tiny, **SMALL, kv_memory="auto", kv_memory_share=0.2)
 
@@ -186,7 +186,7 @@ def test_quantized_weights_wait_in_the_users_cache_or_where_told(
 
 @pytest.mark.parametrize("checkpoint", ["float64", "int8", "nonsense", "Tensor"])
 def test_a_checkpoint_of_another_type_is_refused(checkpoint: str) -> None:
-    with pytest.raises(SettingsError, match=f"the checkpoint's dtype '{checkpoint}' is none to compute in: give --dty"):
+    with pytest.raises(SettingsError, match=f"the checkpoint's dtype '{checkpoint}' is not supported for comp"):
         choose_dtype("auto", checkpoint, device_of("cuda"))
 
 

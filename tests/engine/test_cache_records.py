@@ -1,4 +1,4 @@
-"""What a request wants of the cache, what it got, and how that is told and counted."""
+"""Tests of a request's cache options, of what it found in the cache, and of the records and metrics of both."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def computed(driver: Driver) -> int:
 
 
 def after_another(driver: Driver, instance: str = "paged", **options: object) -> int:
-    """The same prompt for the second time: tokens that were computed then."""
+    """Run the same prompt twice, so that the second request finds the first one's tokens."""
     driver.submit("first", PROMPT, COUNT, kv_cache=instance)
     driver.run()
     before = computed(driver)

@@ -1,4 +1,4 @@
-"""A cancelled request is gone when the call returns: its memory is free, its neighbours notice nothing."""
+"""A cancelled request has ended when the call returns: its memory is free, and other requests are unaffected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests under all strategies in one batch are answered as each would be alone, whatever the steps look like."""
+"""Requests under all strategies in one batch are answered as each would be alone, in any order of steps."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NARROW_SETTINGS = strategies(
 
 
 def run_staggered(driver: Driver, jobs: Sequence[tuple[str, list[int]]], every: int, count: int = COUNT) -> None:
-    """Submits (instance, prompt) one after another, `every` steps apart, and runs them all. Names are numbers."""
+    """Submit requests (instance, prompt), one every `every` steps, and run them all; their ids are their indices."""
     for i, (instance, prompt) in enumerate(jobs):
         driver.submit(str(i), prompt, count, kv_cache=instance)
         for _ in range(every):
@@ -171,7 +171,7 @@ def test_a_second_request_finds_the_first_ones_blocks(tiny: Path, reference: Ref
 # -------------------------------------------------------------------- the end
 @pytest.fixture
 def ending(tiny: Path, tmp_path: Path, reference: Reference) -> tuple[Path, list[int], list[int]]:
-    """A model directory whose end token is the fifth of a text: the directory, the prompt, the text."""
+    """Return a model directory whose end token is the fifth of a text, with the prompt and the text."""
     prompt = random_prompt(20)
     text = reference.greedy(prompt, COUNT)
     assert text[4] not in text[:4]

@@ -1,4 +1,4 @@
-"""Decoding allocates nothing that grows with the text: every tensor made in a step is the size of a step."""
+"""Decoding allocates nothing that grows with the text: the tensors of every step have the same sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STRATEGIES = ["contiguous", "paged", "sliding_window"]
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest storage made while it is on; views and in-place results do not count."""
+    """Records the elements of the largest new storage while active; views and in-place results do not count."""
 
     def __init__(self) -> None:
         super().__init__()

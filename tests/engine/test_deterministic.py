@@ -1,4 +1,4 @@
-"""`deterministic`: a request gets the same bits in any company, however it is cut, preempted, or found in the cache."""
+"""With `deterministic`, a request gets the same bits in any batch, chunking, preemption or prefix-cache hit."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def asked(driver: Driver, instance: str, name: str = "it") -> None:
-    """Drawn, with the numbers of the five likeliest at each place: equal numbers are equal logits, nearly enough."""
+    """Submit a sampled request with the five likeliest tokens per position: equal ones mean nearly equal logits."""
     driver.submit(name, PROMPT, COUNT, kv_cache=instance, temperature=0.8, seed=3, logprobs=TOP)
 
 
@@ -82,8 +82,8 @@ def preempted(driver: Driver, instance: str) -> None:
         driver.preempt("it")
 
 
-def with_guesses(driver: Driver, instance: str) -> None:
-    """Of which some come true: the text without them is known by then, and three guesses of ten are wrong."""
+def with_drafts(driver: Driver, instance: str) -> None:
+    """Run it with drafts from its known text, in which three of ten draft tokens are wrong."""
     driver.submit("before", PROMPT, COUNT, kv_cache=instance, temperature=0.8, seed=3)
     driver.run()
     asked(driver, instance)
@@ -92,7 +92,7 @@ def with_guesses(driver: Driver, instance: str) -> None:
     others(driver, instance)
 
 
-WAYS: list[Callable[[Driver, str], None]] = [in_a_crowd, cut_small, after_itself, preempted, with_guesses]
+WAYS: list[Callable[[Driver, str], None]] = [in_a_crowd, cut_small, after_itself, preempted, with_drafts]
 
 
 def served(

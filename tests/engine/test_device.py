@@ -1,4 +1,4 @@
-"""Devices by the names people give them: what an engine says of its own, what it refuses, what memory it takes."""
+"""Tests of devices by name: what an engine reports, which devices it rejects, how much memory it uses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MPS = torch.device("mps")
 
 
 class Emulated(ReferenceOps):
-    """As if by another's kernels."""
+    """A device that is emulated with another's kernels."""
 
 
 def no_compiler() -> Ops:
@@ -49,7 +49,7 @@ def no_compiler() -> Ops:
 
 @pytest.fixture
 def backends(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Puts backends in the place of all there are: name=(device, load)."""
+    """Replace all backends by the given ones: name=(device, load)."""
     loading._check_backend.cache_clear()
     yield lambda **rows: monkeypatch.setattr(loading, "BACKENDS", rows)
     loading._check_backend.cache_clear()
@@ -144,7 +144,7 @@ def test_torch_is_told_to_take_no_more_than_metal_recommends(monkeypatch: pytest
 
 def test_kv_memory_beyond_it_is_refused(tiny: Path, mps: FakeMps) -> None:
     free = free_memory(MPS)
-    with pytest.raises(SettingsError, match=f"kv_memory is 5GiB, but only {free} bytes of memory are free: give less"):
+    with pytest.raises(SettingsError, match=f"kv_memory is 5GiB, but only {free} bytes of memory are free: lower it"):
         Driver(tiny, device="mps", kv_memory="5GiB")
 
 
@@ -189,13 +189,13 @@ def test_no_step_is_larger_than_the_one_that_was_rehearsed(
 @pytest.mark.parametrize(
     ("what", "torch_says", "message"),
     [
-        ("load_model", "MPS backend out of memory", "the model is too large for the device's memory: take a smaller"),
+        ("load_model", "MPS backend out of memory", "the model is too large for the device's memory: use a smaller"),
         (
             "run_dummy_step",
             "MPS backend out of memory",
             "a step of 64 tokens is too large for the device's memory: lower max",
         ),
-        ("Arena", "Invalid buffer size: 9.00 GiB", "KV memory of .* is too large for the device's memory: give a sm"),
+        ("Arena", "Invalid buffer size: 9.00 GiB", "KV memory of .* is too large for the device's memory: lower kv_m"),
     ],
 )
 def test_what_does_not_fit_is_told_with_what_to_change(

@@ -1,4 +1,4 @@
-"""On a device of its own the engine's steps wait for nothing but the tokens they draw, and compute what a CPU does."""
+"""On an accelerator the engine's steps only wait for the sampled tokens, and compute what the CPU computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def on_mps(directory: Path, **settings: Any) -> Driver:
 
 
 def decode_step(driver: Driver, mps: FakeMps) -> None:
-    """One more, and counts what it moves."""
+    """Run one more decode step, with the device's counters reset."""
     mps.reset()
     assert driver.step().report.phase == "decode"
 
@@ -93,7 +93,7 @@ def test_a_step_that_draws_nothing_waits_for_nothing(tiny: Path, mps: FakeMps) -
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_what_the_device_writes_is_what_it_should(tiny: Path, reference: Reference, mps: FakeMps, kernels: str) -> None:
-    """With kernels, and with plain torch, which no tensor of the host may meet either."""
+    """With kernels, and with plain torch, which must not mix in host tensors either."""
     driver = on_mps(tiny, kernels=kernels)
     heard = {name: driver.submit(name, random_prompt(40, seed=1), 6, kv_cache=name) for name in STRATEGIES}
     driver.run()

@@ -1,4 +1,4 @@
-"""All that an engine's process does on a device it does in one thread: on a Mac a second one crashes the process."""
+"""All device calls of an engine's process are made in one thread: on a Mac a second thread would crash it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLINGS = {
 
 
 class Worker(threading.Thread):
-    """Stands for the API: asks for everything that can be asked for, then has the engine stop."""
+    """A stand-in for an API worker: sends every kind of query, then stops the engine."""
 
     def __init__(self, socket_path: str) -> None:
         super().__init__(name="worker")
@@ -61,7 +61,7 @@ class Worker(threading.Thread):
 
 
 class Status:
-    """The supervisor's end of the pipe."""
+    """A stand-in for the supervisor's end of the pipe."""
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Grades 2 and 3 of exactness with a whole model: equal bit for bit in equal steps, within rounding in any others."""
+"""Exactness of a whole model: equal bit for bit in equal steps, and within rounding in different steps."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ SETTINGS: dict[str, Any] = {"strategies": STRATEGIES, "max_seq_len": 300}
 
 
 class Run:
-    """The same requests under one strategy, by one schedule: logits by step, and by request."""
+    """The logits of the same requests under one strategy with one schedule, by step and by request."""
 
     def __init__(self, driver: Driver, instance: str, *, every: int) -> None:
-        """A new request arrives `every` so many steps."""
+        """Run the requests; a new one arrives every `every` steps."""
         self.by_step: list[Tensor] = []
         self.by_request: dict[str, list[Tensor]] = defaultdict(list)
         self._driver = driver
@@ -55,7 +55,7 @@ class Run:
         self.tokens = {name: heard.tokens for name, heard in driver.heard.items()}
 
     def _step(self) -> None:
-        """A step's rows of logits belong to its tokens, in order."""
+        """Run a step; its rows of logits belong to its tokens, in order."""
         events = [event.message for event in self._driver.step().events]
         names = [message.request_id for message in events if isinstance(message, Tokens)]
         for name, logits in zip(names, self.by_step[-1], strict=True):
@@ -111,7 +111,7 @@ def test_any_schedule_gives_equal_tokens_and_logits_within_rounding(
 def test_in_bfloat16_the_first_logits_are_within_its_rounding(
     tiny: Path, max_num_batched_tokens: int, every: int
 ) -> None:
-    """The first only: a token that falls the other way makes another text of the rest."""
+    """Only the first logits: a token that differs by rounding changes all later ones."""
     expected, got = run(tiny, "contiguous", "bfloat16"), run(tiny, "paged", "bfloat16", max_num_batched_tokens, every)
     for name, logits in expected.by_request.items():
         scale = float(logits[0].abs().max())

@@ -1,4 +1,4 @@
-"""`system_fingerprint`: the same in every start, and another one where answers may be others."""
+"""`system_fingerprint` is equal after a restart, and different where answers may differ."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def of(directory: Path, **settings: Any) -> str:
 
 @pytest.fixture
 def mine(tiny: Path, tmp_path: Path) -> Path:
-    """A copy of the tiny model."""
+    """Return the directory of a copy of the tiny model."""
     return Path(shutil.copytree(tiny, tmp_path / "mine"))
 
 
@@ -56,7 +56,7 @@ def test_another_for_another_version(tiny: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("small", [True, False])
 def test_another_for_other_weights(mine: Path, monkeypatch: pytest.MonkeyPatch, small: bool) -> None:
-    """By their bytes; large files by their size and the time of their change."""
+    """Weights are compared by content; large files by size and modification time."""
     monkeypatch.setattr(fingerprint_module, "SMALL_FILE_BYTES", 2**24 if small else 0)
     first = of(mine)
     weights = next(mine.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Choices of one prompt: it is computed once, and each goes its own way as if it had been alone."""
+"""The choices (n > 1) of a prompt: it is computed once, and each choice continues as if it were alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INSTANCES = ["paged", "contiguous", "window"]
 
 
 def choices(driver: Driver, instance: str = "paged", count: int = CHOICES, **options: object) -> None:
-    """Drawn, each from a seed of its own."""
+    """Submit sampled choices of one prompt, each with its own seed."""
     for i in range(count):
         ours: dict[str, Any] = {"temperature": 0.9, "top_k": 10, "seed": i, "sibling_of": "0" if i else None}
         driver.submit(str(i), PROMPT, COUNT, kv_cache=instance, **(ours | options))

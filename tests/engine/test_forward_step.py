@@ -1,4 +1,4 @@
-"""`forward_step` with a cache says what the whole text says without one: every exact strategy, both architectures."""
+"""`forward_step` with a cache equals the whole text without one, for exact strategies and both architectures."""
 
 from __future__ import annotations
 

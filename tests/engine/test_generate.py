@@ -1,4 +1,4 @@
-"""`generate` writes what the engine and transformers write, under every strategy, and leaves nothing behind."""
+"""`generate` returns what the engine and transformers generate, under every strategy, and leaks nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def driver(tiny: Path) -> Driver:
 
 
 def written(driver: Driver, instance: str, prompt: Sequence[int], count: int = 12, **sampling: Any) -> list[int]:
-    """What generate() yields."""
+    """Return the tokens that generate() yields."""
     cache, how = driver.core.caches[instance], SamplingParams(count, **(GREEDY | sampling))
     return [token for token, _ in generate(driver.core.model, cache, prompt, how)]
 
@@ -203,7 +203,7 @@ def test_logits_that_are_no_numbers_are_told_and_shared_with_nobody(
         next(stream)
     with monkeypatch.context() as patch:
         patch.setattr(model, "forward_embedded", lambda x, attention: forward_embedded(x * torch.nan, attention))
-        with pytest.raises(NonFiniteLogitsError, match="logits are not numbers"):
+        with pytest.raises(NonFiniteLogitsError, match="logits are NaN or infinite"):
             next(stream)
     nothing_is_left(cache)
     assert written(driver, "paged", prompt) == written(driver, "unshared", prompt)

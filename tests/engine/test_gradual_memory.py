@@ -1,4 +1,4 @@
-"""An engine is ready before all of its KV memory is there: what there is serves all that comes, more as more comes."""
+"""An engine is ready before all of its KV memory is touched, and serves requests with what it has until then."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COUNT = 20  # requests
 
 @pytest.fixture
 def slow(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
-    """An engine with as little memory as it can begin with; more comes when the test says so."""
+    """Return a function that builds an engine with the minimum of memory; `more` touches the rest."""
     monkeypatch.setattr(reserved_memory, "PIECE_BYTES", SYSTEM_PAGE)
     monkeypatch.setattr(build, "INITIAL_KV_BYTES", 0)
     monkeypatch.setattr(Arena, "touch_rest", lambda *_: None)
@@ -43,7 +43,7 @@ def slow(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
 
 
 def more(driver: Driver, size: int) -> None:
-    """So much more has come at each end that is used."""
+    """Touch `size` more bytes at each end that is used."""
     memory = driver.core.arena._reserved
     if memory is not None:
         above = driver.core.arena.memory.nbytes - memory.high_start
@@ -51,7 +51,7 @@ def more(driver: Driver, size: int) -> None:
 
 
 def run_out(driver: Driver) -> None:
-    """No more will come."""
+    """Let the system have no more memory for the arena."""
     memory = driver.core.arena._reserved
     assert memory is not None
     memory.touch_rest(lambda: 0)
@@ -60,7 +60,7 @@ def run_out(driver: Driver) -> None:
 
 
 def ask(driver: Driver, kinds: tuple[str, ...] = KINDS) -> dict[str, list[int]]:
-    """Requests for all kinds by turns, some as long as can be; their prompts by name."""
+    """Submit requests for all kinds in rotation, some of max_seq_len; return their prompts by id."""
     prompts = {str(i): random_prompt(8 + 7 * (i % 7), seed=i) for i in range(COUNT)}
     for i, (name, prompt) in enumerate(prompts.items()):
         driver.submit(name, prompt, 8 if i % 4 else LONGEST - len(prompt), kv_cache=kinds[i % len(kinds)])
@@ -99,7 +99,7 @@ def test_an_engine_that_is_built_by_itself_has_all_of_it(tiny: Path) -> None:
 def test_requests_wait_for_memory_and_get_the_same_answers(
     slow: Callable[..., Driver], reference: Reference, kinds: tuple[str, ...]
 ) -> None:
-    """Where nothing comes for long, where it comes while they run, and where it comes at once."""
+    """With memory that is touched late, while requests run, or at once."""
     for size, pause in ((SYSTEM_PAGE, 30), (2 * SYSTEM_PAGE, 3), (MIB, 1)):
         driver = slow(kinds)
         arena = driver.core.arena
@@ -119,7 +119,7 @@ def test_requests_wait_for_memory_and_get_the_same_answers(
 
 
 def test_plain_torch_writes_into_no_other_memory(slow: Callable[..., Driver], reference: Reference) -> None:
-    """Where there is none yet, a write ends the process."""
+    """A write to untouched memory kills the process."""
     driver = slow(kernels="reference")
     prompts = ask(driver)
     driver.run()
@@ -140,7 +140,7 @@ def test_a_request_of_any_length_runs_on_what_is_there_first(slow: Callable[...,
 def test_where_memory_runs_out_the_limit_is_what_there_is(
     slow: Callable[..., Driver], reference: Reference, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And everybody is answered, those who ran, those who waited and those who come later."""
+    """All requests are answered: running, waiting and later ones."""
     driver = slow()
     arena = driver.core.arena
     prompts = ask(driver)

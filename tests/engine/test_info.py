@@ -1,4 +1,4 @@
-"""What an operator sees of an engine besides requests: settings as they came out, memory, time of the operations."""
+"""Tests of what operators see of an engine: effective settings, memory, times of the operations."""
 
 from __future__ import annotations
 

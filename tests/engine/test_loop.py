@@ -1,4 +1,4 @@
-"""The engine's loop answers its workers: requests, cancellations, queries; and says why when it cannot start."""
+"""The engine's loop handles its workers' requests, cancellations and queries, and reports why it cannot start."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.engine.expected_tokens import Reference, random_prompt
 
 
 class FakeGateway:
-    """Workers that have said everything at once, and listen until `enough`."""
+    """A gateway whose workers send all messages at once, and receive events until `enough`."""
 
     def __init__(self, *said: tuple[int, ToEngine | WorkerDisconnected]) -> None:
         self.inbox: queue.Queue[tuple[int, ToEngine | WorkerDisconnected]] = queue.Queue()
@@ -59,7 +59,7 @@ def greedy(name: str, prompt: list[int], count: int = 4, **options: Any) -> Subm
 
 
 def run_until(driver: Driver, gateway: FakeGateway, ends: int) -> None:
-    """Runs the loop until so many requests have ended."""
+    """Run the loop until a number of requests have ended."""
     loop, left = Loop(driver.engine, gateway, Metrics), [ends]  # type: ignore[arg-type]
 
     def count(_: int, message: FromEngine) -> None:
@@ -136,7 +136,7 @@ def test_the_metrics_count_what_the_loop_did(tiny: Path) -> None:
 
 
 def test_many_who_ask_often_cost_one_look_in_each_second(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks, and however the answer comes out; a command in between has the next one asked anew."""
+    """Questions are answered from a cache for a second, errors too; a command in between clears it."""
     looks, now = Counter[str](), [100.0]
     for name in ("read_engine_state", "describe_caches"):
         look = getattr(loop_module, name)
@@ -150,7 +150,7 @@ def test_many_who_ask_often_cost_one_look_in_each_second(tiny: Path, monkeypatch
     loop = Loop(Driver(tiny).engine, gateway, Metrics)  # type: ignore[arg-type]
 
     def ask(*queries: Query) -> list[Answer]:
-        """What the loop answers to these, and to what was asked before."""
+        """Return the loop's answers to these queries, after those that were sent before."""
         gateway.heard.clear()
         for query in queries:
             gateway.inbox.put((0, query))
@@ -179,7 +179,7 @@ def test_many_who_ask_often_cost_one_look_in_each_second(tiny: Path, monkeypatch
 
 
 class Status:
-    """The supervisor's end of the pipe."""
+    """A stand-in for the supervisor's end of the pipe."""
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
-"""Whole models on the emulated Metal device: every strategy, alone and all in one batch, writes what is right.
+"""Whole models on the emulated Metal device: every strategy, alone and all in one batch, gives the right tokens.
 
-Also with races and bounds looked for, and what a step launches.
+Also checked are data races, out-of-bounds accesses, and the kernels that a step launches.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _driver(directory: Path, device: str = "metal-emulated", **settings: Any) ->
 
 
 def _told(driver: Driver) -> dict[str, list[int]]:
-    """What five requests are told, one under each instance and all in the same steps."""
+    """Return the tokens of five requests, one under each instance, all in the same steps."""
     for i, (name, length) in enumerate(zip(INSTANCES, LENGTHS, strict=True)):
         driver.submit(name, random_prompt(length, seed=i), 6, kv_cache=name)
     driver.run()

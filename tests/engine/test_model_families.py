@@ -1,4 +1,4 @@
-"""Every family of models, lean or not, writes what transformers writes, under all strategies at once."""
+"""Every model family, lean or not, generates what transformers generates, under all strategies at once."""
 
 from __future__ import annotations
 

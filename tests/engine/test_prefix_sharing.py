@@ -1,4 +1,4 @@
-"""Requests that begin alike compute their beginning once, and whoever computes it may leave at any moment."""
+"""Requests with a common prefix compute it once, and the one that computes it may end at any time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prompt(i: int) -> list[int]:
 
 
 def together(tiny: Path, **settings: Any) -> Driver:
-    """Five requests with a common beginning that have arrived at once."""
+    """Submit five requests with a common prefix at once."""
     driver = Driver(tiny, **(SETTINGS | settings))
     for i in range(len(TAILS)):
         driver.submit(str(i), prompt(i), COUNT, kv_cache="paged", priority=1)
@@ -35,7 +35,7 @@ def together(tiny: Path, **settings: Any) -> Driver:
 
 
 def assert_right(driver: Driver, reference: Reference, but: int = -1) -> None:
-    """All others were answered as if alone."""
+    """Assert that all other requests were answered as if alone."""
     for i in range(len(TAILS)):
         if i != but:
             assert driver.heard[str(i)].tokens == reference.greedy(prompt(i), COUNT), i
@@ -93,7 +93,7 @@ def test_every_owner_in_turn_is_cancelled(tiny: Path, reference: Reference) -> N
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_when_the_owner_is_preempted_it_waits_for_its_heir(tiny: Path, reference: Reference, steps: int) -> None:
-    """A higher priority takes all the seats but one, and all the memory but a little."""
+    """A request of higher priority takes all seats but one, and nearly all memory."""
     page = Driver(tiny, **SETTINGS).core.arena.page_bytes
     driver = together(tiny, kv_memory=str(24 * page), kv_overcommit=20)
     for _ in range(steps):

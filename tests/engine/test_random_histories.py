@@ -1,8 +1,8 @@
-"""Random histories in tiny memory: the books always add up, and whoever is answered is answered rightly.
+"""Random histories in tiny memory: bookkeeping stays consistent, and every answer is right.
 
-Prompts arrive, for several tenants, with several choices, with guesses at what they will say; they are cancelled;
-strategies fail; an operator clears, pins and shares memory otherwise. Texts have beginnings in common, instances have
-blocks of several sizes, priorities cross. A history ends by letting everybody finish.
+Prompts arrive, for several tenants, with several choices and with drafts; they are cancelled; strategies fail; an
+operator clears, pins and changes shares of memory. Texts have common prefixes, instances have blocks of several sizes,
+priorities cross. A history ends when all requests have ended.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Arrival(NamedTuple):
     drawn: bool
     choices: int
     caching: dict[str, Any]
-    guesses: int  # of a draft; some are wrong
+    num_draft_tokens: int  # of a draft; some are wrong
 
 
 class Cancellation(NamedTuple):
@@ -75,13 +75,13 @@ class Break(NamedTuple):
 
 
 class Order(NamedTuple):
-    """An operator's: may be refused, and then has changed nothing."""
+    """An operator's command, which may be rejected and then must have changed nothing."""
 
     command: Clear | PinPrefix | Share
 
 
 class Unpinning(NamedTuple):
-    """Of all pins of an instance."""
+    """Remove all pins of an instance."""
 
     instance: str
 
@@ -131,7 +131,7 @@ HISTORIES: st.SearchStrategy[list[Action]] = st.lists(
 
 
 class History:
-    """Plays actions and knows what must come of them."""
+    """Runs actions and checks their results."""
 
     def __init__(self, driver: Driver, reference: Reference) -> None:
         self._driver, self._reference = driver, reference
@@ -162,7 +162,7 @@ class History:
         self._driver.check()
 
     def end(self) -> None:
-        """Everybody is answered in full, or refused for a full queue, or failed, or has been told a part."""
+        """Check that each request was answered in full, rejected for a full queue, failed, or was cancelled."""
         self._driver.run(at_most=60 * (len(self._driver.heard) + 1))
         for i, arrival in enumerate(self._arrivals):
             for choice in range(arrival.choices):
@@ -181,7 +181,7 @@ class History:
             assert (heard.tokens, heard.finish_reason) == (expected, "length"), arrival
 
     def _arrive(self, arrival: Arrival) -> None:
-        prompt, instance, max_tokens, priority, _, choices, caching, guesses = arrival
+        prompt, instance, max_tokens, priority, _, choices, caching, num_draft_tokens = arrival
         head = f"{len(self._arrivals)}.0"
         self._arrivals.append(arrival)
         for choice in range(choices):
@@ -199,10 +199,10 @@ class History:
                 seed=sampling.seed,
                 **caching,
             )
-            if guesses and heard.failed is None:
+            if num_draft_tokens and heard.failed is None:
                 whole = PROMPTS[prompt] + self._expected(arrival, choice)
-                guessing = FakeProposer(whole, count=guesses, seed=len(self._arrivals))
-                self._driver.request(name).proposer = guessing  # type: ignore[assignment]
+                proposer = FakeProposer(whole, count=num_draft_tokens, seed=len(self._arrivals))
+                self._driver.request(name).proposer = proposer  # type: ignore[assignment]
 
     def _expected(self, arrival: Arrival, choice: int) -> list[int]:
         prompt, instance, max_tokens = arrival[:3]
@@ -223,12 +223,12 @@ def _sampling(arrival: Arrival, choice: int) -> SamplingParams:
 
 def unpin(driver: Driver, instance: str) -> None:
     for pin in run_command(driver.core, Inspect(instance)).get("pins", []):
-        with suppress(RequestError):  # its time may be over
+        with suppress(RequestError):  # it may have expired
             run_command(driver.core, Unpin(instance, pin["id"]))
 
 
 def restore(driver: Driver, shares: dict[str, tuple[int, int]]) -> None:
-    """Everything as before a history, but for what is cached."""
+    """Restore the state before a history, except for cached blocks."""
     for name, cache in driver.core.caches.items():
         vars(cache).pop("plan", None)  # whole again
         unpin(driver, name)
@@ -243,7 +243,7 @@ _idle: dict[tuple[int, float], Driver] = {}
 
 @contextmanager
 def a_driver(tiny: Path, max_num_batched_tokens: int, memory: float) -> Iterator[Driver]:
-    """With memory for so many sequences of the longest kind; used again if it has been left as it was found."""
+    """Return a driver with memory for a number of longest sequences; reused if the last history left it clean."""
     sized = SETTINGS | {"max_num_batched_tokens": max_num_batched_tokens}
     driver = _idle.pop((max_num_batched_tokens, memory), None)
     if driver is None:

@@ -1,4 +1,4 @@
-"""A request that makes a step fail ends with an error; requests beside it are answered as if it had not been there."""
+"""A request that makes a step fail ends with an error; other requests are answered as without it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_fail(driver: Driver, fails: Fails) -> None:
 
 
 def submit_six(driver: Driver, **options: Any) -> None:
-    """Submit two requests under each strategy; those of one strategy begin alike, so that they may share."""
+    """Submit two requests under each strategy; those of one strategy have a common prefix."""
     for i, instance in enumerate(INSTANCES * 2):
         driver.submit(f"{instance} {i}", random_prompt(25, seed=i % 3), COUNT, kv_cache=instance, **options)
 
@@ -104,7 +104,7 @@ def unused_token(driver: Driver) -> int:
 
 
 def test_requests_that_wait_for_a_failing_ones_prefill_compute_it_themselves(tiny: Path, reference: Reference) -> None:
-    """The first request owns the shared blocks that the others wait for."""
+    """The failing request computes the shared blocks for which the others wait."""
     driver = Driver(tiny, **SETTINGS | {"max_num_batched_tokens": 16})
     poison = unused_token(driver)
     make_fail(driver, lambda ids: poison in ids)
@@ -131,7 +131,7 @@ def test_siblings_of_a_failing_request_end_with_errors_too(tiny: Path, reference
 
 
 def test_rows_that_fail_together_and_not_alone_all_go_on(tiny: Path, reference: Reference) -> None:
-    """As when memory is short for the whole step."""
+    """For example, because memory is short for the whole step."""
     driver = Driver(tiny, **SETTINGS)
     longest = 26
     make_fail(driver, lambda ids: len(ids) > longest)
@@ -143,7 +143,7 @@ def test_rows_that_fail_together_and_not_alone_all_go_on(tiny: Path, reference: 
 @settings(max_examples=2, phases=(Phase.reuse, Phase.generate))  # a smaller seed is nothing simpler
 @given(seed=st.integers(0, 2**32 - 1))
 def test_drafts_and_scores_survive_a_failure_beside_them(tiny: Path, seed: int) -> None:
-    """Chosen at random: what requests are sent is the same with and without failing requests between them."""
+    """Random requests get the same events with and without failing requests between them."""
     sent = []
     for broken in (False, True):
         draw = random.Random(seed)
@@ -196,7 +196,7 @@ def test_a_failing_strategy_and_a_failing_request_in_one_step(tiny: Path, refere
 
 
 def test_a_model_that_computes_nothing_any_more_ends_the_engine(tiny: Path) -> None:
-    """The supervisor then starts another."""
+    """The supervisor then starts a new engine."""
     driver = Driver(tiny, **SETTINGS)
     submit_six(driver)
     driver.step()

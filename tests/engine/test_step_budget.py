@@ -1,6 +1,7 @@
-"""What a decode step may cost, counted and not timed: operations, tensors made, bytes read. No clock, so no noise.
+"""The maximum cost of a decode step, counted and not timed: operations, new tensors, bytes read.
 
-The bounds are what a step costs today. Whoever makes a step cheaper lowers them; whoever has to raise one says why.
+The bounds are what a step costs today. A change that makes a step cheaper lowers them; one that has to raise one says
+why.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ WIDTHS = 30  # activations that a layer moves for a token, in widths of the mode
 
 
 class Cost(NamedTuple):
-    """Of one decode step, or of a layer in it."""
+    """The cost of one decode step, or of a layer in it."""
 
     dispatched: int  # torch's operations, and those of our libraries; what these call within does not count
     tensors: int  # made, each with memory of its own
     calls: int  # of our operations
 
     def __le__(self, most: tuple[int, ...]) -> bool:
-        """In every respect."""
+        """Return whether every count is at most the other's."""
         return all(ours <= theirs for ours, theirs in zip(self, most, strict=True))
 
 
 class Budget(NamedTuple):
-    """At most so much."""
+    """The maximum of each count."""
 
     layer: Cost
     step: Cost  # besides its layers
@@ -62,7 +63,7 @@ STRATEGY = Budget(Cost(dispatched=8, tensors=0, calls=2), Cost(dispatched=8, ten
 
 
 class Seen(TorchDispatchMode):
-    """Counts what is dispatched while it is on, and the memory of what comes out of it."""
+    """Counts the operations that are dispatched while it is active, and the memory of their results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +87,7 @@ def config(layers: int) -> LlamaConfig:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Directories of random Llamas that differ in the number of their layers."""
+    """Return directories of random Llamas that differ in their number of layers."""
     made = {}
     with pytest.MonkeyPatch.context() as patch:
         for layers in LAYERS:
@@ -98,7 +99,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @contextmanager
 def decoding(directory: Path, *strategies: str, kernels: str = "auto", sequences: int = SEQUENCES) -> Iterator[Driver]:
-    """An engine some steps behind the prompts of its sequences, which are spread over the strategies."""
+    """Return an engine some steps after its prompts, with sequences under all strategies."""
     driver = Driver(directory, kernels=kernels, strategies={name: {"kind": name} for name in strategies})
     for i in range(sequences):
         driver.submit(str(i), [5 + i] * PROMPT, max_tokens=60, kv_cache=strategies[i % len(strategies)])
@@ -110,7 +111,7 @@ def decoding(directory: Path, *strategies: str, kernels: str = "auto", sequences
 
 
 def cost(driver: Driver) -> tuple[Cost, int]:
-    """Of the next steps, and the bytes that came into being in one."""
+    """Return the cost of a step, and the bytes of the new tensors of the next one."""
     with driver.core.tracer.record(OpCounter()) as counter:
         driver.step()
     with Seen() as seen:
@@ -119,14 +120,14 @@ def cost(driver: Driver) -> tuple[Cost, int]:
 
 
 def split(few: Cost, many: Cost) -> Budget:
-    """What a layer costs, and what the step does besides: from engines that differ in their layers alone."""
+    """Return the cost of a layer and of the rest of a step, from engines that differ in their number of layers."""
     layers = LAYERS[1] - LAYERS[0]
     layer = Cost(*(-(-(b - a) // layers) for a, b in zip(few, many, strict=True)))
     return Budget(layer, Cost(*(a - LAYERS[0] * each for a, each in zip(few, layer, strict=True))))
 
 
 def spent(models: dict[int, Path], *strategies: str, kernels: str = "auto") -> tuple[Budget, str]:
-    """And whose operations these are."""
+    """Return the costs of a step and of a layer, and whether kernels or the reference computed them."""
     found = []
     for layers in LAYERS:
         with decoding(models[layers], *strategies, kernels=kernels) as driver:
@@ -157,7 +158,7 @@ def test_mixed_strategies_cost_their_own_operations_and_nothing_else(models: dic
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_tensors_of_a_step_are_activations(models: dict[int, Path], strategy: str) -> None:
-    """Each is as large as what some operation must write, or smaller."""
+    """Each new tensor is at most as large as the largest result of an operation."""
     shape = config(LAYERS[0])
     with decoding(models[LAYERS[0]], strategy) as driver:
         activations = SEQUENCES * FLOAT * (LAYERS[0] * WIDTHS * shape.hidden_size + 3 * shape.vocab_size)

@@ -1,4 +1,4 @@
-"""An exception in a strategy's code costs a repetition of the step, and if it comes back only that strategy's rows."""
+"""An exception in a strategy's code repeats the step and, the second time, ends only that strategy's requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Break = Callable[[Driver, str, int], None]
 
 
 def break_plan(driver: Driver, instance: str, times: int) -> None:
-    """The next `times` calls of plan() raise."""
+    """Make the next `times` calls of plan() raise."""
     cache = driver.core.caches[instance]
     plan, left = cache.plan, [times]
 
@@ -41,7 +41,7 @@ def break_plan(driver: Driver, instance: str, times: int) -> None:
 
 
 def break_attend(layer: int) -> Break:
-    """The next so many calls of attend() at `layer` raise; the layers before it, and its keys, have been written."""
+    """Make the next `times` calls of attend() at `layer` raise, after the keys of the layers before were written."""
 
     def break_it(driver: Driver, instance: str, times: int) -> None:
         cache = driver.core.caches[instance]
@@ -83,7 +83,7 @@ ALWAYS = 10**9
 
 
 def started(tiny: Path, *, steps: int) -> Driver:
-    """Two requests under each strategy, after some steps: half-way through prompts, or decoding."""
+    """Submit two requests under each strategy and run some steps: some are in prefill, some decode."""
     driver = Driver(tiny, **SETTINGS)
     for i, instance in enumerate(INSTANCES * 2):
         driver.submit(f"{instance} {i}", random_prompt(25, seed=i), COUNT, kv_cache=instance)
@@ -215,7 +215,7 @@ def test_a_bug_outside_the_strategies_is_not_blamed_on_one(tiny: Path, monkeypat
 
 
 def test_the_seam_is_patched_where_the_engine_looks(tiny: Path) -> None:
-    """Guards the tests above: a plan that fails is one the engine asks for."""
+    """A check of the tests above: the engine calls the patched plan()."""
     driver = started(tiny, steps=0)
     caches: list[KVCache] = list(driver.core.caches.values())
     for cache in caches:
@@ -252,7 +252,7 @@ def test_logits_that_are_no_numbers_end_their_request_alone(
 def test_what_was_computed_of_no_numbers_is_found_by_nobody(
     tiny: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even by who asks the same: memory may have been at fault, or who came after in the same chunk."""
+    """Not even by an equal prompt: the cause may be memory, or a later token of the same chunk."""
     driver = Driver(tiny, **SETTINGS)
     prompt, forward = random_prompt(80), driver.core.model.forward
     whole = driver.core.arena.memory.view(torch.float32)

@@ -1,1 +1,1 @@
-"""From logits to tokens: processors, sampling, log-probabilities, speculative decoding."""
+"""Sampling of tokens from logits: logits processors, log-probabilities and speculative decoding."""

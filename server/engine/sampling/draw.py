@@ -1,6 +1,6 @@
-"""Draws tokens from logits as requests want them drawn. Knows positions of texts, and no requests.
+"""Draws tokens from logits with each request's sampling parameters. Knows positions in texts, and no requests.
 
-The random number of a draw depends on (seed, position) only: not on the batch, the step or the strategy.
+The random number of a draw depends only on (seed, position): not on the batch, the step or the strategy.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ MAX_SEED = 2**64 - 1
 
 
 class Draw(NamedTuple):
-    """One token to be drawn."""
+    """The parameters with which one token is drawn."""
 
     sampling: SamplingParams
-    position: int  # of the token in its text
-    history: TokenHistory = EMPTY_HISTORY  # the tokens before it, if penalties need them
+    position: int  # index of the token in prompt + output
+    history: TokenHistory = EMPTY_HISTORY  # the tokens before it; may be empty if there are no penalties
     banned_token_ids: Collection[int] = ()  # tokens that may not be drawn
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[Draw], operation: Sample = reference.sample) -> list[int | None]:
-    """Draw K token ids from logits [K, V], which are not changed; None where the logits are not finite."""
+    """Draw a token id from each row of logits [K, V]; None for a row with NaN or infinity. Leaves `logits` unchanged.
+
+    `operation` is a backend's `Ops.sample`.
+    """
     rows = torch.from_numpy(_make_sampling_rows(draws))
     tokens = operation(logits, rows)
     if processed := [
@@ -46,13 +49,13 @@ def draw_tokens(logits: Tensor, draws: Sequence[Draw], operation: Sample = refer
             process_logits(logits[i].float(), draws[i].sampling, draws[i].history, draws[i].banned_token_ids)
             for i in processed
         ]
-        drawn = operation(torch.stack(changed), rows[processed])
-        tokens[processed] = drawn.masked_fill(tokens[processed] == NO_TOKEN, NO_TOKEN)
+        redrawn = operation(torch.stack(changed), rows[processed])
+        tokens[processed] = redrawn.masked_fill(tokens[processed] == NO_TOKEN, NO_TOKEN)
     return [None if token == NO_TOKEN else token for token in tokens.tolist()]
 
 
 def _make_sampling_rows(draws: Sequence[Draw]) -> NDArray[np.float64]:
-    """Return a `SamplingRow` [5] for each of K draws, as `Ops.sample` takes them; those of greedy draws are zeros."""
+    """Return the `SamplingRow` [K, 5] of each draw, the input of `Ops.sample`; rows of greedy draws are zeros."""
     rows = np.zeros((len(draws), len(SamplingRow._fields)))
     if random_draws := [i for i, draw in enumerate(draws) if draw.sampling.temperature > 0]:
         noise = Noise()
@@ -64,19 +67,19 @@ def _make_sampling_rows(draws: Sequence[Draw]) -> NDArray[np.float64]:
 
 
 class Noise:
-    """Random numbers by seed and position: numpy's Philox 4x64 (Salmon et al. 2011).
+    """Random numbers determined by seed and position, from numpy's counter-based Philox 4x64 (Salmon et al. 2011).
 
     torch's CPU generators cannot be set to a counter.
     """
 
     def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)
-        self._state = self._bits.state  # as nothing was drawn from it, no numbers wait in its buffer
+        self._state = self._bits.state  # saved before the first draw, so its buffer of unused numbers is empty
         self._random = np.random.Generator(self._bits).random
 
     def draw_uniform(self, seed: int, position: int) -> float:
-        """Return a number in [0, 1): the first with this key and counter, whatever was drawn before."""
+        """Return a number in [0, 1), the same in every call with this seed and position."""
         words = self._state["state"]
         words["key"][0], words["counter"][0] = seed & MAX_SEED, position
-        self._bits.state = self._state  # takes a sixth of the time that another generator does
+        self._bits.state = self._state  # takes a sixth of the time of making a new generator
         return self._random()

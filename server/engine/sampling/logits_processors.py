@@ -1,6 +1,6 @@
 """Processes logits before a token is drawn: penalties, biases, allowed and banned tokens.
 
-Knows texts as token ids, and neither requests nor how tokens are drawn.
+Knows texts as token ids; neither requests nor how tokens are drawn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from server.engine.ipc.messages import SamplingParams
 
 
 class TokenHistory(NamedTuple):
-    """The tokens of a text before the one that is drawn."""
+    """The token ids of a text before the token that is drawn: prompt and output."""
 
     prompt: Sequence[int]
     output: Sequence[int]
@@ -27,37 +27,37 @@ EMPTY_HISTORY = TokenHistory((), ())
 
 
 def needs_logits_processing(sampling: SamplingParams) -> bool:
-    """Return whether penalties, a bias or allowed tokens change the logits."""
+    """Return whether penalties, logit_bias or allowed_token_ids change the logits."""
     return bool(sampling.logit_bias or sampling.allowed_token_ids) or has_penalties(sampling)
 
 
 def has_penalties(sampling: SamplingParams) -> bool:
-    """Return whether the tokens before a token change its logits."""
+    """Return whether a frequency, presence or repetition penalty is set, so that the token history is needed."""
     penalties = (sampling.frequency_penalty, sampling.presence_penalty, sampling.repetition_penalty)
     return penalties != (0, 0, 1)
 
 
 def process_logits(
-    logits: Tensor, sampling: SamplingParams, text: TokenHistory, banned: Collection[int] = ()
+    logits: Tensor, sampling: SamplingParams, history: TokenHistory, banned: Collection[int] = ()
 ) -> Tensor:
-    """Return logits [V] with penalties, then the bias, then -inf for `banned` tokens and those not allowed.
+    """Return new logits [V]: penalties applied, then logit_bias, then -inf for `banned` and not allowed tokens.
 
-    Repetition (Keskar et al. 2019) counts prompt and output, the other two (OpenAI's) the output alone. A logit that
-    a penalty near 0 makes too large for its type stays the largest there is.
+    The repetition penalty (Keskar et al. 2019) applies to tokens of prompt and output, OpenAI's frequency and presence
+    penalties to those of the output. A logit that a penalty near 0 makes too large is clamped to its dtype's maximum.
     """
     logits = logits.clone()
     if sampling.repetition_penalty != 1:
-        ids, _ = _count_tokens([*text.prompt, *text.output], logits)
-        chosen = logits[ids]
+        ids, _ = _count_tokens([*history.prompt, *history.output], logits)
+        repeated = logits[ids]
         penalty = sampling.repetition_penalty
         largest = torch.finfo(logits.dtype).max
-        logits[ids] = torch.where(chosen > 0, chosen / penalty, chosen * penalty).clamp_max(largest)
-    if text.output and (sampling.frequency_penalty or sampling.presence_penalty):
-        ids, counts = _count_tokens(text.output, logits)
+        logits[ids] = torch.where(repeated > 0, repeated / penalty, repeated * penalty).clamp_max(largest)
+    if history.output and (sampling.frequency_penalty or sampling.presence_penalty):
+        ids, counts = _count_tokens(history.output, logits)
         logits[ids] -= sampling.frequency_penalty * counts + sampling.presence_penalty
     if sampling.logit_bias:
-        biased, by = zip(*sampling.logit_bias, strict=True)
-        logits[list(biased)] += torch.tensor(by, dtype=logits.dtype, device=logits.device)
+        biased, biases = zip(*sampling.logit_bias, strict=True)
+        logits[list(biased)] += torch.tensor(biases, dtype=logits.dtype, device=logits.device)
     if banned:
         logits[list(banned)] = -torch.inf
     if sampling.allowed_token_ids:
@@ -67,11 +67,11 @@ def process_logits(
 
 
 def get_allowed_token_ids(sampling: SamplingParams) -> NDArray[np.int64]:
-    """Return the token ids of `allowed_token_ids`, in an array that may be written to."""
+    """Return `sampling.allowed_token_ids`, which holds 64-bit integers as bytes, as a writable array."""
     return np.frombuffer(sampling.allowed_token_ids, np.int64).copy()
 
 
 def _count_tokens(tokens: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the distinct tokens, and the number of times that each occurs."""
+    """Return the distinct tokens [n], and how often each occurs [n] in the dtype and on the device of `like`."""
     ids, counts = np.unique(np.asarray(tokens, np.int64), return_counts=True)
     return torch.from_numpy(ids).to(like.device), torch.from_numpy(counts).to(like)

@@ -1,15 +1,14 @@
-"""Samples the next tokens of a step's requests, verifies their drafts and scores tokens. Knows no cache.
+"""Samples the next tokens of a step's requests, verifies their drafts and computes log-probabilities. Knows no cache.
 
-A step computes the logits after every token of a draft at once, as if all of them were right. Then the token at each
-position is drawn as it would have been without a draft, from the same logits with the noise of (seed, position). The
-text goes on with these draws up to the first that differs from the draft; the rest is thrown away. So drafts decide how
-many tokens a step brings, never which: greedy or random, a request's text is the one without drafts, given equal
-logits.
+A step computes the logits after all tokens of a draft at once. Then the token at each position is drawn as it would be
+without a draft: from the same logits, with the random number of (seed, position). The text continues with these draws
+up to and including the first that differs from the draft; the others are discarded. So drafts change how many tokens a
+step produces, but not which: given equal logits, the text is the same as without drafts, greedy or not.
 
-That is speculative sampling (Leviathan et al. 2023) for drafts without a distribution of their own. There a draft token
-x is accepted with probability p(x), else the token is drawn from p without x. Here it is accepted if the draw is x,
-which has the probability p(x), and otherwise the draw is distributed as p without x: as many draft tokens are accepted,
-and the noise is that of the text without drafts.
+This is speculative sampling (Leviathan et al. 2023) for drafts without a probability distribution. There a draft token
+x is accepted with probability p(x), and otherwise a token is drawn from p without x. Here x is accepted if the draw is
+x, which has the probability p(x), and otherwise the draw is distributed as p without x. So the acceptance rate is the
+same, and the random numbers are those of the text without drafts.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from server.engine.scheduling.request import Request
 
 
 class SamplerInput(NamedTuple):
-    """A request whose known tokens have all entered, and the first of its rows of logits [1 + len(draft), V]."""
+    """A request to sample, whose tokens and draft have entered, and its rows in a step's logits."""
 
     request: Request
     draft: Sequence[int]
-    first_logit_row: int
+    first_logit_row: int  # index of the logits after its last token; those after each draft token follow
 
     @property
     def logit_rows(self) -> range:
@@ -42,34 +41,34 @@ class SamplerInput(NamedTuple):
 
 
 class PromptInput(NamedTuple):
-    """A request whose prompt is scored, and its rows of logits: one for each of the tokens that entered."""
+    """A request with prompt_logprobs, and its rows of logits: one for each token of its row."""
 
     request: Request
     logit_rows: slice
 
 
 class SampleResult(NamedTuple):
-    """The tokens by which a step extends a text."""
+    """The tokens that a step appends to a request's text: its accepted draft tokens, then a sampled one."""
 
     tokens: list[int]
-    is_finite: bool = True  # False: the logits after these tokens are NaN or infinite
+    is_finite: bool = True  # False: the logits after these tokens were NaN or infinite, so none was sampled
 
     @property
     def num_accepted(self) -> int:
-        """The number of draft tokens that were accepted."""
+        """The number of accepted draft tokens."""
         return len(self.tokens) - self.is_finite
 
 
 class SamplerOutput(NamedTuple):
-    """The tokens and log-probabilities of a step."""
+    """The sampled tokens and log-probabilities of a step, by request."""
 
     results: Mapping[Request, SampleResult]
-    logprobs: Mapping[Request, list[TokenLogprob] | None]  # of the tokens; None: the request wants none
+    logprobs: Mapping[Request, list[TokenLogprob] | None]  # of the new tokens; None: not requested
     prompt_logprobs: Mapping[Request, PromptScores]
 
 
 class Sampler:
-    """Samples the tokens of a step from its logits."""
+    """Samples the tokens of a step's requests from its logits."""
 
     def __init__(self, eos_ids: Collection[int], operation: Sample = reference.sample) -> None:
         self._eos_ids = eos_ids
@@ -78,7 +77,10 @@ class Sampler:
     def sample(
         self, logits: Tensor, inputs: Sequence[SamplerInput], prompts: Sequence[PromptInput] = ()
     ) -> SamplerOutput:
-        """Sample a token for each input, after its accepted draft tokens, from a step's logits [K, V]."""
+        """Sample from a step's logits [K, V] a token for each input, after its accepted draft tokens.
+
+        Also compute the log-probabilities of the new tokens and of `prompts`, where requested.
+        """
         results = self._sample_tokens(logits, inputs)
         prompt_logprobs = {request: score_prompt(request, logits[rows]) for request, rows in prompts}
         return SamplerOutput(results, _compute_token_logprobs(logits, inputs, results), prompt_logprobs)
@@ -98,7 +100,7 @@ class Sampler:
 
 
 def make_draws(request: Request, eos_ids: Collection[int], draft: Sequence[int] = ()) -> list[Draw]:
-    """Return the draw of the next token, and of the one after each draft token, if all before it are accepted."""
+    """Return the parameters of 1 + len(draft) draws: of the next token, and of the token after each draft token."""
     return [_make_draw(request, eos_ids, draft[:accepted]) for accepted in range(len(draft) + 1)]
 
 
@@ -107,13 +109,16 @@ def _make_draw(request: Request, eos_ids: Collection[int], accepted: Sequence[in
     history = EMPTY_HISTORY
     if has_penalties(sampling):
         history = TokenHistory(request.tokens[:split], [*request.tokens[split:], *accepted])
-    may_end = request.num_output_tokens + len(accepted) >= sampling.min_tokens
-    banned = () if may_end else request.get_end_token_ids(eos_ids)
+    can_end = request.num_output_tokens + len(accepted) >= sampling.min_tokens
+    banned = () if can_end else request.get_end_token_ids(eos_ids)
     return Draw(sampling, len(request.tokens) + len(accepted), history, banned)
 
 
 def verify_draft(draft: Sequence[int], tokens: Sequence[int | None], end_token_ids: Collection[int]) -> SampleResult:
-    """Return the draws [1 + len(draft)] up to the first that differs from the draft or ends the text."""
+    """Return the drawn `tokens`, up to and including the first that differs from the draft or ends the text.
+
+    There are 1 + len(draft) drawn tokens; one is None if its logits were not finite, and then the result ends before.
+    """
     kept: list[int] = []
     for token, draft_token in zip_longest(tokens, draft):
         if token is None:
@@ -127,24 +132,24 @@ def verify_draft(draft: Sequence[int], tokens: Sequence[int | None], end_token_i
 def _compute_token_logprobs(
     logits: Tensor, inputs: Sequence[SamplerInput], results: Mapping[Request, SampleResult]
 ) -> dict[Request, list[TokenLogprob] | None]:
-    """Return the log-probabilities of each request's new tokens; None for requests that want none."""
+    """Return the log-probabilities of each request's new tokens; None for requests without `logprobs`."""
     sampled = [
         (each.request.sampling.logprobs, row, token)
         for each in inputs
         for row, token in zip(each.logit_rows, results[each.request].tokens, strict=False)
     ]
     tops, rows, tokens = zip(*sampled, strict=True) if sampled else ((), (), ())
-    scores = iter(compute_row_logprobs(logits, rows, tokens, tops))
+    logprobs = iter(compute_row_logprobs(logits, rows, tokens, tops))
     return {
-        each.request: [s for s in islice(scores, len(results[each.request].tokens)) if s is not None] or None
+        each.request: [x for x in islice(logprobs, len(results[each.request].tokens)) if x is not None] or None
         for each in inputs
     }
 
 
 def score_prompt(request: Request, logits: Tensor) -> PromptScores:
-    """Return the log-probabilities of the prompt tokens that follow those of a row; logits [num_tokens, V].
+    """Return the log-probabilities of the prompt tokens after each token of a request's row, from logits [n, V].
 
-    Tokens that are computed again after a preemption and were scored before are left out.
+    Tokens that were scored before a preemption, and are computed again, are left out.
     """
     seat, top = request.seat, request.sampling.prompt_logprobs
     assert seat is not None

@@ -1,1 +1,1 @@
-"""Requests in the engine, and which of them compute in the next step. Imports no torch."""
+"""The engine's requests, the scheduler, and the selection of a request's strategy. Imports no torch."""

@@ -1,17 +1,20 @@
-"""Who computes what in the next step. Knows requests and the host's face of caches; no tensor, no strategy, no socket.
+"""The scheduler: chooses the requests, and how many of their tokens, to compute in each step (continuous batching).
 
-Continuous batching: each step takes one token of every request that decodes, then parts of prompts, within a budget of
-tokens that decoding does not draw on; then admits who waits. A step that is half full and in which a prompt ends takes
-no more of them: first tokens come earlier, for a little less throughput. What is left of the budget goes to guesses at
-what those who decode will say. A request is preempted by taking its seat: it waits again, and recomputes what it had.
+Each step takes one token of every decoding request, then parts of prompts (chunked prefill) within a token budget that
+decoding does not use up; then it admits waiting requests. Once half of the budget is used and a prompt ends in the
+step, no more prompt tokens are added: first tokens come earlier, for slightly less throughput. The rest of the budget
+goes to draft tokens. A preempted request loses its seat, waits again and recomputes its tokens.
 
-What keeps it moving: a request preempts only those behind it in line, and only if they are not in this step yet; if
-nobody could be scheduled for want of room, the last in line gives way. So the first in line always gets what it needs,
-which submit() has made sure exists. Who waits makes others give way only to a higher priority, never to an equal one:
-those would take turns. Who is not ready just waits: for another's prefill, or for a restore.
+The queue is ordered by arrival time, shifted by priority: one level of priority is worth some seconds of waiting. So a
+request of the lowest priority eventually comes before later ones of the highest, which then do not preempt it.
 
-A place in line is the time of arrival, moved by the priority: a level is worth some seconds of waiting. So a request
-of the lowest priority comes before those of the highest in the end, and once it runs, those do not preempt it.
+Progress is guaranteed as follows. A running request preempts only requests after it in the queue that are not in the
+step yet. If no request can be scheduled for lack of memory, the last one is preempted. So the first request always gets
+the memory it needs, and submit() has checked that it fits. A waiting request preempts only requests of lower priority;
+with equal priorities two requests could preempt each other forever. A request whose cache is not ready (another seat
+computes its prefix, or its tokens are loaded) is skipped.
+
+Knows requests and the scheduler's methods of caches; neither tensors nor strategies nor sockets.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Limits(NamedTuple):
-    """What the settings allow."""
+    """The scheduler's limits, from the settings."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -39,16 +42,16 @@ class Limits(NamedTuple):
     max_seq_len: int
     kv_bytes: int
     kv_overcommit: float
-    max_logprob_tokens: int = 2**62  # tokens of prompts whose log-probabilities are computed in one step
-    max_passed_over: int = 64  # admissions past a request that has no room, before no request may pass any more
-    num_speculative_tokens: int = 0  # in a draft, for requests that do not say how many
-    max_speculative_tokens: int = 16  # that a request may ask for
+    max_logprob_tokens: int = 2**62  # maximum number of prompt tokens per step whose log-probabilities are computed
+    max_passed_over: int = 64  # maximum number of admissions that may overtake a request without room
+    num_speculative_tokens: int = 0  # maximum length of a draft, for requests that do not set it
+    max_speculative_tokens: int = 16  # highest num_speculative_tokens that a request may set
     priority_aging: float = 10.0  # seconds of waiting that are worth one level of priority
-    max_priority_wait: float = 600.0  # seconds that a priority moves a request in line, at most
+    max_priority_wait: float = 600.0  # maximum seconds by which a priority moves a request in the queue
 
 
 class Scheduled(NamedTuple):
-    """A request's row of the step: tokens of its text, and behind its last one guesses at those that follow."""
+    """A request's row of the step: `num_tokens` tokens of its text, then draft tokens if these reach its end."""
 
     request: Request
     num_tokens: int
@@ -57,24 +60,24 @@ class Scheduled(NamedTuple):
 
 @dataclass
 class _Step:
-    """A step being filled."""
+    """A step while it is scheduled."""
 
-    token_budget: int
-    logprob_budget: int
+    token_budget: int  # tokens left for prompts and drafts
+    logprob_budget: int  # tokens left for prompts whose log-probabilities are computed
     rows: list[Scheduled] = field(default_factory=list)
     scheduled_requests: set[Request] = field(default_factory=set)
     preempted: list[Request] = field(default_factory=list)
-    lacks_room: bool = False  # a request had no room
-    reserved_tokens: int = 0  # of the budget: not for prompts behind one that ends in this step
+    lacks_room: bool = False  # whether a request could not be scheduled for lack of memory
+    reserved_tokens: int = 0  # part of the budget that prompts may not use once a prompt ends in this step
     prompt_ends: bool = False
 
     @property
     def accepts_prompts(self) -> bool:
-        """Whether parts of prompts may still enter. Whose prompt ends does not wait for those behind it."""
+        """Whether more prompt tokens may enter: less of the budget is used once a prompt ends in this step."""
         return self.token_budget > (self.reserved_tokens if self.prompt_ends else 0)
 
     def room_for(self, request: Request) -> int:
-        """Tokens it may have of this step; one that decodes needs no budget."""
+        """Return the maximum number of tokens of a request in this step; a decoding request may always have one."""
         room = max(self.token_budget, 1)
         return min(room, self.logprob_budget) if request.needs_prompt_logprobs else room
 
@@ -89,55 +92,59 @@ class _Step:
 
 
 class Scheduler:
-    """Holds the requests: `waiting` and `running`, both in line."""
+    """Holds the `waiting` and the `running` requests, both sorted by queue_key, and schedules steps."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self._num_waiting: Counter[KVCache] = Counter()  # how many of each instance wait
-        self._arrivals = 0
-        self._room_changes = 0
+        self._num_waiting: Counter[KVCache] = Counter()  # number of waiting requests of each instance
+        self._num_arrivals = 0
+        self._room_changes = 0  # counts the times when memory or a seat may have become free
 
-    # ---------------------------------------------------------------- requests come and go
+    # ---------------------------------------------------------------- add and remove requests
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never run, or too many wait."""
+        """Queue a request. Raises RequestError if it can never run, or if too many requests wait."""
         limits, total = self.limits, request.max_total_tokens
         if total > limits.max_seq_len:
             message = (
-                f"prompt ({request.num_prompt_tokens} tokens) and max_tokens ({request.sampling.max_tokens}) come to "
-                f"{total} tokens, and the context is {limits.max_seq_len}: shorten the prompt or lower max_tokens"
+                f"prompt ({request.num_prompt_tokens} tokens) and max_tokens ({request.sampling.max_tokens}) add up to "
+                f"{total} tokens, more than max_seq_len={limits.max_seq_len}: shorten the prompt or lower max_tokens"
             )
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
-        if (need := request.cache.bytes_for(total)) > (most := request.cache.limit_bytes):
-            message = f"needs {need} bytes of KV memory, and {request.cache.name} may hold {most}: ask for fewer tokens"
+        if (needed := request.cache.bytes_for(total)) > (limit := request.cache.limit_bytes):
+            message = (
+                f"the request needs {needed} bytes of KV memory, and strategy {request.cache.name!r} may hold {limit}: "
+                "shorten the prompt or lower max_tokens"
+            )
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
         free_seats = max(0, limits.max_num_seqs - len(self.running))
-        if len(self.waiting) >= limits.max_queued_requests + free_seats:  # a free seat is taken in the next step
-            raise RequestError(429, f"{len(self.waiting)} requests wait already: try again later", code="queue_full")
-        self._arrivals += 1
-        request.arrival_index = self._arrivals
+        if len(self.waiting) >= limits.max_queued_requests + free_seats:  # free seats are filled in the next step
+            message = f"{len(self.waiting)} requests are already waiting: try again later"
+            raise RequestError(429, message, code="queue_full")
+        self._num_arrivals += 1
+        request.arrival_index = self._num_arrivals
         request.due = request.times.arrived + self._compute_delay(request.priority)
         self._add_waiting(request)
 
     def _compute_delay(self, priority: int) -> float:
-        """Return the seconds by which a priority moves a request in line; negative ones move it forward.
+        """Return the seconds by which a priority moves a request back in the queue; negative ones move it forward.
 
-        That is aging without a clock: of two requests, the one that waited longer gains on the other as fast as time
-        passes, so their order never changes, and the lowest priority waits for those that come within a bound only.
+        This is priority aging without a clock: waiting requests age at the same rate, so their order never changes. As
+        the shift is bounded, a request is only overtaken by requests that arrive within twice the bound after it.
         """
         longest = self.limits.max_priority_wait
         return max(-longest, min(priority * self.limits.priority_aging, longest))
 
     def remove(self, request: Request) -> None:
-        """Remove a request that has finished, was cancelled or failed, and free its memory."""
+        """Remove a request that has finished, failed or was cancelled, and free its memory."""
         if request.seat is not None:
             self._unseat(request)
         else:
             self._remove_waiting(request)
 
     def fork(self, request: Request, sibling: Request) -> bool:
-        """Give a waiting request a copy of its sibling's seat, if it may run and there is room."""
+        """Start a waiting request with a fork of its sibling's seat; return False if it cannot run or has no room."""
         assert sibling.seat is not None
         if self._can_run(request, self.running):
             request.seat = request.cache.fork(sibling.seat)
@@ -148,9 +155,9 @@ class Scheduler:
         return True
 
     def count_waiting(self) -> Counter[tuple[str, WaitReason]]:
-        """Count the waiting requests by instance and by what they wait for, such as memory or their turn.
+        """Count the waiting requests by instance and by what they wait for, such as memory or a sibling's prompt.
 
-        Behind one that found no room when it was last asked, all of its instance wait for memory.
+        If a request found no memory when it was last tried, all requests of its instance count as waiting for memory.
         """
         full = {request.cache.name for request in self._iter_candidates() if request.refused_at >= 0}
         seats = len(self.running) < self.limits.max_num_seqs
@@ -165,11 +172,11 @@ class Scheduler:
         return Counter((request.cache.name, find_wait_reason(request)) for request in self.waiting)
 
     def mark_room_changed(self) -> None:
-        """Note that there may be room where there was none: waiting requests try again."""
+        """Let waiting requests that found no room be tried again, as memory or a seat may have become free."""
         self._room_changes += 1
 
     def set_kv_bytes(self, kv_bytes: int) -> None:
-        """Set the bytes of KV memory that there are from now on."""
+        """Set the total bytes of usable KV memory, which change while a gradual arena is touched."""
         self.limits = self.limits._replace(kv_bytes=kv_bytes)
         self.mark_room_changed()
 
@@ -193,7 +200,10 @@ class Scheduler:
         return step.rows, step.preempted
 
     def _schedule_request(self, request: Request, step: _Step) -> None:
-        """Add the request's next row, if its cache is ready and there is, or can be made, room."""
+        """Add the request's next row to the step, preempting others for its memory if needed.
+
+        Nothing is added if its cache is not ready, or there is not enough memory or budget.
+        """
         cache, seat = request.cache, request.seat
         assert seat is not None
         if not cache.ready(seat):
@@ -211,7 +221,7 @@ class Scheduler:
         step.add(request, num_tokens)
 
     def _add_drafts(self, step: _Step) -> None:
-        """Give drafts what the rows have left of the step; no request waits or is preempted for one."""
+        """Add draft tokens to decode rows within the rest of the budget; no request waits or is preempted for them."""
         for i, (request, num_tokens, _) in enumerate(step.rows):
             room = min(
                 step.token_budget,
@@ -226,15 +236,15 @@ class Scheduler:
                 step.logprob_budget -= len(draft)
 
     def _find_victim(self, request: Request, step: _Step) -> Request | None:
-        """Return the request to preempt, from those behind `request`; None if there is none.
+        """Return the request to preempt for `request`, from those after it in the queue; None if there is none.
 
-        Those that are cheap to recompute come first, then those of its own instance, then the last in line.
+        Requests of replayable strategies are preferred, then those of its own instance, then the last in the queue.
         """
-        behind = [r for r in self.running if r.queue_key > request.queue_key and r not in step.scheduled_requests]
+        later = [r for r in self.running if r.queue_key > request.queue_key and r not in step.scheduled_requests]
         if request.cache.at_limit:
-            behind = [r for r in behind if r.cache is request.cache]
+            later = [r for r in later if r.cache is request.cache]
         return max(
-            behind, key=lambda r: (r.cache.contract.replayable, r.cache is request.cache, r.queue_key), default=None
+            later, key=lambda r: (r.cache.contract.replayable, r.cache is request.cache, r.queue_key), default=None
         )
 
     def _preempt(self, request: Request, step: _Step) -> None:
@@ -245,32 +255,36 @@ class Scheduler:
 
     # ---------------------------------------------------------------- admission
     def _preempt_for_priority(self, step: _Step) -> None:
-        """Seat waiting requests of higher priority than running ones; these are preempted, the last in line first."""
+        """Admit waiting requests by preempting running ones of lower priority, the last in the queue first."""
         for request in self._iter_candidates():
             lower = [r for r in self.running if r.priority > request.priority and r.queue_key > request.queue_key]
             if not lower or not self._can_seat_without(request, lower):
                 return
             while not self._try_seat(request):
                 if not lower:
-                    request.passed_over = self.limits.max_passed_over  # or they would come back, to give way again
+                    # Else the preempted requests would be admitted before it, and be preempted again.
+                    request.passed_over = self.limits.max_passed_over
                     return
                 self._preempt(lower.pop(), step)
 
     def _can_seat_without(self, request: Request, lower: Sequence[Request]) -> bool:
-        """Return whether a request would have room without `lower`.
+        """Return whether a request would have room if the running requests `lower` were preempted.
 
-        Shared memory counts for each, so this errs towards no.
+        Shared memory counts for each of its requests, so the result may be False although there would be room.
         """
-        stay = [r for r in self.running if r not in lower]
-        own = [r for r in stay if r.cache is request.cache]
+        others = [r for r in self.running if r not in lower]
+        own = [r for r in others if r.cache is request.cache]
         return (
-            self._can_run(request, stay)
-            and _count_bytes([*stay, request]) <= self.limits.kv_bytes
+            self._can_run(request, others)
+            and _count_bytes([*others, request]) <= self.limits.kv_bytes
             and _count_bytes([*own, request]) <= request.cache.limit_bytes
         )
 
     def _admit(self, step: _Step) -> None:
-        """Seat waiting requests in order; an instance without room holds up only its own, up to a point."""
+        """Admit waiting requests in order.
+
+        A request without room only blocks its own instance, until max_passed_over later requests have overtaken it.
+        """
         without_room: list[Request] = []
         for request in self._iter_candidates():
             if not step.accepts_prompts or any(r.passed_over >= self.limits.max_passed_over for r in without_room):
@@ -289,9 +303,9 @@ class Scheduler:
             self._schedule_request(request, step)
 
     def _try_seat(self, request: Request) -> bool:
-        """Seat a request and return whether there was room.
+        """Open a seat for a waiting request and start it; return False if it cannot run or there is no room.
 
-        Looks again only when that may have changed: it reads the whole prompt.
+        A request is not tried again until room may have become free, as open() hashes its whole prompt.
         """
         if self.running and request.refused_at == self._room_changes:
             return False
@@ -304,7 +318,7 @@ class Scheduler:
         return True
 
     def _iter_candidates(self) -> Iterator[Request]:
-        """Return the requests that wait for nothing but a seat, in order."""
+        """Return the waiting requests in order, without those that wait for a sibling's prompt."""
         return (request for request in self.waiting.copy() if not request.waits_for_sibling)
 
     def _start_running(self, request: Request) -> None:
@@ -314,7 +328,7 @@ class Scheduler:
         request.times.admitted = request.times.admitted or time.monotonic()
 
     def _can_run(self, request: Request, others: Sequence[Request]) -> bool:
-        """Return whether a request may run beside `others`, by their number and by the bytes that all may come to."""
+        """Return whether a request may run beside `others`, by their number and the memory they may need at most."""
         if request.cache.draining:
             return False
         limits = self.limits
@@ -340,13 +354,13 @@ class Scheduler:
 
 
 def _open_seat(request: Request) -> Seat | None:
-    cache, wants = request.cache, request.caching
+    cache, caching = request.cache, request.caching
     seat = cache.open(request.tokens, salt=request.salt, max_cached=request.max_cached)
     if seat is not None:
-        cache.retain(seat, priority=wants.priority, ttl=wants.ttl)
+        cache.retain(seat, priority=caching.priority, ttl=caching.ttl)
     return seat
 
 
 def _count_bytes(requests: Sequence[Request]) -> int:
-    """Return the bytes that requests hold with the tokens they have."""
+    """Return the bytes of KV memory that requests need for the tokens they have now."""
     return sum(r.cache.bytes_for(len(r.tokens)) for r in requests)

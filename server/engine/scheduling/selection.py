@@ -1,4 +1,4 @@
-"""Which strategy instance serves a request, and why: the first of body, header, model alias, rules, default.
+"""Chooses the strategy instance of a request: by its body, else header, model alias, the settings' rules, the default.
 
 Knows names and rules; no strategy.
 """
@@ -13,7 +13,7 @@ from server.engine.scheduling.request import RequestError
 
 
 class Selector:
-    """Chooses by the settings' rules."""
+    """Chooses the strategy instance of each request."""
 
     def __init__(self, names: Collection[str], rules: Sequence[SelectionRule], default: str) -> None:
         assert default in names
@@ -22,13 +22,16 @@ class Selector:
         self._default = default
 
     def choose(self, submit: Submit, kv_usage: float) -> tuple[str, str]:
-        """Instance and reason; kv_usage is the share of the KV memory in use. Raises RequestError for unknown names."""
-        asked = (
+        """Return the name of the instance and the reason: "request", "header", "model", "rule <i>" or "default".
+
+        `kv_usage` is the share of the KV memory in use, 0 to 1. Raises RequestError for an unknown name.
+        """
+        sources = (
             ("request", submit.kv_cache, "kv_cache"),
             ("header", submit.header, None),
             ("model", submit.alias, "model"),
         )
-        for reason, name, param in asked:
+        for reason, name, param in sources:
             if name is not None:
                 return self._check_name(name, reason, param), reason
         for i, rule in enumerate(self._rules):
@@ -36,16 +39,16 @@ class Selector:
                 return rule.use, f"rule {i}"
         return self._default, "default"
 
-    def _check_name(self, name: str, where: str, param: str | None) -> str:
+    def _check_name(self, name: str, source: str, param: str | None) -> str:
         if name not in self._names:
-            what = {"request": "kv_cache", "header": "header X-KV-Cache", "model": "model"}[where]
-            message = f"{what}: there is no cache strategy {name!r}; there are {', '.join(sorted(self._names))}"
+            field = {"request": "kv_cache", "header": "header X-KV-Cache", "model": "model"}[source]
+            message = f"{field}: there is no cache strategy {name!r}; there are {', '.join(sorted(self._names))}"
             raise RequestError(400, message, code="unknown_kv_cache", param=param)
         return name
 
 
 def matches(rule: SelectionRule, prompt_tokens: int, priority: int, kv_usage: float) -> bool:
-    """Every condition that the rule gives holds."""
+    """Return whether a request meets all conditions of a rule; conditions that are None always hold."""
     return (
         (rule.min_prompt_tokens is None or prompt_tokens >= rule.min_prompt_tokens)
         and (rule.max_prompt_tokens is None or prompt_tokens <= rule.max_prompt_tokens)

@@ -1,4 +1,4 @@
-"""Tokens are drawn from the distribution the parameters mean, by noise that depends on seed and position alone."""
+"""Tokens are drawn from the distribution of the parameters, with noise that only depends on seed and position."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ many = settings(max_examples=70)
 
 # -------------------------------------------------------------------- the distribution
 class Expected(NamedTuple):
-    """By the definition, in float64: tokens that must, and that may, stay, and all their weights after temperature."""
+    """The tokens that must, and that may, remain by the definition in float64, and all weights after temperature."""
 
     surely: list[bool]
     maybe: list[bool]
@@ -34,7 +34,7 @@ class Expected(NamedTuple):
 
 
 def by_definition(logits: Sequence[float], sampling: SamplingParams) -> Expected:
-    """Temperature, min-p, top-k, top-p; a token that is in by less than the rounding of float32 may be out."""
+    """Apply temperature, min-p, top-k and top-p; a token within float32 rounding of the threshold may remain."""
     top = max(logits)
     weights = [math.exp((x - top) / sampling.temperature) for x in logits]
     total = sum(weights)
@@ -128,7 +128,7 @@ def test_huge_logits_are_no_trouble(scale: float) -> None:
 
 # -------------------------------------------------------------------- draws
 def chi_square(counts: Counter[int], p: Sequence[float]) -> tuple[float, float]:
-    """The statistic, and what it exceeds once in ten thousand times (Wilson & Hilferty 1931)."""
+    """Return the statistic, and the value that it exceeds once in 10 000 times (Wilson & Hilferty 1931)."""
     n = counts.total()
     statistic = sum((counts[i] - n * x) ** 2 / (n * x) for i, x in enumerate(p) if x > 0)
     freedom = sum(x > 0 for x in p) - 1
@@ -251,7 +251,7 @@ def test_a_large_vocabulary_is_drawn_from(sampling: SamplingParams) -> None:
 
 
 def test_a_large_vocabulary_is_drawn_from_evenly() -> None:
-    """Sums of many small probabilities lose no token: quarters of the vocabulary come equally often."""
+    """Sums of many small probabilities lose no token: each quarter of the vocabulary is drawn equally often."""
     p = torch.full((VOCABULARY,), 1 / VOCABULARY)
     quarters = Counter(int(draw_token(p, Noise().draw_uniform(1, i))) * 4 // VOCABULARY for i in range(300))
     statistic, limit = chi_square(quarters, [0.25] * 4)

@@ -1,4 +1,4 @@
-"""Penalties and biases are what their definitions say; who asks for them changes nobody else's tokens."""
+"""Penalties and biases follow their definitions, and change no other request's tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logits_of(seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("how", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"temperature": 0.0}])
 @pytest.mark.parametrize("penalty", [1e-45, 1e-39, 1e-30, 10.0])
 def test_a_penalty_that_leaves_the_range_of_floats(how: dict[str, Any], penalty: float) -> None:
-    """A token that was there is the likeliest by far; the draw does not fail."""
+    """A token of the prompt becomes the likeliest by far; the draw does not fail."""
     logits = logits_of() + 5
     text = TokenHistory([2, 7], [])
     (token,) = draw_tokens(logits[None], [Draw(SamplingParams(1, repetition_penalty=penalty, seed=3, **how), 0, text)])

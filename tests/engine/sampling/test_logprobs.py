@@ -1,4 +1,4 @@
-"""Log-probabilities are those of the model's own logits, whatever is drawn, cut, cached or preempted."""
+"""Log-probabilities are those of the model's own logits, with any sampling, chunking, caching or preemption."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
 
 @torch.inference_mode()
 def by_the_whole_text(reference: Reference, ids: list[int]) -> torch.Tensor:
-    """Log-probabilities [len(ids) - 1, V] in float64: of what follows each token, computed without a cache."""
+    """Return float64 log-probabilities [len(ids) - 1, V] after each token, computed without a cache."""
     attention = NoCacheAttention(reference.model.layer_specs, len(ids), reference.model.device)
     attention.logit_index = attention.positions[:-1]
     return reference.model.forward(torch.tensor(ids), attention).double().log_softmax(-1)

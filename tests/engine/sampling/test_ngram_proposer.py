@@ -1,4 +1,4 @@
-"""Drafts are what followed the text's last tokens where these stood before: compared with looking at every place."""
+"""Drafts are the tokens that followed an earlier match of the text's end, compared with a search of all positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.scheduling.scheduler_driver import LIMITS
 
 
 def found(text: Sequence[int], how: Speculation, most: int) -> list[int]:
-    """The most tokens in common first, then the latest place; what follows is appended before more is read."""
+    """Return the draft of the longest match, then the latest; tokens that it appends may be read again."""
     for same in range(min(how.prompt_lookup_max, len(text) - 1), how.prompt_lookup_min - 1, -1):
         for place in range(len(text) - 1, same - 1, -1):
             if list(text[place - same : place]) == list(text[-same:]):
@@ -61,7 +61,7 @@ def test_too_little_in_common_is_nothing() -> None:
     assert NgramProposer(Speculation(2, prompt_lookup_min=2), 20).propose(text, 9) == []
 
 
-def test_who_was_wrong_guesses_less_and_who_was_right_more() -> None:
+def test_the_next_draft_is_shorter_after_a_wrong_one_and_longer_after_a_right_one() -> None:
     lookup, text, lengths = NgramProposer(Speculation(7), 20), [4] * 10, []
     for accepted in (0, 1, 3, 7, 2, 0):
         lookup.update_draft_length(accepted)
@@ -72,7 +72,7 @@ def test_who_was_wrong_guesses_less_and_who_was_right_more() -> None:
 def test_a_request_asks_for_less_or_as_much_as_the_settings_allow_and_gets_theirs_if_it_says_nothing() -> None:
     limits = LIMITS._replace(num_speculative_tokens=2, max_speculative_tokens=5)
     assert resolve_speculation(None, limits) == Speculation(2)
-    for guesses in (0, 5):
-        assert resolve_speculation(Speculation(guesses, 6, 3), limits) == Speculation(guesses, 6, 3)
+    for num_tokens in (0, 5):
+        assert resolve_speculation(Speculation(num_tokens, 6, 3), limits) == Speculation(num_tokens, 6, 3)
     with pytest.raises(RequestError, match=r"num_speculative_tokens: should be at most 5 on this server, not 6"):
         resolve_speculation(Speculation(6), limits)

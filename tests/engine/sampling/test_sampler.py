@@ -1,4 +1,4 @@
-"""Which draws count behind guesses, and that nothing is drawn otherwise than without guesses."""
+"""Which sampled tokens count after a draft, and that the tokens are the same as without drafts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DRAWS = 6000
         ([4, 5], [4, EOS, 6], [4, EOS], 1),
     ],
 )
-def test_draws_count_up_to_the_first_that_was_not_guessed_or_ends_the_text(
+def test_draws_count_up_to_the_first_that_differs_from_the_draft_or_ends_the_text(
     draft: list[int], tokens: list[int], expected: list[int], accepted: int
 ) -> None:
     found = verify_draft(draft, tokens, {EOS})
@@ -63,17 +63,17 @@ def request(prompt: list[int], output: list[int], **sampling: object) -> Request
 
 
 def logits_of(text: list[int], vocabulary: int = 12) -> Tensor:
-    """[V] of the token after this text: any numbers that depend on all of it."""
+    """Return logits [V] after a text: arbitrary numbers that depend on all of it."""
     return torch.randn(vocabulary, generator=torch.Generator().manual_seed(hash(tuple(text)) % 2**31))
 
 
 def sample_one(logits: Tensor, text: Request, draft: Sequence[int] = ()) -> SampleResult:
-    """Sample the tokens of one request, whose rows of logits these are."""
+    """Sample the tokens of one request from its rows of logits."""
     return Sampler({EOS}).sample(logits, [SamplerInput(text, draft, 0)]).results[text]
 
 
 def one_by_one(prompt: list[int], count: int, **sampling: object) -> list[int]:
-    """The text without guesses."""
+    """Return the text that is sampled without drafts."""
     text = request(prompt, [], **sampling)
     while text.num_output_tokens < count and text.finish_reason is None:
         step = sample_one(logits_of(text.tokens)[None], text)
@@ -95,23 +95,23 @@ WAYS: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("wrong", [None, 0, 1, 2])
-def test_a_text_goes_on_as_it_would_have_without_guesses(way: str, wrong: int | None) -> None:
-    """All guesses are right but the one at `wrong`."""
+def test_a_text_goes_on_as_it_would_have_without_drafts(way: str, wrong: int | None) -> None:
+    """All draft tokens are right except the one at `wrong`."""
     sampling, text = WAYS[way], one_by_one(PROMPT, 18, **WAYS[way])
     assert len(text) > 4
     for known in range(1, len(text) - 3):
-        guesses = text[known : known + 3]
+        draft = text[known : known + 3]
         if wrong is not None:
-            guesses[wrong] = (guesses[wrong] + 1) % 12
-        rows = torch.stack([logits_of([*PROMPT, *text[:known], *guesses[:i]]) for i in range(len(guesses) + 1)])
+            draft[wrong] = (draft[wrong] + 1) % 12
+        rows = torch.stack([logits_of([*PROMPT, *text[:known], *draft[:i]]) for i in range(len(draft) + 1)])
         asked = request(PROMPT, text[:known], **sampling)
-        step = sample_one(rows, asked, guesses)
+        step = sample_one(rows, asked, draft)
         right = 3 if wrong is None else wrong
         assert step == SampleResult(text[known : known + right + 1])
 
 
 def test_requests_of_a_step_keep_to_their_own_rows() -> None:
-    """One with guesses, one without, and rows of the logits that are nobody's."""
+    """One request with a draft, one without, and rows of the logits that belong to no request."""
     logits = torch.full((6, 12), -1.0)
     for row, winner in enumerate([9, 4, 5, 6, 9, 8]):
         logits[row, winner] = 1.0
@@ -125,8 +125,8 @@ def test_requests_of_a_step_keep_to_their_own_rows() -> None:
 
 
 # -------------------------------------------------------------------- distributions
-def test_drawn_tokens_are_distributed_as_the_model_says_whatever_was_guessed() -> None:
-    """Behind a guess that came true the second token is drawn from its own logits; chi-squared, 99.9 %."""
+def test_drawn_tokens_are_distributed_as_the_model_says_whatever_the_draft_was() -> None:
+    """After an accepted token the next is drawn from its own logits; chi-squared test at 99.9 %."""
     logits = torch.tensor([[1.0, 0.5, 0.0, -0.5, -1.0], [-1.0, 0.0, 0.3, 0.9, -0.2]])
     p, q = logits.double().softmax(-1).tolist()
     first: Counter[int] = Counter()

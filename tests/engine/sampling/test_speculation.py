@@ -1,4 +1,4 @@
-"""Guesses, right and wrong ones, change how many steps a text takes, and nothing else."""
+"""Drafts, right and wrong ones, only change how many steps a text takes."""
 
 from __future__ import annotations
 
@@ -34,18 +34,16 @@ EXACT = ["paged", "small", "private", "contiguous"]
 ASKED = Speculation(4)
 
 
-def guessing(
+def submit_with_drafts(
     driver: Driver, name: str, text: Sequence[int], prompt: Sequence[int] = PROMPT, **options: Any
 ) -> tuple[RequestEvents, FakeProposer]:
-    """Asks for a text that is known, with guesses that are wrong now and then."""
-    right = {key: options.pop(key) for key in ("right", "seed_of_guesses") if key in options}
+    """Submit a request with a known text, and drafts of that text that are sometimes wrong."""
+    right = {key: options.pop(key) for key in ("right", "draft_seed") if key in options}
     heard = driver.submit(name, prompt, len(text), speculation=ASKED, **options)
     request = driver.request(name)
-    guesses = FakeProposer(
-        [*prompt, *text], count=4, right=right.get("right", 0.7), seed=right.get("seed_of_guesses", 0)
-    )
-    request.proposer = guesses  # type: ignore[assignment]
-    return heard, guesses
+    proposer = FakeProposer([*prompt, *text], count=4, right=right.get("right", 0.7), seed=right.get("draft_seed", 0))
+    request.proposer = proposer  # type: ignore[assignment]
+    return heard, proposer
 
 
 # -------------------------------------------------------------------- texts
@@ -56,12 +54,12 @@ def test_greedy_texts_are_those_of_the_whole_context(
 ) -> None:
     driver = Driver(tiny, **SETTINGS)
     text = reference.greedy(PROMPT, COUNT)
-    heard, guesses = guessing(driver, "it", text, kv_cache=instance, right=right)
+    heard, proposer = submit_with_drafts(driver, "it", text, kv_cache=instance, right=right)
     driver.run()
     assert (heard.tokens, heard.finish_reason) == (text, "length")
     steps = sum(bool(step.report.parts) for step in driver.steps)
     (record,) = driver.records
-    assert record.accepted_tokens == sum(guesses.learned) == COUNT - steps
+    assert record.accepted_tokens == sum(proposer.learned) == COUNT - steps
     if right == 1:
         assert (steps, record.drafted_tokens) == (6, 4 * 4 + 2), "the first token, four times 5, and 3"
     if right == 0:
@@ -74,11 +72,11 @@ def test_a_ring_that_has_wrapped_says_what_a_masked_model_says(tiny: Path, refer
     driver = Driver(tiny, **SETTINGS)
     text = reference.windowed(PROMPT, COUNT, window=WINDOW, sinks=SINKS)
     for i in range(4):
-        guessing(driver, str(i), text, kv_cache=instance, seed_of_guesses=i)
+        submit_with_drafts(driver, str(i), text, kv_cache=instance, draft_seed=i)
     driver.run()
     assert [heard.tokens for heard in driver.heard.values()] == [text] * 4
     drafted = sum(record.drafted_tokens for record in driver.records)
-    assert drafted == 0 if instance == "singles" else drafted > COUNT, "a row of one token has no room for guesses"
+    assert drafted == 0 if instance == "singles" else drafted > COUNT, "a row of one token has no room for drafts"
 
 
 DRAWN: dict[str, dict[str, Any]] = {
@@ -91,20 +89,20 @@ DRAWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("how", DRAWN)
-def test_drawn_texts_are_those_without_guesses(tiny: Path, how: str) -> None:
+def test_drawn_texts_are_those_without_drafts(tiny: Path, how: str) -> None:
     options = {"temperature": 0.9, "seed": 11, "ignore_eos": False} | DRAWN[how]
     without, driver = Driver(tiny, **SETTINGS), Driver(tiny, **SETTINGS)
     text = without.submit("it", PROMPT, COUNT, **options)
     without.run()
     for i, instance in enumerate(EXACT):
-        guessing(driver, instance, text.tokens, kv_cache=instance, seed_of_guesses=i, **options)
+        submit_with_drafts(driver, instance, text.tokens, kv_cache=instance, draft_seed=i, **options)
     driver.run()
     assert {name: heard.tokens for name, heard in driver.heard.items()} == dict.fromkeys(EXACT, text.tokens)
     assert sum(record.accepted_tokens for record in driver.records) > COUNT
 
 
-def test_guesses_find_themselves_in_a_text_that_repeats(tiny: Path) -> None:
-    """With the real lookup; a strong bias makes any model say three tokens over and over."""
+def test_drafts_find_themselves_in_a_text_that_repeats(tiny: Path) -> None:
+    """With the real proposer; a strong logit bias makes any model repeat three tokens."""
     bias = {"logit_bias": tuple((token, 60.0) for token in (7, 8, 9)), "repetition_penalty": 1.0}
     driver = Driver(tiny, **SETTINGS)
     plain = driver.submit("plain", PROMPT, 60, **bias)
@@ -117,10 +115,10 @@ def test_guesses_find_themselves_in_a_text_that_repeats(tiny: Path) -> None:
     assert (drafts.last_step or 0) < (plain.last_step or 0) - 20
 
 
-def test_guesses_never_go_beyond_max_tokens(tiny: Path, reference: Reference) -> None:
+def test_drafts_never_go_beyond_max_tokens(tiny: Path, reference: Reference) -> None:
     driver = Driver(tiny, **SETTINGS)
     for count in range(1, 9):
-        guessing(driver, str(count), reference.greedy(PROMPT, COUNT)[:count], right=1.0)
+        submit_with_drafts(driver, str(count), reference.greedy(PROMPT, COUNT)[:count], right=1.0)
     driver.run()
     for count in range(1, 9):
         assert driver.heard[str(count)].tokens == reference.greedy(PROMPT, COUNT)[:count]
@@ -128,23 +126,23 @@ def test_guesses_never_go_beyond_max_tokens(tiny: Path, reference: Reference) ->
 
 
 @pytest.mark.parametrize("at", [1, 5, 6, 7, 11])
-def test_a_token_that_ends_the_text_ends_it_among_guesses_too(tiny: Path, reference: Reference, at: int) -> None:
+def test_a_token_that_ends_the_text_ends_it_among_drafts_too(tiny: Path, reference: Reference, at: int) -> None:
     driver, text = Driver(tiny, **SETTINGS), reference.greedy(PROMPT, COUNT)
     end = text.index(text[at])
     for instance in ("paged", "contiguous"):
-        heard, _ = guessing(driver, instance, text, kv_cache=instance, right=1.0, stop_token_ids=(text[at],))
+        heard, _ = submit_with_drafts(driver, instance, text, kv_cache=instance, right=1.0, stop_token_ids=(text[at],))
         driver.run()
         assert (heard.tokens, heard.finish_reason) == (text[: end + 1], "stop")
         again = driver.submit(f"{instance} again", [*PROMPT, *text], 1, kv_cache=instance)
         driver.run()
         assert again.admitted is not None
-        assert again.admitted.cached_tokens <= len(PROMPT) + end, "what was guessed behind the end is not in the text"
+        assert again.admitted.cached_tokens <= len(PROMPT) + end, "what the draft had behind the end is not in the text"
 
 
-def test_log_probabilities_are_those_without_guesses(tiny: Path, reference: Reference) -> None:
+def test_log_probabilities_are_those_without_drafts(tiny: Path, reference: Reference) -> None:
     driver, text = Driver(tiny, **SETTINGS), reference.greedy(PROMPT, COUNT)
     plain = driver.submit("plain", PROMPT, COUNT, logprobs=3, prompt_logprobs=2)
-    other, _ = guessing(driver, "guesses", text, logprobs=3, prompt_logprobs=2)
+    other, _ = submit_with_drafts(driver, "drafts", text, logprobs=3, prompt_logprobs=2)
     driver.run()
     assert len(plain.scores) == len(other.scores) == COUNT
     for ours, theirs in zip([*plain.scores, *plain.prompt_scores], [*other.scores, *other.prompt_scores], strict=True):
@@ -159,7 +157,7 @@ def test_choices_of_one_prompt(tiny: Path, reference: Reference) -> None:
     texts = [reference.sampled(PROMPT, SamplingParams(9, 0.9, top_k=10, seed=i, ignore_eos=True)) for i in range(4)]
     for i, text in enumerate(texts):
         options: dict[str, Any] = {"temperature": 0.9, "top_k": 10, "seed": i, "sibling_of": "0" if i else None}
-        guessing(driver, str(i), text, kv_cache="small", seed_of_guesses=i, **options)
+        submit_with_drafts(driver, str(i), text, kv_cache="small", draft_seed=i, **options)
     driver.run()
     assert [driver.heard[str(i)].tokens for i in range(4)] == texts
     assert sum(record.forked for record in driver.records) == 3
@@ -168,8 +166,8 @@ def test_choices_of_one_prompt(tiny: Path, reference: Reference) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_in_tiny_memory_nobody_is_preempted_for_a_guess(tiny: Path, reference: Reference, seed: int) -> None:
-    """Wrong guesses change nothing for anybody; with right ones everybody is done earlier."""
+def test_in_tiny_memory_nobody_is_preempted_for_a_draft(tiny: Path, reference: Reference, seed: int) -> None:
+    """Wrong drafts change nothing; with right ones all requests end earlier."""
     sized = SETTINGS | {"kv_overcommit": 20, "strategies": strategies(small={"kind": "paged", "block_size": 4})}
     memory = str(int(least_memory(tiny, **sized) * 1.1))
     prompts = [random_prompt(length, seed=seed) for length in (20, 5, 30, 11, 24, 28)]
@@ -181,7 +179,7 @@ def test_in_tiny_memory_nobody_is_preempted_for_a_guess(tiny: Path, reference: R
             if right is None:
                 driver.submit(str(i), prompt, 11, kv_cache="small")
             else:
-                guessing(driver, str(i), text, prompt, kv_cache="small", right=right, seed_of_guesses=i)
+                submit_with_drafts(driver, str(i), text, prompt, kv_cache="small", right=right, draft_seed=i)
         driver.run()
         for i, prompt in enumerate(prompts):
             assert driver.heard[str(i)].tokens == reference.greedy(prompt, 11), (right, i)
@@ -193,10 +191,10 @@ def test_in_tiny_memory_nobody_is_preempted_for_a_guess(tiny: Path, reference: R
     assert steps[2] < steps[0]
 
 
-def test_guesses_take_what_prompts_leave_of_a_step(tiny: Path, reference: Reference) -> None:
+def test_drafts_take_what_prompts_leave_of_a_step(tiny: Path, reference: Reference) -> None:
     driver = Driver(tiny, **(SETTINGS | {"max_num_batched_tokens": 10}))
     text = reference.greedy(PROMPT, COUNT)
-    guessing(driver, "it", text, kv_cache="paged", right=1.0)
+    submit_with_drafts(driver, "it", text, kv_cache="paged", right=1.0)
     for _ in range(3):
         driver.step()  # the prompt, 10 tokens at a time
     driver.submit("prompt", random_prompt(38, seed=3), 1, kv_cache="paged")
@@ -210,9 +208,9 @@ def test_guesses_take_what_prompts_leave_of_a_step(tiny: Path, reference: Refere
     assert driver.heard["it"].tokens == text
 
 
-def test_a_step_with_guesses_is_one_of_decoding(tiny: Path, reference: Reference) -> None:
+def test_a_step_with_drafts_is_one_of_decoding(tiny: Path, reference: Reference) -> None:
     driver = Driver(tiny, **SETTINGS)
-    guessing(driver, "it", reference.greedy(PROMPT, COUNT), kv_cache="paged", right=1.0)
+    submit_with_drafts(driver, "it", reference.greedy(PROMPT, COUNT), kv_cache="paged", right=1.0)
     reports = [driver.step().report for _ in range(3)]
     assert [report.phase for report in reports] == ["prefill", "decode", "decode"]
     assert [report.tokens for report in reports] == [len(PROMPT), 5, 5]
@@ -257,9 +255,9 @@ def test_a_strategy_in_which_the_cut_into_rows_shows_has_none(tiny: Path) -> Non
 def test_logits_that_are_no_numbers_end_a_text_where_it_gets_to_them(
     tiny: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The third row of logits behind a draft of 4."""
+    """The third row of logits of a draft of 4 is NaN."""
     driver, text = Driver(tiny, **SETTINGS), reference.greedy(PROMPT, COUNT)
-    heard, _ = guessing(driver, "it", text, kv_cache="paged", right=1.0)
+    heard, _ = submit_with_drafts(driver, "it", text, kv_cache="paged", right=1.0)
     driver.step()
     forward = driver.core.model.forward
 

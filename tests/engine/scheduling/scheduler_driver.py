@@ -1,4 +1,4 @@
-"""A scheduler with nothing behind it: steps that enter what was scheduled without computing it. No tensor here."""
+"""A scheduler without a model: in each step the scheduled tokens enter without being computed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKEN = 7
 
 
 class SchedulerDriver:
-    """A scheduler, and steps that enter what was scheduled and generate a token where a text ends."""
+    """A scheduler, and steps in which the scheduled tokens enter and texts that end get a new token."""
 
     def __init__(self, **limits: Any) -> None:
         self.scheduler = Scheduler(LIMITS._replace(**limits))
@@ -37,7 +37,7 @@ class SchedulerDriver:
         priority: int = 0,
         arrived: float | None = None,
     ) -> Request:
-        """Queue a request, now or as if it had come at a given second."""
+        """Queue a request, with the current time or a given second as its arrival."""
         request = Request((0, name), [TOKEN] * prompt, SamplingParams(max_tokens), cache, "test", NO_SALT, priority)
         if arrived is not None:
             request.times.arrived = arrived
@@ -65,7 +65,7 @@ def enter(scheduler: Scheduler, request: Request, num_tokens: int, accepted: int
 
 
 class PerfectProposer:
-    """Proposes draft tokens that are all right."""
+    """Proposes draft tokens that are all accepted."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -75,4 +75,4 @@ class PerfectProposer:
         return [TOKEN] * min(most, self.count)
 
     def update_draft_length(self, accepted: int) -> None:
-        """Nothing."""
+        """Do nothing."""

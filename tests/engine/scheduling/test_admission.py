@@ -1,4 +1,4 @@
-"""Who is taken in, who waits for whom, and who is refused with which words."""
+"""Tests of admission: which requests start, which wait for others, and which are rejected with which message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST = 8  # pages
 
 
 def of_pages(tiny: Path, pages: int, **settings: Any) -> Driver:
-    """An engine with that many pages of 8 tokens."""
+    """Return an engine whose arena has `pages` pages of 8 tokens."""
     sized = SETTINGS | settings
     page = Driver(tiny, **sized).core.arena.page_bytes
     driver = Driver(tiny, **sized, kv_memory=str(pages * page))
@@ -40,7 +40,7 @@ def test_more_than_the_context_is_refused(tiny: Path) -> None:
     driver = Driver(tiny, **SETTINGS)
     failed = refusal(driver, 60, 5)
     assert (failed.status, failed.code, failed.param) == (400, "context_length_exceeded", "prompt")
-    assert "prompt (60 tokens) and max_tokens (5) come to 65 tokens, and the context is 64" in failed.message
+    assert "prompt (60 tokens) and max_tokens (5) add up to 65 tokens, more than max_seq_len=64" in failed.message
     assert driver.submit("fits", random_prompt(60), 4).failed is None
     driver.run()
     assert len(driver.heard["fits"].tokens) == 4
@@ -54,7 +54,7 @@ def test_more_than_the_instance_may_ever_hold_is_refused(tiny: Path) -> None:
     failed = refusal(driver, 50, 4, kv_cache="small")
     assert (failed.status, failed.code) == (400, "context_length_exceeded")
     assert f"needs {8 * arena.page_bytes} bytes of KV memory" in failed.message
-    assert f"small may hold {6 * arena.page_bytes}" in failed.message
+    assert f"strategy 'small' may hold {6 * arena.page_bytes}" in failed.message
     assert driver.submit("elsewhere", random_prompt(50), 4, kv_cache="paged").failed is None
     driver.run()
 
@@ -103,7 +103,7 @@ def test_one_request_runs_whatever_the_overcommit(tiny: Path) -> None:
 
 
 def test_a_long_one_is_not_starved_by_small_ones_of_another_instance(tiny: Path, reference: Reference) -> None:
-    """A contiguous request needs all memory in one piece; small ones keep coming, and pass it for a while."""
+    """A contiguous request needs all memory in one run; small requests keep arriving, and overtake it for a while."""
     driver = of_pages(tiny, LONGEST + 2)
     for i in range(4):
         driver.submit(f"small {i}", random_prompt(5, seed=i), 4, kv_cache="paged")
@@ -204,7 +204,7 @@ def test_equal_priorities_never_take_turns(tiny: Path) -> None:
 
 
 def test_nobody_gives_way_in_vain(tiny: Path) -> None:
-    """The only seat that an instance may have is taken by an equal: no other instance's memory would help."""
+    """A request of equal priority has the instance's only seat: preempting others would not help."""
     limited = strategies(
         paged={"kind": "paged", "block_size": 8}, contiguous={"kind": "contiguous", "limit": f"{100 * 10 // 24}%"}
     )

@@ -1,4 +1,4 @@
-"""Scattered idle blocks keep no request from running: an idle engine with somebody waiting does not stand still."""
+"""Scattered idle blocks never keep a request from running: an idle engine does not leave requests waiting."""
 
 from __future__ import annotations
 

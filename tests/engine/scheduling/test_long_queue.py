@@ -1,4 +1,4 @@
-"""A step costs the same however many requests wait, be it for a seat or for memory. Counted, not timed."""
+"""A step's cost does not depend on the number of requests that wait for a seat or memory. Counted, not timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = random_prompt(60)
 
 
 def scheduling(directory: Path, waiting: int, **settings: Any) -> tuple[int, int]:
-    """Calls of a step's scheduling while so many more wait than there is room for; and of taking one more in line."""
+    """Return the numbers of Python calls for scheduling a step and for a submission, while `waiting` requests wait."""
     driver = Driver(directory, max_queued_requests=2 * MANY, max_seq_len=256, strategies=INSTANCES, **settings)
     core, names = driver.core, list(INSTANCES)
 

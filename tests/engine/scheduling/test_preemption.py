@@ -1,4 +1,4 @@
-"""With memory for barely more than one sequence everybody is served, each as if alone, and nothing is said twice."""
+"""With memory for little more than one sequence all requests are answered as if alone, and no token is sent twice."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ COUNT = 11
 
 
 def cramped(tiny: Path, *, overcommit: float, more: float = 1.1) -> Driver:
-    """A tenth more than the longest sequence needs."""
+    """Return an engine with a tenth more memory than the longest sequence needs."""
     least = least_memory(tiny, **SETTINGS)
     return Driver(tiny, **SETTINGS, kv_overcommit=overcommit, kv_memory=str(int(least * more)))
 
 
 def sampling(i: int) -> SamplingParams:
-    """Every other text is drawn."""
+    """Return the sampling of a request; every second one is not greedy."""
     return SamplingParams(COUNT, temperature=0.8 * (i % 2), top_k=20, top_p=0.9, seed=40 + i, ignore_eos=True)
 
 
@@ -94,7 +94,7 @@ def test_without_overcommit_nobody_is_preempted(tiny: Path) -> None:
 
 @pytest.mark.parametrize("instance", ["paged", "private"])
 def test_within_an_instance_the_line_is_kept(tiny: Path, instance: str) -> None:
-    """Who was preempted comes before everybody who is behind."""
+    """A preempted request runs again before all later ones."""
     driver = cramped(tiny, overcommit=20, more=1.5)
     submit_all(driver, [instance])
     preempted = 0

@@ -1,4 +1,4 @@
-"""Waiting raises a request's priority: the lowest one is served in the end, however many others keep coming."""
+"""Waiting raises a request's priority: the lowest one is served eventually, however many others keep arriving."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.engine.scheduling.scheduler_driver import SchedulerDriver
 
 
 def busy_engine(**limits: Any) -> tuple[SchedulerDriver, FakeCache]:
-    """Return an engine with one place, for which a request of one step comes every second."""
+    """Return an engine with one seat, for which a request of one step arrives every second."""
     return SchedulerDriver(max_num_seqs=1, max_queued_requests=1000, **limits), FakeCache("a", Memory(1000))
 
 
 def seconds_until_served(engine: SchedulerDriver, cache: FakeCache, low: Request, at_most: int) -> int | None:
-    """Submit an urgent request each second, and a step is a second; return when `low` has ended, or None."""
+    """Submit an urgent request each second, with one step per second; return when `low` has ended, or None."""
     for second in range(at_most):
         engine.submit(f"urgent {second}", cache, 1, 1, priority=0, arrived=float(second))
         engine.step()
@@ -70,7 +70,7 @@ def test_a_fresh_request_is_preempted_by_a_more_urgent_one() -> None:
 
 @given(st.lists(st.tuples(st.integers(-5, 5), st.floats(0, 30)), min_size=2, max_size=40))
 def test_the_order_of_any_two_never_changes(requests: list[tuple[int, float]]) -> None:
-    """So the line needs no sorting as time passes; compared with ranks computed anew at several times."""
+    """So the queue needs no sorting as time passes; compared with ranks computed at several times."""
     engine, cache = busy_engine(priority_aging=3.0, max_priority_wait=1e9)
     for i, (priority, arrived) in enumerate(requests):
         engine.submit(str(i), cache, 1, 1, priority=priority, arrived=arrived)

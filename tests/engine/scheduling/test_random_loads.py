@@ -1,4 +1,4 @@
-"""Whatever comes when, each step of the scheduler keeps the limits, and all requests come to an end."""
+"""For any load, each step of the scheduler stays within the limits, and all requests end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Load(NamedTuple):
     max_tokens: int
     priority: int
     pause: int  # steps before it comes
-    guesses: int
+    num_draft_tokens: int
 
 
 LOADS = st.lists(
@@ -40,7 +40,7 @@ LOADS = st.lists(
 
 
 class Watched:
-    """An engine whose every step is checked."""
+    """An engine whose steps are all checked."""
 
     def __init__(self, budget: int, seats: int, overcommit: float) -> None:
         memory = Memory(40)
@@ -98,8 +98,8 @@ def test_any_load_keeps_the_limits_and_comes_to_an_end(
             watched.step()
         cache = watched.caches[load.cache]
         requests.append(watched.engine.submit(str(i), cache, load.prompt, load.max_tokens, load.priority))
-        if load.guesses:
-            requests[-1].proposer = PerfectProposer(load.guesses)  # type: ignore[assignment]
+        if load.num_draft_tokens:
+            requests[-1].proposer = PerfectProposer(load.num_draft_tokens)  # type: ignore[assignment]
     for _ in range(60 * len(loads)):
         watched.step()
     assert [request.finish_reason for request in requests] == ["length"] * len(loads)

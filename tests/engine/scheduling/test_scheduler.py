@@ -1,4 +1,4 @@
-"""The scheduler, step by step: rows and their budget, who gives way, what is refused, drafts. No tensor here."""
+"""Tests of the scheduler by steps: rows, budget, preemption, rejected requests, drafts. Imports no torch."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_nobody_gives_way_where_it_would_not_be_enough() -> None:
 
 
 def test_who_gave_way_in_vain_does_so_only_once() -> None:
-    """Where the caches have less room than they say: else the lower one would come back, and give way, for ever."""
+    """If the caches have less memory than they claim, a preempted request could be preempted again and again."""
     engine, memory = SchedulerDriver(kv_bytes=1000), Memory(20)
     engine.submit("equal", FakeCache("a", memory, reserve=12), 3, 9)
     low = engine.submit("low", FakeCache("b", memory), 3, 3, priority=5)
@@ -200,9 +200,9 @@ def test_who_gave_way_in_vain_does_so_only_once() -> None:
 # -------------------------------------------------------------------- refusals
 def test_what_can_never_run_is_refused_before_it_takes_a_place() -> None:
     engine, cache = SchedulerDriver(max_queued_requests=0, max_num_seqs=1), FakeCache("a", Memory(60), limit=50)
-    with pytest.raises(RequestError, match="prompt \\(90 tokens\\) and max_tokens \\(11\\) come to 101 tokens"):
+    with pytest.raises(RequestError, match="prompt \\(90 tokens\\) and max_tokens \\(11\\) add up to 101 tokens"):
         engine.submit("long", cache, 90, 11)
-    with pytest.raises(RequestError, match="needs 51 bytes of KV memory, and a may hold 50"):
+    with pytest.raises(RequestError, match="needs 51 bytes of KV memory, and strategy 'a' may hold 50"):
         engine.submit("large", cache, 48, 3)
     engine.submit("fits", cache, 47, 3)
     with pytest.raises(RequestError) as caught:
@@ -211,11 +211,13 @@ def test_what_can_never_run_is_refused_before_it_takes_a_place() -> None:
 
 
 # -------------------------------------------------------------------- drafts
-def decoding(engine: SchedulerDriver, name: str, cache: KVCache, prompt: int, max_tokens: int, guesses: int) -> Request:
-    """A request that has its first token, and from now on guesses."""
+def decoding(
+    engine: SchedulerDriver, name: str, cache: KVCache, prompt: int, max_tokens: int, num_draft_tokens: int
+) -> Request:
+    """Return a request that has its first token and a proposer of drafts."""
     request = engine.submit(name, cache, prompt, max_tokens)
     engine.step()
-    request.proposer = PerfectProposer(guesses)  # type: ignore[assignment]
+    request.proposer = PerfectProposer(num_draft_tokens)  # type: ignore[assignment]
     return request
 
 
@@ -227,25 +229,25 @@ def drafts(engine: SchedulerDriver) -> dict[str, int]:
 
 def test_a_draft_comes_behind_the_last_token_of_a_text() -> None:
     engine, memory = SchedulerDriver(), Memory(1000)
-    decoding(engine, "all", FakeCache("a", memory), 3, 20, guesses=4)
-    decoding(engine, "ring", FakeCache("ring", memory, max_row=3), 3, 20, guesses=4)
-    decoding(engine, "end", FakeCache("b", memory), 3, 4, guesses=4)
+    decoding(engine, "all", FakeCache("a", memory), 3, 20, num_draft_tokens=4)
+    decoding(engine, "ring", FakeCache("ring", memory, max_row=3), 3, 20, num_draft_tokens=4)
+    decoding(engine, "end", FakeCache("b", memory), 3, 4, num_draft_tokens=4)
     engine.submit("prompt", FakeCache("c", memory), 1).proposer = PerfectProposer(4)  # type: ignore[assignment]
     assert drafts(engine) == {"all": 4, "ring": 2, "end": 2, "prompt": 0}
 
 
 def test_drafts_take_what_is_left_of_a_step() -> None:
     engine, cache = SchedulerDriver(max_num_batched_tokens=9, max_num_seqs=9), FakeCache("a", Memory(1000))
-    decoding(engine, "first", cache, 3, 20, guesses=3)
-    decoding(engine, "second", cache, 3, 20, guesses=3)
+    decoding(engine, "first", cache, 3, 20, num_draft_tokens=3)
+    decoding(engine, "second", cache, 3, 20, num_draft_tokens=3)
     engine.submit("prompt", cache, 5)
     assert drafts(engine) == {"first": 3, "second": 1, "prompt": 0}
 
 
 def test_drafts_take_no_more_logits_than_a_step_has_room_for() -> None:
     engine, cache = SchedulerDriver(max_logprob_tokens=2), FakeCache("a", Memory(1000))
-    decoding(engine, "first", cache, 3, 20, guesses=4)
-    decoding(engine, "second", cache, 3, 20, guesses=4)
+    decoding(engine, "first", cache, 3, 20, num_draft_tokens=4)
+    decoding(engine, "second", cache, 3, 20, num_draft_tokens=4)
     assert drafts(engine) == {"first": 2, "second": 0}
 
 

@@ -1,4 +1,4 @@
-"""The instance of a request: the first of body, header, model alias, rules and default that names one, and why."""
+"""Tests of a request's instance and its reason: body, header, model alias, rules or default, in this order."""
 
 from __future__ import annotations
 

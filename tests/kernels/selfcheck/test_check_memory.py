@@ -104,6 +104,6 @@ def test_an_engine_that_could_answer_nothing_does_not_start(monkeypatch: pytest.
         Driver(model, max_seq_len=300)
     told = str(caught.value)
     assert told.startswith("the kernels (cpu-narrow) fail in the KV memory of 'contiguous': ValueError: 921600 cannot")
-    assert told.endswith("lower max_seq_len or kv_memory, or have plain torch compute with kernels='reference'")
+    assert told.endswith("lower max_seq_len or kv_memory, or use plain torch with kernels='reference'")
     Driver(model, max_seq_len=300, kernels="reference")
     Driver(model, max_seq_len=30)
