@@ -177,7 +177,9 @@ def _freeze_longrope(model: nn.Module, positions: int) -> None:
             parameters = rope.config.rope_parameters
             limit = parameters["original_max_position_embeddings"]
             if "short_mscale" in parameters and positions > limit:
-                raise ModelError(f"texts longer than {limit} tokens would change others: give --max-seq-len {limit}")
+                raise ModelError(
+                    f"texts longer than {limit} tokens would change the RoPE of other texts: give --max-seq-len {limit}"
+                )
             frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](rope.config, rope.inv_freq.device, seq_len=positions)
             rope.inv_freq.copy_(frequencies)
             rope.original_inv_freq.copy_(frequencies)

@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
                 "original_max_position_embeddings": 64,
             },
         ),
-        "texts longer than 64 tokens would change others: give --max-seq-len 64",
+        "texts longer than 64 tokens would change the RoPE of other texts: give --max-seq-len 64",
     ),
     "older code": (
         FalconConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),

@@ -121,8 +121,8 @@ class GGUFWeights:
             ) from None
         if tensor.shape and tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             raise ModelError(
-                f"{self._file}: rows of {tensor.shape[-1]} numbers are not whole blocks of type {kind.name}, which "
-                f"tensor {name!r} should be of: fetch the file again"
+                f"{self._file}: tensor {name!r} of type {kind.name} has rows of {tensor.shape[-1]} numbers, which is not "
+                "a multiple of the type's block size: fetch the file again"
             )
         if tensor.offset + _compute_nbytes(tensor) > self._file_size:
             raise ModelError(f"{self._file} is cut off before the end of tensor {name!r}: fetch it again")

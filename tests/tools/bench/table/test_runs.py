@@ -218,7 +218,7 @@ def test_a_document_gets_what_was_printed() -> None:
     new = replace_section(document, TABLES, r"a \1 table")
     assert new == document.replace("old", r"a \1 table")
     assert replace_section(new, TABLES, "old") == document
-    with pytest.raises(ValueError, match="has no place"):
+    with pytest.raises(ValueError, match="has no section"):
         replace_section("nothing", TABLES, "x")
 
 
