@@ -121,7 +121,7 @@ class GGUFWeights:
             ) from None
         if tensor.shape and tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             raise ModelError(
-                f"{self._file}: tensor {name!r} of type {kind.name} has rows of {tensor.shape[-1]} numbers, which is not "
+                f"{self._file}: tensor {name!r} of type {kind.name} has rows of {tensor.shape[-1]} numbers, not "
                 "a multiple of the type's block size: fetch the file again"
             )
         if tensor.offset + _compute_nbytes(tensor) > self._file_size:
