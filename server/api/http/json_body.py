@@ -177,7 +177,7 @@ def _decode_token_ids(data: bytes) -> DecodedIds | None:
 
 # ---------------------------------------------------------------- checking
 @dataclass
-class Reading:
+class FieldNotes:
     """What is noted while a body is checked: fields that have no effect, and the likely names of unknown ones.
 
     It is the context of pydantic's validation. Names are paths without indices: `messages.refusal`.
@@ -219,9 +219,9 @@ class Reading:
         return ", ".join(names[:MAX_REPORTED_NAMES] + ["..."] * (len(names) > MAX_REPORTED_NAMES))
 
 
-def get_reading(context: Any) -> Reading:
+def get_field_notes(context: Any) -> FieldNotes:
     """Return the notes in the context of a validation; without any, new ones, which refuse unknown fields."""
-    return context if isinstance(context, Reading) else Reading()
+    return context if isinstance(context, FieldNotes) else FieldNotes()
 
 
 def limit_members(most: int) -> Callable[[Any], Any]:
@@ -255,7 +255,9 @@ class Body(BaseModel):
         if not isinstance(values, dict):
             return values
         present = {key: value for key, value in values.items() if value is not None}
-        return get_reading(info.context).filter_fields(present, cls.path_prefix, cls.model_fields, cls.no_effect_fields)
+        return get_field_notes(info.context).filter_fields(
+            present, cls.path_prefix, cls.model_fields, cls.no_effect_fields
+        )
 
 
 def get_read_modes(body: type[Body] | None) -> dict[str, ReadAs]:

@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from server.api.http.errors import ApiError, make_body_error
-from server.api.http.json_body import Body, ReadAs, Reading, TooManyValues, decode, get_read_modes
+from server.api.http.json_body import Body, FieldNotes, ReadAs, TooManyValues, decode, get_read_modes
 from server.api.http.middleware import release_body
 
 LARGE_BODY_BYTES = 2**20  # bytes of a body that takes milliseconds to decode
@@ -95,12 +95,12 @@ class JsonRequest(Request):
         return values if self._model is None else self._validate(self._model, values)
 
     def _validate(self, model: type[Body], values: Any) -> Body:
-        reading = Reading(self._ignore_unknown)
+        notes = FieldNotes(self._ignore_unknown)
         try:
-            body = model.model_validate(values, context=reading)
+            body = model.model_validate(values, context=notes)
         except ValidationError as error:
-            raise make_body_error(error, reading.suggestions) from None
-        self.scope["state"]["ignored_fields"] = reading.header_value
+            raise make_body_error(error, notes.suggestions) from None
+        self.scope["state"]["ignored_fields"] = notes.header_value
         return body
 
     def _decode(self, body: bytes) -> Any:

@@ -40,12 +40,8 @@ MIN_BYTES_PER_SECOND = 2**14
 ADMIN_PREFIX = "/v1/kv_cache/"
 PROFILE_PATH = "/v1/profile"
 API_PREFIX = "/v1"
-API_KEY_PREFIXES = (
-    f"{API_PREFIX}/",
-    "/tokenize",
-    "/detokenize",
-    "/apply-template",
-)  # and what begins so, as /tokenizer_info
+# Of paths; /tokenizer_info begins with one of them, too
+API_KEY_PREFIXES = (f"{API_PREFIX}/", "/tokenize", "/detokenize", "/apply-template")
 METRICS_PATH = "/metrics"
 SHARED_PATHS = ("/health", "/ready")
 UNVERSIONED_ROUTES = ("/completions", "/chat/completions", "/models", "/kv_cache", "/settings")

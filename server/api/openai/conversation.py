@@ -21,7 +21,7 @@ from pydantic import (
 from typing_extensions import TypedDict  # pydantic cannot read that of Python 3.11
 
 from server.api.http.errors import ApiError
-from server.api.http.json_body import MAX_VALUES, Body, Reading, count_values, format_value, get_reading
+from server.api.http.json_body import MAX_VALUES, Body, FieldNotes, count_values, format_value, get_field_notes
 from server.api.openai.request_models import MAX_NAME_LENGTH, Ignored, LongList, Unsupported, allow_only
 from server.text.chat import RESERVED
 from server.text.errors import TextRefused
@@ -61,11 +61,11 @@ def _validate_content(value: Any, info: ValidationInfo) -> Any:
         return value
     if not isinstance(value, list):
         raise ValueError(f"{INVALID_CONTENT}, not {format_value(value)}")
-    reading = get_reading(info.context)
-    return [TextPart(type="text", text=_read_part_text(part, reading)) for part in value]
+    notes = get_field_notes(info.context)
+    return [TextPart(type="text", text=_read_part_text(part, notes)) for part in value]
 
 
-def _read_part_text(part: Any, reading: Reading) -> str:
+def _read_part_text(part: Any, notes: FieldNotes) -> str:
     """Return the text of a part, or its refusal, which is a text, too."""
     match part:
         case {"type": "text", "text": str(text)}:
@@ -76,9 +76,9 @@ def _read_part_text(part: Any, reading: Reading) -> str:
             raise ValueError(f"{INVALID_CONTENT}, not {format_value(part)}")
     if len(part) > 2:
         present = {name: value for name, value in part.items() if value is not None}
-        for name, value in reading.filter_fields(present, "messages.content.", fields, PART_NO_EFFECT_FIELDS).items():
+        for name, value in notes.filter_fields(present, "messages.content.", fields, PART_NO_EFFECT_FIELDS).items():
             if name not in fields:
-                hint = reading.suggestions.get(f"messages.content.{name}", "")
+                hint = notes.suggestions.get(f"messages.content.{name}", "")
                 raise ValueError(f"parts of this type have no field {name[:MAX_NAME_LENGTH]}{hint}")
             if not isinstance(value, PART_NO_EFFECT_FIELDS.get(name, str)):
                 raise ValueError(f"{name} of a part should be an object")

@@ -8,8 +8,9 @@ import httpx
 import openai
 import pytest
 
-from server.engine.ipc.messages import Submit
-from tests.api.fake_engine import FakeEngine, generates, scores
+from server.engine.ipc.messages import Explained, FromEngine, Submit, Tokens
+from tests.api.fake_engine import FakeEngine, admitted, generates, scores
+from tests.api.openai.test_kv_cache_fields import RECORD
 from tests.api.payloads import Encode, chunks_of, error_of
 from tests.text.tiny_tokenizers import EOS, byte_level
 
@@ -104,6 +105,29 @@ def test_fields_of_the_prompt_are_sent_once(engine: FakeEngine, http: httpx.Clie
         assert not {"prompt_token_ids", "prompt_logprobs"} & part.keys()
     assert not any({"prompt_token_ids", "prompt_logprobs"} & chunk.keys() for chunk in others)
     assert [choice["token_ids"] for choice in whole["choices"]] == [encode("hi")] * 2
+
+
+def test_the_first_chunk_has_the_fields_of_the_prompt_whichever_choice_comes_first(
+    engine: FakeEngine, http: httpx.Client, encode: Encode
+) -> None:
+    """The only delta of the first choice waits for its explanation, so that the second choice overtakes it."""
+    submits: list[Submit] = []
+
+    def script(submit: Submit) -> list[list[FromEngine]]:
+        submits.append(submit)
+        frames: list[list[FromEngine]] = [[admitted(submit)], [Tokens(submit.request_id, encode("hi"), "length")]]
+        if len(submits) == 2:
+            frames += [[Explained(each.request_id, RECORD)] for each in reversed(submits)]
+        return frames
+
+    engine.script = script
+    chunks = chunks_of(ask(http, stream=True, n=2, explain=True, return_token_ids=True))
+    assert [chunk["choices"][0]["index"] for chunk in chunks] == [1, 1, 1, 0, 0, 0]
+    assert [sorted({"prompt_token_ids", "kv_cache"} & chunk.keys()) for chunk in chunks] == [
+        ["kv_cache", "prompt_token_ids"],
+        *[[]] * 5,
+    ]
+    assert [chunk["choices"][0]["delta"].get("role") for chunk in chunks] == ["assistant", None, None] * 2
 
 
 def test_a_stream_has_role_text_and_end_in_chunks_of_their_own(
