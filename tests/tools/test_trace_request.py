@@ -39,7 +39,7 @@ def read_section(title: str) -> Way:
 def test_the_document_names_the_files_and_functions_on_a_way(title: str, way: str, traced: dict[str, Way]) -> None:
     described, found = read_section(title), traced[way]
     missing, superfluous = [f for f in found if f not in described], [f for f in described if f not in found]
-    assert not missing, f"'{title}' lacks {missing}"
+    assert not missing, f"'{title}' lacks {missing}; what is not called for the {way} goes to ASIDE of the tool"
     assert not superfluous, f"'{title}' has {superfluous}, which are not on that way any more"
     for file, functions in described.items():
         not_called = [name for name in functions if name not in found[file]]
