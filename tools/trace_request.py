@@ -62,6 +62,7 @@ ASIDE = {  # functions, or methods of any class, called on the way, but neither 
     "KVCache.name": "the instance under which figures are counted",
     "Core._remove": "the end of a request: its memory becomes free, and its record is made",
     "Observations.count_response": "figures of the worker",
+    "ApiServer.on_tick": "uvicorn's clock, which ticks whether there are requests or not",
 }
 PAUSE = 0.05  # seconds in which a request ends in all threads, once its response was read
 TIMEOUT = 60.0  # seconds for the server to start, and for a request
@@ -75,6 +76,7 @@ class Ways(NamedTuple):
     """The files on each way, with the functions called, in order of the first call."""
 
     body: Way
+    step: Way  # a decode step of one request
     streamed_token: Way
     last_token: Way  # of a response that is not streamed
 
@@ -90,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(ways._asdict(), indent=2))
         return
     print_way("a request's body, from the socket to the scheduler", ways.body)
+    print_way("a token's step, from the scheduler to the tokens that are sampled", ways.step)
     print_way("a streamed token, from the model runner to the socket", ways.streamed_token)
     print_way("the last token of a response that is not streamed, from the model runner to the socket", ways.last_token)
 
@@ -172,6 +175,7 @@ class Client(threading.Thread):
         connection.close()
         return Ways(
             intersect([find_body_way(calls) for calls in (*streamed, *whole)]),
+            intersect([find_step_way(calls, number) for calls in streamed for number in TOKENS]),
             intersect([max((find_token_way(calls, number) for number in TOKENS), key=len) for calls in streamed]),
             intersect([find_token_way(calls, -1) for calls in whole]),
         )
@@ -314,6 +318,13 @@ def find_body_way(calls: Sequence[Call]) -> Way:
         for index, call in enumerate(calls[: engine_end + 1])
         if index >= worker_begin and call.file and is_on_way(index, call)
     )
+
+
+def find_step_way(calls: Sequence[Call], number: int) -> Way:
+    """Return the files of the step that samples the token of that number."""
+    sampled = find_all(calls, "return", "ModelRunner.execute")[number]
+    began = max(index for index in find_all(calls, "call", "Core.step") if index < sampled)
+    return collect(call for call in calls[began:sampled] if call.thread == calls[sampled].thread)
 
 
 def find_token_way(calls: Sequence[Call], number: int) -> Way:

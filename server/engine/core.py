@@ -1,6 +1,6 @@
 """The core of the engine, without its socket: takes requests, computes steps and returns events.
 
-Combines scheduler, caches and model; `engine/step_recovery.py` runs a step, again if it fails. A single thread calls
+Combines scheduler, caches and model; `engine/model_runner.py` computes a step, again if it fails. A single thread calls
 the core, and all device calls are made in that thread.
 """
 
@@ -19,14 +19,21 @@ from cache_strategies.base import KVCache, Salt
 from kernels.ops import Ops
 from kernels.tracing import OpTimer, Tracer
 from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
-from server.engine.model_runner import ModelRunner, StepOutput
-from server.engine.sampling.ngram_proposer import make_proposer, resolve_speculation
+from server.engine.model_runner import (
+    STEP_FAILED,
+    ModelRunner,
+    RequestsFailed,
+    RowsComputed,
+    StepOutput,
+    StrategyFailed,
+    run_step,
+)
+from server.engine.sampling.ngram_proposer import NgramProposer
 from server.engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Scheduled, Scheduler
 from server.engine.scheduling.selection import Selector
 from server.engine.stats import make_request_record, merge_step_parts
-from server.engine.step_recovery import STEP_FAILED, RequestsFailed, RowsComputed, StrategyFailed, run_step
 from server.models.base import Model
 from server.records import Admission, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
 
@@ -124,7 +131,7 @@ class Core:
         """Make the request of a message, with its strategy instance chosen. Raises RequestError."""
         name, reason = self._selector.choose(message, self.arena.usage)
         cache = self.caches[name]
-        speculation = resolve_speculation(message.speculation, self.scheduler.limits)
+        speculation = self.scheduler.limits.resolve_speculation(message.speculation)
         request = Request(
             (worker, message.request_id),
             list(message.prompt),
@@ -138,7 +145,9 @@ class Core:
             siblings=self._find_siblings(worker, message, cache),
         )
         request.check_allowed_tokens(self.model.info.eos_ids)
-        request.proposer = make_proposer(request, speculation)
+        # If a strategy's state depends on how tokens are split into rows, drafts would change the text.
+        if speculation.num_speculative_tokens and cache.contract.chunk_invariant:
+            request.proposer = NgramProposer(speculation, request.max_total_tokens)
         return request
 
     def _find_siblings(self, worker: int, message: Submit, cache: KVCache) -> list[Request]:

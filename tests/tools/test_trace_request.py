@@ -32,7 +32,8 @@ def read_section(title: str) -> Way:
     text = DOCUMENT.read_text()
     assert f"\n## {title}\n" in text, f"{DOCUMENT.name} has no section '{title}'"
     section = text.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-    return {f"server/{item['file']}": re.findall(r"`([^`]+)`", item["functions"]) for item in ITEM.finditer(section)}
+    found = {item["file"]: re.findall(r"`([^`]+)`", item["functions"]) for item in ITEM.finditer(section)}
+    return {file if (ROOT / file).exists() else f"server/{file}": functions for file, functions in found.items()}
 
 
 @pytest.mark.parametrize(("title", "way"), [("A request body's way", "body"), ("A token's way back", "streamed_token")])
@@ -45,6 +46,15 @@ def test_the_document_names_the_files_and_functions_on_a_way(title: str, way: st
         not_called = [name for name in functions if name not in found[file]]
         assert functions, f"'{title}' names no function of {file}"
         assert not not_called, f"'{title}': {not_called} of {file} are not called; called are {found[file]}"
+
+
+def test_the_document_names_functions_that_a_step_calls(traced: dict[str, Way]) -> None:
+    """Of a step it names the main ones: a file that is missing there is not an error."""
+    described, found = read_section("One token's way"), traced["step"]
+    assert len(described) > 8
+    for file, functions in described.items():
+        assert functions, f"no function of {file} is named"
+        assert set(functions) <= set(found.get(file, ())), f"{file}: called are {found.get(file)}"
 
 
 def test_a_whole_response_takes_the_same_way_and_that_of_its_format(traced: dict[str, Way]) -> None:

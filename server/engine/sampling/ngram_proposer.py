@@ -12,27 +12,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from server.engine.ipc.messages import Speculation
-from server.engine.scheduling.request import Request, RequestError
-from server.engine.scheduling.scheduler import Limits
-
-
-def resolve_speculation(requested: Speculation | None, limits: Limits) -> Speculation:
-    """Return the requested speculation; for None the settings' default. Raises RequestError above the limit."""
-    if requested is None:
-        return Speculation(limits.num_speculative_tokens)
-    if (value := requested.num_speculative_tokens) > (maximum := limits.max_speculative_tokens):
-        param = "speculative_config.num_speculative_tokens"
-        raise RequestError(400, f"{param}: should be at most {maximum} on this server, not {value}", param=param)
-    return requested
-
-
-def make_proposer(request: Request, speculation: Speculation) -> NgramProposer | None:
-    """Return the proposer of a request's drafts; None if speculation is off or its strategy is not chunk-invariant.
-
-    If a strategy's state depends on how tokens are split into rows, drafts would change the text.
-    """
-    uses_drafts = speculation.num_speculative_tokens > 0 and request.cache.contract.chunk_invariant
-    return NgramProposer(speculation, request.max_total_tokens) if uses_drafts else None
 
 
 class NgramProposer:

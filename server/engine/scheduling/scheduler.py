@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from server.engine.ipc.messages import Speculation
 from server.engine.scheduling.request import Request, RequestError
 from server.records import WaitReason
 
@@ -48,6 +49,15 @@ class Limits(NamedTuple):
     max_speculative_tokens: int = 16  # highest num_speculative_tokens that a request may set
     priority_aging: float = 10.0  # seconds of waiting that are worth one level of priority
     max_priority_wait: float = 600.0  # maximum seconds by which a priority moves a request in the queue
+
+    def resolve_speculation(self, requested: Speculation | None) -> Speculation:
+        """Return the requested speculation; for None the settings' default. Raises RequestError above the limit."""
+        if requested is None:
+            return Speculation(self.num_speculative_tokens)
+        if (value := requested.num_speculative_tokens) > (maximum := self.max_speculative_tokens):
+            param = "speculative_config.num_speculative_tokens"
+            raise RequestError(400, f"{param}: should be at most {maximum} on this server, not {value}", param=param)
+        return requested
 
 
 class Scheduled(NamedTuple):

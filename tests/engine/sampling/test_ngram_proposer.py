@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.engine.ipc.messages import Speculation
-from server.engine.sampling.ngram_proposer import NgramProposer, resolve_speculation
+from server.engine.sampling.ngram_proposer import NgramProposer
 from server.engine.scheduling.request import RequestError
 from tests.engine.scheduling.scheduler_driver import LIMITS
 
@@ -71,8 +71,8 @@ def test_the_next_draft_is_shorter_after_a_wrong_one_and_longer_after_a_right_on
 
 def test_a_request_asks_for_less_or_as_much_as_the_settings_allow_and_gets_theirs_if_it_says_nothing() -> None:
     limits = LIMITS._replace(num_speculative_tokens=2, max_speculative_tokens=5)
-    assert resolve_speculation(None, limits) == Speculation(2)
+    assert limits.resolve_speculation(None) == Speculation(2)
     for num_tokens in (0, 5):
-        assert resolve_speculation(Speculation(num_tokens, 6, 3), limits) == Speculation(num_tokens, 6, 3)
+        assert limits.resolve_speculation(Speculation(num_tokens, 6, 3)) == Speculation(num_tokens, 6, 3)
     with pytest.raises(RequestError, match=r"num_speculative_tokens: should be at most 5 on this server, not 6"):
-        resolve_speculation(Speculation(6), limits)
+        limits.resolve_speculation(Speculation(6))
