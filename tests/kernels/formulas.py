@@ -189,12 +189,12 @@ def forward_layers(ops: Ops, shape: Shape) -> Pairs:
     layer = DecoderLayer(spec, weights, GatedMLP(gate_up, None, down, None, "silu"), None)
     stack = ops.pack_layers([layer.pack(ops)], shape.dtype)
     length = min(shape.length, 1000)
-    scene = AttentionCase(ops, Layout(shape.block_size), spec, [CaseRow(0, length + 1)], shape.dtype)
+    case = AttentionCase(ops, Layout(shape.block_size), spec, [CaseRow(0, length + 1)], shape.dtype)
     xs = draw(length, MODEL), draw(1, MODEL)
     got = []
     for start, x in zip((0, length), xs, strict=True):
-        at = scene.make_slots([(0, start, len(x))])
-        stored = slice(0, len(x)), KVLocation(scene.store, at, shape.window)
+        at = case.make_slots([(0, start, len(x))])
+        stored = slice(0, len(x)), KVLocation(case.store, at, shape.window)
         got.append(ops.forward_layers(stack, x, Step(ops, [spec], [stored])))
     x, turns = torch.cat(xs).double(), _turns(shape.head_dim // 2)
     qkv = _normed(x, weights.norm) @ weights.qkv.double().T + weights.qkv_bias.double()
@@ -286,22 +286,22 @@ def _make_case(ops: Ops, shape: Shape) -> AttentionCase:
     )
 
 
-def _enter(scene: AttentionCase, shape: Shape) -> None:
-    k, v = (laid(scene.get_step_inputs(part), shape.lies) for part in (scene.k, scene.v))
-    scene.ops.write_kv(scene.store, scene.layer, k, v, scene.at)
+def _enter(case: AttentionCase, shape: Shape) -> None:
+    k, v = (laid(case.get_step_inputs(part), shape.lies) for part in (case.k, case.v))
+    case.ops.write_kv(case.store, case.layer, k, v, case.at)
 
 
 def write_kv(ops: Ops, shape: Shape) -> Pairs:
-    scene = _make_case(ops, shape)
-    _enter(scene, shape)
-    for i in range(len(scene.rows)):
+    case = _make_case(ops, shape)
+    _enter(case, shape)
+    for i in range(len(case.rows)):
         position = torch.arange(shape.length)
-        block, slot = scene.table[i].long()[position // shape.block_size], position % shape.block_size
-        for plane, part in ((scene.store.k(scene.layer), scene.k), (scene.store.v(scene.layer), scene.v)):
+        block, slot = case.table[i].long()[position // shape.block_size], position % shape.block_size
+        for plane, part in ((case.store.k(case.layer), case.k), (case.store.v(case.layer), case.v)):
             yield plane[block, :, slot], part[i]
             as_bits = {2: torch.int16, 4: torch.int32}[shape.dtype.itemsize]
             plane.view(as_bits)[block, :, slot] = -1
-    assert _untouched(scene.pages.memory), "something else was written"
+    assert _untouched(case.pages.memory), "something else was written"
 
 
 def _untouched(memory: Tensor) -> bool:
@@ -310,27 +310,27 @@ def _untouched(memory: Tensor) -> bool:
 
 
 def attend(ops: Ops, shape: Shape) -> Pairs:
-    scene = _make_case(ops, shape)
-    _enter(scene, shape)
-    q = laid(scene.get_step_inputs(scene.q), shape.lies)
+    case = _make_case(ops, shape)
+    _enter(case, shape)
+    q = laid(case.get_step_inputs(case.q), shape.lies)
     out = laid(torch.zeros_like(q), shape.lies)
-    ops.attend(out, q, scene.store, scene.layer, scene.at, scene.spec, window=shape.window)
+    ops.attend(out, q, case.store, case.layer, case.at, case.spec, window=shape.window)
     window = shape.window
     keeps = keep_all if window is None else lambda i, j: i - j < window
-    for i, got in enumerate(out.split([row.tokens for row in scene.rows])):
-        past = scene.rows[i].past
-        mask = visible_keys(scene.spec, shape.length, keeps, first=past)
-        yield got, attention(scene.q[i][past:], scene.k[i], scene.v[i], scene.spec, mask)
+    for i, got in enumerate(out.split([row.tokens for row in case.rows])):
+        past = case.rows[i].past
+        mask = visible_keys(case.spec, shape.length, keeps, first=past)
+        yield got, attention(case.q[i][past:], case.k[i], case.v[i], case.spec, mask)
 
 
 def gather(ops: Ops, shape: Shape) -> Pairs:
-    scene = _make_case(ops, shape)
-    _enter(scene, shape)
+    case = _make_case(ops, shape)
+    _enter(case, shape)
     positions = (torch.arange(min(50, shape.length)) * 7919) % shape.length
-    for row in range(len(scene.rows)):
-        k, v = ops.gather(scene.store, scene.layer, scene.at, row, positions)
-        yield k, scene.k[row][positions]
-        yield v, scene.v[row][positions]
+    for row in range(len(case.rows)):
+        k, v = ops.gather(case.store, case.layer, case.at, row, positions)
+        yield k, case.k[row][positions]
+        yield v, case.v[row][positions]
 
 
 def copy_blocks(ops: Ops, shape: Shape) -> Pairs:

@@ -21,13 +21,13 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype
 @backends
 def test_rows_attend_as_the_definition_says(backend: str, spec: str, layout: Layout, dtype: torch.dtype) -> None:
     window = 40 if layout.ring else None
-    scene = AttentionCase(BACKENDS[backend](), layout, SPECS[spec], ROWS, dtype)
-    scene.write()
-    for i, (out, row) in enumerate(zip(scene.attend(window=window), ROWS, strict=True)):
+    case = AttentionCase(BACKENDS[backend](), layout, SPECS[spec], ROWS, dtype)
+    case.write()
+    for i, (out, row) in enumerate(zip(case.attend(window=window), ROWS, strict=True)):
         if row.past < 0:
             assert (out == 7.0).all(), "a padding row has an output"
             continue
-        want = expected(scene, i, window)
+        want = expected(case, i, window)
         assert out.dtype is dtype
         assert (out.double() - want).abs().max() < TOLERANCE[dtype]
 
@@ -36,53 +36,53 @@ def test_rows_attend_as_the_definition_says(backend: str, spec: str, layout: Lay
 @pytest.mark.parametrize("window", [1, 2, 13])
 @backends
 def test_a_strategys_window_leaves_the_sinks_in_sight(backend: str, window: int, layout: Layout) -> None:
-    scene = AttentionCase(BACKENDS[backend](), layout, SPECS["groups of 4"], ROWS, torch.float32)
-    scene.write()
-    for i, (out, row) in enumerate(zip(scene.attend(window=window), ROWS, strict=True)):
+    case = AttentionCase(BACKENDS[backend](), layout, SPECS["groups of 4"], ROWS, torch.float32)
+    case.write()
+    for i, (out, row) in enumerate(zip(case.attend(window=window), ROWS, strict=True)):
         if row.past >= 0:
-            assert (out.double() - expected(scene, i, window)).abs().max() < TOLERANCE[torch.float32]
+            assert (out.double() - expected(case, i, window)).abs().max() < TOLERANCE[torch.float32]
 
 
 @backends
 def test_scores_of_any_size_overflow_nothing(backend: str) -> None:
     spec = SPECS["groups of 4"]._replace(scale=1e4)
-    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(100, 1), CaseRow(130, 8)], torch.float32)
-    scene.write()
-    for i, out in enumerate(scene.attend()):
+    case = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(100, 1), CaseRow(130, 8)], torch.float32)
+    case.write()
+    for i, out in enumerate(case.attend()):
         assert out.isfinite().all()
-        assert (out.double() - expected(scene, i, None)).abs().max() < 1e-3
+        assert (out.double() - expected(case, i, None)).abs().max() < 1e-3
 
 
 @layouts
 @backends
 def test_what_enters_can_be_gathered_at_its_positions(backend: str, layout: Layout) -> None:
-    scene = AttentionCase(BACKENDS[backend](), layout, SPECS["values wider than keys"], ROWS, torch.bfloat16)
-    scene.write()
+    case = AttentionCase(BACKENDS[backend](), layout, SPECS["values wider than keys"], ROWS, torch.bfloat16)
+    case.write()
     for i, row in enumerate(ROWS):
         if row.past < 0:
             continue
         end = row.past + row.tokens
         oldest = max(layout.sinks, end - layout.ring) if layout.ring else 0
         positions = torch.tensor([*range(min(layout.sinks, end)), *range(oldest, end)])
-        k, v = scene.ops.gather(scene.store, 0, scene.at, i, positions)
-        assert torch.equal(k, scene.k[i][positions])
-        assert torch.equal(v, scene.v[i][positions])
+        k, v = case.ops.gather(case.store, 0, case.at, i, positions)
+        assert torch.equal(k, case.k[i][positions])
+        assert torch.equal(v, case.v[i][positions])
 
 
 @backends
 def test_padding_is_written_nowhere(backend: str) -> None:
-    scene = AttentionCase(
+    case = AttentionCase(
         BACKENDS[backend](), Layout(16), SPECS["groups of 4"], [CaseRow(-1, 1), CaseRow(-1, 1)], torch.float32
     )
-    scene.get_step_inputs = lambda part: torch.ones_like(torch.cat(list(part)))  # type: ignore[method-assign]
-    scene.write()
-    scene.attend()
-    assert (scene.pages.memory == 0xFF).all()
+    case.get_step_inputs = lambda part: torch.ones_like(torch.cat(list(part)))  # type: ignore[method-assign]
+    case.write()
+    case.attend()
+    assert (case.pages.memory == 0xFF).all()
 
 
 @backends
 def test_blocks_are_copied_whole_and_leave_their_neighbours_alone(backend: str) -> None:
-    scene = AttentionCase(
+    case = AttentionCase(
         BACKENDS[backend](),
         Layout(5),
         SPECS["values wider than keys"],
@@ -90,16 +90,16 @@ def test_blocks_are_copied_whole_and_leave_their_neighbours_alone(backend: str) 
         torch.float32,
         unused_blocks=6,
     )
-    scene.pages.memory.copy_(torch.randint(0, 255, scene.pages.memory.shape).byte())
-    blocks = scene.store.blocks.clone()
-    scene.ops.copy_blocks(scene.store, [4, 4, 6], [1, 9, 2])
+    case.pages.memory.copy_(torch.randint(0, 255, case.pages.memory.shape).byte())
+    blocks = case.store.blocks.clone()
+    case.ops.copy_blocks(case.store, [4, 4, 6], [1, 9, 2])
     for block in range(len(blocks)):
         source = {1: 4, 9: 4, 2: 6}.get(block, block)
-        assert torch.equal(scene.store.blocks[block], blocks[source])
+        assert torch.equal(case.store.blocks[block], blocks[source])
 
 
-def expected(scene: AttentionCase, i: int, window: int | None) -> Tensor:
-    row, sinks, length = scene.rows[i], scene.layout.sinks, len(scene.k[i])
-    mask = visible_keys(scene.spec, length, keep_all if window is None else lambda i, j: (i - j < window) | (j < sinks))
-    q = scene.q[i][row.past :]
-    return attention(q, scene.k[i], scene.v[i], scene.spec, mask[row.past :])
+def expected(case: AttentionCase, i: int, window: int | None) -> Tensor:
+    row, sinks, length = case.rows[i], case.layout.sinks, len(case.k[i])
+    mask = visible_keys(case.spec, length, keep_all if window is None else lambda i, j: (i - j < window) | (j < sinks))
+    q = case.q[i][row.past :]
+    return attention(q, case.k[i], case.v[i], case.spec, mask[row.past :])

@@ -78,15 +78,15 @@ def after(
     x = torch.empty(0)
     for rows in ([(row, 0, 40) for row in range(len(ROWS))], STEPS[step]):
         n = sum(tokens for _, _, tokens in rows)
-        windows = [45 if scene.layout.ring else None for scene in scenes]
+        windows = [45 if case.layout.ring else None for case in scenes]
         stored = [
-            (slice(i * n, i * n + n), KVLocation(scene.store, scene.make_slots(rows), window))
-            for i, (scene, window) in enumerate(zip(scenes, windows, strict=True))
+            (slice(i * n, i * n + n), KVLocation(case.store, case.make_slots(rows), window))
+            for i, (case, window) in enumerate(zip(scenes, windows, strict=True))
         ]
         x, attention = torch.randn(len(scenes) * n, WIDTH).to(dtype), Step(ops, SPECS, stored)
         x = CompositeOps.forward_layers(ops, stack, x, attention) if apart else ops.forward_layers(stack, x, attention)
     idle = [i for i, (_, start, _) in enumerate(rows) if start < 0]
-    return x[[i for i in range(len(x)) if i % n not in idle]], [scene.pages.memory for scene in scenes]
+    return x[[i for i in range(len(x)) if i % n not in idle]], [case.pages.memory for case in scenes]
 
 
 @pytest.mark.parametrize("backend", NAMES)

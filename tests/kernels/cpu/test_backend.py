@@ -86,47 +86,47 @@ def test_bits_do_not_depend_on_threads(backend: str, one_thread: None, dtype: to
 
 def test_bfloat16_is_as_near_to_the_definition_as_torch_is(backend: str) -> None:
     spec, row = LayerSpec(2, 14, 64, 64, scale=1 / 8), CaseRow(700, 5)
-    scene = AttentionCase(BACKENDS[backend](), Layout(32), spec, [row], torch.bfloat16)
-    scene.write()
-    want = expected(scene, 0, None)
-    q, k, v = (part[0].transpose(0, 1)[None] for part in (scene.q, scene.k, scene.v))
+    case = AttentionCase(BACKENDS[backend](), Layout(32), spec, [row], torch.bfloat16)
+    case.write()
+    want = expected(case, 0, None)
+    q, k, v = (part[0].transpose(0, 1)[None] for part in (case.q, case.k, case.v))
     dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True)
     torchs = dense[0].transpose(0, 1)[row.past :]
-    assert (scene.attend()[0].double() - want).norm() < 1.1 * (torchs.double() - want).norm()
+    assert (case.attend()[0].double() - want).norm() < 1.1 * (torchs.double() - want).norm()
 
 
 def test_in_bfloat16_scores_of_any_size_overflow_nothing(backend: str) -> None:
     spec = LayerSpec(2, 8, 16, 16, scale=1e4)
-    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(1100, 1), CaseRow(130, 8)], torch.bfloat16)
-    scene.write()
-    for i, out in enumerate(scene.attend()):
+    case = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(1100, 1), CaseRow(130, 8)], torch.bfloat16)
+    case.write()
+    for i, out in enumerate(case.attend()):
         assert out.isfinite().all()
-        assert (out.double() - expected(scene, i, None)).abs().max() < 2e-2
+        assert (out.double() - expected(case, i, None)).abs().max() < 2e-2
 
 
 def test_heads_wider_than_the_kernels_are_left_to_plain_torch(backend: str) -> None:
     spec = LayerSpec(1, 2, 320, 16, scale=0.05)
-    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(40, 1), CaseRow(20, 5)], torch.float32)
-    scene.write()
-    for i, out in enumerate(scene.attend()):
-        assert (out.double() - expected(scene, i, None)).abs().max() < 3e-6
+    case = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(40, 1), CaseRow(20, 5)], torch.float32)
+    case.write()
+    for i, out in enumerate(case.attend()):
+        assert (out.double() - expected(case, i, None)).abs().max() < 3e-6
 
 
 def test_queries_that_share_one_kv_head_may_be_more_than_go_together(backend: str, dtype: torch.dtype) -> None:
     spec = LayerSpec(1, 71, 16, 16, scale=0.25)  # Falcon 7B's
-    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(40, 1), CaseRow(20, 5)], dtype)
-    scene.write()
-    for i, out in enumerate(scene.attend()):
-        assert (out.double() - expected(scene, i, None)).abs().max() < TOLERANCE[dtype]
+    case = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(40, 1), CaseRow(20, 5)], dtype)
+    case.write()
+    for i, out in enumerate(case.attend()):
+        assert (out.double() - expected(case, i, None)).abs().max() < TOLERANCE[dtype]
 
 
 def test_the_widest_heads_with_as_many_rows_as_go_together(backend: str, dtype: torch.dtype) -> None:
     spec = LayerSpec(1, 1, 256, 256, scale=1 / 16)
     rows = [CaseRow(0, 48), CaseRow(70, 48), CaseRow(30, 128)]
-    scene = AttentionCase(BACKENDS[backend](), Layout(16), spec, rows, dtype)
-    scene.write()
-    for i, out in enumerate(scene.attend()):
-        assert (out.double() - expected(scene, i, None)).abs().max() < TOLERANCE[dtype]
+    case = AttentionCase(BACKENDS[backend](), Layout(16), spec, rows, dtype)
+    case.write()
+    for i, out in enumerate(case.attend()):
+        assert (out.double() - expected(case, i, None)).abs().max() < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

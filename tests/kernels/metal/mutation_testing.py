@@ -113,9 +113,9 @@ def _long_texts(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
         ("a group of 20", LayerSpec(1, 20, 80, 80, scale=0.11), Layout(16)),
         ("wide heads", LayerSpec(1, 3, 256, 200, scale=0.06), Layout(700)),
     ):
-        scene = AttentionCase(ReferenceOps(), layout, spec, rows, dtype)
-        scene.write()
-        for row, out in zip(rows, scene.attend(ops, window=290 if layout.ring else None), strict=True):
+        case = AttentionCase(ReferenceOps(), layout, spec, rows, dtype)
+        case.write()
+        for row, out in zip(rows, case.attend(ops, window=290 if layout.ring else None), strict=True):
             yield f"{what}, {row.tokens} after {row.past}", out
 
 

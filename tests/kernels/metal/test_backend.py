@@ -49,11 +49,11 @@ def ops() -> MetalOps:
 def test_long_texts_attend_as_the_definition_says(ops: MetalOps, spec: LayerSpec, layout: Layout) -> None:
     window = 290 if layout.ring else None
     rows = (*LONG, CaseRow(SPLIT + 30, 9), CaseRow(0, 70))
-    scene = AttentionCase(ReferenceOps(), layout, spec, rows, torch.float32)
-    scene.write()
-    for i, (out, row) in enumerate(zip(scene.attend(ops, window=window), rows, strict=True)):
+    case = AttentionCase(ReferenceOps(), layout, spec, rows, torch.float32)
+    case.write()
+    for i, (out, row) in enumerate(zip(case.attend(ops, window=window), rows, strict=True)):
         if row.past >= 0:
-            assert (out.double() - expected(scene, i, window)).abs().max() < 3e-6
+            assert (out.double() - expected(case, i, window)).abs().max() < 3e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -61,20 +61,20 @@ def test_one_pass_and_two_have_the_same_bits(ops: MetalOps, dtype: torch.dtype) 
     """A sequence of one split, alone and beside one of several splits."""
     short, long = CaseRow(SPLIT - 1, 1), CaseRow(3 * SPLIT, 1)
     alone, beside = (AttentionCase(ReferenceOps(), Layout(16), SPEC, rows, dtype) for rows in ([short], [short, long]))
-    for scene in (alone, beside):
-        for part in (scene.q, scene.k, scene.v):
+    for case in (alone, beside):
+        for part in (case.q, case.k, case.v):
             part[0].copy_(torch.randn(part[0].shape, generator=torch.Generator().manual_seed(1)))
-        scene.write_past(0, short.past)
-        scene.write()
+        case.write_past(0, short.past)
+        case.write()
     assert torch.equal(alone.attend(ops)[0], beside.attend(ops)[0])
 
 
 def test_many_long_texts_are_summed_some_at_a_time(ops: MetalOps, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = AttentionCase(ReferenceOps(), Layout(16), SPEC, (*LONG, CaseRow(0, 9)), torch.float32)
-    scene.write()
-    together = scene.attend(ops)
+    case = AttentionCase(ReferenceOps(), Layout(16), SPEC, (*LONG, CaseRow(0, 9)), torch.float32)
+    case.write()
+    together = case.attend(ops)
     monkeypatch.setattr(attention, "MAX_PARTIAL_SUMS", 200)  # two rows
-    for ours, theirs in zip(scene.attend(ops), together, strict=True):
+    for ours, theirs in zip(case.attend(ops), together, strict=True):
         assert torch.equal(ours, theirs)
 
 
@@ -118,23 +118,23 @@ def test_products_of_odd_widths(ops: MetalOps, inputs: int) -> None:
 
 
 def test_heads_that_are_too_wide_are_the_references(ops: MetalOps) -> None:
-    scene = AttentionCase(
+    case = AttentionCase(
         ReferenceOps(), Layout(16), LayerSpec(1, 2, 264, 16), [CaseRow(5, 1), CaseRow(0, 3)], torch.float32
     )
-    scene.write()
-    for i, out in enumerate(scene.attend(ops)):
-        assert (out.double() - expected(scene, i, None)).abs().max() < 1e-5
+    case.write()
+    for i, out in enumerate(case.attend(ops)):
+        assert (out.double() - expected(case, i, None)).abs().max() < 1e-5
 
 
 def _store(dtype: torch.dtype = torch.float32) -> AttentionCase:
-    scene = AttentionCase(ReferenceOps(), Layout(16), SPEC, [CaseRow(5, 1), CaseRow(0, 3)], dtype)
-    scene.write()
-    return scene
+    case = AttentionCase(ReferenceOps(), Layout(16), SPEC, [CaseRow(5, 1), CaseRow(0, 3)], dtype)
+    case.write()
+    return case
 
 
 def test_a_store_of_a_type_that_no_kernel_knows_is_the_references(ops: MetalOps) -> None:
-    scene, positions = _store(torch.float64), torch.tensor([4, 0])
-    for found, whole in zip(ops.gather(scene.store, 0, scene.at, 0, positions), (scene.k, scene.v), strict=True):
+    case, positions = _store(torch.float64), torch.tensor([4, 0])
+    for found, whole in zip(ops.gather(case.store, 0, case.at, 0, positions), (case.k, case.v), strict=True):
         assert torch.equal(found, whole[0][positions])
 
 

@@ -34,8 +34,8 @@ def test_long_texts_attend_as_the_definition_says(dim: int) -> None:
     spec = LayerSpec(2, 14, dim, dim, scale=dim**-0.5)
     there = AttentionCase(load(), Layout(32), spec, rows, torch.float32, torch.device("mps"))
     here = AttentionCase(ReferenceOps(), Layout(32), spec, rows, torch.float32)  # draws the same numbers
-    for scene in (there, here):
-        scene.write()
+    for case in (there, here):
+        case.write()
     for i, (out, row) in enumerate(zip(there.attend(), rows, strict=True)):
         if row.past >= 0:
             assert (out.cpu().double() - expected(here, i, None)).abs().max() < 1e-5

@@ -59,15 +59,15 @@ def test_a_step_of_a_mirror_moves_what_is_new_and_not_the_text() -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_attention_moves_the_keys_that_some_query_sees(spec: str, layout: Layout) -> None:
     window = 40 if layout.ring else None
-    scene = AttentionCase(Nothing(), layout, SPECS[spec], ROWS, torch.float32)  # type: ignore[arg-type]
+    case = AttentionCase(Nothing(), layout, SPECS[spec], ROWS, torch.float32)  # type: ignore[arg-type]
     keeps = keep_all if window is None else lambda i, j: (i - j < window) | (j < layout.sinks)
     keys = 0
     for row in ROWS:
         if row.past >= 0:
-            keys += int(visible_keys(scene.spec, row.past + row.tokens, keeps)[row.past :].any(0).sum())
-    per_key = 4 * scene.spec.num_kv_heads * (scene.spec.head_dim + scene.spec.v_head_dim)
-    q = scene.get_step_inputs(scene.q)
-    assert ROW["attend"].count_bytes(q, q, scene.store, 0, scene.at, scene.spec, window=window) == keys * per_key
+            keys += int(visible_keys(case.spec, row.past + row.tokens, keeps)[row.past :].any(0).sum())
+    per_key = 4 * case.spec.num_kv_heads * (case.spec.head_dim + case.spec.v_head_dim)
+    q = case.get_step_inputs(case.q)
+    assert ROW["attend"].count_bytes(q, q, case.store, 0, case.at, case.spec, window=window) == keys * per_key
 
 
 class Nothing:
@@ -77,7 +77,7 @@ class Nothing:
 def test_bytes_of_stored_vectors() -> None:
     spec = SPECS["values wider than keys"]  # 2 heads of 8 and 24
     for kv_dtype, stored, out in ((torch.bfloat16, 128, 128), (torch.int8, 80, 256)):
-        scene = AttentionCase(
+        case = AttentionCase(
             Nothing(),  # type: ignore[arg-type]
             Layout(16),
             spec,
@@ -85,7 +85,7 @@ def test_bytes_of_stored_vectors() -> None:
             torch.bfloat16,
             kv_dtype=kv_dtype,
         )
-        k, v = scene.get_step_inputs(scene.k), scene.get_step_inputs(scene.v)
-        assert ROW["write_kv"].count_bytes(scene.store, 0, k, v, scene.at) == 3 * (128 + stored)
-        assert ROW["gather"].count_bytes(scene.store, 0, scene.at, 0, torch.arange(7)) == 7 * (stored + out)
-        assert ROW["copy_blocks"].count_bytes(scene.store, [0, 1], [2, 3]) == 4 * scene.store.block_bytes
+        k, v = case.get_step_inputs(case.k), case.get_step_inputs(case.v)
+        assert ROW["write_kv"].count_bytes(case.store, 0, k, v, case.at) == 3 * (128 + stored)
+        assert ROW["gather"].count_bytes(case.store, 0, case.at, 0, torch.arange(7)) == 7 * (stored + out)
+        assert ROW["copy_blocks"].count_bytes(case.store, [0, 1], [2, 3]) == 4 * case.store.block_bytes
