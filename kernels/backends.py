@@ -37,7 +37,7 @@ class Backend(NamedTuple):
     name: str
     device: Device
     load: Callable[[], Ops]
-    missing: str | None  # why it cannot be loaded; None: it can be be be
+    missing: str | None  # why it cannot be loaded; None: it can be
 
 
 def list_backends(device: str | None = None) -> Iterator[Backend]:

@@ -37,8 +37,6 @@ class CpuDecoderLayers(DecoderLayers):
     @staticmethod
     def supports(layer: DecoderLayer) -> bool:
         """Return whether C++ can run a layer."""
-        """Return whether C++ can run a layer."""
-        """Return whether C++ can run a layer."""
         attn, mlp, spec = layer.attention, layer.mlp, layer.spec
         if not isinstance(mlp, GatedMLP) or mlp.activation != "silu":
             return False
