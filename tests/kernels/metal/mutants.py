@@ -341,7 +341,7 @@ MUTANTS: tuple[Mutant, ...] = (
 
 
 def markdown() -> str:
-    """Return the table of docs/metal.md; print the progress to stderr."""
+    """Return the table of docs/internals/metal.md; print the progress to stderr."""
     rows = ["| kernel | mutant | caught by |", "|---|---|---|"]
     with workers() as pool:
         for i, (mutant, by) in enumerate(zip(MUTANTS, pool.map(try_mutant, MUTANTS), strict=True), 1):
