@@ -25,7 +25,7 @@ from kernels.cpu.library import usable_instruction_sets
 from kernels.selfcheck.check import Verdict, check_ops
 from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import DTYPES
-from kernels.tracing import OpTimer, TracedOps, Tracer
+from kernels.tracing import OpTimer, Tracer, trace_ops
 from server.cli.standard_streams import print_safely
 from server.engine.device import choose_device
 from server.profiling.machine import measure_read_bandwidth
@@ -128,7 +128,7 @@ def _check_kernels() -> Iterator[tuple[str, str]]:
 def _check_backend(backend: Backend) -> Iterator[tuple[str, str]]:
     """Yield a line for each operation; its time is that of all its samples, compiling included."""
     tracer, device = Tracer(), backend.device.tensors
-    ops = TracedOps(backend.load(), tracer)
+    ops = trace_ops(backend.load(), tracer)
     by_dtype = []
     for dtype in DTYPES:
         with tracer.record(OpTimer(device)) as timer:

@@ -25,7 +25,7 @@ from kernels.backends import CheckedOps, load_ops
 from kernels.device import Device, KernelsMissing
 from kernels.ops import Ops
 from kernels.selfcheck.check_memory import find_memory_fault
-from kernels.tracing import TracedOps, Tracer
+from kernels.tracing import Tracer, trace_ops
 from server.engine.core import Core
 from server.engine.device import (
     choose_device,
@@ -78,7 +78,7 @@ def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
     kernels = _load_kernels(settings, device, dtype)
     max_seq_len = _choose_max_seq_len(settings, info)
     tracer = Tracer()
-    ops = TracedOps(kernels.ops, tracer)
+    ops = trace_ops(kernels.ops, tracer)
     if settings.deterministic:
         _check_batch_invariant(ops)
     limit_memory(device.tensors)
