@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from tools.torture.expected_answers import ExpectedAnswerError
 from tools.torture.report import make_console, make_soak_tables, print_tables, soak_as_json, write_json
 from tools.torture.server_process import StartError
-from tools.torture.soak import Bounds, SoakPlan, print_start, run_soak
+from tools.torture.soak import GrowthBounds, SoakPlan, print_start, run_soak
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +41,7 @@ def _make_plan(flags: argparse.Namespace) -> tuple[SoakPlan, str]:
         sample_seconds=min(flags.sample_seconds, seconds / 60),
         clients=flags.clients,
         requests=flags.requests,
-        bounds=Bounds(flags.memory_bound, flags.descriptors_bound, flags.threads_bound),
+        bounds=GrowthBounds(flags.memory_bound, flags.descriptors_bound, flags.threads_bound),
     )
     return plan, flags.json
 
@@ -52,7 +52,7 @@ def _make_parser() -> argparse.ArgumentParser:
         description="Load one server for long, and check that memory, descriptors and gauges do not grow.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    add, usual = parser.add_argument, Bounds()
+    add, usual = parser.add_argument, GrowthBounds()
     add("--minutes", type=float, default=60.0, help="duration of the run")
     add("--seed", default="", help="seed of all random choices; by default a new one, which is printed")
     add("--round-seconds", type=float, default=180.0, help="seconds of load between two checks of the gauges")

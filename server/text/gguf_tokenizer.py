@@ -1,6 +1,6 @@
 """Converts the tokenizer in a GGUF file's metadata to the contents of tokenizer.json and tokenizer_config.json.
 
-llama.cpp stores a vocabulary and the name of a pre-tokenizer; the table SPLITS maps names to regular expressions. An
+llama.cpp stores a vocabulary and the name of a pre-tokenizer; PRE_TOKENIZERS maps names to regular expressions. An
 unknown name is an error: text split in another way gets other ids, and the model would become worse without a sign.
 Reads no files.
 """
@@ -21,7 +21,7 @@ PREFIX = "tokenizer.ggml."
 END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 
 
-class Split(NamedTuple):
+class PreTokenizer(NamedTuple):
     """How a pre-tokenizer splits text before byte pairs are merged."""
 
     regex: str | None = None  # None: GPT-2's
@@ -40,14 +40,14 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LINES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _LINES
 _PATHS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _LINES
-_LLAMA3 = Split(_CONTRACTIONS + "|" + _WORDS + r"|\p{N}{1,3}" + _PUNCTUATION, ignore_merges=True, bos=True)
+_LLAMA3 = PreTokenizer(_CONTRACTIONS + "|" + _WORDS + r"|\p{N}{1,3}" + _PUNCTUATION, ignore_merges=True, bos=True)
 _CL100K = _LLAMA3._replace(ignore_merges=False, bos=False)
-_QWEN2 = Split(_CONTRACTIONS + "|" + _WORDS + r"|\p{N}" + _PUNCTUATION)
-_TEKKEN = Split(_CASED.replace("{end}", "") + r"|\p{N}" + _PATHS, ignore_merges=True, bos=True)
-_GPT4O = Split(_CASED.replace("{end}", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _PATHS)
-_GPT2, _DIGITS = Split(), Split(digits=True)
+_QWEN2 = PreTokenizer(_CONTRACTIONS + "|" + _WORDS + r"|\p{N}" + _PUNCTUATION)
+_TEKKEN = PreTokenizer(_CASED.replace("{end}", "") + r"|\p{N}" + _PATHS, ignore_merges=True, bos=True)
+_GPT4O = PreTokenizer(_CASED.replace("{end}", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _PATHS)
+_GPT2, _DIGITS = PreTokenizer(), PreTokenizer(digits=True)
 
-SPLITS: Mapping[str, Split] = {  # by tokenizer.ggml.pre
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {  # by tokenizer.ggml.pre
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "phi-2", "exaone4"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
@@ -67,8 +67,8 @@ def make_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, An
     vocabulary = _Vocabulary(metadata)
     kind = vocabulary.get("model")
     if kind == "gpt2":
-        split = _find_split(vocabulary)
-        tokenizer, bos = _make_byte_level(vocabulary, split), split.bos
+        pre_tokenizer = _find_pre_tokenizer(vocabulary)
+        tokenizer, bos = _make_byte_level(vocabulary, pre_tokenizer), pre_tokenizer.bos
     elif kind == "llama":
         tokenizer, bos = _make_sentence_piece(vocabulary), True
     else:
@@ -158,24 +158,24 @@ def _make_bpe(ids: Mapping[str, int], merges: list[tuple[str, str]], **options: 
 
 
 # ---------------------------------------------------------------- byte pairs
-def _find_split(vocabulary: _Vocabulary) -> Split:
+def _find_pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
     name = vocabulary.get("pre")
-    if name not in SPLITS:
+    if name not in PRE_TOKENIZERS:
         raise SettingsError(
-            f"its pre-tokenizer ({PREFIX}pre) {name!r} is not known: it should be one of {', '.join(SPLITS)}; "
+            f"its pre-tokenizer ({PREFIX}pre) {name!r} is not known: it should be one of {', '.join(PRE_TOKENIZERS)}; "
             "if the file is old, convert the model again"
         )
-    return SPLITS[name]
+    return PRE_TOKENIZERS[name]
 
 
-def _make_byte_level(vocabulary: _Vocabulary, split: Split) -> Tokenizer:
+def _make_byte_level(vocabulary: _Vocabulary, pre_tokenizer: PreTokenizer) -> Tokenizer:
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.merges)]
-    tokenizer = _make_bpe(vocabulary.ids, merges, ignore_merges=split.ignore_merges)
-    if split.nfc:
+    tokenizer = _make_bpe(vocabulary.ids, merges, ignore_merges=pre_tokenizer.ignore_merges)
+    if pre_tokenizer.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
-    steps += [pre_tokenizers.Split(Regex(split.regex), "isolated")] if split.regex else []
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.regex is None))
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre_tokenizer.digits else []
+    steps += [pre_tokenizers.Split(Regex(pre_tokenizer.regex), "isolated")] if pre_tokenizer.regex else []
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre_tokenizer.regex is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from config.errors import SettingsError
 from server.models.formats.gguf_file import read_header
-from server.text.gguf_tokenizer import SPACE, SPLITS, make_tokenizer
+from server.text.gguf_tokenizer import PRE_TOKENIZERS, SPACE, make_tokenizer
 from tests.models.gguf_files import add_byte_level, write_to
 
 CORPUS = [
@@ -90,7 +90,7 @@ def test_text_is_split_as_transformers_splits_it(name: str, tmp_path: Path) -> N
     assert ours.pre_tokenizer is not None
     for text in [*TEXTS, *CORPUS]:
         assert ours.pre_tokenizer.pre_tokenize_str(text) == pre.pre_tokenize_str(text)
-        begins = [0] if SPLITS[name].bos else []
+        begins = [0] if PRE_TOKENIZERS[name].bos else []
         assert ours.encode(text).ids[len(begins) :] == theirs.encode(text).ids
         assert ours.encode(text).ids[: len(begins)] == begins
         assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text).ids

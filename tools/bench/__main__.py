@@ -20,7 +20,7 @@ from tools.bench.table.documents import BENCHMARKS, TABLES, update_performance_d
 from tools.bench.table.goals import ROWS, Group
 from tools.bench.table.models import SHAPES, cache_folder
 from tools.bench.table.report import BenchmarkReport, as_json, as_text
-from tools.bench.table.runs import Effort, measure_rows
+from tools.bench.table.runs import RunOptions, measure_rows
 
 DESCRIPTION = """\
 Starts `kvmux serve` once for each model and weight format, sends it load over HTTP, and compares the figures with
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     date = datetime.now().astimezone()
     with sigterm_as_ctrl_c(), Console(stderr=True).status("starting") as status:
         try:
-            effort = Effort(options.rounds, options.attempts, options.models)
+            effort = RunOptions(options.rounds, options.attempts, options.models)
             results = measure_rows(rows, effort, status.update)
             report = BenchmarkReport(date, sorted(results, key=lambda each: rows.index(each.row)))
             if options.docs:

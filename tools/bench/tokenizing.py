@@ -27,7 +27,7 @@ from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
 from server.text.tokenizer import Tokenizer, TokenizerBase
 
 WORDS_PER_MESSAGE = 24
-Work = Callable[[TokenizerBase], Awaitable[object]]
+TimedCall = Callable[[TokenizerBase], Awaitable[object]]
 
 
 class TokenizingCost(NamedTuple):
@@ -80,7 +80,7 @@ async def measure(
 
 
 async def compare(
-    what: str, work: Work, in_process: TokenizerBase, sandboxed: TokenizerBase, rounds: int, calls: int
+    what: str, work: TimedCall, in_process: TokenizerBase, sandboxed: TokenizerBase, rounds: int, calls: int
 ) -> TokenizingCost:
     times: dict[TokenizerBase, list[float]] = {in_process: [], sandboxed: []}
     for turn in range(rounds + 1):
@@ -93,7 +93,7 @@ async def compare(
     return TokenizingCost(what, median(times[in_process]), median(times[sandboxed]), median(differences), low, high)
 
 
-async def time_calls(work: Work, tokenizer: TokenizerBase, calls: int) -> float:
+async def time_calls(work: TimedCall, tokenizer: TokenizerBase, calls: int) -> float:
     start = time.perf_counter()
     for _ in range(calls):
         await work(tokenizer)
@@ -108,7 +108,7 @@ def compute_interval(values: Sequence[float]) -> tuple[float, float]:
     return edges[0], edges[-1]
 
 
-def make_chat_work(messages: int) -> Work:
+def make_chat_work(messages: int) -> TimedCall:
     rng = random.Random(0)
     messages_to_encode = [
         {"role": ("user", "assistant")[i % 2], "content": make_sentence(rng)} for i in range(messages)

@@ -24,14 +24,14 @@ from tools.bench.table.goals import TRANSFORMERS
 from tools.bench.table.limits import WORKLOADS, Workload
 
 
-class Times(NamedTuple):
+class Latencies(NamedTuple):
     """The latencies of one answer, in milliseconds."""
 
     ttft_ms: float  # time to first token
     itl_ms: Sequence[float]  # inter-token latencies
 
 
-class Arrivals(BaseStreamer):
+class TimestampStreamer(BaseStreamer):
     """A streamer that records the times at which `generate` passes on the prompt and then each token."""
 
     def __init__(self) -> None:
@@ -77,9 +77,9 @@ def measure(directory: Path, work: Workload, rounds: int) -> Mapping[str, Any]:
     }
 
 
-def time_generation(model: Any, prompt: Tensor, tokens: int) -> Times:
+def time_generation(model: Any, prompt: Tensor, tokens: int) -> Latencies:
     """Generate `tokens` tokens after a prompt [1, T] of ids; return the latencies."""
-    arrivals, start = Arrivals(), perf_counter()
+    arrivals, start = TimestampStreamer(), perf_counter()
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -91,7 +91,9 @@ def time_generation(model: Any, prompt: Tensor, tokens: int) -> Times:
     )
     _, *token_times = arrivals.seconds
     assert len(token_times) == tokens
-    return Times(1e3 * (token_times[0] - start), [1e3 * (later - earlier) for earlier, later in pairwise(token_times)])
+    return Latencies(
+        1e3 * (token_times[0] - start), [1e3 * (later - earlier) for earlier, later in pairwise(token_times)]
+    )
 
 
 if __name__ == "__main__":

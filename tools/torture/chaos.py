@@ -16,7 +16,7 @@ import psutil
 
 from tools.torture.checker import Injection
 from tools.torture.clients import Load, start_clients
-from tools.torture.faults import Fault, Target, count_orphans
+from tools.torture.faults import Fault, FaultTarget, count_orphans
 from tools.torture.requests import make_reference_options
 from tools.torture.running import (
     open_exchange,
@@ -48,7 +48,7 @@ class ChaosPlan:
 
 
 @dataclass
-class Recoveries:
+class RecoveryTimes:
     """The recovery times of one kind of fault."""
 
     answering_seconds: list[float] = field(default_factory=list)  # from each fault until a completion succeeds
@@ -63,7 +63,7 @@ class ChaosReport:
     plan: ChaosPlan
     exact: bool
     tally: Tally
-    recoveries: dict[str, Recoveries]
+    recoveries: dict[str, RecoveryTimes]
     seconds: float
     starts: int
 
@@ -94,7 +94,7 @@ class FaultInjector:
     """Injects one fault after another while the clients of a load run."""
 
     def __init__(self, plan: ChaosPlan, load: Load) -> None:
-        self.recoveries = {fault.name: Recoveries() for fault in plan.faults}
+        self.recoveries = {fault.name: RecoveryTimes() for fault in plan.faults}
         self._plan = plan
         self._load = load
         self._server = load.server
@@ -140,7 +140,7 @@ class FaultInjector:
         self._status = fault.name
         injection = Injection(fault.name, fault.excuses, fault.orderly)
         self._load.checker.injections.append(injection)
-        target = Target(self._server, self._draw, self._tally, DRAIN_SECONDS)
+        target = FaultTarget(self._server, self._draw, self._tally, DRAIN_SECONDS)
         before = self._server.find_processes()
         affected = await fault.inject(target)
         if affected is None:

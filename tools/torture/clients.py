@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from tools.torture.answers import find_difference
 from tools.torture.checker import Checker
-from tools.torture.exchange import MALFORMED_ERROR, Exchange, Outcome
+from tools.torture.exchange import MALFORMED_ERROR, HttpClient, Outcome
 from tools.torture.requests import COMPLETIONS, TENANTS, RequestSpec, SendOptions, draw_send_options, make_fresh_spec
 from tools.torture.server_process import ServerProcess
 
@@ -29,7 +29,7 @@ class Load:
     """The state that all clients share; they send requests while `running` is set."""
 
     server: ServerProcess
-    exchange: Exchange
+    exchange: HttpClient
     checker: Checker
     specs: Sequence[RequestSpec]
     running: asyncio.Event = field(default_factory=asyncio.Event)
@@ -50,10 +50,10 @@ class Load:
         return outcome
 
 
-Act = Callable[[Load, Random, str], Awaitable[Outcome | None]]
+ClientAction = Callable[[Load, Random, str], Awaitable[Outcome | None]]
 
 
-async def run_client(load: Load, draw: Random, act: Act, pause: float) -> None:
+async def run_client(load: Load, draw: Random, act: ClientAction, pause: float) -> None:
     """Call `act` repeatedly, with pauses of up to `pause` seconds, and 0.1 to 0.4 s after a failure."""
     while (url := await load.wait_for_url()) is not None:
         outcome = await act(load, draw, url)
@@ -179,7 +179,7 @@ def start_clients(group: asyncio.TaskGroup, load: Load, seed: str, num_comparing
     `probe_pause` limits the rate of new prompts: for each the server keeps the hashes of evicted blocks, up to 65,536
     of them, so that its memory grows for hours.
     """
-    acts: list[tuple[Act, float]] = [(ask_and_compare, 0.05)] * num_comparing
+    acts: list[tuple[ClientAction, float]] = [(ask_and_compare, 0.05)] * num_comparing
     acts += [(poll, 0.5), (probe_isolation, probe_pause), (send_malformed, 0.5)]
     for number, (act, pause) in enumerate(acts):
         group.create_task(run_client(load, Random(f"{seed} client {number}"), act, pause))

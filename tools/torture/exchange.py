@@ -50,7 +50,7 @@ class Outcome:
     client_left: bool = False  # whether the client disconnected on purpose
 
 
-class Failed(Exception):
+class ExchangeFailed(Exception):
     """Raised within an exchange to end it with a failure."""
 
     def __init__(self, failure: Failure) -> None:
@@ -58,7 +58,7 @@ class Failed(Exception):
         self.failure = failure
 
 
-class Exchange:
+class HttpClient:
     """An HTTP client that counts responses by status."""
 
     def __init__(self, http: httpx.AsyncClient, timeout: float, statuses: Counter[int]) -> None:
@@ -98,7 +98,7 @@ class Exchange:
                 await exchange
         except TimeoutError:
             outcome.failure = Failure(NO_ANSWER, f"neither an answer nor an error within {self._timeout:g} s")
-        except Failed as failed:
+        except ExchangeFailed as failed:
             outcome.failure = failed.failure
         except httpx.ConnectError as error:
             outcome.failure = Failure(REFUSED, repr(error))
@@ -140,13 +140,13 @@ class Exchange:
                 return
             body = json.loads(data)
             if "error" in body:
-                raise Failed(_parse_failure(None, body))
+                raise ExchangeFailed(_parse_failure(None, body))
             outcome.answer.take(body)
             events += 1
-        raise Failed(Failure(UNFINISHED, f"the stream ended after {events} events"))
+        raise ExchangeFailed(Failure(UNFINISHED, f"the stream ended after {events} events"))
 
     def _check_status(self, status: int, headers: Mapping[str, str], content: bytes, outcome: Outcome) -> None:
-        """Store and count the status; raise Failed if it is an error."""
+        """Store and count the status; raise ExchangeFailed if it is an error."""
         outcome.status = status
         self.statuses[status] += 1
         if status < 400:
@@ -157,7 +157,7 @@ class Exchange:
             failure = Failure(MALFORMED_ERROR, f"{status} {content[:200]!r}", status)
         if status in RETRY_STATUSES and "retry-after" not in headers:
             failure = Failure(MALFORMED_ERROR, f"{status} without Retry-After: {failure.message}", status)
-        raise Failed(failure)
+        raise ExchangeFailed(failure)
 
 
 async def _iter_events(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

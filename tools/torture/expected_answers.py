@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from tools.torture.checker import Checker
-from tools.torture.exchange import Exchange
+from tools.torture.exchange import HttpClient
 from tools.torture.requests import RequestSpec, draw_specs, make_reference_options
 
 
@@ -14,7 +14,7 @@ class ExpectedAnswerError(Exception):
 
 
 async def compute_answers(
-    url: str, exchange: Exchange, checker: Checker, draw: Random, number: int
+    url: str, exchange: HttpClient, checker: Checker, draw: Random, number: int
 ) -> list[RequestSpec]:
     """Return `number` random requests, and store their answers in `checker`. Raises ExpectedAnswerError."""
     specs = draw_specs(draw, number)

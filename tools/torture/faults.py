@@ -33,7 +33,7 @@ SHUTDOWN_FAILURES = frozenset({CONNECTION_CUT, REFUSED, STOPPING, ENGINE_UNAVAIL
 
 
 @dataclass
-class Target:
+class FaultTarget:
     """The server into which faults are injected, with a random generator and a tally."""
 
     server: ServerProcess
@@ -51,7 +51,7 @@ class Fault:
 
     name: str
     description: str
-    inject: Callable[[Target], Awaitable[Affected]]
+    inject: Callable[[FaultTarget], Awaitable[Affected]]
     excuses: frozenset[str]
     orderly: bool = False  # whether running requests must still be answered
 
@@ -66,29 +66,29 @@ def _send_signal(processes: Iterable[psutil.Process | None], number: signal.Sign
     return found or None
 
 
-def _choose_one(target: Target, processes: Sequence[psutil.Process]) -> list[psutil.Process]:
+def _choose_one(target: FaultTarget, processes: Sequence[psutil.Process]) -> list[psutil.Process]:
     """Return a random one of the processes, as a list; empty if there are none."""
     return [target.draw.choice(processes)] if processes else []
 
 
-async def _kill_engine(target: Target) -> Affected:
+async def _kill_engine(target: FaultTarget) -> Affected:
     return _send_signal([target.server.find_roles().engine], signal.SIGKILL)
 
 
-async def _kill_worker(target: Target) -> Affected:
+async def _kill_worker(target: FaultTarget) -> Affected:
     return _send_signal(_choose_one(target, target.server.find_roles().workers), signal.SIGKILL)
 
 
-async def _kill_children(target: Target) -> Affected:
+async def _kill_children(target: FaultTarget) -> Affected:
     roles = target.server.find_roles()
     return _send_signal([roles.engine, *roles.workers], signal.SIGKILL)
 
 
-async def _kill_helper(target: Target) -> Affected:
+async def _kill_helper(target: FaultTarget) -> Affected:
     return _send_signal(_choose_one(target, target.server.find_roles().helpers), signal.SIGKILL)
 
 
-async def _terminate_child(target: Target, processes: Sequence[psutil.Process | None]) -> Affected:
+async def _terminate_child(target: FaultTarget, processes: Sequence[psutil.Process | None]) -> Affected:
     """Send SIGTERM to children of the supervisor; return them if they end, and [] if they block the signal."""
     affected = _send_signal(processes, signal.SIGTERM)
     if affected is None:
@@ -102,15 +102,15 @@ async def _terminate_child(target: Target, processes: Sequence[psutil.Process | 
     return []
 
 
-async def _terminate_worker(target: Target) -> Affected:
+async def _terminate_worker(target: FaultTarget) -> Affected:
     return await _terminate_child(target, _choose_one(target, target.server.find_roles().workers))
 
 
-async def _terminate_engine(target: Target) -> Affected:
+async def _terminate_engine(target: FaultTarget) -> Affected:
     return await _terminate_child(target, [target.server.find_roles().engine])
 
 
-async def _pause(target: Target, processes: Sequence[psutil.Process | None]) -> Affected:
+async def _pause(target: FaultTarget, processes: Sequence[psutil.Process | None]) -> Affected:
     """Stop processes with SIGSTOP, and continue them after PAUSE_SECONDS."""
     stopped = _send_signal(processes, signal.SIGSTOP)
     try:
@@ -120,15 +120,15 @@ async def _pause(target: Target, processes: Sequence[psutil.Process | None]) -> 
     return None if stopped is None else []
 
 
-async def _stop_engine(target: Target) -> Affected:
+async def _stop_engine(target: FaultTarget) -> Affected:
     return await _pause(target, [target.server.find_roles().engine])
 
 
-async def _stop_worker(target: Target) -> Affected:
+async def _stop_worker(target: FaultTarget) -> Affected:
     return await _pause(target, _choose_one(target, target.server.find_roles().workers))
 
 
-async def _hang(target: Target, processes: Sequence[psutil.Process | None]) -> Affected:
+async def _hang(target: FaultTarget, processes: Sequence[psutil.Process | None]) -> Affected:
     """Stop processes with SIGSTOP; the supervisor must notice it and replace them."""
     if (stopped := _send_signal(processes, signal.SIGSTOP)) is None:
         return None
@@ -139,16 +139,16 @@ async def _hang(target: Target, processes: Sequence[psutil.Process | None]) -> A
     return []
 
 
-async def _hang_engine(target: Target) -> Affected:
+async def _hang_engine(target: FaultTarget) -> Affected:
     return await _hang(target, [target.server.find_roles().engine])
 
 
-async def _hang_worker(target: Target) -> Affected:
+async def _hang_worker(target: FaultTarget) -> Affected:
     return await _hang(target, _choose_one(target, target.server.find_roles().workers))
 
 
 # ---------------------------------------------------------------- the whole server
-async def _restart(target: Target, number: signal.Signals, *, group: bool) -> Affected:
+async def _restart(target: FaultTarget, number: signal.Signals, *, group: bool) -> Affected:
     """Stop the server with a signal that lets it drain, and start it again."""
     children = target.server.find_processes()[1:]
     target.server.send_signal(number, group=group)
@@ -158,14 +158,14 @@ async def _restart(target: Target, number: signal.Signals, *, group: bool) -> Af
     return await _start_again(target, children)
 
 
-async def _kill_server(target: Target) -> Affected:
+async def _kill_server(target: FaultTarget) -> Affected:
     children = target.server.find_processes()[1:]
     target.server.send_signal(signal.SIGKILL)
     await target.server.wait(ORPHAN_SECONDS)
     return await _start_again(target, children)
 
 
-async def _start_again(target: Target, children: list[psutil.Process]) -> Affected:
+async def _start_again(target: FaultTarget, children: list[psutil.Process]) -> Affected:
     """Check that no process or socket folder of the server is left, and start it again."""
     await _end_leftovers(target, children)
     before = target.server.find_socket_folders()
@@ -176,7 +176,7 @@ async def _start_again(target: Target, children: list[psutil.Process]) -> Affect
     return []
 
 
-async def _end_leftovers(target: Target, children: list[psutil.Process]) -> None:
+async def _end_leftovers(target: FaultTarget, children: list[psutil.Process]) -> None:
     """Count processes that outlive their server as problems, and kill them."""
     await count_orphans(target.tally, children)
     target.server.kill()
@@ -191,23 +191,23 @@ async def count_orphans(tally: Tally, processes: Sequence[psutil.Process]) -> No
             each.kill()
 
 
-async def _terminate(target: Target) -> Affected:
+async def _terminate(target: FaultTarget) -> Affected:
     return await _restart(target, signal.SIGTERM, group=False)
 
 
-async def _terminate_group(target: Target) -> Affected:
+async def _terminate_group(target: FaultTarget) -> Affected:
     return await _restart(target, signal.SIGTERM, group=True)
 
 
-async def _hang_up(target: Target) -> Affected:
+async def _hang_up(target: FaultTarget) -> Affected:
     return await _restart(target, signal.SIGHUP, group=False)
 
 
-async def _hang_up_group(target: Target) -> Affected:
+async def _hang_up_group(target: FaultTarget) -> Affected:
     return await _restart(target, signal.SIGHUP, group=True)
 
 
-async def _interrupt_group(target: Target) -> Affected:
+async def _interrupt_group(target: FaultTarget) -> Affected:
     return await _restart(target, signal.SIGINT, group=True)
 
 

@@ -15,7 +15,7 @@ import httpx
 
 from tools.torture.checker import Checker
 from tools.torture.clients import Load
-from tools.torture.exchange import Exchange
+from tools.torture.exchange import HttpClient
 from tools.torture.expected_answers import compute_answers
 from tools.torture.server_process import DRAIN_SECONDS, ServerProcess, StartError
 from tools.torture.tally import Tally
@@ -52,14 +52,14 @@ async def running_server(max_queued_requests: int) -> AsyncIterator[tuple[Server
 
 
 @asynccontextmanager
-async def open_exchange(statuses: Counter[int] | None = None) -> AsyncIterator[Exchange]:
+async def open_exchange(statuses: Counter[int] | None = None) -> AsyncIterator[HttpClient]:
     """Open an HTTP client that ignores proxy settings in the environment, and counts responses in `statuses`."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(limits=limits, trust_env=False) as http:
-        yield Exchange(http, TIMEOUT_SECONDS, Counter() if statuses is None else statuses)
+        yield HttpClient(http, TIMEOUT_SECONDS, Counter() if statuses is None else statuses)
 
 
-async def prepare_load(server: ServerProcess, exchange: Exchange, exact: bool, seed: str, number: int) -> Load:
+async def prepare_load(server: ServerProcess, exchange: HttpClient, exact: bool, seed: str, number: int) -> Load:
     """Compute the expected answers of `number` requests; return a load, not started. Raises ExpectedAnswerError."""
     began = monotonic()
     checker = Checker(Tally(), DRAIN_SECONDS, exact=exact)

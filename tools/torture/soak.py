@@ -56,7 +56,7 @@ REPORTED_COUNTERS = ("kvmux_num_preemptions_total", "kvmux_forks_total", "kvmux_
 
 
 @dataclass(frozen=True)
-class Bounds:
+class GrowthBounds:
     """The growth of a process per hour up to which it does not count as a leak."""
 
     memory: float = 24.0  # MiB
@@ -77,7 +77,7 @@ class SoakPlan:
     sample_seconds: float
     clients: int
     requests: int
-    bounds: Bounds
+    bounds: GrowthBounds
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def _make_batch(tokenizer: Path, seed: str, context: int, rows: int, mix: Mix) -
     return pack(_load_tokenizer(tokenizer), seed, context, rows, mix)
 
 
-class Source:
+class BatchSource:
     def __init__(self, tokenizer: Path, seed: int, first: int, workers: int) -> None:
         self._tokenizer, self._seed, self._index = tokenizer, seed, first
         self._pool = ProcessPoolExecutor(workers) if workers else None

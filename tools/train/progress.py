@@ -29,7 +29,7 @@ class Display(ABC):
     def note(self, words: str) -> None: ...
 
 
-class Lines(Display):
+class LineDisplay(Display):
     def __init__(self) -> None:
         super().__init__()
         self._last = 0.0
@@ -43,7 +43,7 @@ class Lines(Display):
         print(words, flush=True)
 
 
-class Bar(Display):
+class BarDisplay(Display):
     def __init__(self, progress: Progress, total: float) -> None:
         super().__init__()
         self._progress, self._task = progress, progress.add_task("training", total=total)
@@ -59,7 +59,7 @@ class Bar(Display):
 def open_display(total: float) -> Iterator[Display]:
     """Yield a display for a run of `total` seconds."""
     if not sys.stdout.isatty():
-        yield Lines()
+        yield LineDisplay()
         return
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()) as progress:
-        yield Bar(progress, total)
+        yield BarDisplay(progress, total)

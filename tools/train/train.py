@@ -21,11 +21,11 @@ from torch import Tensor
 
 from server.evaluation.corpus.packing import EVALUATION_SEED, RECORDS, STORIES, Mix, Rows, pack
 from server.evaluation.corpus.words import HELD_OUT_NAMES
-from tools.train.batches import Source
+from tools.train.batches import BatchSource
+from tools.train.induction_init import init_induction_heads
 from tools.train.measure import compute_perplexity, compute_recall, group_by_distance
 from tools.train.model import Llama, LlamaShape, weighted_loss
 from tools.train.optim import Muon
-from tools.train.plant import init_induction_heads
 from tools.train.progress import open_display
 from tools.train.tokenizer import load_or_train
 
@@ -56,7 +56,7 @@ def get_lr_scale(share: float, steps: int) -> float:
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainSettings:
     out: Path
     minutes: float
     device: str
@@ -68,7 +68,7 @@ class Settings:
 
 
 class Trainer:
-    def __init__(self, settings: Settings, shape: LlamaShape) -> None:
+    def __init__(self, settings: TrainSettings, shape: LlamaShape) -> None:
         torch.manual_seed(settings.seed)
         self.settings, self.progress = settings, TrainingProgress()
         self.tokenizer_path = settings.out / "tokenizer.json"
@@ -112,7 +112,7 @@ class Trainer:
     def run(self) -> None:
         settings, progress = self.settings, self.progress
         total, context = settings.minutes * 60, self.model.shape.positions
-        source = Source(self.tokenizer_path, settings.seed, progress.steps, settings.workers)
+        source = BatchSource(self.tokenizer_path, settings.seed, progress.steps, settings.workers)
         saved = measured = progress.seconds
         loss = math.nan
         with source, open_display(total) as display:
@@ -173,7 +173,7 @@ class Trainer:
         self.progress = TrainingProgress(**state["done"])
 
 
-def parse_settings() -> tuple[Settings, bool]:
+def parse_settings() -> tuple[TrainSettings, bool]:
     parser = argparse.ArgumentParser(description="Train the embedded model.")
     parser.add_argument("--out", type=Path, required=True, help="folder for tokenizer, checkpoint and log")
     parser.add_argument("--minutes", type=float, required=True, help="total training time, including earlier runs")
@@ -191,7 +191,7 @@ def parse_settings() -> tuple[Settings, bool]:
     if step_tokens < LlamaShape().positions:
         parser.error(f"--step-tokens should be at least {LlamaShape().positions}, the tokens of one row")
     workers = a.workers if a.workers is not None else max(1, (os.cpu_count() or 2) - 1) if on_gpu else 0
-    return Settings(a.out, a.minutes, device, a.threads, a.seed, step_tokens, workers, a.compile), a.resume
+    return TrainSettings(a.out, a.minutes, device, a.threads, a.seed, step_tokens, workers, a.compile), a.resume
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from server.models.config import FULL_ATTENTION, SLIDING_ATTENTION
 from server.models.config_file import MAX_LAYERS, shorten_repr
 from server.models.errors import ModelError
-from server.models.formats.gguf_file import Header
+from server.models.formats.gguf_file import GGUFHeader
 
 DTYPES = {0: "float32", 1: "float16"}  # by GGML tensor type; all others are computed in bfloat16
 
@@ -42,7 +42,7 @@ _GEMMA_NAMES = {
 }
 
 
-class Architecture(NamedTuple):
+class GGUFArchitecture(NamedTuple):
     """How llama.cpp writes a model family to a GGUF file."""
 
     family: str  # the key of a row in families.py
@@ -56,14 +56,14 @@ class Architecture(NamedTuple):
     layers_of_27b: int | None = None  # the size with so many layers has scale (hidden_size / heads) ** -0.5
 
 
-_GEMMA = Architecture(
+_GEMMA = GGUFArchitecture(
     "", names=TENSOR_NAMES | _GEMMA_NAMES, norm_offset=1.0, activation="gelu_pytorch_tanh", full_attention_interval=2
 )
-ARCHITECTURES: Mapping[str, Architecture] = {  # by the file's general.architecture
-    "llama": Architecture("LlamaForCausalLM", permuted=True),  # Mistral, too
-    "qwen2": Architecture("Qwen2ForCausalLM"),
-    "qwen3": Architecture("Qwen3ForCausalLM"),
-    "phi3": Architecture("Phi3ForCausalLM", names=TENSOR_NAMES | _PHI_NAMES),
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = {  # by the file's general.architecture
+    "llama": GGUFArchitecture("LlamaForCausalLM", permuted=True),  # Mistral, too
+    "qwen2": GGUFArchitecture("Qwen2ForCausalLM"),
+    "qwen3": GGUFArchitecture("Qwen3ForCausalLM"),
+    "phi3": GGUFArchitecture("Phi3ForCausalLM", names=TENSOR_NAMES | _PHI_NAMES),
     "gemma2": _GEMMA._replace(
         family="Gemma2ForCausalLM",
         defaults={"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "attention.sliding_window": 4096},
@@ -75,10 +75,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {  # by the file's general.architect
 }
 
 
-class Keys:
+class GGUFMetadata:
     """Access to a file's metadata by keys without the prefix of the architecture's name."""
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: GGUFHeader) -> None:
         """Wrap a header. Raises ModelError for an unknown architecture, a split file, or a mixture of experts."""
         self.header = header
         self.architecture = str(header.metadata.get("general.architecture"))
@@ -137,9 +137,9 @@ class Keys:
         return self.get_int("attention.head_count_kv", self.heads)
 
 
-def make_config(header: Header) -> dict[str, Any]:
+def make_config(header: GGUFHeader) -> dict[str, Any]:
     """Return the contents of config.json for the model in a GGUF file. Raises ModelError."""
-    keys = Keys(header)
+    keys = GGUFMetadata(header)
     tensors, arch_spec = header.tensors, keys.arch_spec
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{header.file} has no tensor 'token_embd.weight'; is it a vocabulary only?")
@@ -183,7 +183,7 @@ def make_config(header: Header) -> dict[str, Any]:
     }
 
 
-def _layer_types(keys: Keys, layers: int, window: int | None) -> list[str]:
+def _layer_types(keys: GGUFMetadata, layers: int, window: int | None) -> list[str]:
     pattern = keys.get("attention.sliding_window_pattern", keys.arch_spec.full_attention_interval)
     if not isinstance(pattern, list):
         interval = layers + 1 if pattern is None else keys.get_int("attention.sliding_window_pattern", pattern)
@@ -191,7 +191,7 @@ def _layer_types(keys: Keys, layers: int, window: int | None) -> list[str]:
     return [SLIDING_ATTENTION if sliding and window else FULL_ATTENTION for sliding in pattern]
 
 
-def _find_main_dtype(header: Header) -> str:
+def _find_main_dtype(header: GGUFHeader) -> str:
     """Return the dtype to compute in: that of most weights, or bfloat16 if most are quantized."""
     weights: Counter[int] = Counter()
     for tensor in header.tensors.values():
@@ -200,7 +200,7 @@ def _find_main_dtype(header: Header) -> str:
 
 
 # ---------------------------------------------------------------- RoPE
-def _parse_rope(keys: Keys, head_dim: int) -> dict[str, Any]:
+def _parse_rope(keys: GGUFMetadata, head_dim: int) -> dict[str, Any]:
     rotary_dim = keys.get_int("rope.dimension_count", head_dim)
     rope = {"rope_theta": keys.get_float("rope.freq_base", 10_000.0), "partial_rotary_factor": rotary_dim / head_dim}
     if keys.arch_spec.local_theta is None:
@@ -209,7 +209,7 @@ def _parse_rope(keys: Keys, head_dim: int) -> dict[str, Any]:
     return {FULL_ATTENTION: rope | _parse_rope_scaling(keys, rotary_dim), SLIDING_ATTENTION: rope | local}
 
 
-def _parse_rope_scaling(keys: Keys, rotary_dim: int) -> dict[str, Any]:
+def _parse_rope_scaling(keys: GGUFMetadata, rotary_dim: int) -> dict[str, Any]:
     """Return the RoPE scaling as config.json has it; factors for each frequency become a longrope."""
     kind = keys.get_str("rope.scaling.type", "linear")  # with "none", a factor is ignored
     factor = keys.get_float("rope.scaling.factor") or keys.get_float("rope.scale_linear") or 1.0
@@ -236,7 +236,7 @@ def _parse_rope_scaling(keys: Keys, rotary_dim: int) -> dict[str, Any]:
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor != 1 else {"rope_type": "default"}
 
 
-def _read_rope_factors(keys: Keys, pairs: int) -> dict[str, list[float]]:
+def _read_rope_factors(keys: GGUFMetadata, pairs: int) -> dict[str, list[float]]:
     """Return the short and long factors for each pair of dimensions; Llama 3 has one set for both. {} if none."""
     names = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
     if "rope_freqs.weight" in keys.header.tensors:

@@ -37,7 +37,7 @@ class TensorInfo(NamedTuple):
     offset: int  # bytes from the start of the file
 
 
-class Header(NamedTuple):
+class GGUFHeader(NamedTuple):
     """The contents of a GGUF file except for the weights."""
 
     file: Path
@@ -57,7 +57,7 @@ class Header(NamedTuple):
         return list(struct.unpack(f"<{count}f", data))
 
 
-def read_header(file: Path) -> Header:
+def read_header(file: Path) -> GGUFHeader:
     """Return the header of a GGUF file. Raises ModelError."""
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
@@ -70,7 +70,7 @@ def read_header(file: Path) -> Header:
         raise ModelError(f"{file} is damaged or cut off: fetch it again ({error})") from None
 
 
-def _parse_header(file: Path, data: mmap.mmap) -> Header:
+def _parse_header(file: Path, data: mmap.mmap) -> GGUFHeader:
     cursor = _Cursor(data)
     if data[:4] != b"GGUF":
         raise ModelError(f"{file} is not a GGUF file")
@@ -87,7 +87,7 @@ def _parse_header(file: Path, data: mmap.mmap) -> Header:
     if name := next((name for name, tensor in found.items() if tensor.offset % alignment), None):
         raise ValueError(f"tensor {name!r} does not begin at a multiple of {alignment} bytes")
     start = -(-cursor.position // alignment) * alignment
-    return Header(file, metadata, {name: t._replace(offset=start + t.offset) for name, t in found.items()})
+    return GGUFHeader(file, metadata, {name: t._replace(offset=start + t.offset) for name, t in found.items()})
 
 
 def _read_named(cursor: _Cursor, count: int, read: Callable[[], Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.quantization import QuantizedTensor, dequantize, from_symmetric, pack_numbers
 from server.models.errors import ModelError
-from server.models.formats.gguf_config import Keys
+from server.models.formats.gguf_config import GGUFMetadata
 from server.models.formats.gguf_file import TensorInfo, read_header
 from server.models.formats.mmap import map_bytes
 from server.models.weights import Matrix, Shape, check_finite, check_shape
@@ -43,7 +43,7 @@ class GGUFWeights:
         header = read_header(file)
         self._file = file.resolve()
         self._file_size = self._file.stat().st_size
-        self._keys = Keys(header)
+        self._keys = GGUFMetadata(header)
         self._tensors = header.tensors
         self._dtype, self._device = dtype, device
         self._as_stored = as_stored

@@ -10,18 +10,18 @@ from tokenizers import Tokenizer
 
 from server.evaluation.corpus.packing import RECORDS, Mix, pack
 from server.evaluation.corpus.words import HELD_OUT_NAMES
+from tools.train.induction_init import init_induction_heads
 from tools.train.measure import compute_recall
 from tools.train.model import Llama, LlamaShape
 from tools.train.optim import orthogonalize
-from tools.train.plant import init_induction_heads
-from tools.train.train import Settings, Trainer, get_lr_scale
+from tools.train.train import Trainer, TrainSettings, get_lr_scale
 
 TOKENIZER = Path(__file__).parents[3] / "server" / "models" / "tiny" / "tokenizer.json"
 
 
 def _trainer(out: Path) -> Trainer:
     shutil.copy(TOKENIZER, out / "tokenizer.json")
-    settings = Settings(out, 0.001, "cpu", threads=1, seed=1, step_tokens=128, workers=0, compile=False)
+    settings = TrainSettings(out, 0.001, "cpu", threads=1, seed=1, step_tokens=128, workers=0, compile=False)
     return Trainer(settings, replace(LlamaShape(), layers=2, ff=64))
 
 

@@ -30,7 +30,7 @@ MAX_SEQ_LEN = 2176  # tokens, enough for the longest workload
 
 
 @dataclass(frozen=True)
-class Effort:
+class RunOptions:
     """The options of `make bench` that decide how often a workload is run."""
 
     rounds: int  # of a workload; the figures are of all rounds
@@ -79,7 +79,7 @@ class WorkloadRun:
 
 
 def measure_rows(
-    rows: Iterable[BenchmarkRow], effort: Effort, show_status: Callable[[str], None]
+    rows: Iterable[BenchmarkRow], effort: RunOptions, show_status: Callable[[str], None]
 ) -> Iterator[MeasuredRow]:
     """Yield the measured rows, grouped by server. Raises RunError and OSError."""
     for (*_, is_transformers), group in groupby(sorted(rows, key=_process_key), key=_process_key):
@@ -94,7 +94,7 @@ def _process_key(row: BenchmarkRow) -> tuple[str, str, bool]:
 
 
 def _measure_server(
-    rows: Sequence[BenchmarkRow], model: Path, effort: Effort, show_status: Callable[[str], None]
+    rows: Sequence[BenchmarkRow], model: Path, effort: RunOptions, show_status: Callable[[str], None]
 ) -> Iterator[MeasuredRow]:
     weights = rows[0].weights
     show_status(f"{rows[0].shape.name}, {weights}: starting")
@@ -122,7 +122,7 @@ def _measure_server(
 
 
 def _measure_transformers(
-    rows: Sequence[BenchmarkRow], model: Path, effort: Effort, show_status: Callable[[str], None]
+    rows: Sequence[BenchmarkRow], model: Path, effort: RunOptions, show_status: Callable[[str], None]
 ) -> Iterator[MeasuredRow]:
     """Measure each workload with transformers, one process after the other."""
     runs = {}
@@ -147,7 +147,7 @@ def _list_workloads(rows: Sequence[BenchmarkRow]) -> list[str]:
     return sorted(loads | ({"a"} if any(row.measure == "slowdown" for row in rows) else set()))
 
 
-def _make_bench_flags(workload: str, rows: Sequence[BenchmarkRow], effort: Effort) -> Sequence[str]:
+def _make_bench_flags(workload: str, rows: Sequence[BenchmarkRow], effort: RunOptions) -> Sequence[str]:
     """Return the flags of `kvmux bench`."""
     strategies = sorted({row.strategy for row in rows if row.workload == workload}) or [DEFAULT_STRATEGY]
     which = ["--mixed"] if MIXED in strategies else ["--strategies", *strategies]
@@ -155,7 +155,7 @@ def _make_bench_flags(workload: str, rows: Sequence[BenchmarkRow], effort: Effor
 
 
 def _run_load(
-    load: WorkloadRunner, row: BenchmarkRow, effort: Effort, show_status: Callable[[str], None]
+    load: WorkloadRunner, row: BenchmarkRow, effort: RunOptions, show_status: Callable[[str], None]
 ) -> WorkloadRun:
     """Run a workload until other processes use little CPU time; return the attempt with the least background load."""
     attempts: list[WorkloadRun] = []

@@ -22,7 +22,7 @@ from tools.bench.table.goals import LOWER_IS_BETTER, ROWS, TRANSFORMERS, Benchma
 from tools.bench.table.limits import GIB, WORKLOADS, Speeds, compute_limit
 from tools.bench.table.models import QWEN
 from tools.bench.table.report import DISTURBED_MARK, BenchmarkReport, as_json, as_text
-from tools.bench.table.runs import Effort, MeasuredRow, measure_rows
+from tools.bench.table.runs import MeasuredRow, RunOptions, measure_rows
 
 SPEEDS = Speeds(30e9, 3e12)
 KV = 1 << 29
@@ -74,7 +74,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 def values(rows: Sequence[BenchmarkRow], attempts: int = 1) -> dict[str, MeasuredRow]:
-    return {each.row.what: each for each in measure_rows(rows, Effort(1, attempts, Path("models")), lambda _: None)}
+    return {each.row.what: each for each in measure_rows(rows, RunOptions(1, attempts, Path("models")), lambda _: None)}
 
 
 def row(measure: Any, **more: Any) -> BenchmarkRow:
