@@ -62,7 +62,8 @@ ASIDE = {  # functions, or methods of any class, called on the way, but neither 
     "KVCache.name": "the instance under which figures are counted",
     "Core._remove": "the end of a request: its memory becomes free, and its record is made",
     "Observations.count_response": "figures of the worker",
-    "ApiServer.on_tick": "uvicorn's clock, which ticks whether there are requests or not",
+    "Observations._send_periodically": "figures of the worker, in the background",
+    "ApiServer.on_tick": "the worker's heartbeat, in the background",
 }
 PAUSE = 0.05  # seconds in which a request ends in all threads, once its response was read
 TIMEOUT = 60.0  # seconds for the server to start, and for a request
