@@ -71,8 +71,8 @@ def profile_in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict
     steps.append(measure_prefill(engine, wanted.kv_cache, chunk, min(wanted.steps, MAX_PREFILL_STEPS)))
     limits = measure_limits(engine, steps)
     about = get_effective_settings(engine)
-    told = {name: about[name] for name in ("model", "dtype", "weights", "kernels", "threads", "device")}
-    return told | {"kv_cache": wanted.kv_cache}, [StepProfile(each, limits) for each in steps]
+    described = {name: about[name] for name in ("model", "dtype", "weights", "kernels", "threads", "device")}
+    return described | {"kv_cache": wanted.kv_cache}, [StepProfile(each, limits) for each in steps]
 
 
 def measure_limits(engine: Engine, steps: Sequence[Steps]) -> MachineLimits:

@@ -120,8 +120,8 @@ def _is_ready(url: str) -> bool:
 
 def run_bench(url: str, flags: Sequence[str]) -> list[dict[str, Any]]:
     """Return the results of `kvmux bench` against a server, by workload, phase and strategy. Raises RunError."""
-    told = json.loads(run_module("server", "bench", "--url", url, "--json", "-", *flags))
-    results: list[dict[str, Any]] = told["results"]
+    report = json.loads(run_module("server", "bench", "--url", url, "--json", "-", *flags))
+    results: list[dict[str, Any]] = report["results"]
     return results
 
 

@@ -51,9 +51,9 @@ def _run_engine(settings: Settings) -> Iterator[str]:
         process.start()
         theirs.close()
         try:
-            told = _receive_status(status)
-            if "error" in told:
-                raise SettingsError(told["error"])
+            report = _receive_status(status)
+            if "error" in report:
+                raise SettingsError(report["error"])
             yield path
         finally:
             request_stop(process)
@@ -62,10 +62,10 @@ def _run_engine(settings: Settings) -> Iterator[str]:
 
 def _receive_status(status: Any) -> Mapping[str, Any]:
     try:
-        told: Mapping[str, Any] = status.recv()
+        report: Mapping[str, Any] = status.recv()
     except EOFError:
         return {"error": "the engine did not start; its log tells why"}
-    return told
+    return report
 
 
 async def _measure_token_gaps(

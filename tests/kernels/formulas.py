@@ -54,7 +54,7 @@ def laid(x: Tensor, lies: str) -> Tensor:
         nothing = torch.nan if x.is_floating_point() else 0
         around = x.new_full((*outer, rows + 3, width + 5), nothing)
         place = around[..., 1:-2, 2:-3]
-    else:  # memory that nobody touches costs nothing
+    else:  # untouched memory costs nothing
         stride = APART // x.itemsize + 32
         around = torch.empty((len(x) - 1) * stride + x[0].numel(), dtype=x.dtype)
         place = around.as_strided(x.shape, (stride, *x.stride()[1:]))

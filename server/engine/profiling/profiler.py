@@ -91,14 +91,14 @@ class Profiler:
         if self._busy:
             return _make_refusal(query_id, RequestError(409, BUSY_MESSAGE, code="profile_running"))
         self._busy = True
-        watching = ExitStack()
+        exit_stack = ExitStack()
         try:
-            torch_profiler = watching.enter_context(profile(use_device=self._device, use_kineto=True))
-            operations = watching.enter_context(self._tracer.record(OpAnnotator()))
+            torch_profiler = exit_stack.enter_context(profile(use_device=self._device, use_kineto=True))
+            operations = exit_stack.enter_context(self._tracer.record(OpAnnotator()))
         except Exception:
-            self._fail(worker, query_id, watching)
+            self._fail(worker, query_id, exit_stack)
         else:
-            self._recording = Recording(worker, query_id, wanted, torch_profiler, operations, watching, monotonic())
+            self._recording = Recording(worker, query_id, wanted, torch_profiler, operations, exit_stack, monotonic())
         return None
 
     def annotate_step(self, busy: bool) -> AbstractContextManager[object]:
@@ -137,13 +137,13 @@ class Profiler:
         except Exception:
             self._fail(recording.worker, recording.query_id)
 
-    def _fail(self, worker: int, query_id: int, watching: ExitStack | None = None) -> None:
+    def _fail(self, worker: int, query_id: int, exit_stack: ExitStack | None = None) -> None:
         """Answer that profiling failed, and log the exception that is being handled."""
         log.exception("profiling failed")
         self._done.put((worker, _make_refusal(query_id, RequestError(500, FAILED_MESSAGE))))
-        if watching is not None:
+        if exit_stack is not None:
             try:
-                watching.close()
+                exit_stack.close()
             except Exception:
                 log.exception("torch's profiler could not be stopped")
 

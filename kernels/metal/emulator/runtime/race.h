@@ -73,10 +73,10 @@ class Shadow {
   };
 
   static bool race(Cell& cell, bool write, Access now, unsigned code, Party& other) {
-    if (cell.writer.races(now)) return told(cell.writer, true, cell.writer_code, other);
+    if (cell.writer.races(now)) return report_race(cell.writer, true, cell.writer_code, other);
     if (write) {
-      if (cell.reader.races(now)) return told(cell.reader, false, cell.reader_code, other);
-      if (cell.other.races(now)) return told(cell.other, false, cell.other_code, other);
+      if (cell.reader.races(now)) return report_race(cell.reader, false, cell.reader_code, other);
+      if (cell.other.races(now)) return report_race(cell.other, false, cell.other_code, other);
       if (!now.atomic()) cell = Cell{now, Access(), Access(), code, 0, 0};
       else if (!cell.writer.hides(now)) cell.writer = now, cell.writer_code = code;
     } else if (!cell.reader || cell.reader.before(now)) {
@@ -87,7 +87,7 @@ class Shadow {
     return false;
   }
 
-  static bool told(Access access, bool write, unsigned code, Party& other) {
+  static bool report_race(Access access, bool write, unsigned code, Party& other) {
     const Act act = access.atomic() ? (write ? WRITES_ATOMICALLY : READS_ATOMICALLY) : (write ? WRITES : READS);
     other = Party{act, access.thread(), access.group(), code, nullptr, nullptr, 0};
     return true;

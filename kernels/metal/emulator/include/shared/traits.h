@@ -33,7 +33,7 @@ struct conditional<false, A, B> {
   typedef B type;
 };
 
-// What asks what a type is: defined by those who include this.
+// Type queries, which the including headers define.
 template <class T>
 struct remove_reference;
 template <class T>
