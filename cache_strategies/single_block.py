@@ -14,7 +14,7 @@ from cache_strategies.block_table import BlockTableCache, TableSeat, TableSeatT
 class SingleBlockCache(BlockTableCache[TableSeatT]):
     """A cache with one block per seat. A subclass sets the block's size, and in its contract max_row and rewind."""
 
-    seat_type: type[TableSeatT] = TableSeat  # type: ignore[assignment]  # of subclasses that name no other
+    seat_type: type[TableSeatT] = TableSeat  # type: ignore[assignment]  # default; a subclass may set its own
 
     def bytes_for(self, num_tokens: int) -> int:
         return self.bytes_per_block
