@@ -66,7 +66,8 @@ class Watched:
         self._check_rows(rows)
         left_out = [r for r in decoding if r.seat is not None and r not in {row.request for row in rows}]
         prefilling = [row for row in rows if row.request not in decoding]
-        assert not left_out or not prefilling or self.memory.free == 0, "a prompt came before who decodes"
+        blocked = [r for r in left_out if not r.cache.at_limit]  # by others: not by the limit of their own instance
+        assert not blocked or not prefilling or self.memory.free == 0, "a prompt came before a decoding request"
         for row in rows:
             enter(scheduler, row.request, row.num_tokens, accepted=len(row.draft) // 2)
 
