@@ -184,7 +184,7 @@ def test_a_part_that_is_no_matrix_is_reported(part: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"bits": 6}, "6 bits a number cannot be computed with; 4 and 8 can; convert the model with `mlx_lm.convert"),
+        ({"bits": 6}, "weights of 6 bits are not supported; 4 and 8 bits are; convert the model with `mlx_lm.convert"),
         ({"bits": 8}, "lm_head is not in 8 bits and groups of 64, as quantization says: weight"),
         ({"group_size": 32}, "is not in 4 bits and groups of 32, as quantization says"),
         ({"mode": "mxfp4"}, r"quantization\.mode of .*: input should be 'affine'.*`mlx_lm.convert -q --q-mode affine`"),
