@@ -225,7 +225,7 @@ class BlockTableCache(KVCache[TableSeatT]):
     @property
     def bytes_per_block(self) -> int:
         """The bytes of the pages of a block, including unused bytes at the end of its last page."""
-        return self.store.run * self.setup.arena.page_bytes
+        return self.store.pages_per_block * self.setup.arena.page_bytes
 
     @property
     def bytes_per_token(self) -> float:

@@ -151,7 +151,8 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         if best is None:
             return None, 0
         loses_most = 2 * longest < len(self._idle[best].tokens)
-        return (None, 0) if loses_most and self.setup.arena.has_room(self.name, self.store.run) else (best, longest)
+        has_room = self.setup.arena.has_room(self.name, self.store.pages_per_block)
+        return (None, 0) if loses_most and has_room else (best, longest)
 
     def _remove_idle(self, block: int) -> None:
         """Remove a block from the idle blocks before it is reused or freed."""
@@ -191,7 +192,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
 
     # ---------------------------------------------------------------- idle memory
     def idle_pages(self) -> int:
-        return len(self._idle) * self.store.run
+        return len(self._idle) * self.store.pages_per_block
 
     def reclaim(self, pages: int) -> int:
         num_freed = 0
@@ -200,8 +201,8 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
             assert isinstance(block, int)
             del self._idle[block]
             self._block_metrics.on_block_evicted(block)
-            self.setup.arena.release(self.name, block, self.store.run)
-            num_freed += self.store.run
+            self.setup.arena.release(self.name, block, self.store.pages_per_block)
+            num_freed += self.store.pages_per_block
         return num_freed
 
     def clear(self, scope: SaltScope = EVERYTHING) -> int:
@@ -209,7 +210,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         for block in cleared:
             self._remove_idle(block)
             self._block_metrics.on_block_removed(block)
-            self.setup.arena.release(self.name, block, self.store.run)
+            self.setup.arena.release(self.name, block, self.store.pages_per_block)
         for seat in self.seats:
             if seat.salt is not None and scope.includes(seat.salt):
                 seat.salt = None
@@ -236,7 +237,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         blocks = [seat.blocks[0] for seat in self.seats] + list(self._idle)
         assert len(set(blocks)) == len(blocks)
         self._block_metrics.check_integrity(set(blocks), self._idle.keys())
-        assert self.setup.arena.num_held_pages(self.name) == len(blocks) * self.store.run
+        assert self.setup.arena.num_held_pages(self.name) == len(blocks) * self.store.pages_per_block
         for seat in self.seats:
             assert len(seat.tokens) == seat.length <= self.setup.geometry.max_seq_len
 

@@ -24,12 +24,11 @@ class SingleBlockCache(BlockTableCache[TableSeatT]):
 
     def _allocate_seat(self, length: int) -> TableSeatT | None:
         """Return a seat of `length` tokens with a newly allocated block; None if there is not enough memory."""
-        block = None if self.table.is_full else self.setup.arena.allocate(self.name, self.store.run)
+        block = None if self.table.is_full else self.setup.arena.allocate(self.name, self.store.pages_per_block)
         return None if block is None else self._make_seat(block, length)
 
     def _make_seat(self, block: int, length: int) -> TableSeatT:
         seat = self.seat_type(self.table.allocate_row(), [block], length)
-        seat.miss = "window"
         self.table.write(seat)
         self.seats.add(seat)
         return seat
@@ -55,7 +54,7 @@ class SingleBlockCache(BlockTableCache[TableSeatT]):
     def close(self, seat: TableSeatT) -> None:
         self.seats.remove(seat)
         self.table.release_row(seat.index)
-        self.setup.arena.release(self.name, seat.blocks.pop(), self.store.run)
+        self.setup.arena.release(self.name, seat.blocks.pop(), self.store.pages_per_block)
 
     def usage(self) -> CacheUsage:
         tokens = sum(seat.length for seat in self.seats)
@@ -69,6 +68,6 @@ class SingleBlockCache(BlockTableCache[TableSeatT]):
     def check_integrity(self) -> None:
         blocks = [seat.blocks[0] for seat in self.seats]
         assert len(set(blocks)) == len(blocks)
-        assert self.setup.arena.num_held_pages(self.name) == len(blocks) * self.store.run
+        assert self.setup.arena.num_held_pages(self.name) == len(blocks) * self.store.pages_per_block
         assert len({seat.index for seat in self.seats}) == len(self.seats)
         assert all(0 <= seat.length <= self.setup.geometry.max_seq_len for seat in self.seats)

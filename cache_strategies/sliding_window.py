@@ -58,6 +58,11 @@ class SlidingWindowCache(SingleBlockCache[TableSeat]):
             max_row=max_row,
         )
 
+    def _make_seat(self, block: int, length: int) -> TableSeat:
+        seat = super()._make_seat(block, length)
+        seat.miss = "window"
+        return seat
+
     @classmethod
     def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
         return options.sinks + _compute_ring_size(options, geometry), 1

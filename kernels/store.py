@@ -102,14 +102,15 @@ class KVStore:
         self._heads = [(spec.num_kv_heads, spec.head_dim, spec.v_head_dim) for spec in layers]
         self._offsets = compute_plane_offsets(layers, block_size, dtype)
         self.block_bytes = self._offsets[-1]
-        self.run = -(-self.block_bytes // self.page_bytes)
-        self.num_blocks = max(0, memory.pages - self.run + 1)
+        self.pages_per_block = -(-self.block_bytes // self.page_bytes)
+        self.num_blocks = max(0, memory.pages - self.pages_per_block + 1)
         dims = ((spec, dim) for spec in layers for dim in (spec.head_dim, spec.v_head_dim))
         self._planes = [
             self._plane(offset, spec.num_kv_heads, dim)
             for (offset, _), (spec, dim) in zip(pairwise(self._offsets), dims, strict=True)
         ]
-        self.blocks = self.memory.as_strided((self.num_blocks, self.run * self.page_bytes), (self.page_bytes, 1))
+        shape = (self.num_blocks, self.pages_per_block * self.page_bytes)
+        self.blocks = self.memory.as_strided(shape, (self.page_bytes, 1))
 
     def _view(self, dtype: torch.dtype, offset: int, heads: int, width: int, dim: int) -> Tensor:
         """View [blocks, H, block_size, width] in `dtype`, `offset` bytes into a block; vectors have `dim` numbers."""

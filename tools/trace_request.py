@@ -305,14 +305,14 @@ def find_body_way(calls: Sequence[Call]) -> Way:
     engine_end = find(calls, "call", "Scheduler.submit", worker_begin)
     engine_thread = calls[engine_end].thread
     engine_begin = find(calls, "call", "Loop._handle", worker_begin)
-    gateway = calls[find(calls, "call", "Gateway._serve_worker", worker_begin)].thread
+    server = calls[find(calls, "call", "EngineServer._serve_worker", worker_begin)].thread
 
     def is_on_way(index: int, call: Call) -> bool:
         if call.thread == worker:
             return index <= worker_end
         if call.thread == engine_thread:
             return index >= engine_begin
-        return call.thread != gateway or index >= worker_begin
+        return call.thread != server or index >= worker_begin
 
     return collect(
         call
@@ -335,7 +335,7 @@ def find_token_way(calls: Sequence[Call], number: int) -> Way:
     those of an earlier token.
     """
     drawn = find_all(calls, "return", "ModelRunner.execute")[number]
-    sent = find(calls, "return", "Gateway.send", drawn)
+    sent = find(calls, "return", "EngineServer.send", drawn)
     on_engine = [call for call in calls[drawn : sent + 1] if call.thread == calls[drawn].thread]
     received = [i for i in find_all(calls, "call", "_Connection.data_received") if i > drawn]
     written = find(calls, "call", UVICORN_SEND, received[0], hint="text")

@@ -75,7 +75,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
         super().__init__(setup, options)
         self.block_size = self.store.block_size
         self.prefix_cache = options.prefix_cache
-        ref_counts = RefCounts(setup.arena, setup.name, self.store.run)
+        ref_counts = RefCounts(setup.arena, setup.name, self.store.pages_per_block)
         self._block_metrics = BlockMetrics(setup.clock)
         eviction_queue = EvictionQueue(load_policy(options.eviction), setup.clock)
         self.pool = BlockPool(ref_counts, eviction_queue, self._block_metrics, self.bytes_per_block)
@@ -210,7 +210,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
         missing = self._blocks_for(length) - len(seat.blocks)
         if missing <= 0:
             return True
-        if not self.setup.arena.can_allocate(self.name, missing * self.store.run):
+        if not self.setup.arena.can_allocate(self.name, missing * self.store.pages_per_block):
             return False
         for _ in range(missing):
             block = self.pool.allocate()
@@ -256,13 +256,13 @@ class PagedCache(BlockTableCache[PagedSeat]):
         return child
 
     def idle_pages(self) -> int:
-        return self.pool.num_idle * self.store.run
+        return self.pool.num_idle * self.store.pages_per_block
 
     def reclaim(self, pages: int) -> int:
         num_freed = 0
         while num_freed < pages and self.pool.num_idle:
             self.pool.evict()
-            num_freed += self.store.run
+            num_freed += self.store.pages_per_block
         return num_freed
 
     # ---------------------------------------------------------------- retention and pins
@@ -307,7 +307,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
         return self._pages(self.pinned.blocks)
 
     def _pages(self, blocks: Iterable[int]) -> set[int]:
-        return {page for block in blocks for page in range(block, block + self.store.run)}
+        return {page for block in blocks for page in range(block, block + self.store.pages_per_block)}
 
     def inspect(self) -> dict[str, Any]:
         seats = [

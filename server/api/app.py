@@ -13,11 +13,11 @@ from starlette.middleware.cors import CORSMiddleware
 from config.settings import Settings
 from server.api.http import errors
 from server.api.http.middleware import (
-    Access,
+    AuthenticationMiddleware,
+    BodyLimitMiddleware,
     BodyLimits,
-    Lifetime,
-    RequestBounds,
-    Unversioned,
+    RequestLifecycleMiddleware,
+    UnversionedPathMiddleware,
     make_body_limits_getter,
     make_security_dependency,
 )
@@ -85,20 +85,20 @@ def add_middleware(
 ) -> None:
     """Add the middleware; the one added last sees a request first."""
     app.add_middleware(
-        Access,
+        AuthenticationMiddleware,
         api_keys=settings.api_keys,
         admin_token=settings.admin_token,
         metrics_key=settings.metrics_key,
         metrics_port=metrics_port,
     )
-    app.add_middleware(Unversioned)
+    app.add_middleware(UnversionedPathMiddleware)
     app.add_middleware(
-        RequestBounds,
+        BodyLimitMiddleware,
         max_header_bytes=settings.max_header_bytes,
         body_limits=body_limits,
         body_timeout=settings.body_timeout,
     )
-    if settings.cors_origins is not None:  # before Access: a browser's preflight request has no key
+    if settings.cors_origins is not None:  # before AuthenticationMiddleware: a browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
@@ -111,7 +111,7 @@ def add_middleware(
         trace_id = None if tracing is None else tracing.record(ended)
         log_request(ended, trace_id, with_prompts=settings.log_prompts)
 
-    app.add_middleware(Lifetime, on_response=observations.count_response, on_end=record_end)
+    app.add_middleware(RequestLifecycleMiddleware, on_response=observations.count_response, on_end=record_end)
 
 
 def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenizer: TokenizerBase) -> None:

@@ -211,12 +211,12 @@ def _check_ops_in_kv_memory(
     for name, cache in caches.items():
         if (store := cache.store) is None:
             continue
-        first = arena.allocate(name, store.run)
+        first = arena.allocate(name, store.pages_per_block)
         assert first is not None, "the arena fits the longest sequence of each strategy"
         blocks = [first] if store.device.type == "cpu" else [first, store.num_blocks - 1]
         faults = (find_memory_fault(kernels.ops, store, block, geometry.layers, geometry.kv_dtype) for block in blocks)
         fault = next(filter(None, faults), None)
-        arena.release(name, first, store.run)
+        arena.release(name, first, store.pages_per_block)
         if fault is not None:
             raise SettingsError(
                 f"the kernels ({kernels.description}) fail in the KV memory of {name!r}: {fault}; lower max_seq_len or "

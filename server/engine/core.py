@@ -258,7 +258,7 @@ class Core:
         """Compute and commit the rows of a step; return the computed rows by instance, and events for clients."""
         parts: list[Mapping[str, StepPart]] = []
         events: list[Event] = []
-        for result in run_step(self._runner, self.model, scheduled):
+        for result in run_step(self._runner, scheduled):
             match result:
                 case RowsComputed(part, output):
                     parts.append(part)
@@ -280,7 +280,9 @@ class Core:
                 request.num_scored_tokens += len(scores.logprobs)
                 events.append(Event(request.key[0], scores))
         forks = [
-            fork for each in output.ended for fork in self._fork_siblings(each.request, output.siblings[each.request])
+            fork
+            for each in output.to_sample
+            for fork in self._fork_siblings(each.request, output.siblings[each.request])
         ]
         events += [
             event
@@ -288,39 +290,39 @@ class Core:
             if fork.request.num_cached_tokens is None
             for event in self._record_admission(fork.request)
         ]
-        ended, results = [*output.ended, *forks], output.sampled.results
-        events += [self._finish(each.request) for each in ended if each.request not in results]
-        return events + self._append_tokens([each for each in ended if each.request in results], output.sampled)
+        inputs, results = [*output.to_sample, *forks], output.sampled.results
+        events += [self._finish(each.request) for each in inputs if each.request not in results]
+        return events + self._append_tokens([each for each in inputs if each.request in results], output.sampled)
 
     def _record_admission(self, request: Request) -> list[Event]:
         """Record the number of cached tokens of a request, final once its first row has run; return its Admitted."""
         assert request.seat is not None
         seat, name = request.seat, request.cache.name
         request.num_cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)
-        found = request.num_cached_tokens
+        num_cached = request.num_cached_tokens
         self._accumulator.admissions.append(
-            Admission(name, request.num_prompt_tokens, found, request.miss, request.forked)
+            Admission(name, request.num_prompt_tokens, num_cached, request.miss, request.forked)
         )
         worker, request_id = request.key
         queued = request.times.admitted - request.times.arrived
-        return [Event(worker, Admitted(request_id, name, request.reason, found, request.miss, queued))]
+        return [Event(worker, Admitted(request_id, name, request.reason, num_cached, request.miss, queued))]
 
-    def _append_tokens(self, sampled: Sequence[SamplerInput], output: SamplerOutput) -> list[Event]:
+    def _append_tokens(self, inputs: Sequence[SamplerInput], sampled: SamplerOutput) -> list[Event]:
         """Append the sampled tokens to their requests, and end those that are finished; return events for clients."""
         events = []
-        for request, draft, _ in sampled:
-            tokens, is_finite = output.results[request]
+        for request, draft, _ in inputs:
+            result = sampled.results[request]
             if draft:
-                accepted = output.results[request].num_accepted
-                request.record_draft(len(draft), accepted)
-                self._accumulator.drafts[request.cache.name].append(DraftRecord(len(draft), accepted))
-            for token in tokens:
+                request.record_draft(len(draft), result.num_accepted)
+                self._accumulator.drafts[request.cache.name].append(DraftRecord(len(draft), result.num_accepted))
+            for token in result.tokens:
                 self._append_token(request, token)
-            if tokens:
+            if result.tokens:
                 worker, request_id = request.key
-                message = Tokens(request_id, tokens, request.finish_reason, output.logprobs[request], len(draft))
+                logprobs = sampled.logprobs[request]
+                message = Tokens(request_id, result.tokens, request.finish_reason, logprobs, len(draft))
                 events.append(Event(worker, message))
-            if not is_finite:
+            if not result.is_finite:
                 assert request.seat is not None
                 request.cache.discard(request.seat)
                 self._fail([request], NON_FINITE_LOGITS_MESSAGE, "not_a_number")

@@ -39,7 +39,7 @@ from server.engine.ipc.messages import (
     Submit,
     ToEngine,
 )
-from server.engine.ipc.server import Gateway, WorkerDisconnected
+from server.engine.ipc.server import EngineServer, WorkerDisconnected
 from server.engine.profiling.profiler import Profiler
 from server.engine.scheduling.request import RequestError
 from server.records import EngineInfo, EngineState, RequestRecord, StepReport
@@ -72,7 +72,7 @@ class Loop:
     def __init__(
         self,
         engine: Engine,
-        gateway: Gateway,
+        server: EngineServer,
         make_observer: Callable[[EngineInfo], StepObserver],
         restarts: int = 0,
         beat: Callable[[], None] = lambda: None,
@@ -85,7 +85,7 @@ class Loop:
         """
         self._engine = engine
         self._core = engine.core
-        self._gateway = gateway
+        self._server = server
         self._beat = beat
         self._on_step = on_step
         self._info = make_engine_info(engine, restarts)
@@ -119,9 +119,9 @@ class Loop:
     def _receive_messages(self, pause: float) -> Iterator[tuple[int, ToEngine | WorkerDisconnected]]:
         """Yield the received messages, each with its API worker; wait up to `pause` seconds for the first one."""
         try:
-            yield self._gateway.inbox.get(block=pause > 0, timeout=pause or None)
+            yield self._server.inbox.get(block=pause > 0, timeout=pause or None)
             while True:
-                yield self._gateway.inbox.get_nowait()
+                yield self._server.inbox.get_nowait()
         except queue.Empty:
             return
 
@@ -183,4 +183,4 @@ class Loop:
         for worker, message in events:
             by_worker[worker].append(message)
         for worker, messages in by_worker.items():
-            self._gateway.send(worker, messages)
+            self._server.send(worker, messages)

@@ -35,9 +35,9 @@ class StepOutput(NamedTuple):
 
     batch: Batch
     scheduled: Sequence[Scheduled]  # in the order of the batch
-    ended: Sequence[SamplerInput]  # requests whose rows reach the end of their tokens, so that a new one is sampled
-    siblings: Mapping[Request, Sequence[SamplerInput]]  # for each of `ended`, the other choices that wait to fork it
-    sampled: SamplerOutput  # for the requests of `ended` and `siblings`, except those with max_tokens=0
+    to_sample: Sequence[SamplerInput]  # requests whose tokens have all entered: the next one is sampled
+    siblings: Mapping[Request, Sequence[SamplerInput]]  # for each of these, the other choices that wait to fork it
+    sampled: SamplerOutput  # for the requests of `to_sample` and `siblings`, except those with max_tokens=0
 
     def count_entered_tokens(self) -> list[int]:
         """Return the number of tokens of each row to commit; rejected draft tokens do not count."""
@@ -63,22 +63,26 @@ class ModelRunner:
             logits = self._model.forward(batch.input_ids, batch)
         ordered = [scheduled[i] for i in batch.row_order]
         ends = list(accumulate(batch.logit_counts))
-        ended = [
+        to_sample = [
             SamplerInput(request, draft, end - 1 - len(draft))
             for (request, num_tokens, draft), end in zip(ordered, ends, strict=True)
             if num_tokens == request.num_remaining_tokens
         ]
-        siblings = {each.request: _find_waiting_siblings(each) for each in ended}
+        siblings = {each.request: _find_waiting_siblings(each) for each in to_sample}
         prompts = [
             PromptInput(request, slice(end - num_tokens, end))
             for (request, num_tokens, _), end in zip(ordered, ends, strict=True)
             if request.needs_prompt_logprobs
         ]
-        inputs = [*ended, *(sibling for others in siblings.values() for sibling in others)]
+        inputs = [*to_sample, *(sibling for others in siblings.values() for sibling in others)]
         inputs = [each for each in inputs if each.request.sampling.max_tokens]
         with self._tracer.span("sample_and_verify"):
             sampled = self._sampler.sample(logits, inputs, prompts)
-        return StepOutput(batch, ordered, ended, siblings, sampled)
+        return StepOutput(batch, ordered, to_sample, siblings, sampled)
+
+    def run_dummy_step(self) -> None:
+        """Compute a step of one token without any request. Raises what the model raises."""
+        run_dummy_step(self._model, num_tokens=1, num_logits=1)
 
 
 def _make_row_input(scheduled: Scheduled) -> RowInput:
@@ -128,7 +132,7 @@ class RequestsFailed(NamedTuple):
 RowsResult = RowsComputed | StrategyFailed | RequestsFailed
 
 
-def run_step(runner: ModelRunner, model: Model, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
+def run_step(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
     """Run the rows of a step together or, if that fails outside of a strategy, one by one; yield the results.
 
     Each result is yielded before the next is computed. If every row fails alone and the model cannot even compute a
@@ -140,7 +144,7 @@ def run_step(runner: ModelRunner, model: Model, scheduled: Sequence[Scheduled]) 
         log.exception("a step of %d rows failed; its rows run again one by one", len(scheduled))
     else:
         return
-    yield from _run_one_by_one(runner, model, [s for s in scheduled if s.request.seat is not None])
+    yield from _run_one_by_one(runner, [s for s in scheduled if s.request.seat is not None])
 
 
 def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
@@ -166,7 +170,7 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
             return
 
 
-def _run_one_by_one(runner: ModelRunner, model: Model, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
+def _run_one_by_one(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
     """Run each row as a separate step; requests whose rows fail again end with an error.
 
     A row is skipped, and left to the next step, if its seat changed because an earlier row's request failed: it then
@@ -187,16 +191,11 @@ def _run_one_by_one(runner: ModelRunner, model: Model, scheduled: Sequence[Sched
         else:
             all_failed = False
     if errors and all_failed:
-        _check_model(model, errors[-1])
-
-
-def _check_model(model: Model, error: Exception) -> None:
-    """Raise `error` if the model fails in a dummy step, too: then only a restart of the engine can help."""
-    try:
-        run_dummy_step(model, num_tokens=1, num_logits=1)
-    except Exception:
-        log.critical("the model also fails in a dummy step; the engine stops")
-        raise error from None
+        try:
+            runner.run_dummy_step()
+        except Exception:
+            log.critical("the model also fails in a dummy step; the engine stops")
+            raise errors[-1] from None
 
 
 def _get_seat(scheduled: Scheduled) -> Seat:

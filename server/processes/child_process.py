@@ -92,7 +92,7 @@ def end_with_parent() -> None:
         parent.join()  # waits for the end of a pipe that only the parent holds open
         os._exit(1)
 
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from config.settings import Settings
 from server.engine.build import build_engine
 from server.engine.info import compute_fingerprint, summarize_engine
 from server.engine.ipc.messages import Hello, Strategy
-from server.engine.ipc.server import Gateway
+from server.engine.ipc.server import EngineServer
 from server.engine.loop import Loop
 from server.engine.profiling.capture import Capture
 from server.metrics.registry import Metrics
@@ -36,8 +36,8 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
         [Strategy(d.name, d.kind) for d in engine.instances],
         compute_fingerprint(engine),
     )
-    with capture, Gateway(socket_path, hello) as gateway:
-        loop = Loop(engine, gateway, Metrics, restarts, status.beat, capture.count_step)
+    with capture, EngineServer(socket_path, hello) as server:
+        loop = Loop(engine, server, Metrics, restarts, status.beat, capture.count_step)
         signal.signal(STOP_SIGNAL, lambda *_: loop.stop())
         status.send({"ready": summarize_engine(engine)})
         loop.run()

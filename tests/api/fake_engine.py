@@ -31,7 +31,7 @@ from server.engine.ipc.messages import (
     TokenLogprob,
     Tokens,
 )
-from server.engine.ipc.server import Gateway, WorkerDisconnected
+from server.engine.ipc.server import EngineServer, WorkerDisconnected
 from server.metrics.exposition import FamilyShape, Series, Snapshot
 
 T = TypeVar("T", bound="ToEngine | WorkerDisconnected")
@@ -61,7 +61,7 @@ class FakeEngine:
     def __init__(self, path: Path, script: Script, hello: Hello = HELLO) -> None:
         self._answering = threading.Lock()
         self.begin_again(script)
-        self._gateway = Gateway(path, hello)
+        self._gateway = EngineServer(path, hello)
         self._thread = threading.Thread(target=self._run, name="fake-engine")
         self._stopping = False
 

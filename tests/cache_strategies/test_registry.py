@@ -105,7 +105,7 @@ def test_a_page_is_the_smallest_block() -> None:
     page = page_bytes(instances, geometry())
     assert page == compute_block_bytes(LAYERS, 4, torch.float32)
     caches = build_caches(instances, geometry(), Arena(50, page), ReferenceOps())
-    assert [cache.store.run for cache in caches.values()] == [1, 4, 6]  # type: ignore[attr-defined]
+    assert [cache.store.pages_per_block for cache in caches.values()] == [1, 4, 6]  # type: ignore[attr-defined]
 
 
 def test_shares_are_pages_rounded_down() -> None:

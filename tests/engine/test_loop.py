@@ -36,8 +36,8 @@ from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import Reference, random_prompt
 
 
-class FakeGateway:
-    """A gateway whose workers send all messages at once, and receive events until `enough`."""
+class FakeEngineServer:
+    """A server whose workers send all messages at once, and receive events until `enough`."""
 
     def __init__(self, *said: tuple[int, ToEngine | WorkerDisconnected]) -> None:
         self.inbox: queue.Queue[tuple[int, ToEngine | WorkerDisconnected]] = queue.Queue()
@@ -58,16 +58,16 @@ def greedy(name: str, prompt: list[int], count: int = 4, **options: Any) -> Subm
     return Submit(name, prompt, SamplingParams(count, temperature=0.0, ignore_eos=True), **options)
 
 
-def run_until(driver: Driver, gateway: FakeGateway, ends: int) -> None:
+def run_until(driver: Driver, server: FakeEngineServer, ends: int) -> None:
     """Run the loop until a number of requests have ended."""
-    loop, left = Loop(driver.engine, gateway, Metrics), [ends]  # type: ignore[arg-type]
+    loop, left = Loop(driver.engine, server, Metrics), [ends]  # type: ignore[arg-type]
 
     def count(_: int, message: FromEngine) -> None:
         left[0] -= isinstance(message, Failed) or (isinstance(message, Tokens) and message.finish_reason is not None)
         if not left[0]:
             loop.stop()
 
-    gateway.on_message = count
+    server.on_message = count
     loop.run()
 
 
@@ -77,39 +77,39 @@ def tokens_of(messages: Sequence[FromEngine], name: str) -> list[int]:
 
 def test_each_worker_hears_of_its_own_requests(tiny: Path, reference: Reference) -> None:
     prompts = [random_prompt(n) for n in (5, 9)]
-    gateway = FakeGateway((0, greedy("same", prompts[0])), (1, greedy("same", prompts[1], kv_cache="contiguous")))
-    run_until(Driver(tiny), gateway, ends=2)
+    server = FakeEngineServer((0, greedy("same", prompts[0])), (1, greedy("same", prompts[1], kv_cache="contiguous")))
+    run_until(Driver(tiny), server, ends=2)
     for worker, prompt in enumerate(prompts):
-        assert isinstance(gateway.heard[worker][0], Admitted)
-        assert tokens_of(gateway.heard[worker], "same") == reference.greedy(prompt, 4)
-    assert (0, 2) in gateway.batches, "what a step brings one worker goes out in one piece"
+        assert isinstance(server.heard[worker][0], Admitted)
+        assert tokens_of(server.heard[worker], "same") == reference.greedy(prompt, 4)
+    assert (0, 2) in server.batches, "what a step brings one worker goes out in one piece"
 
 
 def test_a_refusal_is_an_answer(tiny: Path) -> None:
-    gateway = FakeGateway((3, greedy("r", [5] * 600)))
-    run_until(Driver(tiny), gateway, ends=1)
-    (failed,) = gateway.heard[3]
+    server = FakeEngineServer((3, greedy("r", [5] * 600)))
+    run_until(Driver(tiny), server, ends=1)
+    (failed,) = server.heard[3]
     assert isinstance(failed, Failed)
     assert failed.status == 400
 
 
 def test_cancelled_requests_and_those_of_gone_workers_are_heard_of_no_more(tiny: Path) -> None:
     prompt = random_prompt(9)
-    gateway = FakeGateway(
+    server = FakeEngineServer(
         (0, greedy("stays", prompt)), (0, greedy("leaves", prompt)), (1, greedy("leaves", prompt)),
         (1, WorkerDisconnected()), (0, Cancel("leaves")), (0, Cancel("unknown")), (2, WorkerDisconnected()),
     )  # fmt: skip
     driver = Driver(tiny)
-    run_until(driver, gateway, ends=1)
-    assert list(gateway.heard) == [0]
-    assert {m.request_id for m in gateway.heard[0] if isinstance(m, Tokens)} == {"stays"}
+    run_until(driver, server, ends=1)
+    assert list(server.heard) == [0]
+    assert {m.request_id for m in server.heard[0] if isinstance(m, Tokens)} == {"stays"}
     driver.assert_nothing_leaked()
 
 
 def test_queries_are_answered_between_steps(tiny: Path) -> None:
-    gateway = FakeGateway((0, Query(7, "kv_cache")), (0, Query(8, "metrics")), (0, greedy("r", random_prompt(9))))
-    run_until(Driver(tiny), gateway, ends=1)
-    answers = {m.query_id: m.body for m in gateway.heard[0] if isinstance(m, Answer)}
+    server = FakeEngineServer((0, Query(7, "kv_cache")), (0, Query(8, "metrics")), (0, greedy("r", random_prompt(9))))
+    run_until(Driver(tiny), server, ends=1)
+    answers = {m.query_id: m.body for m in server.heard[0] if isinstance(m, Answer)}
     described = json.loads(answers[7])
     assert [told["name"] for told in described["data"]] == ["paged", "contiguous", "sliding_window"]
     text = Renderer().render(answers[8], openmetrics=False)
@@ -117,18 +117,18 @@ def test_queries_are_answered_between_steps(tiny: Path) -> None:
 
 
 def test_the_metrics_count_what_the_loop_did(tiny: Path) -> None:
-    gateway = FakeGateway((0, greedy("r", random_prompt(9))))
-    loop = Loop(Driver(tiny).engine, gateway, Metrics)  # type: ignore[arg-type]
+    server = FakeEngineServer((0, greedy("r", random_prompt(9))))
+    loop = Loop(Driver(tiny).engine, server, Metrics)  # type: ignore[arg-type]
 
     def ask_then_stop(_: int, message: FromEngine) -> None:
         if isinstance(message, Tokens) and message.finish_reason:
-            gateway.inbox.put((0, Query(1, "metrics")))
+            server.inbox.put((0, Query(1, "metrics")))
         elif isinstance(message, Answer):
             loop.stop()
 
-    gateway.on_message = ask_then_stop
+    server.on_message = ask_then_stop
     loop.run()
-    answer = gateway.heard[0][-1]
+    answer = server.heard[0][-1]
     assert isinstance(answer, Answer)
     text = Renderer().render(answer.body, openmetrics=False)
     assert b'kvmux_requests_total{outcome="length",strategy="paged"} 1.0' in text
@@ -146,23 +146,23 @@ def test_many_who_ask_often_cost_one_look_in_each_second(tiny: Path, monkeypatch
     monkeypatch.setattr(loop_module, "monotonic", lambda: now[0])
     questions: tuple[Question, ...] = ("metrics", "kv_cache")
     asked = [(worker, Query(n, what)) for worker in range(3) for n in range(20) for what in questions]
-    gateway = FakeGateway(*asked)
-    loop = Loop(Driver(tiny).engine, gateway, Metrics)  # type: ignore[arg-type]
+    server = FakeEngineServer(*asked)
+    loop = Loop(Driver(tiny).engine, server, Metrics)  # type: ignore[arg-type]
 
     def ask(*queries: Query) -> list[Answer]:
         """Return the loop's answers to these queries, after those that were sent before."""
-        gateway.heard.clear()
+        server.heard.clear()
         for query in queries:
-            gateway.inbox.put((0, query))
+            server.inbox.put((0, query))
 
         def stop_at_last(_: int, message: FromEngine) -> None:
             if isinstance(message, Answer) and message.query_id == queries[-1].query_id:
                 loop.stop()
 
-        gateway.on_message = stop_at_last
+        server.on_message = stop_at_last
         loop._stopping = False
         loop.run()
-        return [message for message in gateway.heard[0] if isinstance(message, Answer)]
+        return [message for message in server.heard[0] if isinstance(message, Answer)]
 
     first = ask(Query(99, "metrics"))
     assert looks == {"read_engine_state": 1, "describe_caches": 1}
@@ -218,19 +218,19 @@ def test_a_strategy_that_cannot_tell_fails_the_question_alone(
         raise ValueError("no idea")
 
     monkeypatch.setattr(driver.core.caches["paged"], "usage", broken)
-    gateway = FakeGateway((0, Query(7, question)), (0, greedy("r", random_prompt(9))))
-    run_until(driver, gateway, ends=1)
-    (answer,) = [message for message in gateway.heard[0] if isinstance(message, Answer)]
+    server = FakeEngineServer((0, Query(7, question)), (0, greedy("r", random_prompt(9))))
+    run_until(driver, server, ends=1)
+    (answer,) = [message for message in server.heard[0] if isinstance(message, Answer)]
     assert answer.error is not None
     assert answer.error.status == 500
     assert "no idea" in caplog.text
 
 
 def test_books_that_do_not_add_up_end_an_idle_engine_if_they_are_checked(tiny: Path) -> None:
-    gateway = FakeGateway((1, greedy("a", random_prompt(9), kv_cache="paged")))
+    server = FakeEngineServer((1, greedy("a", random_prompt(9), kv_cache="paged")))
     driver = Driver(tiny, check_integrity=True)
-    run_until(driver, gateway, 1)
+    run_until(driver, server, 1)
     driver.core.check_integrity()
     driver.core.arena._num_free += 1
     with pytest.raises(AssertionError):
-        Loop(driver.engine, FakeGateway(), Metrics).run()  # type: ignore[arg-type]
+        Loop(driver.engine, FakeEngineServer(), Metrics).run()  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ def test_every_slot_of_every_block_has_bytes_of_its_own(run: int) -> None:
     page = -(-compute_block_bytes(ODD, 7, torch.float32) // run)
     arena = Arena(4 * run, -(-page // ALIGN) * ALIGN)
     store = KVStore(arena, ODD, 7, torch.float32)
-    assert store.run == run
+    assert store.pages_per_block == run
     planes = [
         plane(layer)[block] for block in range(0, 4 * run, run) for layer in range(3) for plane in (store.k, store.v)
     ]
@@ -47,7 +47,7 @@ def test_every_slot_of_every_block_has_bytes_of_its_own(run: int) -> None:
 def test_a_block_is_what_its_first_page_says() -> None:
     arena = Arena(9, ALIGN * 40)
     store = KVStore(arena, ODD, 16, torch.float32)
-    assert store.num_blocks == 9 - store.run + 1
+    assert store.num_blocks == 9 - store.pages_per_block + 1
     store.k(2)[3] = 1.0
     start = 3 * arena.page_bytes + store.k_offset(2)
     assert arena.memory[start : start + 2 * 16 * 16 * 4].view(torch.float32).eq(1.0).all()
@@ -66,7 +66,7 @@ def test_offsets_of_a_large_model(layers: list[LayerSpec], block_size: int, beyo
     heads, plane = layers[0].num_kv_heads, layers[0].num_kv_heads * block_size * 128 * 4
     arena = Arena(1000, compute_block_bytes(layers, block_size, torch.float32), device="meta")
     store = KVStore(arena, layers, block_size, torch.float32)
-    assert store.run == 1
+    assert store.pages_per_block == 1
     assert store.block_bytes == 80 * plane
     assert (store.v_offset(39) > 2**32) is beyond_32_bits
     for layer in range(40):
@@ -85,6 +85,6 @@ def test_layers_of_one_block_are_addressed_past_4_gib() -> None:
     page = compute_block_bytes(PHI4_REPEATED, 8, torch.float32)
     arena = Arena(1024, page, device="meta")
     store = KVStore(arena, PHI4_REPEATED, 4096, torch.float32)
-    assert store.run == 512
+    assert store.pages_per_block == 512
     assert store.num_blocks == 513
     assert store.v(39)[512].storage_offset() * 4 == 512 * page + 79 * 40 * 4096 * 128 * 4

@@ -80,13 +80,13 @@ def test_a_thread_is_on_a_bodys_way_until_it_hands_the_body_on() -> None:
         call(WORKER, "encode"),
         call(WORKER, "EngineClient._send", kind="return", hint="submit"),
         call(WORKER, "Detokenizer.__init__"),
-        call(GATEWAY, "Gateway._serve_worker"),
+        call(GATEWAY, "EngineServer._serve_worker"),
         call(ENGINE, "Loop._handle"),
         call(ENGINE, "Core.submit"),
         call(ENGINE, "Scheduler.submit"),
         call(ENGINE, "Scheduler.schedule"),
     ]
-    files = ["BoundedConnection", "EngineClient", "encode", "Gateway", "Loop", "Core", "Scheduler"]
+    files = ["BoundedConnection", "EngineClient", "encode", "EngineServer", "Loop", "Core", "Scheduler"]
     assert list(find_body_way(calls)) == [f"{name}.py" for name in files]
 
 
@@ -95,15 +95,15 @@ def test_a_tokens_way_leads_from_the_engine_to_the_text() -> None:
         call(ENGINE, "ModelRunner.execute", kind="return"),
         call(ENGINE, "Core.step"),
         call(WORKER, "Heartbeat.beat"),
-        call(ENGINE, "Gateway.send"),
-        call(ENGINE, "Gateway.send", kind="return"),
+        call(ENGINE, "EngineServer.send"),
+        call(ENGINE, "EngineServer.send", kind="return"),
         call(ENGINE, "Core.poll"),
         call(WORKER, "_Connection.data_received", "client.py"),
         call(WORKER, "RequestResponseCycle.send", "other.py"),
         call(WORKER, "OutputText.push"),
         call(WORKER, "RequestResponseCycle.send", hint="text"),
     ]
-    found = ["ModelRunner.py", "Core.py", "Gateway.py", "client.py", "other.py", "OutputText.py"]
+    found = ["ModelRunner.py", "Core.py", "EngineServer.py", "client.py", "other.py", "OutputText.py"]
     assert list(find_token_way(calls, 0)) == found
 
 

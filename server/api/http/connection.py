@@ -22,8 +22,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from server.api.http.errors import ApiError
-from server.api.http.middleware import make_headers_error
+from server.api.http.errors import ApiError, make_headers_error
 
 LINGER = 5.0  # seconds; closing at once can take the response away from a client that is still sending
 # Requests without a response; with more, nothing is read, so that a disconnect is not noticed

@@ -235,3 +235,8 @@ def _format_field(problem: Mapping[str, Any]) -> str | None:
 def _format_known_field(problem: Mapping[str, Any]) -> str | None:
     """Return the field of a problem without names that are not ours: they may hold anything that was sent."""
     return _format_field({"loc": problem["loc"][:-1]} if problem["type"] == "extra_forbidden" else problem)
+
+
+def make_headers_error(limit: int) -> ApiError:
+    """Return the refusal of a request whose line and headers are longer than `limit` bytes."""
+    return ApiError(431, f"the headers are longer than {limit} bytes; send less in them", code="headers_too_long")

@@ -1,12 +1,12 @@
 """What every request passes between its connection and its route, in this order.
 
-- `Lifetime` gives it an id, answers unexpected exceptions, and reports its response and its end;
-- `RequestBounds` bounds the bytes and the seconds of its headers and its body;
-- `Unversioned` completes its path;
-- `Access` checks its key.
+- `RequestLifecycleMiddleware` gives it an id, answers unexpected exceptions, and reports its response and its end;
+- `BodyLimitMiddleware` bounds the bytes and the seconds of its headers and its body;
+- `UnversionedPathMiddleware` completes its path;
+- `AuthenticationMiddleware` checks its key.
 
-Knows paths and tokens, but no endpoint. Plain ASGI, as Starlette's BaseHTTPMiddleware would hide disconnects. What
-never becomes a request is bounded before, in server/api/http/connection.py.
+Knows paths, tokens and the settings of limits, but no endpoint. Plain ASGI, as Starlette's BaseHTTPMiddleware would
+hide disconnects. What never becomes a request is limited before, in server/api/http/connection.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
-import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config.settings import Settings
-from server.api.http.errors import ApiError, make_error_response, to_api_error
+from server.api.http.errors import ApiError, make_error_response, make_headers_error, to_api_error
 from server.api.ops.request_log import CLIENT_CLOSED_REQUEST, EndedRequest
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Hello
@@ -47,8 +46,8 @@ SHARED_PATHS = ("/health", "/ready")
 UNVERSIONED_ROUTES = ("/completions", "/chat/completions", "/models", "/kv_cache", "/settings")
 
 
-# ---------------------------------------------------------------- its lifetime
-class Lifetime:
+# ---------------------------------------------------------------- request id, errors, end
+class RequestLifecycleMiddleware:
     """Middleware around all other, from a request's headers to its end.
 
     It gives every response the header x-request-id, the client's own or a new one, and x-ignored-fields where fields of
@@ -71,7 +70,7 @@ class Lifetime:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        began = time.monotonic()
+        began = monotonic()
         sent = Headers(scope=scope)
         request_id = _get_request_id(sent)
         state = scope.setdefault("state", {})
@@ -110,7 +109,7 @@ class Lifetime:
                     error=state.get("error"),
                     generation=state.get("generation"),
                     start_time=began,
-                    end_time=time.monotonic(),
+                    end_time=monotonic(),
                 )
             )
             state.clear()  # uvicorn keeps the scope until the connection's next request, and with it the prompts
@@ -153,7 +152,7 @@ class BodyLimits:
         )
 
 
-class RequestBounds:
+class BodyLimitMiddleware:
     """Middleware that refuses headers that are too long; reading a body beyond its limits raises ApiError."""
 
     def __init__(
@@ -188,29 +187,9 @@ class RequestBounds:
         return None
 
 
-def make_body_limits_getter(settings: Settings, client: EngineClient) -> Callable[[], BodyLimits]:
-    """Return a function that returns the limits of bodies: they follow the context, known once the engine serves."""
-    hello: Hello | None = None
-    limits: BodyLimits | None = None
-
-    def get_body_limits() -> BodyLimits:
-        nonlocal hello, limits
-        if limits is None or hello is not client.hello:
-            hello = client.hello
-            one, together = settings.compute_body_limits(0 if hello is None else hello.max_seq_len)
-            limits = BodyLimits(one, together, is_final=hello is not None or settings.max_body_bytes is not None)
-        return limits
-
-    return get_body_limits
-
-
 def count_header_bytes(scope: Scope) -> int:
     headers = sum(len(name) + len(value) for name, value in scope["headers"])
     return headers + len(scope["raw_path"]) + len(scope["query_string"])
-
-
-def make_headers_error(most: int) -> ApiError:
-    return ApiError(431, f"the headers are longer than {most} bytes; send less in them", code="headers_too_long")
 
 
 def release_body(scope: Scope) -> None:
@@ -268,12 +247,28 @@ class BoundedBody:
         self.num_counted_bytes = 0
 
 
-# ---------------------------------------------------------------- its path
-class Unversioned:
+def make_body_limits_getter(settings: Settings, client: EngineClient) -> Callable[[], BodyLimits]:
+    """Return a function that returns the limits of bodies: they follow the context, known once the engine serves."""
+    hello: Hello | None = None
+    limits: BodyLimits | None = None
+
+    def get_body_limits() -> BodyLimits:
+        nonlocal hello, limits
+        if limits is None or hello is not client.hello:
+            hello = client.hello
+            one, together = settings.compute_body_limits(0 if hello is None else hello.max_seq_len)
+            limits = BodyLimits(one, together, is_final=hello is not None or settings.max_body_bytes is not None)
+        return limits
+
+    return get_body_limits
+
+
+# ---------------------------------------------------------------- path
+class UnversionedPathMiddleware:
     """Middleware that accepts the routes under /v1 without that prefix, for clients whose base URL has none.
 
-    It rewrites the path before `Access` looks at it, so that both spellings need the same key. The log has the path as
-    it came.
+    It rewrites the path before `AuthenticationMiddleware` looks at it, so that both spellings need the same key. The
+    log has the path as it came.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -289,8 +284,8 @@ def _is_unversioned(path: str) -> bool:
     return any(path == route or path.startswith(f"{route}/") for route in UNVERSIONED_ROUTES)
 
 
-# ---------------------------------------------------------------- its key
-class Access:
+# ---------------------------------------------------------------- authentication
+class AuthenticationMiddleware:
     """Middleware that checks keys and ports, before anything of a body is read.
 
     An API key opens API_KEY_PREFIXES, the admin token the administration of caches and profiles and nothing else, the
@@ -349,6 +344,6 @@ def _check_token(authorization: str, allowed: Iterable[str], what: str) -> ApiEr
 
 
 def make_security_dependency(scheme: str) -> Depends:
-    """Return a dependency that only documents in openapi.json what Access has checked."""
+    """Return a dependency that only documents in openapi.json what AuthenticationMiddleware has checked."""
     dependency: Depends = Security(HTTPBearer(scheme_name=scheme, auto_error=False))
     return dependency

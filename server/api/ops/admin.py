@@ -1,7 +1,7 @@
 """Administration: of the caches (inspect, clear, pin prefixes, change shares of the memory), and profiles of steps.
 
-POST /v1/profile returns a chrome trace of real steps with a table of it. The engine carries out the commands; `Access`
-in server/api/http/middleware.py checks the admin token.
+POST /v1/profile returns a chrome trace of real steps with a table of it. The engine carries out the commands;
+`AuthenticationMiddleware` in server/api/http/middleware.py checks the admin token.
 """
 
 from __future__ import annotations

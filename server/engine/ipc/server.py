@@ -49,7 +49,7 @@ class WorkerDisconnected(msgspec.Struct, frozen=True):
     """The worker's connection has ended: its requests need no more events."""
 
 
-class Gateway:
+class EngineServer:
     """Serves the Unix socket `path` from `start` (or `with`) to `close`. Each worker is greeted with `hello`."""
 
     def __init__(self, path: str | os.PathLike[str], hello: Hello) -> None:
@@ -57,11 +57,11 @@ class Gateway:
         self._path = os.fspath(path)
         self._greeting = encode_events([hello])
         self._worker_ids = itertools.count()
-        self._workers: dict[int, Outbox] = {}  # changed by the gateway's thread only
+        self._workers: dict[int, WorkerConnection] = {}  # changed by the server's thread only
         self._worker_tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="engine-ipc", daemon=True)
         self._listening: Future[None] = Future()
 
     # ------------------------------------------------------------ any thread
@@ -71,7 +71,7 @@ class Gateway:
         self._listening.result()
 
     def send(self, worker_id: int, events: list[FromEngine]) -> None:
-        """Send one frame without waiting. Does nothing if the worker is gone or the gateway is closed.
+        """Send one frame without waiting. Does nothing if the worker is gone or the server is closed.
 
         The caller's thread writes: waking another for each step costs a step more than the writing.
         """
@@ -93,7 +93,7 @@ class Gateway:
         self._call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
-    def __enter__(self) -> Gateway:
+    def __enter__(self) -> EngineServer:
         self.start()
         return self
 
@@ -101,12 +101,12 @@ class Gateway:
         self.close()
 
     def _call_soon_threadsafe(self, function: Callable[..., None], *args: object) -> None:
-        """Have the gateway's thread call a function."""
+        """Have the server's thread call a function."""
         assert self._loop is not None, "start() comes first"
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *args)
 
-    # ------------------------------------------------------------ the gateway's thread
+    # ------------------------------------------------------------ the server's thread
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
@@ -140,11 +140,11 @@ class Gateway:
                 log.warning("an API worker cannot connect: %s", error)
                 await asyncio.sleep(ACCEPT_RETRY_DELAY)
                 continue
-            conversation = asyncio.create_task(self._serve_worker(next(self._worker_ids), Outbox(connection)))
+            conversation = asyncio.create_task(self._serve_worker(next(self._worker_ids), WorkerConnection(connection)))
             self._worker_tasks.add(conversation)
             conversation.add_done_callback(self._worker_tasks.discard)
 
-    async def _serve_worker(self, worker_id: int, worker: Outbox) -> None:
+    async def _serve_worker(self, worker_id: int, worker: WorkerConnection) -> None:
         loop, frames = asyncio.get_running_loop(), make_message_decoder()
         self._workers[worker_id] = worker
         try:
@@ -165,12 +165,12 @@ class Gateway:
         if (worker := self._workers.get(worker_id)) is not None:
             asyncio.get_running_loop().add_writer(worker.socket, self._flush, worker)
 
-    def _flush(self, worker: Outbox) -> None:
+    def _flush(self, worker: WorkerConnection) -> None:
         if worker.send(b"") == 0:
             asyncio.get_running_loop().remove_writer(worker.socket)
 
 
-class Outbox:
+class WorkerConnection:
     """A worker's socket, and the bytes that it had no room for. Any thread may write; none waits."""
 
     def __init__(self, connection: socket.socket) -> None:

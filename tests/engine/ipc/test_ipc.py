@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from server.engine.ipc import server as gateway_module
+from server.engine.ipc import server as server_module
 from server.engine.ipc.client import EngineClient, EngineLost, encode_message, make_event_decoder
 from server.engine.ipc.messages import Admitted, Answer, Cancel, FromEngine, Query, SamplingParams, Submit, Tokens
 from server.engine.ipc.server import (
-    Gateway,
-    Outbox,
+    EngineServer,
+    WorkerConnection,
     WorkerDisconnected,
     encode_events,
     make_message_decoder,
@@ -83,11 +83,11 @@ def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch)
         encode_message(SUBMIT)
 
 
-# ---------------------------------------------------------------- the gateway
+# ---------------------------------------------------------------- the server
 @pytest.fixture
-def gateway(socket_path: Path) -> Iterator[Gateway]:
-    with Gateway(socket_path, HELLO) as gateway:
-        yield gateway
+def server(socket_path: Path) -> Iterator[EngineServer]:
+    with EngineServer(socket_path, HELLO) as server:
+        yield server
 
 
 def connect(path: Path) -> socket.socket:
@@ -102,84 +102,84 @@ def receive(worker: socket.socket) -> list[FromEngine]:
     return msgspec.msgpack.decode(worker.recv(length, socket.MSG_WAITALL), type=list[FromEngine])
 
 
-def test_workers_get_a_hello_an_id_and_a_disconnected_message(gateway: Gateway, socket_path: Path) -> None:
+def test_workers_get_a_hello_an_id_and_a_disconnected_message(server: EngineServer, socket_path: Path) -> None:
     with connect(socket_path) as one, connect(socket_path) as two:
         assert receive(one) == receive(two) == [HELLO]
         one.sendall(encode_message(SUBMIT) + encode_message(Cancel("r-0")))
-        first, message = gateway.inbox.get(timeout=5)
+        first, message = server.inbox.get(timeout=5)
         assert message == SUBMIT
-        assert gateway.inbox.get(timeout=5) == (first, Cancel("r-0"))
+        assert server.inbox.get(timeout=5) == (first, Cancel("r-0"))
         two.sendall(encode_message(Cancel("other")))
-        second, _ = gateway.inbox.get(timeout=5)
+        second, _ = server.inbox.get(timeout=5)
         assert second != first
-        gateway.send(second, EVENTS)
-        gateway.send(first, EVENTS[:2])
+        server.send(second, EVENTS)
+        server.send(first, EVENTS[:2])
         assert receive(one) == EVENTS[:2]
         assert receive(two) == EVENTS
         one.close()
-        assert gateway.inbox.get(timeout=5) == (first, WorkerDisconnected())
-        gateway.send(first, EVENTS)
-        gateway.send(12345, EVENTS)
-        gateway.send(second, [])
+        assert server.inbox.get(timeout=5) == (first, WorkerDisconnected())
+        server.send(first, EVENTS)
+        server.send(12345, EVENTS)
+        server.send(second, [])
         assert receive(two) == []
 
 
 def test_a_worker_that_sends_other_bytes_is_disconnected(
-    gateway: Gateway, socket_path: Path, caplog: pytest.LogCaptureFixture
+    server: EngineServer, socket_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with connect(socket_path) as worker:
         receive(worker)
         worker.sendall(b"\x00\x00\x00\x01\xc1")
-        assert gateway.inbox.get(timeout=5)[1] == WorkerDisconnected()
+        assert server.inbox.get(timeout=5)[1] == WorkerDisconnected()
         assert worker.recv(1) == b""
     assert "holds no message" in caplog.text
 
 
 def test_a_worker_that_does_not_read_holds_up_no_other(
-    gateway: Gateway, socket_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: EngineServer, socket_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(gateway_module, "MAX_UNREAD_BYTES", 2**20)
+    monkeypatch.setattr(server_module, "MAX_UNREAD_BYTES", 2**20)
     with connect(socket_path) as stuck, connect(socket_path) as fine:
         stuck.sendall(encode_message(Cancel("r")))
-        stuck_id, _ = gateway.inbox.get(timeout=5)
+        stuck_id, _ = server.inbox.get(timeout=5)
         fine.sendall(encode_message(Cancel("r")))
-        fine_id, _ = gateway.inbox.get(timeout=5)
+        fine_id, _ = server.inbox.get(timeout=5)
         for _ in range(50):
-            gateway.send(stuck_id, [Answer(0, bytes(100_000))])
-        gateway.send(fine_id, EVENTS)
+            server.send(stuck_id, [Answer(0, bytes(100_000))])
+        server.send(fine_id, EVENTS)
         assert [receive(fine), receive(fine)] == [[HELLO], EVENTS]
-        assert gateway.inbox.get(timeout=5) == (stuck_id, WorkerDisconnected())
+        assert server.inbox.get(timeout=5) == (stuck_id, WorkerDisconnected())
     assert "does not read" in caplog.text
 
 
 def test_what_waits_for_a_worker_that_has_gone_is_dropped() -> None:
     ours, theirs = socket.socketpair()
-    outbox = Outbox(ours)
+    outbox = WorkerConnection(ours)
     assert outbox.send(bytes(2**22)) > 0, "the socket has room for all of it"
     theirs.close()
     assert outbox.send(b"") == outbox.send(b"more") == 0
     outbox.close()
 
 
-def test_the_socket_is_private_and_goes_with_the_gateway(socket_path: Path) -> None:
+def test_the_socket_is_private_and_goes_with_the_server(socket_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(socket_path))  # left behind by an engine that was killed
-    gateway = Gateway(socket_path, HELLO)
-    gateway.start()
+    server = EngineServer(socket_path, HELLO)
+    server.start()
     assert stat.S_IMODE(socket_path.stat().st_mode) == 0o600
     with connect(socket_path) as worker:
         receive(worker)
-        gateway.close()
+        server.close()
         assert worker.recv(1) == b""
-    assert gateway.inbox.get_nowait()[1] == WorkerDisconnected()
+    assert server.inbox.get_nowait()[1] == WorkerDisconnected()
     assert not socket_path.exists()
-    gateway.send(0, EVENTS)
-    gateway.close()
+    server.send(0, EVENTS)
+    server.close()
 
 
 def test_a_socket_that_cannot_be_made(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file or directory"):
-        Gateway(tmp_path / "nowhere" / "engine.sock", HELLO).start()
+        EngineServer(tmp_path / "nowhere" / "engine.sock", HELLO).start()
 
 
 # ---------------------------------------------------------------- the client
@@ -188,40 +188,40 @@ async def ready(client: EngineClient) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_leaving_a_stream_cancels_what_still_runs(gateway: Gateway, socket_path: Path) -> None:
+def test_leaving_a_stream_cancels_what_still_runs(server: EngineServer, socket_path: Path) -> None:
     submits = [Submit(f"r-{i}", [1], SamplingParams(1)) for i in range(3)]
 
     async def use() -> list[object]:
         async with EngineClient(socket_path) as client:
             await ready(client)
             async with client.stream(submits) as stream:
-                worker_id = (await asyncio.to_thread(gateway.inbox.get))[0]
+                worker_id = (await asyncio.to_thread(server.inbox.get))[0]
                 # r-0 ends, and r-1 is cancelled with its end on the way: no more of its events are delivered
-                gateway.send(worker_id, [Tokens("r-0", [5], "stop"), Tokens("r-1", [6]), Tokens("r-1", [7], "stop")])
+                server.send(worker_id, [Tokens("r-0", [5], "stop"), Tokens("r-1", [6]), Tokens("r-1", [7], "stop")])
                 received = [await anext(stream), await anext(stream)]
                 stream.cancel("r-1")
                 stream.cancel("r-1")
-                gateway.send(worker_id, [Tokens("r-2", [8])])
+                server.send(worker_id, [Tokens("r-2", [8])])
                 return [*received, await anext(stream)]
 
     assert asyncio.run(use()) == [Tokens("r-0", [5], "stop"), Tokens("r-1", [6]), Tokens("r-2", [8])]
-    sent = [message for _, message in drained(gateway)]
+    sent = [message for _, message in drained(server)]
     assert sent == [*submits[1:], Cancel("r-1"), Cancel("r-2"), WorkerDisconnected()]
 
 
-def test_a_stream_ends_with_its_last_request(gateway: Gateway, socket_path: Path) -> None:
+def test_a_stream_ends_with_its_last_request(server: EngineServer, socket_path: Path) -> None:
     async def use() -> list[object]:
         async with EngineClient(socket_path) as client:
             await ready(client)
             async with client.stream([SUBMIT]) as stream:
-                gateway.send((await asyncio.to_thread(gateway.inbox.get))[0], [Tokens("r-0", [5], "stop")])
+                server.send((await asyncio.to_thread(server.inbox.get))[0], [Tokens("r-0", [5], "stop")])
                 return [event async for event in stream]
 
     assert asyncio.run(use()) == [Tokens("r-0", [5], "stop")]
-    assert [message for _, message in drained(gateway)] == [WorkerDisconnected()]
+    assert [message for _, message in drained(server)] == [WorkerDisconnected()]
 
 
-def test_nothing_is_sent_over_a_connection_that_is_closing(gateway: Gateway, socket_path: Path) -> None:
+def test_nothing_is_sent_over_a_connection_that_is_closing(server: EngineServer, socket_path: Path) -> None:
     async def use() -> None:
         async with EngineClient(socket_path) as client:
             await ready(client)
@@ -236,16 +236,16 @@ def test_nothing_is_sent_over_a_connection_that_is_closing(gateway: Gateway, soc
 
 def test_a_lost_engine_ends_everything_at_once(socket_path: Path) -> None:
     async def use() -> None:
-        gateway = Gateway(socket_path, HELLO)
-        gateway.start()
+        server = EngineServer(socket_path, HELLO)
+        server.start()
         async with EngineClient(socket_path) as client:
             await ready(client)
             query = asyncio.ensure_future(client.query("metrics"))
             async with client.stream([SUBMIT]) as stream:
-                messages = [await asyncio.to_thread(gateway.inbox.get) for _ in range(2)]
-                gateway.send(messages[0][0], [Tokens("r-0", [5])])
+                messages = [await asyncio.to_thread(server.inbox.get) for _ in range(2)]
+                server.send(messages[0][0], [Tokens("r-0", [5])])
                 assert await anext(stream) == Tokens("r-0", [5])
-                await asyncio.to_thread(gateway.close)
+                await asyncio.to_thread(server.close)
                 with pytest.raises(EngineLost, match="went away"):
                     await anext(stream)
                 with pytest.raises(StopAsyncIteration):
@@ -257,17 +257,17 @@ def test_a_lost_engine_ends_everything_at_once(socket_path: Path) -> None:
             with pytest.raises(EngineLost, match="not ready"):
                 async with client.stream([SUBMIT]):
                     pass
-            with Gateway(socket_path, HELLO):
+            with EngineServer(socket_path, HELLO):
                 await ready(client)
 
     asyncio.run(asyncio.wait_for(use(), 10))
 
 
-def drained(gateway: Gateway) -> list[tuple[int, object]]:
+def drained(server: EngineServer) -> list[tuple[int, object]]:
     """What is in the inbox, up to the worker's end."""
     messages: list[tuple[int, object]] = []
     while not messages or messages[-1][1] != WorkerDisconnected():
-        messages.append(gateway.inbox.get(timeout=5))
+        messages.append(server.inbox.get(timeout=5))
     with pytest.raises(queue.Empty):
-        gateway.inbox.get_nowait()
+        server.inbox.get_nowait()
     return messages

@@ -88,8 +88,8 @@ def test_the_engine_counts_steps_that_compute(tiny: Path) -> None:
     """Two idle turns, then a request of three tokens."""
     driver = Driver(tiny, max_seq_len=60)
     counted: list[int] = []
-    gateway: Any = _Gateway()
-    loop = Loop(driver.engine, gateway, Metrics, beat=lambda: None, on_step=lambda: counted.append(turns[0]))
+    server: Any = _FakeEngineServer()
+    loop = Loop(driver.engine, server, Metrics, beat=lambda: None, on_step=lambda: counted.append(turns[0]))
     turns = [0]
 
     def turn() -> None:
@@ -99,12 +99,12 @@ def test_the_engine_counts_steps_that_compute(tiny: Path) -> None:
         if turns[0] == 9:
             loop.stop()
 
-    gateway.inbox.turn = turn
+    server.inbox.turn = turn
     loop.run()
     assert counted == [3, 4, 5]
 
 
-class _Gateway:
+class _FakeEngineServer:
     """Nobody says anything, and nobody listens."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from server.engine.profiling import profiler
 from server.metrics.registry import Metrics
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.engine.test_loop import FakeGateway, tokens_of
+from tests.engine.test_loop import FakeEngineServer, tokens_of
 
 LONG = 60.0  # seconds
 PROMPT = random_prompt(9)
@@ -28,8 +28,8 @@ class Running:
     """A loop over an engine that is never idle: a request that has ended comes again."""
 
     def __init__(self, driver: Driver, reference: Reference) -> None:
-        self.gateway = FakeGateway()
-        self.loop = Loop(driver.engine, self.gateway, Metrics)  # type: ignore[arg-type]
+        self.server = FakeEngineServer()
+        self.loop = Loop(driver.engine, self.server, Metrics)  # type: ignore[arg-type]
         self._expected = reference.greedy(PROMPT, MOST)
         self._requests = 0
 
@@ -44,12 +44,12 @@ class Running:
                 if answers.keys() >= wanted:
                     self.loop.stop()
             elif isinstance(message, Tokens) and message.finish_reason:
-                assert tokens_of(self.gateway.heard[0], message.request_id) == self._expected
+                assert tokens_of(self.server.heard[0], message.request_id) == self._expected
                 self._submit()
 
-        self.gateway.on_message = hear
+        self.server.on_message = hear
         for query in queries:
-            self.gateway.inbox.put((0, query))
+            self.server.inbox.put((0, query))
         self._submit()
         self.loop._stopping = False
         self.loop.run()
@@ -58,7 +58,7 @@ class Running:
     def _submit(self) -> None:
         self._requests += 1
         sampling = SamplingParams(MOST, temperature=0.0, ignore_eos=True)
-        self.gateway.inbox.put((0, Submit(str(self._requests), PROMPT, sampling)))
+        self.server.inbox.put((0, Submit(str(self._requests), PROMPT, sampling)))
 
 
 @pytest.fixture
@@ -103,18 +103,18 @@ def test_one_at_a_time(running: Running) -> None:
 
 
 def test_time_is_a_bound_too_and_an_idle_engine_records_nothing(tiny: Path) -> None:
-    gateway = FakeGateway((0, Query(1, Profile(5, 0.05))))
-    loop = Loop(Driver(tiny).engine, gateway, Metrics)  # type: ignore[arg-type]
-    gateway.on_message = lambda *_: loop.stop()
+    server = FakeEngineServer((0, Query(1, Profile(5, 0.05))))
+    loop = Loop(Driver(tiny).engine, server, Metrics)  # type: ignore[arg-type]
+    server.on_message = lambda *_: loop.stop()
     loop.run()
-    (answer,) = gateway.heard[0]
+    (answer,) = server.heard[0]
     assert isinstance(answer, Answer)
     assert told(answer)["kvmux"]["steps"] == 0
 
 
 def test_a_worker_that_has_gone_leaves_nothing_behind(running: Running) -> None:
-    running.gateway.inbox.put((5, Query(1, Profile(3, LONG))))
-    running.gateway.inbox.put((5, WorkerDisconnected()))
+    running.server.inbox.put((5, Query(1, Profile(3, LONG))))
+    running.server.inbox.put((5, WorkerDisconnected()))
     running.ask(Query(2, "kv_cache"))
     while running.loop._profiler._busy:
         running.ask(Query(3, "kv_cache"))
