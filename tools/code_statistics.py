@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (default: this one)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     options = parser.parse_args(arguments)
+    if not find_modules(options.root):
+        parser.error(f"--root: there are no modules of this project in {options.root}")
     figures = compute_statistics(options.root)
     if options.json:
         print(json.dumps(figures._asdict(), indent=2))

@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     options = parser.parse_args(arguments)
     texts = draw(collect(options.root, options.under or PRODUCT), options.seed, options.count)
+    if not texts:
+        parser.error(f"there are no texts of {', '.join(options.under or PRODUCT)} in {options.root}")
     if options.json:
         print(json.dumps([text._asdict() for text in texts], indent=2))
         return

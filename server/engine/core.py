@@ -174,8 +174,11 @@ class Core:
         Idle memory beyond the limit is freed now. Running requests go on; no other request of the instance starts until
         they need no more than the limit.
         """
+        page = self.arena.page_bytes
         if floor > limit:
-            raise RequestError(400, f"a floor of {floor} pages exceeds the limit of {limit} pages", param="floor")
+            raise RequestError(
+                400, f"the floor is {floor * page} bytes, more than the limit, {limit * page}", param="floor"
+            )
         if (why_not := self.arena.explain_refusal(name, floor=floor, limit=limit)) is not None:
             raise RequestError(409, f"with this floor and limit, {why_not}", code="no_room")
         self.arena.set_share(name, floor=floor, limit=limit)

@@ -85,7 +85,7 @@ def test_a_pin_stays_until_it_is_let_go(tiny: Path) -> None:
         (Unpin("contiguous", "pin-9"), 409, "strategy 'contiguous' does not support pins"),
         (Clear("sliding_window", None), 409, "strategy 'sliding_window' does not support clearing"),
         (PinPrefix("paged", [1, 2, 3, 4, 5], "/", 9.0), 409, "no block of this prefix is cached"),
-        (Share("paged", "60%", "40%"), 400, "pages exceeds the limit of"),
+        (Share("paged", "60%", "40%"), 400, "bytes, more than the limit"),
         (Share("paged", None, "0%"), 409, "the longest sequence of strategy 'paged'"),
         (Share("paged", "100%", None), 409, "would not fit"),
     ],
