@@ -139,7 +139,7 @@ def test_a_user_without_a_home(
     assert "no home directory: set HOME, or XDG_CACHE_HOME" in startup_error(capsys, "--model", str(file))
     assert startup_error(capsys) == ""
     assert choose_weight_format(load_settings(None, {"weights": "int8"}), torch.float32).cache_dir is None
-    assert "nothing can be kept" in caplog.text
+    assert "cannot be cached" in caplog.text
 
 
 @pytest.mark.usefixtures("started")

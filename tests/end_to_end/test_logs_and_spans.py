@@ -222,7 +222,7 @@ def test_a_failing_strategy(told: Told) -> None:
     assert (line["level"], line["status"], line["outcome"]) == ("ERROR", 500, "error")
     assert line["code"] == "strategy_failed"
     assert "exception" not in line
-    (given_up,) = [each for each in told.log if "giving up" in each["message"]]
+    (given_up,) = [each for each in told.log if "its requests end with an error" in each["message"]]
     assert given_up["process"] == "engine"
     assert "broken on purpose" in given_up["exception"]
 

@@ -52,35 +52,35 @@ def test_every_query_has_an_answer(prometheus: Prometheus, query: Query) -> None
 
 
 def test_panels_show_what_happened(prometheus: Prometheus) -> None:
-    assert ask(prometheus, "Hit rate", "kvmux-strategies") == dict.fromkeys(INSTANCES, pytest.approx(0.6))
-    assert ask(prometheus, "Errors", "kvmux-overview")[""] == pytest.approx(0.25), "one outcome of four"
-    assert ask(prometheus, "Running", "kvmux-overview") == {"": 2 * len(INSTANCES)}
-    assert ask(prometheus, "Running", "kvmux-strategies") == dict.fromkeys(INSTANCES, 2)
-    assert ask(prometheus, "KV memory used", "kvmux-strategies") == dict.fromkeys(INSTANCES, 300)
-    assert ask(prometheus, "Held, by state", "kvmux-memory") == {"used": 600, "idle": 400, "wasted": 200}
-    assert ask(prometheus, "Fullest strategy", "kvmux-overview") == {"": pytest.approx(0.3)}
-    of_a_draft = "Guesses of a draft that came true, mean"
+    assert ask(prometheus, "Prefix cache hit rate", "kvmux-strategies") == dict.fromkeys(INSTANCES, pytest.approx(0.6))
+    assert ask(prometheus, "Error rate", "kvmux-overview")[""] == pytest.approx(0.25), "one outcome of four"
+    assert ask(prometheus, "Running requests", "kvmux-overview") == {"": 2 * len(INSTANCES)}
+    assert ask(prometheus, "Running requests", "kvmux-strategies") == dict.fromkeys(INSTANCES, 2)
+    assert ask(prometheus, "KV memory in use", "kvmux-strategies") == dict.fromkeys(INSTANCES, 300)
+    assert ask(prometheus, "KV memory by state", "kvmux-memory") == {"used": 600, "idle": 400, "wasted": 200}
+    assert ask(prometheus, "Max KV usage", "kvmux-overview") == {"": pytest.approx(0.3)}
+    of_a_draft = "Accepted tokens per draft, mean"
     assert ask(prometheus, of_a_draft, "kvmux-strategies") == dict.fromkeys(INSTANCES, pytest.approx(2))
-    came_true = ask(prometheus, "Drafts that came true up to a position", "kvmux-strategies")
-    assert [came_true[position] for position in "0123"] == [1, 0.5, 0.5, 0]
-    steps = ask(prometheus, "In a step, mean", "kvmux-engine")
+    accepted = ask(prometheus, "Acceptance rate by position", "kvmux-strategies")
+    assert [accepted[position] for position in "0123"] == [1, 0.5, 0.5, 0]
+    steps = ask(prometheus, "Batch size of a step, mean", "kvmux-engine")
     assert steps == {"sequences": pytest.approx(8), "tokens": pytest.approx(80)}
-    ops = ask(prometheus, "Time of a step, by operation", "kvmux-engine")
-    assert ops.pop("the rest") == pytest.approx(0.01)
+    ops = ask(prometheus, "Step time by operation", "kvmux-engine")
+    assert ops.pop("other") == pytest.approx(0.01)
     assert sum(ops.values()) == pytest.approx(0.01)
-    assert ask(prometheus, "Blocks, by state", "kvmux-memory") == {
+    assert ask(prometheus, "Blocks by state", "kvmux-memory") == {
         "in_use": 10,
         "shared": 4,
         "pending": 2,
         "pinned": 2,
         "idle": 6,
     }
-    (slow,) = set(ask(prometheus, "Time between tokens, p95", "kvmux-strategies").values())
+    (slow,) = set(ask(prometheus, "Inter-token latency, p95", "kvmux-strategies").values())
     assert 0.025 <= slow <= 0.05, "the bucket of the slower one"
 
 
 def test_rates_are_a_second(prometheus: Prometheus) -> None:
-    outcomes = ask(prometheus, "Requests, by outcome", "kvmux-overview")
+    outcomes = ask(prometheus, "Finished requests by outcome", "kvmux-overview")
     assert len(set(outcomes.values())) == 1
     growth = prometheus.value("sum(increase(kvmux_requests_total[1m]))")
     assert sum(outcomes.values()) == pytest.approx(growth / 60, rel=0.2)
