@@ -1,1 +1,1 @@
-"""Operations for CPUs in C++; what is not here, the reference does."""
+"""Operations for CPUs in C++; what has no C++ kernel is computed by the reference (plain torch)."""

@@ -21,15 +21,17 @@ class AttentionHead {
   using Kept = T;
   static constexpr int64_t ROWS = 48;  // query rows that are computed together
 
-  static constexpr int64_t padded(int64_t dim) { return kvmux::padded(dim); }  // width of a row of sums
+  // Returns the float32 numbers in a row of value sums: the values' dimension, padded to whole vectors.
+  static constexpr int64_t padded(int64_t dim) { return kvmux::padded(dim); }
 
   AttentionHead(Plane<T> k, Plane<T> v, Mask mask, Scores scores, QueryRows rows)
       : k_(k), v_(v), mask_(mask), scores_(scores), rows_(rows), width_(padded(v.dim)),
         newest_(rows.position(rows.count - 1)), keys_(k, v, mask, rows.position(0), newest_) {
-    if (v.dim != width_) std::fill_n(v_tile_, TILE * width_, 0.f);  // padding columns are multiplied, too
+    // The padding columns of the tile of values are multiplied, too, so they must not be NaN.
+    if (v.dim != width_) std::fill_n(v_tile_, TILE * width_, 0.f);
   }
 
-  // Sets query row r [k.dim].
+  // Stores `query` [k.dim], times the scale of scores, as query row number r.
   template <typename Q>
   void set_query(int64_t r, const Q* query) {
     float* to = q_ + r * PITCH;
@@ -37,7 +39,7 @@ class AttentionHead {
     for (int64_t d = 0; d < k_.dim; ++d) to[d] *= scores_.scale;
   }
 
-  // Sums the splits [begin, end) into `sums`.
+  // Computes attention over the splits begin .. end - 1 of the sequence and writes its sums to `sums`.
   void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
     sums.clear(rows_.count, width_);
     keys_.begin(begin * SPLIT);
@@ -57,7 +59,7 @@ class AttentionHead {
 
  private:
   static constexpr int64_t TILE = 32;    // positions
-  static constexpr int64_t PORTION = 8;  // cache lines that are prefetched at once
+  static constexpr int64_t PORTION = 8;  // cache lines prefetched in one go between computations
   static_assert(SPLIT % TILE == 0 && TILE % W == 0 && PrefetchQueue::STEPS >= MAX_DIM && PrefetchQueue::STEPS >= TILE);
   using Tile = Keys<T, TILE>::Tile;
 
@@ -72,7 +74,8 @@ class AttentionHead {
     for (int64_t r = 0; r < rows_.count; ++r) softmax(r);
     const int64_t skip = found.seen.begin - tile, n = found.seen.end - found.seen.begin;
     const bool alike = keys_.all_see(found.seen);
-    // Values are multiplied in place, unless they are int8, are read for many rows, or end within a vector.
+    // Values are multiplied where they are stored, unless they are int8, are read for many rows, or end within a
+    // vector; those are converted to float32 in scratch memory first.
     if constexpr (!std::is_same_v<T, int8_t>)
       if (alike && rows_.count <= kvmux::ROWS && v_.dim == width_)
         return add_values(skip, n, [v = found.v + skip](int64_t j) { return v[j]; });
@@ -81,14 +84,15 @@ class AttentionHead {
     add_values(skip, n, [this](int64_t j) { return v_tile_ + j * width_; });
   }
 
-  // Returns whether the first n widened values are finite.
+  // Returns whether the first n values, converted to float32, are finite.
   bool finite(int64_t n) const {
-    Vec nothing(0.f);  // a finite number times 0
+    Vec nothing(0.f);  // stays 0 if all numbers are finite: a NaN or infinity times 0 is NaN
     for (int64_t i = 0; i < n * width_; i += W) nothing = at::vec::fmadd(load(v_tile_ + i), Vec(0.f), nothing);
     return sum(nothing) == 0.f;
   }
 
-  // Adds values row by row, with zeros in place of values that the row does not see, as 0 times NaN is NaN.
+  // Adds the weighted values query row by query row, with zeros in place of values that the row does not see: their
+  // weight is 0, but 0 times NaN is NaN.
   void add_seen_values(Range seen, int64_t skip) {
     alignas(64) static constexpr float ZEROS[MAX_DIM] = {};
     for (int64_t r = 0; r < rows_.count; ++r) {
@@ -108,7 +112,7 @@ class AttentionHead {
     multiply_add<TILE>(rows_.count, p_ + skip, value, split_.values, width_, width_, n, queue_);
   }
 
-  // Transposes keys: each becomes a column.
+  // Transposes the keys of a tile to float32, so that each key becomes a column.
   void transpose_keys(const T* const* keys) {
     for (int64_t j = 0; j < TILE; j += W) {
       if constexpr (std::is_same_v<T, int8_t>) {
@@ -124,13 +128,14 @@ class AttentionHead {
     }
   }
 
-  // Turns the scores of row r into weights relative to the row's maximum so far.
+  // Turns the scores of query row r into softmax weights relative to the highest score of the row so far.
   void softmax(int64_t r) {
     queue_.fetch(PORTION);
     float* p = p_ + r * TILE;
     Vec highest = load(p);
     for (int64_t j = W; j < TILE; j += W) highest = at::vec::clamp_min(load(p + j), highest);
-    if ((highest > Vec(split_.top[r])).zero_mask() != (1 << W) - 1) raise(r, highest);  // some lane has a higher score
+    // Rescales the sums only if a new score exceeds the row's highest so far.
+    if ((highest > Vec(split_.top[r])).zero_mask() != (1 << W) - 1) raise(r, highest);
     const Vec top(split_.top[r]);
     Vec weights = load(weights_ + r * W);
     for (int64_t j = 0; j < TILE; j += W) {
@@ -152,7 +157,7 @@ class AttentionHead {
     for (int64_t j = 0; j < n; j += W) ((load(p + j) / most).tanh() * most).store(p + j);
   }
 
-  // Masks the scores of keys that the row does not see.
+  // Masks (sets to -infinity) the scores of keys that query row r does not see.
   void hide(int64_t r, int64_t tile) {
     const int64_t query = rows_.position(r);
     const Range latest = mask_.latest(query), kept = mask_.sinks_of(query);
@@ -164,17 +169,18 @@ class AttentionHead {
   Mask mask_;
   Scores scores_;
   QueryRows rows_;
-  int64_t width_;   // of a row of values: their dimension, padded to whole vectors
+  int64_t width_;   // numbers of a row of values: their dimension, padded to whole vectors
   int64_t newest_;  // position of the last query
   Keys<T, TILE> keys_;
-  static constexpr int PITCH = MAX_DIM + W;  // of queries: not a power of two, which would have them share cache lines
+  // Numbers from one query to the next: not a power of two, as queries would then compete for the same cache sets.
+  static constexpr int PITCH = MAX_DIM + W;
   PrefetchQueue queue_;
   alignas(64) float q_[ROWS * PITCH];
   alignas(64) float k_tile_[MAX_DIM * TILE];
   alignas(64) float v_tile_[TILE * MAX_DIM];
   alignas(64) float k_rows_[W * MAX_DIM];
   alignas(64) float p_[ROWS * TILE];     // scores, then weights
-  alignas(64) float weights_[ROWS * W];  // their sums so far, lane by lane
+  alignas(64) float weights_[ROWS * W];  // sums of the weights so far, one per vector lane, for each row
   OnlineSoftmax<ROWS> split_;
 };
 

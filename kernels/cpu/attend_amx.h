@@ -40,20 +40,21 @@ class AmxAttentionHead {
     for (int64_t r = 0; r < rows.count; ++r) position_[r] = rows.position(r);
   }
 
-  // Sets query row r [k.dim].
+  // Stores `query` [k.dim] as query row number r, in the layout of tile registers.
   void set_query(int64_t r, const Kept* query) {
     for (int64_t c = 0; c < chunks_; ++c)
       _mm512_store_si512(q_ + ((r / L * chunks_ + c) * L + r % L) * PAIRS, numbers(query, c, k_dim_));
   }
 
-  // Sets the keys that are read after these, from a split on: the first of them are prefetched at the end.
+  // Sets the keys and values that this thread reads next, from split number `split` on: their first tile is prefetched
+  // while the last tile of the current ones is computed.
   void set_next(Plane<Kept> k, Plane<Kept> v, QueryRows rows, int64_t split) {
     if (rows_.count > L || rows.count > L) return;
     next_.emplace(k, v, mask_, rows.position(0), rows.position(rows.count - 1));
     next_at_ = split * SPLIT;
   }
 
-  // Sums the splits [begin, end) into `sums`.
+  // Computes attention over the splits begin .. end - 1 of the sequence and writes its sums to `sums`.
   void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
     const Tiles tiles;
     sums.clear(rows_.count, width_);
@@ -73,15 +74,16 @@ class AmxAttentionHead {
 
  private:
   static constexpr int64_t L = TILE_ROWS;     // rows of a tile register, and float32 numbers of a row
-  static constexpr int64_t PAIRS = 2 * L;     // bfloat16 numbers of a row
-  static constexpr int64_t SIZE = L * PAIRS;  // and of the whole register
+  static constexpr int64_t PAIRS = 2 * L;     // bfloat16 numbers in a row of a tile register
+  static constexpr int64_t SIZE = L * PAIRS;  // bfloat16 numbers in a tile register
   static constexpr int64_t TILE = 64;         // positions
   static constexpr int64_t N = TILE / L;
-  static constexpr float SLACK = 8.f;    // how far a score may exceed its row's maximum: weights are then up to 2^8
-  static constexpr int64_t PORTION = 8;  // cache lines that are prefetched at once
+  // A score may exceed the maximum to which its row's sums are relative by this much, so weights are at most 2^8.
+  static constexpr float SLACK = 8.f;
+  static constexpr int64_t PORTION = 8;  // cache lines prefetched in one go between computations
   static_assert(SPLIT % TILE == 0 && TILE % (4 * L) == 0 && ROWS % L == 0);
 
-  // Loads the 32 numbers from 32 c on of a vector [dim], padded with zeros.
+  // Loads numbers 32 c .. 32 c + 31 of a vector [dim]; numbers beyond its end are 0.
   static __m512i numbers(const Kept* vector, int64_t c, int64_t dim) {
     const int64_t n = std::min(PAIRS, dim - c * PAIRS);
     return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((int64_t{1} << n) - 1), vector + c * PAIRS);
@@ -103,7 +105,7 @@ class AmxAttentionHead {
     }
   }
 
-  // Returns whether all values before `end` are finite.
+  // Returns whether the values of the first `end` keys of a tile are finite.
   bool finite_values(const Kept* const* values, int64_t end) const {
     const __m512i exponent = _mm512_set1_epi16(0x7F80);
     __mmask32 broken = 0;
@@ -113,8 +115,8 @@ class AmxAttentionHead {
     return broken == 0;
   }
 
-  // Does what multiply_values does, row by row, with zeros in place of values that the row does not see, as 0 times NaN
-  // is NaN.
+  // Adds the weighted values like multiply_values, but query row by query row, with zeros in place of values that the
+  // row does not see: their weight is 0, but 0 times NaN is NaN.
   void multiply_seen_values(int64_t first, int64_t tile, int64_t end, const Kept* const* values) {
     alignas(64) static constexpr uint16_t ZEROS[MAX_DIM] = {};
     float* const sums = values_ + first * width_;
@@ -138,17 +140,18 @@ class AmxAttentionHead {
   int64_t oldest(int64_t first) const { return position_[first]; }
   int64_t newest(int64_t first) const { return position_[first + count_at(first) - 1]; }
 
-  // Returns the range of a tile that spans all positions seen by 16 query rows.
+  // Returns the smallest range of positions in a tile of keys that contains all those seen by the 16 query rows from
+  // `first` on.
   Range seen_by(int64_t first, int64_t tile) const {
     return mask_.seen(oldest(first), newest(first), {tile, tile + TILE});
   }
 
-  // Returns whether each of 16 query rows sees all of a tile.
+  // Returns whether each of the 16 query rows from `first` on sees every key of the tile.
   bool seen_whole(int64_t first, int64_t tile) const {
     return mask_.latest(newest(first)).begin <= tile && tile + TILE <= oldest(first) + 1;
   }
 
-  // Transposes keys into tiles [TILE / 16][chunks][16 pairs of numbers][16 keys][2].
+  // Transposes the keys of a tile into tile registers' layout, [TILE / 16][chunks][16 pairs of numbers][16 keys][2].
   void transpose_keys(const Kept* const* keys, int64_t end) {
     for (int64_t j = 0; j < end; j += L)
       for (int64_t c = 0; c < chunks_; ++c) {
@@ -161,8 +164,9 @@ class AmxAttentionHead {
       }
   }
 
-  // Arranges values by pairs of keys: [TILE / 32][width / 16][16 pairs of keys][16 numbers][2]; of 32 numbers, the even
-  // ones come first. Whole tiles, as weights of 0 are multiplied, too.
+  // Arranges values by pairs of keys, [TILE / 32][width / 16][16 pairs of keys][16 numbers][2]; of 32 numbers, the even
+  // ones come first. Always fills whole tile registers: values beyond the last key are multiplied, too, by weights of
+  // 0.
   void pair_values(const Kept* const* values, int64_t end) {
     constexpr __mmask32 ODD = 0xAAAAAAAA;
     const int64_t columns = width_ / L, dim = v_dim_;
@@ -178,8 +182,8 @@ class AmxAttentionHead {
       }
   }
 
-  // Computes the scores of 16 query rows, [16 rows][TILE]. Each tile is stored while others are summed, as a store
-  // waits for its sum.
+  // Computes the scores [16 rows][TILE] of the 16 query rows from `first` on. Each tile register of scores is stored
+  // while others are summed, as a store waits for its sum.
   void multiply_keys(int64_t first) {
     const Kept* q = q_ + first * chunks_ * PAIRS;
     unroll<N>([&](auto n) {
@@ -194,7 +198,8 @@ class AmxAttentionHead {
     });
   }
 
-  // Adds the weights of 16 query rows times the values of positions before `end`.
+  // Adds to the sums of the 16 query rows from `first` on their weights times the values of the tile's first `end`
+  // keys.
   void multiply_values(int64_t first, int64_t end) {
     const int64_t stride = width_ * sizeof(float);
     for (int64_t column = 0; column < width_; column += PAIRS)
@@ -211,7 +216,8 @@ class AmxAttentionHead {
       });
   }
 
-  // Turns the scores of 16 query rows into weights [TILE / 32][16 rows][32 keys], relative to the rows' maxima so far.
+  // Turns the scores of 16 query rows into softmax weights [TILE / 32][16 rows][32 keys], relative to the highest score
+  // of each row so far.
   void weigh(int64_t first, int64_t tile) {
     const int64_t count = count_at(first);
     const bool whole = seen_whole(first, tile);
@@ -239,7 +245,7 @@ class AmxAttentionHead {
     }
   }
 
-  // Scales scores, as exponents of 2.
+  // Multiplies scores by the layer's scale (with softcap, if it has one) and by log2(e), as weights are powers of 2.
   void scale(Raw (&x)[N]) const {
     constexpr float LOG2E = 1.44269504f;
     if (scores_.softcap == 0.f) {
@@ -251,7 +257,7 @@ class AmxAttentionHead {
     }
   }
 
-  // Masks the scores of keys that the row does not see.
+  // Masks (sets to -infinity) the scores of keys that query row r does not see.
   void hide(int64_t r, int64_t tile, Raw (&x)[N]) const {
     const Range latest = mask_.latest(position_[r]), kept = mask_.sinks_of(position_[r]);
     unroll<N>([&](auto j) {
@@ -260,13 +266,13 @@ class AmxAttentionHead {
     });
   }
 
-  // Returns which of the 16 positions from `at` on are within a range.
+  // Returns a mask of the 16 positions from `at` on: which of them are within `range`.
   static __mmask16 part_of(Range range, int64_t at) {
     const auto before = [at](int64_t position) { return (1 << std::clamp<int64_t>(position - at, 0, L)) - 1; };
     return range.empty() ? 0 : static_cast<__mmask16>(before(range.end) & ~before(range.begin));
   }
 
-  // Rescales the sums of row r to a higher maximum.
+  // Makes the sums of query row r relative to `higher`, a new highest score.
   void raise(int64_t r, float higher) {
     const __m512 factor = exp2(_mm512_set1_ps(top_[r] - higher));
     top_[r] = higher;
@@ -275,11 +281,11 @@ class AmxAttentionHead {
       _mm512_store_ps(v, _mm512_mul_ps(_mm512_load_ps(v), factor));
   }
 
-  // Merges the sums of a split of row r, with the values back in order.
+  // Adds the sums of query row r over one split to `sums`, with the values' numbers back in their order.
   void merge(int64_t r, OnlineSoftmax<ROWS>& sums) {
     constexpr float LN2 = 0.693147181f;
     const float total = _mm512_reduce_add_ps(_mm512_load_ps(weights_ + r * L));
-    if (top_[r] == NOTHING && total == 0.f) return;  // not if the total is NaN
+    if (top_[r] == NOTHING && total == 0.f) return;  // the row saw no key; a NaN total is merged
     float* values = values_ + r * width_;
     for (int64_t d = 0; d < width_; d += PAIRS) {
       const auto [low, high] = interleave(load(values + d), load(values + d + L));
@@ -292,20 +298,20 @@ class AmxAttentionHead {
   Mask mask_;
   Scores scores_;
   QueryRows rows_;
-  int64_t k_dim_, v_dim_, width_;  // width_: of a row of values, padded
-  int64_t chunks_;                 // of 32 numbers of a key
+  int64_t k_dim_, v_dim_, width_;  // width_: numbers in a row of value sums, with padding
+  int64_t chunks_;                 // number of chunks of 32 numbers in a key
   int64_t newest_;                 // position of the last query
   Keys<Kept, TILE> keys_;
   PrefetchQueue queue_;
-  std::optional<Keys<Kept, TILE>> next_;  // the keys that are read next, and where they begin
+  std::optional<Keys<Kept, TILE>> next_;  // the keys and values that this thread reads next, if known
   int64_t next_at_ = 0;
-  alignas(64) Kept q_[ROWS * MAX_DIM];  // [rows / 16][chunks][16 rows][32]; rows behind the last are anything
+  alignas(64) Kept q_[ROWS * MAX_DIM];  // [rows / 16][chunks][16 rows][32]; rows after the last one are not initialised
   alignas(64) Kept k_[TILE * MAX_DIM];
   alignas(64) Kept v_[TILE * MAX_DIM];
   alignas(64) Kept p_[L * TILE];   // weights of 16 rows
   alignas(64) float s_[L * TILE];  // and scores
   alignas(64) float values_[ROWS * MAX_DIM];
-  alignas(64) float weights_[ROWS * L];  // their sums so far, lane by lane
+  alignas(64) float weights_[ROWS * L];  // sums of the weights so far, one per vector lane, for each row
   float top_[ROWS];                      // of scores times log2(e)
   int64_t position_[ROWS];
 };

@@ -1,4 +1,5 @@
-// Attention over the KV memory of a step: how it is cut into pieces, and `write_kv` and `attend` for torch.
+// Attention over the KV memory of a step: how the work is cut into pieces for threads, and the operations `write_kv`
+// and `attend` for torch.
 #include "attention.h"
 
 #include <ATen/ops/empty.h>
@@ -36,7 +37,8 @@ int64_t partial_width(int64_t v_dim) {
   return AttentionHead::padded(v_dim) + 2;  // top, total, values
 }
 
-// Stores the output of a head's query rows from their sums; a sink logit adds to the total, and has no value.
+// Divides the sums of a head's query rows by their totals and stores the results; a sink logit adds to the total, and
+// has no value.
 template <int64_t ROWS, typename T>
 void finish(const AttentionCall& call, const Part& part, OnlineSoftmax<ROWS>& sums, int64_t width) {
   for (int64_t r = 0; r < part.rows.count; ++r) {
@@ -111,8 +113,8 @@ const Item* next_of(const Plan& plan, int64_t i) {
   return i + 1 < static_cast<int64_t>(plan.items.size()) ? &plan.items[i + 1] : nullptr;
 }
 
-// Threads share a chunk of a prompt by queries, up to `most` query rows in a piece. A single query, whose sequence may
-// be long, is shared by splits.
+// Cuts the attention of a step into pieces of work for threads: a chunk of a prompt by queries, with at most `most`
+// query rows in a piece; a single query, whose sequence may be long, by splits of its sequence.
 Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& mask, int64_t most) {
   Plan work{.mask = mask};
   const auto add = [&](const Part& part, bool alone) {

@@ -10,10 +10,10 @@
 
 namespace kvmux {
 
-// The rows of a step and the addresses of their keys: `kernels.types.Slots`.
+// The rows of a step and the addresses of their keys, from the tensors of `kernels.types.Slots`.
 class Rows {
  public:
-  // The tensors must have passed `expect_rows`.
+  // Takes the tensors of `kernels.types.Slots`, which must have passed the checks of `expect_rows`.
   Rows(const at::Tensor& table, const at::Tensor& row_seat, const at::Tensor& q_start, const at::Tensor& start,
        Layout layout)
       : count(start.numel()), layout(layout), table_(table.const_data_ptr<int32_t>()), width_(table.stride(0)),
@@ -21,8 +21,8 @@ class Rows {
         starts_(start.const_data_ptr<int32_t>()) {}
 
   bool is_padding(int64_t row) const { return starts_[row] < 0; }
-  int64_t start(int64_t row) const { return starts_[row]; }  // position of its first token
-  int64_t first(int64_t row) const { return first_[row]; }   // index of that token in the step
+  int64_t start(int64_t row) const { return starts_[row]; }  // position of the row's first token in its sequence
+  int64_t first(int64_t row) const { return first_[row]; }   // index of the row's first token in the step
   int64_t tokens(int64_t row) const { return first_[row + 1] - first_[row]; }
   const int32_t* blocks(int64_t row) const { return table_ + seats_[row] * width_; }
 
@@ -52,7 +52,7 @@ struct Memory {
   int64_t heads, dim, block_size, block_stride, head_stride, vector_stride;
 };
 
-// Heads of the tokens of a step, [N, heads, dim], of any type.
+// Queries, keys, values or outputs of the tokens of a step, [N, heads, dim], of any type.
 template <typename Byte>
 struct Heads {
   Byte* numbers;
@@ -64,26 +64,29 @@ struct Heads {
   }
 };
 
-// Query rows of one head of one row of the batch.
+// Some query rows of one KV head of one row of the batch.
 struct Part {
   int64_t row, head;
   QueryRows rows;
 };
 
-// A part, over some splits of its sequence. If these are not all splits, it leaves partial sums, one per query row.
+// A piece of work: some query rows over some splits of their sequence. If these are not all splits of the sequence, it
+// leaves partial sums, one per query row.
 struct Item {
   Part part;
   int64_t begin, end;  // splits
-  int64_t partial;     // index of the first partial sum; < 0: the item has all splits
+  int64_t partial;     // index of the first partial sum; negative: the piece covers all splits and leaves none
 };
 
-// The partial sums of all splits of a sequence, in order.
+// A piece of work: merges the partial sums that some query rows have for the splits of their sequence, in the order of
+// the splits.
 struct Merge {
   Part part;
   int64_t splits, partial;
 };
 
-// The pieces of work of attention over some rows; layers with the same mask and heads share a plan.
+// The pieces of work of attention over some rows of a step; layers with the same mask and number of heads share one
+// Plan.
 struct Plan {
   Mask mask;
   std::vector<Item> items;
@@ -91,39 +94,41 @@ struct Plan {
   int64_t partials = 0;
 };
 
-// Attention of one layer over the rows of one strategy. All items are computed, in any order, then all merges.
+// The arguments of attention of one layer over the rows of one strategy. First all items of the plan are computed, in
+// any order, then all merges.
 struct AttentionCall {
   const Rows& rows;
   const Plan& plan;
   Memory k, v;
   Scores scores;
   const float* sink_logits;  // [query heads], or null
-  int64_t group;             // query heads of a KV head
+  int64_t group;             // query heads that share a KV head
   Heads<const char> q;
   Heads<char> out;
   float* partials;  // AttentionKernels::width numbers for each
 };
 
-// The kernels for one type of queries and one type of stored keys.
+// The attention kernels for one type of queries and one type of stored keys and values.
 struct AttentionKernels {
   int64_t most_rows;                // of a part
-  int64_t (*width)(int64_t v_dim);  // numbers of a partial sum
-  // `next`: the item that this thread computes afterwards, or null.
+  int64_t (*width)(int64_t v_dim);  // float32 numbers in a partial sum
+  // Computes an item; `next` is the item that this thread computes afterwards, or null if there is none.
   void (*item)(const AttentionCall&, const Item&, const Item* next);
   void (*merge)(const AttentionCall&, const Merge&);
-  // Writes token `i` of a row of k and v to its slot.
+  // Writes token number `i` of a row, from k and v, to its slot.
   void (*write)(const Memory& k_plane, const Memory& v_plane, const Rows&, int64_t row, int64_t i, Heads<const char> k,
                 Heads<const char> v);
 };
 
-// Throws unless the addresses of a step fit each other and its rows have at most `tokens` tokens. The entries of the
-// block table are not checked.
+// Throws unless the addresses of a step have the right types, fit each other, and its rows have at most `tokens`
+// tokens. The entries of the block table are not checked.
 void expect_rows(const char* operation, const at::Tensor& table, const at::Tensor& row_seat, const at::Tensor& q_start,
                  const at::Tensor& start, const Layout& layout, int64_t tokens);
-// Throws unless a plane is made for layers with such heads and blocks.
+// Throws unless a plane (the keys or the values of a layer) has this number of heads, this dimension and this block
+// size.
 void expect_plane(const char* operation, const Memory& plane, int64_t heads, int64_t dim, int64_t block_size);
 
-AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kept);  // throws if there are none
+AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kept);  // throws if there are none for these types
 Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& mask, int64_t most);
 const Item* next_of(const Plan& plan, int64_t i);  // null: there is none
 Mask mask_of(int64_t model_window, int64_t window, int64_t sinks);

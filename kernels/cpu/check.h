@@ -14,8 +14,8 @@ using Types = uint64_t;
 constexpr Types only(at::ScalarType type) { return Types{1} << static_cast<int>(type); }
 constexpr Types FLOATS = only(at::kFloat) | only(at::kBFloat16) | only(at::kHalf);  // of activations and weights
 
-constexpr int64_t ANY = -1;   // a size of 0 or more
-constexpr int64_t SOME = -2;  // a size of 1 or more
+constexpr int64_t ANY = -1;   // in expected sizes: a dimension of any size
+constexpr int64_t SOME = -2;  // in expected sizes: a dimension of size 1 or more
 
 inline bool dense(const at::Tensor& t) { return t.size(-1) <= 1 || t.stride(-1) == 1; }
 

@@ -1,4 +1,5 @@
-// Whether the system lets this process use the instructions that this library is compiled for. Called before all else.
+// Returns to Python whether the system lets this process use the instructions that this library is compiled for; called
+// before anything else of the library.
 #include <torch/library.h>
 
 #include "amx.h"

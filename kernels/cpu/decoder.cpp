@@ -1,4 +1,4 @@
-// `Ops.forward_layers` for torch: holds the layers of a model; each step is one call of decoder_forward.h.
+// `Ops.forward_layers` for torch: holds the layers of a model; each step is one call of the class in decoder_forward.h.
 #include <ATen/ops/clone.h>
 #include <torch/library.h>
 
@@ -20,7 +20,7 @@ struct Planes : torch::CustomClassHolder {
     for (const Tensor& plane : values) add("the values' memory", plane, v);
   }
 
-  // Adds a plane; all planes must have the type of the first one.
+  // Adds the plane (keys or values) of one layer; all planes must have the type of the first one.
   void add(const char* name, const Tensor& plane, std::vector<Memory>& planes) {
     const Types types = k.empty() ? FLOATS | only(at::kChar) : only(k[0].type);
     expect("forward_layers", name, plane, types, {ANY, SOME, SOME, SOME});
@@ -33,17 +33,18 @@ struct Planes : torch::CustomClassHolder {
 
 class Layers : public torch::CustomClassHolder {
  public:
-  // Makes layers for activations of the dtype of `example`.
+  // Creates an empty list of layers for activations that have the dtype of `example`.
   explicit Layers(const Tensor& example) : type_(example.scalar_type()) {}
 
-  // Adds the next layer: its tensors by name, without those that the model does not have; its four packed weights; its
-  // shape in the order of `Shape`; and epsilon, scale and softcap.
+  // Adds the next layer. `tensors`: norms, biases and tables by name, without those that the model does not have;
+  // `weights` and `formats`: its four packed weights; `shape`: in the order of the enum Shape; `numbers`: epsilon,
+  // scale and softcap.
   void add(const c10::Dict<std::string, Tensor>& tensors, const std::vector<std::vector<Tensor>>& weights,
            const std::vector<std::vector<int64_t>>& formats, const std::vector<int64_t>& shape,
            const std::vector<double>& numbers);
 
-  // Returns x [N, d] after all layers. For each slice: its keys and values, the four tensors of its addresses, and its
-  // numbers in the order of `Number`.
+  // Returns x [N, d] after all layers. For each slice of x (one strategy's tokens), `planes` has its keys and values,
+  // `addresses` four tensors, and `numbers` its numbers in the order of the enum Number.
   Tensor run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
              const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers);
 
@@ -55,14 +56,15 @@ class Layers : public torch::CustomClassHolder {
   enum Number : size_t { BLOCK_SIZE, SINKS, RING, REACH, FIRST_TOKEN, NUMBERS };
   static constexpr size_t TENSORS = 4;
 
-  // Throws unless the tensors of a layer fit each other. Checked here, as the threads of a step must not throw.
+  // Throws unless the tensors of a layer fit each other. Checked when the layer is added, as the threads of a step must
+  // not throw.
   void expect_layer(const Layer& layer) const;
   void expect_planes(const Planes& planes, int64_t block_size) const;
   Slice slice(const Planes& planes, const Tensor* addresses, const int64_t* numbers) const;
 
   at::ScalarType type_;
   std::vector<Layer> layers_;
-  int64_t positions_ = std::numeric_limits<int64_t>::max();  // that all RoPE tables have
+  int64_t positions_ = std::numeric_limits<int64_t>::max();  // all RoPE tables have at least this many positions
   Workspace space_;
   Seconds seconds_{};
 };
@@ -105,7 +107,7 @@ void Layers::add(const c10::Dict<std::string, Tensor>& tensors, const std::vecto
 }
 
 void Layers::expect_layer(const Layer& l) const {
-  constexpr int64_t MOST = 1 << 20;  // heads: so that their number times a dimension does not overflow
+  constexpr int64_t MOST = 1 << 20;  // limit for the number of heads: times a dimension it does not overflow
   const auto between = [](int64_t n, int64_t last) { return 0 < n && n <= last; };
   TORCH_CHECK_VALUE(between(l.q_heads, MOST) && between(l.kv_heads, l.q_heads) && l.q_heads % l.kv_heads == 0 &&
                         between(l.head_dim, MAX_DIM) && l.model_window > 0,
@@ -159,7 +161,8 @@ Slice Layers::slice(const Planes& planes, const Tensor* at, const int64_t* numbe
       .begin = numbers[FIRST_TOKEN],
   };
   for (int64_t row = 0; row < s.rows.count; ++row) s.row_of.insert(s.row_of.end(), s.rows.tokens(row), row);
-  for (size_t i = 0; i < layers_.size(); ++i) {  // layers with the same mask and heads share a plan
+  // Layers with the same mask and number of heads share an attention plan.
+  for (size_t i = 0; i < layers_.size(); ++i) {
     const Layer& l = layers_[i];
     size_t same = 0;
     while (same < i && !l.shares_plan_with(layers_[same])) ++same;

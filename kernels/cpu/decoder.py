@@ -18,7 +18,7 @@ from kernels.store import KVStore
 
 MAX_DIM = 256  # of a head; online_softmax.h
 NO_WINDOW = 1 << 40  # positions: no window
-# In the order of TimedOp in decoder_forward.h, where RoPE is a part of "write_kv".
+# Names of operations in the order of the enum TimedOp in decoder_forward.h, where RoPE is a part of "write_kv".
 TIMED_OPS = ("qkv_proj_rope", "write_kv", "attend", "o_proj_add_norm", "mlp")
 
 
@@ -36,7 +36,7 @@ class CpuDecoderLayers(DecoderLayers):
 
     @staticmethod
     def supports(layer: DecoderLayer) -> bool:
-        """Return whether C++ can run a layer."""
+        """Return whether C++ can run a layer: with packed weights, and a dense feed-forward gated by SiLU."""
         attn, mlp, spec = layer.attention, layer.mlp, layer.spec
         if not isinstance(mlp, GatedMLP) or mlp.activation != "silu":
             return False

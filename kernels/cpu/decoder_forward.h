@@ -2,8 +2,8 @@
 // by reading the weights from memory, so nothing should come between reading one and the next: neither Python nor
 // waking threads, whose data the weights have just evicted from the caches.
 //
-// The bits are those of the operations one by one. A phase is work that all threads finish before any goes on. Knows
-// neither where weights come from nor what the step is for.
+// The results have the same bits as the operations called one by one. A phase is work that all threads finish before
+// any goes on. Knows neither where weights come from nor what the step is for.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,7 +22,7 @@
 
 namespace kvmux {
 
-// A product and its bias.
+// A packed weight, ready to multiply, and its bias.
 struct Projection {
   std::unique_ptr<Gemm> weight;
   at::Tensor bias;  // padded float32; or undefined
@@ -33,7 +33,7 @@ struct Projection {
 // One layer's weights.
 struct Layer {
   Projection qkv, o, gate_up, down;
-  // Undefined where the model does not have them.
+  // Tensors that the model does not have are undefined.
   at::Tensor norm, q_norm, k_norm, cos, sin, post_norm, next_norm, mlp_post_norm, sink_logits;
   int64_t q_heads, kv_heads, head_dim, model_window;
   float eps;
@@ -41,44 +41,44 @@ struct Layer {
 
   int64_t width() const { return norm.numel(); }
   int64_t heads() const { return q_heads + 2 * kv_heads; }
-  // Whether attention in both layers is cut into the same pieces.
+  // Returns whether attention in both layers can be cut into the same pieces of work.
   bool shares_plan_with(const Layer& other) const {
     return model_window == other.model_window && q_heads == other.q_heads && kv_heads == other.kv_heads;
   }
 };
 
-// One strategy's part of a step.
+// The rows of a step that belong to one strategy, with their KV memory and attention plans.
 struct Slice {
   const Plan& plan(size_t layer) const { return plans[plan_of[layer]]; }
 
   Rows rows;
   const std::vector<Memory>&k, &v;  // of all layers
   AttentionKernels kernels;
-  int64_t begin;                // index of its first token in the step
-  std::vector<int64_t> row_of;  // of each of its tokens
-  std::vector<Plan> plans;      // one for each kind of layer (shares_plan_with)
+  int64_t begin;                // index of the slice's first token in the step
+  std::vector<int64_t> row_of;  // for each token of the slice, its row in `rows`
+  std::vector<Plan> plans;      // attention plans, one for each kind of layer (shares_plan_with)
   std::vector<size_t> plan_of;  // by layer
 };
 
-// Normalises a row; its weight may be of another type than the row.
+// Applies RMS norm to a row of n numbers; the norm's weight may be of another type than the row.
 template <typename X>
 void norm_row(const X* x, const at::Tensor& weight, float eps, X* y, int64_t n) {
   with_type(weight.scalar_type(),
             [&](auto of_weight) { rms_norm_row(x, weight.const_data_ptr<decltype(of_weight)>(), eps, y, n); });
 }
 
-// The activations of a step.
+// Memory for the activations of a step.
 template <typename X>
 struct Buffers {
   X *qkv, *mixed, *projected;  // [N, ...]
-  X* gate_up;                  // the same; only for weights that do not pack columns
-  char *input, *gated_input;   // rows as Gemm::pack_row packs them
+  X* gate_up;                  // [N, ...]; used only if the down projection's weight does not pack columns
+  char *input, *gated_input;   // rows of x and of the gated sums, packed by Gemm::pack_row
   float *sums, *partials;
-  X* lines;               // a row for each thread
+  X* lines;               // scratch memory, a row for each thread
   int64_t sums_of, line;  // numbers of a thread
 };
 
-// The operations whose seconds are measured, by their names in Python; RoPE is a part of WRITE_KV here.
+// The operations whose seconds are measured, named as in Python; here RoPE is a part of WRITE_KV.
 enum TimedOp { QKV_PROJ_ROPE, WRITE_KV, ATTEND, O_PROJ_ADD_NORM, MLP, TIMED_OPS };
 using Seconds = std::array<double, TIMED_OPS>;
 
@@ -104,7 +104,7 @@ class DecoderForward {
   }
 
  private:
-  // Runs work; one of the threads measures its time.
+  // Calls work() in every thread; thread 0 measures the time and adds it to `seconds_`.
   template <typename Work>
   void timed(Member member, TimedOp op, const Work& work) const {
     if (member != 0) return work();
@@ -154,7 +154,7 @@ class DecoderForward {
     p.weight->multiply(team, member, input, n_, b_.sums + member * b_.sums_of, 0, epilogue);
   }
 
-  // Adds to x what the layer before has left to add; computes q, k and v of its norm.
+  // Adds the output of the previous layer's feed-forward to x; computes q, k and v from the norm of the sum.
   void qkv_proj(Team& team, Member member, size_t i) const {
     const Layer& l = layers_[i];
     const int64_t d = l.width();
@@ -168,7 +168,7 @@ class DecoderForward {
     multiply(team, member, l.qkv, b_.input, b_.qkv);
   }
 
-  // Rotates q and k; writes keys and values to their slots.
+  // Normalises (if the model does) and rotates q and k of layer i; writes keys and values to their slots.
   void rope_and_write(Team& team, Member member, size_t i) const {
     const Layer& l = layers_[i];
     const int64_t width = l.heads() * l.head_dim, rotated_heads = l.q_heads + l.kv_heads;
@@ -185,7 +185,7 @@ class DecoderForward {
     });
   }
 
-  // Writes the key and value of a token to its slot; padding has none.
+  // Writes the key and value of a token in layer i to its slot; a padding token has no slot.
   void write_token(size_t i, int64_t token, const X* k, const X* v) const {
     const Slice& slice = slice_of(token);
     const int64_t own = token - slice.begin, row = slice.row_of[own], first = slice.rows.first(row),
@@ -203,7 +203,7 @@ class DecoderForward {
     return slices_[s];
   }
 
-  // Computes the attention of all slices into `mixed`.
+  // Computes the attention of layer i for all slices and stores it in the buffer `mixed`.
   void attend(Team& team, Member member, size_t i) const {
     int64_t items = 0, merges = 0;
     for (const Slice& slice : slices_) {
@@ -223,7 +223,8 @@ class DecoderForward {
     });
   }
 
-  // Returns the slice that piece n of all slices belongs to; n becomes the index in that slice.
+  // Returns the slice that contains piece of work number n, counted over all slices; n becomes the piece's number in
+  // that slice.
   template <typename Pieces>
   const Slice& find_slice(size_t i, int64_t& n, Pieces Plan::* pieces) const {
     size_t s = 0;
@@ -251,7 +252,7 @@ class DecoderForward {
     };
   }
 
-  // Adds the projection of attention's output to x; packs the norm of the sum.
+  // Adds the projection of attention's output to x; packs the norm of the sum as input of the feed-forward.
   void o_proj_add_norm(Team& team, Member member, const Layer& l) const {
     const int64_t d = l.width(), mixed = l.o.weight->width;
     X* const line = b_.lines + member * b_.line;
@@ -266,7 +267,8 @@ class DecoderForward {
     });
   }
 
-  // Applies the gate to the sums of a pair of panels and of their twins, and packs the result for the next product.
+  // Computes activation(gate) * up for two panels, from the sums of the gate's panels and of the up projection's, and
+  // packs the result as input of the down projection.
   void gate(const Layer& l, const float* gates, const float* ups, int64_t size, int64_t panel) const {
     constexpr int64_t PART = Gemm::PART, ROWS = 16;
     static constexpr float NONE[PART] = {};
@@ -289,12 +291,13 @@ class DecoderForward {
     }
   }
 
-  // Returns whether the gate can be applied to a few columns at a time, which the next product packs.
+  // Returns whether the feed-forward's gate can be applied to a few columns at a time, while they are packed for the
+  // down projection.
   static bool gates_columns(const Layer& l) {
     return l.down.weight->width % BLOCK == 0 && l.down.weight->packs_columns();
   }
 
-  // Computes what the feed-forward adds to x.
+  // Computes the output of the feed-forward into the buffer `projected`; the next layer adds it to x.
   void mlp(Team& team, Member member, const Layer& l) const {
     gates_columns(l) ? gate_columns(team, member, l) : gate_rows(team, member, l);
     multiply(team, member, l.down, b_.gated_input, b_.projected);
@@ -306,7 +309,8 @@ class DecoderForward {
     });
   }
 
-  // Multiplies by gate and up; gates the sums and packs them while they are in the cache.
+  // Multiplies by the gate and up projections, panel by panel; applies the gate and packs the result while it is in the
+  // cache.
   void gate_columns(Team& team, Member member, const Layer& l) const {
     const int64_t panels = l.down.weight->width / PANEL;
     const auto epilogue = [&](int64_t first, int64_t last, const float* sums, int64_t size) {
@@ -316,7 +320,7 @@ class DecoderForward {
     l.gate_up.weight->multiply(team, member, b_.input, n_, b_.sums + member * b_.sums_of, panels, epilogue);
   }
 
-  // The same by whole rows.
+  // Multiplies by the gate and up projections, then applies the gate to whole rows and packs them.
   void gate_rows(Team& team, Member member, const Layer& l) const {
     const int64_t f = l.down.weight->width;
     multiply(team, member, l.gate_up, b_.input, b_.gate_up);

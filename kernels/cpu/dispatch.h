@@ -1,4 +1,4 @@
-// Dispatch by the type of a tensor, and over torch's threads. Knows no operation.
+// Dispatch of templates by the type of a tensor, and of rows to torch's threads. Knows no operation.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -9,7 +9,7 @@
 
 namespace kvmux {
 
-// Calls work(number) with a number of that C++ type.
+// Calls work(number) with a zero of the C++ type that `type` stands for: float32, bfloat16 or float16.
 template <typename Work>
 void with_type(at::ScalarType type, const Work& work) {
   switch (type) {
@@ -20,17 +20,17 @@ void with_type(at::ScalarType type, const Work& work) {
   }
 }
 
-// The same for the types in which keys and values are stored.
+// Calls work(number) like with_type, also for int8: the types in which keys and values may be stored.
 template <typename Work>
 void with_kept_type(at::ScalarType type, const Work& work) {
   if (type == at::kChar) return work(int8_t{});
   with_type(type, work);
 }
 
-// Runs work(begin, end) over parts of n rows of `width` numbers each.
+// Calls work(begin, end) for ranges of n rows of `width` numbers each, in several threads if the rows are worth it.
 template <typename Work>
 void over_rows(int64_t n, int64_t width, const Work& work) {
-  constexpr int64_t ENOUGH = 32768;  // numbers: with fewer, another thread is not worth waking
+  constexpr int64_t ENOUGH = 32768;  // numbers per thread: for fewer it is not worth waking another thread
   at::parallel_for(0, n, std::max<int64_t>(1, ENOUGH / std::max<int64_t>(1, width)), work);
 }
 

@@ -1,4 +1,4 @@
-// Stores the sums of a product as rows of y, plus a bias. Knows no product.
+// Stores the sums that a product computed as rows of y, plus a bias. Knows no product.
 #pragma once
 
 #include "packed.h"
@@ -6,7 +6,8 @@
 
 namespace kvmux {
 
-// Stores `count` numbers of a row, up to two panels; their sums lie `apart` numbers from each other.
+// Stores `count` numbers of a row, from the sums of up to two panels plus `added`; the panels' sums begin `apart`
+// numbers from each other.
 template <typename X>
 void store_pair(const float* sums, int64_t apart, const float* added, X* to, int64_t count) {
   if (count == PAIR * PANEL)
@@ -18,9 +19,9 @@ void store_pair(const float* sums, int64_t apart, const float* added, X* to, int
     for (int64_t i = 0; i < count; ++i) to[i] = static_cast<X>(sums[i / PANEL * apart + i % PANEL] + added[i]);
 }
 
-// Stores panels first .. last - 1 in y [rows, outputs], plus their bias unless it is null; `size` numbers from one
-// panel's sums to the next's. Goes by pairs of panels, so that sums, which are more than the L1 cache holds, are read
-// in order.
+// Stores the sums of panels first .. last - 1 in y [rows, outputs], plus their bias unless it is null; the sums of two
+// successive panels begin `size` numbers from each other. Goes by pairs of panels, so that the sums, which are more
+// than the L1 cache holds, are read in order.
 template <typename X>
 void store_rows(const float* sums, int64_t size, int64_t first, int64_t last, const float* bias, X* y, int64_t rows,
                 int64_t outputs) {

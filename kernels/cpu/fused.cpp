@@ -1,5 +1,5 @@
-// The parts of a layer around its attention, each several operations in one call: a call from Python takes as long as a
-// small operation. The bits are those of the operations one by one.
+// The operations of a layer before and after attention, each fused from several and run in one call, as a call from
+// Python takes as long as a small operation. The results have the same bits as the single operations.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -13,8 +13,8 @@ using at::Tensor;
 using at::TensorList;
 using Maybe = std::optional<Tensor>;
 
-// Adds `added`, if any, to x [N, d]; returns the sum and q, k and v [N, heads, dim] of its norm, rotated if cos is
-// given.
+// Adds `added`, if given, to x [N, d]; returns the sum, and q, k and v [N, heads, dim] computed from its norm; q and k
+// are rotated by RoPE if cos is given.
 std::tuple<Tensor, Tensor, Tensor, Tensor> qkv_proj_rope(const Tensor& x, const Maybe& added, const Tensor& norm,
                                                          double eps, TensorList qkv, IntArrayRef format,
                                                          const Maybe& bias, const Maybe& q_norm, const Maybe& k_norm,

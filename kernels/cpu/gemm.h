@@ -14,8 +14,8 @@
 
 namespace kvmux {
 
-// Takes the sums of panels first .. last - 1: [height][PANEL] for each, `size` numbers from one panel's to the next's.
-// The sums of their twins follow, if they have twins.
+// A function that takes the sums of panels first .. last - 1, [height][PANEL] for each; two successive panels begin
+// `size` numbers from each other. If the product has twin panels, their sums follow.
 using Epilogue = c10::function_ref<void(int64_t first, int64_t last, const float* sums, int64_t size)>;
 
 class Gemm {
@@ -30,18 +30,18 @@ class Gemm {
   virtual int64_t input_bytes(int64_t rows) const = 0;  // bytes of `rows` packed rows of x
   virtual int64_t sums_size(int64_t rows) const = 0;    // float32 numbers that each thread needs for sums
 
-  // Packs row number `row` of `rows` into `input`.
+  // Packs a row of x, number `row` of `rows`, into `input`.
   virtual void pack_row(char* input, int64_t rows, const void* x, int64_t row) const = 0;
 
-  // Packs PART columns of rows first .. last - 1, x [last - first, PART]; the first column is a multiple of PART. Only
-  // where packs_columns() is true.
+  // Packs PART columns of rows first .. last - 1, given as x [last - first, PART]; the number of the first column is a
+  // multiple of PART. May be called only if packs_columns() is true.
   virtual bool packs_columns() const { return false; }
   virtual void pack_columns(char*, int64_t, const void*, int64_t, int64_t, int64_t) const {
     TORCH_INTERNAL_ASSERT(false, "this weight packs whole rows of x");
   }
 
-  // Runs a phase that multiplies all panels. If twin > 0: the first `twin` panels, each together with the panel that is
-  // `twin` panels further on.
+  // Multiplies packed rows by all panels of the weight, in one phase of the team. If twin > 0, panels 0 .. twin - 1 are
+  // each computed together with their twin, the panel `twin` further on (gate and up projection).
   virtual void multiply(Team& team, Member member, char* input, int64_t rows, float* sums, int64_t twin,
                         const Epilogue& epilogue) const = 0;
 

@@ -15,7 +15,7 @@ namespace kvmux {
 class Bf16AmxGemm {
  public:
   using Weight = at::BFloat16;
-  using Number = at::BFloat16;  // of packed rows of x: tiles [rows / 16][k / 32][16][32]
+  using Number = at::BFloat16;  // type of packed rows of x; they are tiles [rows / 16][k / 32][16][32]
   struct Session {
     explicit Session(const Bf16AmxGemm&) {}
     Tiles tiles;
@@ -28,13 +28,14 @@ class Bf16AmxGemm {
 
   int64_t tiles() const { return tiles_; }
 
-  int64_t height() const { return rows_; }  // rows for which there are sums
+  int64_t height() const { return rows_; }  // rows for which sums are computed, padding included
 
-  // Tiles that are added at a time; all rows find them in the L1 cache. Few rows take the whole depth at once.
+  // Returns how many tiles of the depth (k) are added at a time, so that all rows find them in the L1 cache. For few
+  // rows it is the whole depth.
   int64_t chunk() const { return rows_ == TILE_ROWS ? tiles_ : CHUNK; }
 
-  // Packs columns begin .. begin + count - 1 of a row; `begin` is a multiple of a tile's columns. Padding rows are not
-  // initialised: their sums are not read.
+  // Packs columns begin .. begin + count - 1 of a row of x; `begin` is a multiple of a tile's columns. Padding rows are
+  // not initialised, as their sums are not read.
   template <typename X>
   void pack_row(const X* from, int64_t row, int64_t begin, int64_t count) const {
     const int64_t tile = row / TILE_ROWS * tiles_ + begin / P::DEPTH;
@@ -46,7 +47,8 @@ class Bf16AmxGemm {
     std::fill(to + count - whole, to + P::DEPTH, Number(0.f));
   }
 
-  // Adds tiles begin .. end - 1 of 2 or 4 panels of a block to sums [panels][height][PANEL]; begin == 0 sets the sums.
+  // Adds to sums [panels][height][PANEL] the products of x with tiles begin .. end - 1 of the depth, for 2 or 4 panels
+  // of a block; if begin is 0, the sums start at 0.
   void add(Session&, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
     const Weight* w = w_ + P::panel(first, k_);
     if (rows_ == TILE_ROWS) return panels == PANELS ? few<PANELS>(w, begin, end, sums) : few<PAIR>(w, begin, end, sums);
@@ -58,25 +60,26 @@ class Bf16AmxGemm {
 
  private:
   using P = Packing<Weight>;
-  static constexpr int64_t STRIDE = 64;  // bytes: the rows of a tile are adjacent everywhere
-  template <int N>                       // numbers from the tile that is multiplied to that which is prefetched
+  static constexpr int64_t STRIDE = 64;  // bytes from row to row of a tile: rows are adjacent in x, weight and sums
+  template <int N>                       // prefetch distance: numbers from the tile being multiplied
   static constexpr int64_t AHEAD = (N == PANELS ? 2 : PANELS) * P::TILE;
   static constexpr int64_t CHUNK =
-      10;  // so the tiles of two panels stay in the L1 cache while rows and sums pass through it
+      10;  // tiles: those of two panels stay in the L1 cache while rows and sums pass through it
 
-  // Returns 16 for up to 16 rows, else the next multiple of 32.
+  // Returns the number of rows with padding: 16 for up to 16 rows, otherwise the next multiple of 32.
   static int64_t padded_rows(int64_t rows) {
     const int64_t whole = rows <= TILE_ROWS ? TILE_ROWS : 2 * TILE_ROWS;
     return (rows + whole - 1) / whole * whole;
   }
 
-  // Prefetches a tile. Tiles are loaded line by line, and the hardware alone has too few loads in flight.
+  // Prefetches a tile of the weight. A tile is loaded line by line, and the hardware prefetcher alone keeps too few
+  // loads in flight.
   static void fetch(const Weight* tile) {
     const auto* line = reinterpret_cast<const char*>(tile);
     for (int64_t row = 0; row < TILE_ROWS; ++row, line += STRIDE) _mm_prefetch(line, _MM_HINT_T0);
   }
 
-  // Multiplies 16 rows of x and N panels. The sums are tile registers 0 to 3.
+  // Multiplies 16 rows of x by N panels of the weight. The sums are in tile registers 0 to 3.
   template <int N>
   void few(const Weight* w, int64_t begin, int64_t end, float* sums) const {
     unroll<N>([&](auto n) { begin_sum<n>(begin == 0, sums + n * TILE_ROWS * PANEL); });
@@ -92,7 +95,8 @@ class Bf16AmxGemm {
     unroll<N>([&](auto n) { tile_store<n>(sums + n * TILE_ROWS * PANEL, STRIDE); });
   }
 
-  // Multiplies 32 rows of x and 2 panels. Each call prefetches a part of the next panels into the L2 cache.
+  // Multiplies 32 rows of x by 2 panels of the weight. Each call prefetches a part of the next panels into the L2
+  // cache.
   void square(int64_t row, const Weight* w, const Weight* next, int64_t begin, int64_t end, float* sums) const {
     constexpr int64_t LINE = 64 / sizeof(Weight), LINES = 2 * P::TILE / LINE;
     const int64_t soon = LINES * row / rows_ * LINE, then = LINES * (row + 2 * TILE_ROWS) / rows_ * LINE;

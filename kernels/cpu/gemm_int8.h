@@ -14,8 +14,9 @@
 
 namespace kvmux {
 
-// A packed weight. Numbers of 4 bits are halves of bytes: of 8 columns, the first 4 are the lower halves. Without
-// offsets, value = scale * (number - 2^(bits - 1)), and numbers of 8 bits are stored with that subtracted, signed.
+// A packed weight of integers. Numbers of 4 bits are halves of bytes: of 8 columns, the first 4 are the lower halves.
+// Without offsets, value = scale * (number - 2^(bits - 1)), and numbers of 8 bits are stored as signed bytes, with 128
+// already subtracted.
 template <typename S>
 struct IntWeight {
   const uint8_t* numbers;
@@ -28,7 +29,7 @@ struct IntWeight {
 struct Int8Rows {
   int8_t* numbers;  // [height][pitch]
   float* scale;     // [groups][height]
-  int32_t* sum;     // [groups][height]: of the numbers; without offsets, times -2^(bits - 1), for the weight's zero
+  int32_t* sum;     // [groups][height]: sum of the numbers; if the weight has no offsets, times -2^(bits - 1)
 };
 
 template <int BITS, bool OFFSETS, typename S>
@@ -39,14 +40,15 @@ class Int8Gemm {
  public:
   using Session = Int8AmxTiles<BITS, OFFSETS, S>;
 
-  // Bytes from row to row: never a multiple of a page, as the rows would then share cache sets.
+  // Returns the bytes from row to row of quantized x: never a multiple of a page, as the rows would then share cache
+  // sets.
   static int64_t pitch(int64_t k) { return (P::tiles(k) + 1) * P::DEPTH; }
   static int64_t height_of(int64_t rows) { return (rows + TOGETHER - 1) / TOGETHER * TOGETHER; }
 
   Int8Gemm(const IntWeight<S>& w, const Int8Rows& x, int64_t rows, int64_t k) : w_(w), x_(x), rows_(rows), k_(k) {}
 
   int64_t tiles() const { return P::tiles(k_); }
-  int64_t chunk() const { return tiles(); }  // all are added at once
+  int64_t chunk() const { return tiles(); }  // tiles of the depth added at a time: all of them
   int64_t height() const { return height_of(rows_); }
 
   template <typename X>
@@ -63,7 +65,7 @@ class Int8Gemm {
     std::fill(to + k_, to + tiles() * P::DEPTH, int8_t{0});
   }
 
-  // Computes sums [panels][height][PANEL] of 2 or 4 panels of a block, over all their tiles.
+  // Computes the sums [panels][height][PANEL] of 2 or 4 panels of a block, over the whole depth.
   void add(Session& session, int64_t first, int64_t panels, int64_t, int64_t, float* sums) const {
     if (rows_ > (w_.groups == 1 ? ROWS : MOST_ROWS) && Session::USABLE) return session.add(first, panels, sums);
     if (rows_ > ROWS) {
@@ -78,11 +80,12 @@ class Int8Gemm {
   friend Session;
   using P = Packing<uint8_t>;
   static constexpr float LARGEST = 127.f;
-  static constexpr float TINY = 1e-36f;  // a smaller number counts as 0: its reciprocal may be infinite
-  static constexpr int WIDE = REGISTERS == 32 ? PANELS : PAIR;  // panels that are computed together for few rows
-  static constexpr int ROWS = REGISTERS == 32 ? 4 : 1;          // rows that are computed together in vectors
-  static constexpr int MOST_ROWS = 2 * ROWS;                    // the same, for one panel
-  static constexpr int64_t TOGETHER = 32;                       // rows that are computed together in tiles
+  // If the largest magnitude of a row's group is smaller than this, the group counts as 0: a reciprocal may be infinite.
+  static constexpr float TINY = 1e-36f;
+  static constexpr int WIDE = REGISTERS == 32 ? PANELS : PAIR;  // panels computed together for at most ROWS rows
+  static constexpr int ROWS = REGISTERS == 32 ? 4 : 1;          // rows that vector instructions compute together
+  static constexpr int MOST_ROWS = 2 * ROWS;  // rows that vector instructions compute together for one panel
+  static constexpr int64_t TOGETHER = 32;     // rows that AMX computes together; rows are padded to it
   static constexpr int V = PANEL / W;
   static constexpr int64_t BYTES = P::TILE * BITS / 8;  // of a tile
   static constexpr int64_t QUADS = P::DEPTH / 4;        // of a tile
@@ -90,7 +93,8 @@ class Int8Gemm {
 
   static constexpr int32_t ZERO = OFFSETS ? 0 : 1 << (BITS - 1);
 
-  // Bytes from what is multiplied to what is prefetched: the next depth; for whole blocks, which are adjacent, 2 KiB.
+  // Returns the prefetch distance in bytes, for N panels that are multiplied together: the next depth; for whole
+  // blocks, which are read in order, 2 KiB.
   template <int N>
   static constexpr int64_t ahead() {
     constexpr int64_t DEPTH = PANELS * BYTES, NEAR = 2048;
@@ -141,7 +145,7 @@ class Int8Gemm {
       if (row < rows_) over_rows<R / 2, N>(row, panel, sums);
   }
 
-  // Multiplies R rows and N panels, in vectors.
+  // Multiplies R rows of x by N panels of the weight, with vector instructions.
   template <int R, int N>
   void block(int64_t first, int64_t panel, float* sums) const {
     const uint8_t* w = tiles_of(panel);
@@ -177,7 +181,8 @@ class Int8Gemm {
     });
   }
 
-  // Adds a group of a panel's columns to the sums: scale of x * (scale of w * dot + offset of w * sum of x).
+  // The scales of one group of columns of a panel; add() adds the group to sums: scale of x * (scale of w * dot +
+  // offset of w * sum of x).
   struct Group {
     Group(const Int8Gemm& product, int64_t panel, int64_t g, int64_t first)
         : scale_of_x(product.x_.scale + g * product.height() + first),

@@ -1,6 +1,6 @@
-// Products with packed weights in integers, in AMX tiles: for many rows, which vectors would compute more slowly. A
-// thread keeps the tile configuration, and memory to widen panels of 4 bits to bytes. The bits are those of
-// gemm_int8.h.
+// Products with packed weights of integers in AMX tile registers: for many rows, which vector instructions would
+// compute more slowly. Each thread has an object with the tile configuration, and memory in which panels of 4 bits are
+// widened to bytes. The results have the same bits as those of gemm_int8.h.
 #pragma once
 
 #include <vector>
@@ -23,10 +23,11 @@ class Int8AmxTiles {
         tiles_(product.w_.group % P::DEPTH == 0 || product.w_.groups == 1 ? TILE_BYTES : TILE_BYTES / 2),
         bytes_(BITS == 8 ? 0 : PANELS * product.tiles() * P::TILE) {}
 
-  // Computes sums [panels][height][PANEL] of 2 or 4 panels of a block.
+  // Computes the sums [panels][height][PANEL] of 2 or 4 panels of a block, over the whole depth.
   void add(int64_t first, int64_t panels, float* sums) {
     if (product_.w_.groups > 1) return panels == PANELS ? by_groups<PANELS>(first, sums) : by_groups<PAIR>(first, sums);
-    // Up to 16 rows take all panels of a block at once, as the memory limits them; more rows are limited by products.
+    // For up to 16 rows all panels of a block are computed at once, as reading memory limits the speed; for more rows
+    // the products limit it.
     if (product_.rows_ <= TILE_ROWS && panels == PANELS) return over_rows<1, PANELS>(first, sums);
     for (int64_t i = 0; i < panels; i += PAIR, sums += PAIR * product_.height() * PANEL)
       if (product_.rows_ <= TILE_ROWS)
@@ -41,16 +42,16 @@ class Int8AmxTiles {
   static constexpr int64_t BYTES = Product::BYTES;
   using Group = typename Product::Group;
   using Dots = int32_t[TILE_ROWS][PANEL];
-  static constexpr int64_t GROUPS = 4;  // groups whose products are computed together
+  static constexpr int64_t GROUPS = 4;  // groups of columns whose products are computed together
 
-  // Tiles from one depth of the weight to the next, in bytes of numbers.
+  // Number of tiles from one depth of the weight to the next, once its numbers are bytes.
   template <int N>
   static constexpr int64_t BETWEEN = BITS == 8 ? PANELS : N;
 
   template <int N>
   static constexpr int64_t AHEAD = Product::template ahead<N>();
 
-  // The sums of 16 rows and one panel.
+  // The float32 sums of 16 rows of x and one panel.
   struct Totals {
     static_assert(V == 1);  // with AMX, a vector is as wide as a panel
 
@@ -73,7 +74,7 @@ class Int8AmxTiles {
     Raw rows[TILE_ROWS][V];
   };
 
-  // Multiplies all rows, 16 A at a time, and N panels.
+  // Multiplies all rows of x, 16 A of them at a time, by N panels of a weight that has one group of columns.
   template <int A, int N>
   void over_rows(int64_t panel, float* sums) {
     const uint8_t* w = bytes<N>(panel);
@@ -84,7 +85,8 @@ class Int8AmxTiles {
         square<A, N>(w, row, panel, sums + row * PANEL);
   }
 
-  // The same for weights with several groups, whose sums are scaled one by one: one panel at a time, for all rows.
+  // Multiplies all rows of x by N panels of a weight with several groups of columns, whose sums are scaled one by one:
+  // one panel after the other.
   template <int N>
   void by_groups(int64_t panel, float* sums) {
     const uint8_t* w = bytes<N>(panel);
@@ -93,7 +95,8 @@ class Int8AmxTiles {
         scaled<N>(w + n * P::TILE, row, panel + n, sums + (n * product_.height() + row) * PANEL);
   }
 
-  // Multiplies 16 rows and one panel. The next groups are multiplied while the sums of the groups before are scaled.
+  // Multiplies 16 rows of x by one panel. While the sums of some groups of columns are scaled, the next groups are
+  // multiplied.
   template <int N>
   void scaled(const uint8_t* w, int64_t row, int64_t panel, float* sums) {
     alignas(64) Dots dots[2][GROUPS];
@@ -108,8 +111,8 @@ class Int8AmxTiles {
     total.store(sums);
   }
 
-  // Multiplies the groups first .. first + GROUPS - 1 of a panel, if it has that many. The sums are tile registers 0
-  // to 3.
+  // Multiplies 16 rows of x by up to GROUPS groups of columns of a panel, from group number `first` on, as far as it
+  // has that many. The sums are in tile registers 0 to 3.
   template <int N>
   void multiply(const uint8_t* w, int64_t row, int64_t first, Dots (&dots)[GROUPS]) {
     const int64_t step = tiles_.depth(), group = product_.w_.group, apart = Product::pitch(product_.k_);
@@ -151,8 +154,8 @@ class Int8AmxTiles {
     return bytes_.data();
   }
 
-  // Multiplies 16 A rows and N panels of a weight with one group. Tile registers 0 to 3 are sums, 4 and 5 rows of x, 6
-  // and 7 the weight.
+  // Multiplies 16 A rows of x by N panels of a weight with one group. Tile registers 0 to 3 hold sums, 4 and 5 rows of
+  // x, 6 and 7 the weight.
   template <int A, int N>
   void square(const uint8_t* w, int64_t row, int64_t panel, float* sums) {
     const int64_t step = tiles_.depth(), pitch = Product::pitch(product_.k_);

@@ -14,8 +14,8 @@ template <typename T>
 class VectorGemm {
  public:
   using Weight = T;
-  using Number = float;  // of packed rows of x: [rows][k, padded to whole tiles]
-  struct Session {       // no state of a thread
+  using Number = float;  // type of packed rows of x; they are [rows][k, padded to whole tiles]
+  struct Session {       // what a thread keeps between calls: nothing here
     explicit Session(const VectorGemm&) {}
   };
 
@@ -26,12 +26,14 @@ class VectorGemm {
 
   int64_t tiles() const { return P::tiles(k_); }
 
-  int64_t height() const { return rows_; }  // rows for which there are sums
+  int64_t height() const { return rows_; }  // rows for which sums are computed
 
-  // Tiles that are added at a time; all rows find them in the L1 cache. Few rows take the whole depth at once.
+  // Returns how many tiles of the depth (k) are added at a time, so that all rows find them in the L1 cache. For few
+  // rows it is the whole depth.
   int64_t chunk() const { return rows_ <= ROWS ? tiles() : CHUNK / P::DEPTH; }
 
-  // Packs columns begin .. begin + count - 1 of a row.
+  // Packs columns begin .. begin + count - 1 of a row of x: rounds them to the weight's type and stores them as
+  // float32.
   template <typename X>
   void pack_row(const X* from, int64_t row, int64_t begin, int64_t count) const {
     float* to = x_ + row * pitch_ + begin;
@@ -48,7 +50,8 @@ class VectorGemm {
     if (begin + count == k_) std::fill(to + count, to + pitch_ - begin, 0.f);
   }
 
-  // Adds tiles begin .. end - 1 of 2 or 4 panels of a block to sums [panels][height][PANEL]; begin == 0 sets the sums.
+  // Adds to sums [panels][height][PANEL] the products of x with tiles begin .. end - 1 of the depth, for 2 or 4 panels
+  // of a block; if begin is 0, the sums start at 0.
   void add(Session&, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
     for (int64_t panel = 0; panel < panels; panel += TOGETHER) {
       const T* from = w_ + P::panel(first + panel, k_);
@@ -63,9 +66,10 @@ class VectorGemm {
  private:
   using P = Packing<T>;
   static constexpr int ROWS = 6;
-  static constexpr int TOGETHER = W == PANEL ? 4 : 1;  // panels: times the rows, their sums fill most of the registers
-  static constexpr int V = PANEL / W;                  // vectors of a panel
-  static constexpr int64_t CHUNK = 128;                // columns
+  // Number of panels computed together: with ROWS rows, their sums fill most of the registers.
+  static constexpr int TOGETHER = W == PANEL ? 4 : 1;
+  static constexpr int V = PANEL / W;    // vectors of a panel
+  static constexpr int64_t CHUNK = 128;  // columns
 
   template <int R, int N>
   void over_rows(int64_t row, const T* w, int64_t begin, int64_t end, float* sums) const {
@@ -95,7 +99,7 @@ class VectorGemm {
     unroll<R>([&](auto r) { unroll<N * V>([&](auto v) { Vec(sum[r][v]).store(at(r, v)); }); });
   }
 
-  // Loads S columns of W outputs.
+  // Loads S adjacent columns of W outputs of the weight, as float32.
   static void load_columns(const T* from, Raw (&to)[P::S]) {
     if constexpr (P::S == 2) {
       const auto [first, second] = widened(load(reinterpret_cast<const float*>(from)));

@@ -1,5 +1,5 @@
-// The keys and values of a sequence, TILE positions at a time: where each lies and which of them some query rows see.
-// The next tile is prefetched while one is computed. Knows no scores.
+// The keys and values of a sequence, TILE positions at a time: where each of them is stored, and which of them some
+// query rows see. The next tile is prefetched while one is computed. Knows no scores.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,10 @@
 
 namespace kvmux {
 
-// Query rows of one KV head: (query, head of its group) pairs from number `first` on, the heads (GQA) of a query first.
+// Some query rows of one KV head. Query rows are the pairs (query, head of the KV head's group), numbered query by
+// query; these are `count` of them from number `first` on.
 struct QueryRows {
-  int64_t start;  // position of the step's query 0
+  int64_t start;  // position of the step's first query in its sequence
   int64_t first, count, group;
 
   int64_t query(int64_t r) const { return (first + r) / group; }  // of the step's
@@ -23,28 +24,29 @@ struct QueryRows {
 template <typename T, int64_t TILE>
 class Keys {
  public:
-  // The keys and values that queries at positions oldest .. newest see.
+  // The keys and values that the queries at positions oldest .. newest see.
   Keys(Plane<T> k, Plane<T> v, Mask mask, int64_t oldest, int64_t newest)
       : k_(k), v_(v), mask_(mask), oldest_(oldest), newest_(newest) {}
 
-  // Addresses of the keys and values of TILE positions. `seen` spans all positions that any row sees; keys between the
-  // sinks and the window are read as well, and masked. Outside of `seen` the addresses are those of a key that is seen.
+  // The addresses of the keys and values of TILE positions. `seen` spans all positions that any query row sees; within
+  // it, keys between the sinks and the window are read as well, and masked later. Outside of `seen` the addresses are
+  // those of one key that is seen.
   struct Tile {
     Range seen;
     const T *k[TILE], *v[TILE];
   };
 
-  // Begins at the tile of position `tile`.
+  // Starts reading at the tile that begins at position `tile`.
   void begin(int64_t tile) { find(tile, tiles_[0]); }
 
-  // The same, and queues the first tile for prefetching.
+  // Starts reading at the tile that begins at position `tile`, and queues this tile for prefetching.
   void begin(int64_t tile, PrefetchQueue& queue) {
     begin(tile);
     enqueue(tiles_[0], queue);
   }
 
-  // Returns the current tile and prepares the one at position `next`, if that is before `end`: `queue` prefetches it,
-  // unless it is null. With many query rows the products take longer than the memory, so there it is null.
+  // Returns the current tile and prepares the one at position `next`, if that is before `end`. The next tile is queued
+  // for prefetching in `queue`, unless that is null: with many query rows the products take longer than reading memory.
   const Tile& step(int64_t next, int64_t end, PrefetchQueue* queue) {
     const Tile& tile = tiles_[at_];
     at_ = 1 - at_;
@@ -56,7 +58,7 @@ class Keys {
     return tile;
   }
 
-  // Whether every row sees all of a range.
+  // Returns whether every query row sees all positions of a range.
   bool all_see(Range range) const { return mask_.latest(newest_).begin <= range.begin && range.end <= oldest_ + 1; }
 
  private:
@@ -78,7 +80,7 @@ class Keys {
     }
   }
 
-  // Queues a tile, which is prefetched while the tile before it is computed.
+  // Queues the keys and values of a tile, to be prefetched while the tile before it is computed.
   void enqueue(const Tile& tile, PrefetchQueue& queue) const {
     for (int64_t p = tile.seen.begin, n; p < tile.seen.end; p += n) {
       n = k_.layout.run(p, tile.seen.end);
@@ -90,8 +92,8 @@ class Keys {
   Plane<T> k_, v_;
   Mask mask_;
   int64_t oldest_, newest_;
-  Tile tiles_[2];   // the current one and the next, in turn
-  int64_t at_ = 0;  // index of the next one
+  Tile tiles_[2];   // the current tile and the next one; they swap places at each step
+  int64_t at_ = 0;  // which of `tiles_` the next step() returns
 };
 
 }  // namespace kvmux

@@ -8,7 +8,7 @@
 
 namespace kvmux {
 
-// y = operation(a, b), elementwise, all [n]; y may be a or b.
+// y = operation(a, b), elementwise, all of n numbers; y may be a or b.
 template <typename T, typename Operation>
 inline void combine_row(const T* a, const T* b, T* y, int64_t n, const Operation& operation) {
   int64_t i = 0;
@@ -22,13 +22,14 @@ inline void combine_row(const T* a, const T* b, T* y, int64_t n, const Operation
   std::copy(rest[2], rest[2] + n - i, y + i);
 }
 
-// y = a + b, all [d].
+// y = a + b, elementwise, all of d numbers.
 template <typename T>
 void add_row(const T* a, const T* b, T* y, int64_t d) {
   combine_row(a, b, y, d, [](Vec x, Vec z) { return x + z; });
 }
 
-// y = x / rms(x) * weight, all [d]. Rounded before the weight is applied (Llama), or after if it is float32 (Gemma).
+// y = x / rms(x) * weight, all of d numbers. x / rms(x) is rounded to T before the weight is applied (Llama); if the
+// weight is float32, only the result is rounded (Gemma).
 template <typename T, typename Weight>
 void rms_norm_row(const T* x, const Weight* weight, float eps, T* y, int64_t d) {
   Vec squares(0.f);
@@ -59,7 +60,8 @@ void rms_norm_row(const T* x, const Weight* weight, float eps, T* y, int64_t d) 
   }
 }
 
-// Rotates the pairs (x[i], x[i + half]) by angles with these cosines and sines [half]; y may be x.
+// Applies RoPE to a row: rotates the pairs (x[i], x[i + half]) by the angles whose cosines and sines are given [half];
+// y may be x.
 template <typename T>
 void rope_row(const T* x, const float* cos, const float* sin, T* y, int64_t half) {
   int64_t i = 0;
@@ -82,7 +84,7 @@ void rope_row(const T* x, const float* cos, const float* sin, T* y, int64_t half
   }
 }
 
-// y = silu(gate) * up, [f].
+// y = silu(gate) * up, elementwise, all of f numbers.
 template <typename T>
 void silu_mul_row(const T* gate, const T* up, T* y, int64_t f) {
   const Vec one(1.f);

@@ -21,11 +21,11 @@ AMX = (
     "amx_tile",
     "amx_bf16",
     "amx_int8",
-)  # the features that "amx" is compiled for, beside AVX-512
+)  # CPU features that the "amx" library is compiled for, in addition to AVX-512
 
 
 def load(name: str) -> CpuOps:
-    """Return the operations for an instruction set. Raises KernelsMissing."""
+    """Return the operations for an instruction set. Raises KernelsMissing if this machine cannot run or load them."""
     if name not in usable_instruction_sets():
         raise KernelsMissing(f"this machine has no {name}")
     library = FOLDER / f"_{name}.so"

@@ -1,4 +1,4 @@
-// Products with packed weights: how threads share the work, and `linear` for torch.
+// Products with packed weights: how threads share the work, and the operation `linear` for torch.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -24,10 +24,11 @@ template <typename T>
 using ProductOf = VectorGemm<T>;
 #endif
 
-// From this many blocks per thread on, one block more or less costs less than cutting blocks in half.
+// If each thread has at least this many blocks, it costs less to give some threads one block more than to cut blocks in
+// half.
 constexpr int64_t MANY_BLOCKS = 3;
 
-// Computes the sums of panels begin .. end - 1.
+// Computes the sums of panels begin .. end - 1 of a weight, for all rows of x.
 template <typename Product>
 void add_panels(const Product& product, typename Product::Session& session, int64_t begin, int64_t end, float* sums) {
   const int64_t tiles = product.tiles(), chunk = product.chunk(), size = product.height() * PANEL;
@@ -38,17 +39,18 @@ void add_panels(const Product& product, typename Product::Session& session, int6
     }
 }
 
-// Returns the most panels to compute before the epilogue: their sums then stay in the L2 cache.
+// Returns the most panels that are computed before the epilogue takes their sums: as many as stay in the L2 cache.
 int64_t max_panels(int64_t height) {
   constexpr int64_t CACHED = 512 << 10;  // bytes
   const int64_t panels = CACHED / (height * PANEL * static_cast<int64_t>(sizeof(float)));
-  return std::max<int64_t>(1, panels / (2 * PANELS)) * 2 * PANELS;  // whole blocks, and their twins
+  // Rounded to whole blocks of panels and as many twin blocks.
+  return std::max<int64_t>(1, panels / (2 * PANELS)) * 2 * PANELS;
 }
 
 int64_t sums_size_for(int64_t height) { return max_panels(height) * height * PANEL; }
 
-// Returns the number of pieces into which panels are cut. With few rows, which take the whole depth at once, only the
-// memory takes time.
+// Returns the number of pieces of work into which panels are cut. If the product takes the whole depth at once (few
+// rows), only reading memory takes time, and there are as few pieces as keep all threads busy.
 template <typename Product>
 int64_t pieces(const Product& product, int64_t panels, int64_t most, int64_t threads) {
   const int64_t blocks = panels / PANELS;
@@ -125,7 +127,7 @@ class IntGemm : public Gemm {
  private:
   using Product = Int8Gemm<BITS, OFFSETS, S>;
 
-  // Bytes of the packed rows of x, and of their scales (or sums).
+  // Bytes of the packed rows of x (numbers), and of their scales, which is also that of their sums (factors).
   int64_t numbers(int64_t rows) const { return Product::height_of(rows) * Product::pitch(width); }
   int64_t factors(int64_t rows) const { return Product::height_of(rows) * w_.groups * sizeof(float); }
 
@@ -172,7 +174,8 @@ Tensor linear(const Tensor& x, const PackedWeight& weight, const std::optional<T
   const int64_t rows = x.size(0), outputs = weight.outputs;
   const Tensor y = at::empty({rows, outputs}, x.options());
   if (rows == 0) return y;
-  constexpr int64_t WORTH_WAKING = 65536;  // numbers of the weight: with fewer, another thread is not worth waking
+  // A thread should have at least this many numbers of the weight: for fewer it is not worth waking it.
+  constexpr int64_t WORTH_WAKING = 65536;
   const int64_t threads = std::min(Team::max_threads(), 1 + weight.width * outputs / WORTH_WAKING),
                 sums = made->sums_size(rows);
   const Tensor input = at::empty({made->input_bytes(rows)}, at::kByte), kept = at::empty({threads, sums}, at::kFloat);

@@ -1,5 +1,5 @@
-// c += a b: a [M, K] and c [M, N] are float32 in scratch memory; b [K, N] is of any type, and its rows may lie
-// anywhere. N is a multiple of W.
+// Matrix multiplication c += a b: a [M, K] and c [M, N] are float32 in scratch memory; b [K, N] is of any type, and its
+// rows may lie anywhere. N is a multiple of W.
 //
 // A block of c stays in registers while k runs. Each number of c is a chain of fused multiply-adds in the order of k,
 // so it does not depend on how many rows or columns are computed beside it.
@@ -12,14 +12,16 @@ namespace kvmux {
 
 constexpr int ROWS = 8;  // of a block
 
-// Columns of a block of R rows, in vectors: as many as the registers hold beside a row of b and a factor.
+// Returns how many vectors wide a block of R rows of c is: as many as fit into registers beside a row of b and a
+// factor.
 template <int R>
 constexpr int columns() {
   constexpr int vectors = (REGISTERS - 2) / (R + 1);
   return vectors >= 4 ? 4 : vectors >= 2 ? 2 : 1;
 }
 
-// `row(k)` points to row k of b. One line of `queue` is prefetched at each step of k.
+// Computes a block of R rows of c, C vectors wide. `row(k)` points to row k of b. One line of `queue` is prefetched at
+// each step of k.
 template <int LDA, int R, int C, typename Row>
 inline void multiply_block(const float* a, const Row& row, int64_t n, float* c, int64_t ldc, int64_t K,
                            PrefetchQueue& queue) {
@@ -47,7 +49,7 @@ inline void multiply_rows(const float* a, const Row& row, float* c, int64_t ldc,
   if constexpr (C > 1) multiply_rows<LDA, R, C / 2>(a, row, c, ldc, n, N, K, queue);
 }
 
-// Rows of a lie LDA numbers apart: a constant, so that one register addresses all of them.
+// Computes c += a b. The rows of a lie LDA numbers apart: a constant, so that one register addresses all of them.
 template <int LDA, typename Row>
 inline void multiply_add(int64_t M, const float* a, const Row& row, float* c, int64_t ldc, int64_t N, int64_t K,
                          PrefetchQueue& queue) {

@@ -11,9 +11,10 @@ namespace {
 
 using Words = int64_t __attribute__((vector_size(64)));
 
-// Returns the sum of all words of `memory`, so that no load is optimised away; the last partial lines are not read.
+// Returns the sum of all words of `memory`, so that the compiler keeps every load; the end of `memory`, if it does not
+// fill whole groups of lines, is not read.
 int64_t read(const at::Tensor& memory) {
-  constexpr int64_t LINES = 8;  // that a thread loads at once; the hardware prefetches more
+  constexpr int64_t LINES = 8;  // cache lines that a thread loads in one iteration; the hardware prefetches more
   const auto* lines = static_cast<const Words*>(memory.const_data_ptr());
   std::atomic<int64_t> total{0};
   at::parallel_for(0, memory.nbytes() / sizeof(Words) / LINES, 1, [&](int64_t begin, int64_t end) {

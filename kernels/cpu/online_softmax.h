@@ -13,14 +13,15 @@ namespace kvmux {
 constexpr int64_t SPLIT = 1024;   // positions
 constexpr int64_t MAX_DIM = 256;  // of a head
 
-constexpr float HIDDEN = -std::numeric_limits<float>::infinity();  // a masked score: its weight is 0
-constexpr float NOTHING = std::numeric_limits<float>::lowest();    // the maximum of no scores
+constexpr float HIDDEN = -std::numeric_limits<float>::infinity();  // the score of a masked key: its weight is 0
+constexpr float NOTHING = std::numeric_limits<float>::lowest();    // the maximum score while no key has been seen
 
 struct Scores {
   float scale, softcap;  // softcap 0: none
 };
 
-// Sums so far for up to ROWS query rows: of exp(score - top) * value, and of exp(score - top).
+// Sums so far of softmax attention, for up to ROWS query rows: `values` of exp(score - top) * value, and `total` of
+// exp(score - top).
 template <int64_t ROWS>
 struct OnlineSoftmax {
   float top[ROWS];
@@ -33,7 +34,8 @@ struct OnlineSoftmax {
     std::fill_n(values, rows * width, 0.f);
   }
 
-  // Rescales the sums of row r to a higher maximum; returns the factor.
+  // Makes the sums of query row r relative to `higher`, a new highest score; returns the factor by which they were
+  // multiplied.
   float raise(int64_t r, float higher, int64_t width) {
     const float factor = std::exp(top[r] - higher);
     top[r] = higher;
@@ -45,7 +47,7 @@ struct OnlineSoftmax {
   }
 
   void merge(int64_t r, float other_top, float other_total, const float* other, int64_t width) {
-    if (other_top == NOTHING && other_total == 0.f) return;  // not if the total is NaN
+    if (other_top == NOTHING && other_total == 0.f) return;  // the other sums saw no key; a NaN total is merged
     if (top[r] == NOTHING) {
       top[r] = other_top;
       total[r] = other_total;

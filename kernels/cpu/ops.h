@@ -1,4 +1,4 @@
-// Operations on tensors that fused operations call; kernels/ops.py says what each means.
+// Operations on tensors that the fused operations call; kernels/ops.py says what each one computes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,18 +10,18 @@
 
 namespace kvmux {
 
-// A packed weight: its numbers; for integers also the scale and perhaps the offset [panels, groups, 16]; its shape, the
-// bits of a number (0: floats), and the columns of a group.
+// A packed weight: its numbers; for integers also the scales and, if there are any, offsets [panels, groups, 16]; its
+// numbers of outputs and inputs, the bits of a number (0: floats), and the columns of a group.
 struct PackedWeight {
   PackedWeight(at::TensorList parts, at::IntArrayRef format);
 
-  at::Tensor numbers, scale, offset;  // scale and offset are undefined where there are none
+  at::Tensor numbers, scale, offset;  // scale and offset are undefined tensors if the weight has none
   int64_t outputs, width, bits, group;
 };
 
-// Returns the number of elements of a packed weight; kByte: integers of 8 bits.
+// Returns how many elements a packed weight's tensor has, padding included; kByte stands for integers of 8 bits.
 int64_t packed_numbers(int64_t outputs, int64_t width, at::ScalarType type);
-// Returns the bias as float32, padded with zeros to whole blocks; an undefined tensor without a bias.
+// Returns a bias as float32, padded with zeros to whole blocks of outputs; an undefined tensor if no bias is given.
 at::Tensor padded_bias(const std::optional<at::Tensor>& bias, const PackedWeight& weight, const char* name = "bias");
 at::Tensor linear(const at::Tensor& x, const PackedWeight& weight, const std::optional<at::Tensor>& bias);
 at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps);

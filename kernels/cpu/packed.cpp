@@ -32,7 +32,8 @@ int64_t packed_numbers(int64_t outputs, int64_t k, at::ScalarType type) {
 
 namespace {
 
-// Calls work(block, first, count) for every block and its outputs; first zeroes a block that they do not fill.
+// Calls work(memory, first, count) for every block: its memory, its first output and number of outputs. Zeroes the
+// block first if these outputs do not fill it.
 template <typename Work>
 void over_blocks(const Tensor& packed, int64_t outputs, bool filled, const Work& work) {
   const int64_t blocks = blocks_of(outputs), size = packed.nbytes() / std::max<int64_t>(1, blocks);
@@ -66,7 +67,8 @@ void pack(const Tensor& packed, const Tensor& weight) {
   });
 }
 
-// Packs the numbers of a `kernels.quantization.QuantizedTensor`, of 4 or 8 bits each, with or without offsets.
+// Packs the numbers of a `kernels.quantization.QuantizedTensor`, which have 4 or 8 bits, of a weight with or without
+// offsets.
 void pack_integers(const Tensor& packed, const Tensor& numbers, int64_t bits, bool offsets) {
   expect("linear", "numbers", numbers, only(at::kByte), {SOME, SOME});
   TORCH_CHECK_VALUE(bits == 4 || bits == 8, "linear: a weight of ", bits, " bits a number");
@@ -99,7 +101,7 @@ void unpack_float_rows(const PackedWeight& weight, const int64_t* which, int64_t
   });
 }
 
-// Reads the rows `which` of a packed weight of integers, as float32.
+// Reads the rows `which` of a packed weight of integers, dequantized to float32.
 template <typename S>
 void unpack_integer_rows(const PackedWeight& weight, const int64_t* which, int64_t count, float* to) {
   using P = Packing<uint8_t>;
@@ -159,7 +161,8 @@ PackedWeight::PackedWeight(at::TensorList parts, at::IntArrayRef format)
   const int64_t groups = group > 0 ? width / group : 0;
   TORCH_CHECK_VALUE(groups * group == width && (groups == 1 || group % 32 == 0), "linear: no kernel for ", "groups of ",
                     group, " of ", width, " columns");
-  constexpr int64_t WIDEST = (int64_t{1} << 31) / (127 * 256);  // so many products of 8 bits sum up within 32 bits
+  // Limit for the columns of a group: more products of 8-bit numbers would overflow a sum of 32 bits.
+  constexpr int64_t WIDEST = (int64_t{1} << 31) / (127 * 256);
   TORCH_CHECK_VALUE(group <= WIDEST, "linear: groups of ", group, " columns are more than ", WIDEST);
   const int64_t panels = blocks_of(outputs) * PANELS;
   expect("linear", "scale, packed,", scale, FLOATS, {panels, groups, PANEL});

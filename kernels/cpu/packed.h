@@ -24,11 +24,11 @@ namespace kvmux {
 
 constexpr int64_t PANEL = 16;  // outputs
 constexpr int64_t PANELS = 4;  // of a block
-constexpr int64_t PAIR = 2;    // panels: the unit of work of a product
+constexpr int64_t PAIR = 2;    // panels that a product computes together at least
 constexpr int64_t BLOCK = PANEL * PANELS;
-constexpr int64_t TILE_SIZE = 1024;  // bytes, for numbers of at least 8 bits
+constexpr int64_t TILE_SIZE = 1024;  // bytes of a tile whose numbers have 8 bits or more
 
-// The layout of a weight in numbers of type T.
+// The sizes and offsets of a packed weight whose numbers are of type T.
 template <typename T>
 struct Packing {
   static constexpr int64_t S = std::is_same_v<T, at::BFloat16> ? 2 : sizeof(T) == 1 ? 4 : 1;
@@ -36,17 +36,18 @@ struct Packing {
   static constexpr int64_t DEPTH = TILE / PANEL;          // columns
 
   static constexpr int64_t tiles(int64_t k) { return (k + DEPTH - 1) / DEPTH; }
-  static constexpr int64_t panel(int64_t n, int64_t k) {  // offset of the first tile of panel n
+  static constexpr int64_t panel(int64_t n, int64_t k) {  // offset of panel n: of its first tile, in numbers
     return (n / PANELS * tiles(k) * PANELS + n % PANELS) * TILE;
   }
-  // Offset of column i of the first output from there; S columns are adjacent.
+  // Offset of column i of a panel's first output, in numbers from the panel's first tile; groups of S columns are
+  // adjacent.
   static constexpr int64_t column(int64_t i) { return i / DEPTH * PANELS * TILE + i % DEPTH / S * PANEL * S; }
 };
 
 constexpr int64_t blocks_of(int64_t outputs) { return (outputs + BLOCK - 1) / BLOCK; }
 
-// Packs one block of outputs: `from` [outputs, k], with a row stride of `apart` numbers. Goes tile by tile, so that the
-// writes stay in the L1 cache. The caller has zeroed the padding of the block.
+// Packs one block of outputs from `from` [outputs, k], whose rows are `apart` numbers apart. Goes tile by tile, so that
+// the writes stay in the L1 cache. The caller has zeroed the padding of the block.
 template <typename T>
 inline void pack_block(const T* from, int64_t apart, int64_t outputs, int64_t k, T* block) {
   using P = Packing<T>;
@@ -61,15 +62,15 @@ inline void pack_block(const T* from, int64_t apart, int64_t outputs, int64_t k,
     }
 }
 
-// Packing::column for numbers of 4 bits.
+// Offset of column i of a panel's first output in bytes, for numbers of 4 bits; like Packing::column.
 constexpr int64_t halves_column(int64_t i) {
   using P = Packing<uint8_t>;
   return i / P::DEPTH * PANELS * P::TILE / 2 + i % P::DEPTH / P::S / 2 * PANEL * P::S;
 }
 
-// Packs one output of numbers of 4 bits: `from` [k / 2], the even column in the lower half of a byte, as in
-// `QuantizedTensor`. In the packed form a tile has 64 columns in 512 bytes, and of 8 columns the first 4 are the lower
-// halves.
+// Packs one output whose numbers have 4 bits, from `from` [k / 2], where the even column is the lower half of a byte,
+// as in `QuantizedTensor`. In the packed layout a tile has 64 columns in 512 bytes, and of 8 columns the first 4 are
+// the lower halves.
 inline void pack_halves(const uint8_t* from, int64_t k, int64_t output, uint8_t* block) {
   using P = Packing<uint8_t>;
   uint8_t* to = block + output / PANEL * P::TILE / 2 + output % PANEL * P::S;

@@ -12,15 +12,16 @@ from kernels.memory import ConcatenatedWeight, WeightArena, concatenate
 from kernels.ops import PackedWeight
 from kernels.quantization import QuantizedTensor
 
-PANEL, PANELS = 16, 4  # outputs of a panel, panels of a block; packed.h
-ZERO_POINT = {8: 128, 4: 8}  # the number that stands for 0 where there are no offsets
+PANEL, PANELS = 16, 4  # outputs in a panel and panels in a block, as in packed.h
+ZERO_POINT = {8: 128, 4: 8}  # by bits: the number whose value is 0 in a weight without offsets
 
 
 class PackedMatrix(PackedWeight):
-    """A packed weight, as arguments of the C++ operations."""
+    """A packed weight, held as the arguments that the C++ operations take."""
 
-    parts: Sequence[Tensor]  # numbers; for integers also scale and perhaps offset
-    layout: Sequence[int]  # out, in, bits of a number (0: floats), columns of a group
+    parts: Sequence[Tensor]  # tensors: the numbers; for integers also scale and, if there is one, offset
+    # the numbers of rows (out) and columns (in), bits of a number (0: floats), columns of a group
+    layout: Sequence[int]
 
     def __init__(self, parts: Sequence[Tensor], layout: Sequence[int], library: Any) -> None:
         self.parts, self.layout = parts, layout
@@ -35,10 +36,10 @@ class PackedMatrix(PackedWeight):
 
 
 class PackedFloatMatrix(PackedMatrix):
-    """A weight [out, in] of floats."""
+    """A packed weight [out, in] of floats."""
 
     def __init__(self, weight: Tensor | ConcatenatedWeight, library: Any, pool: WeightArena) -> None:
-        """Pack a weight; parts that fill whole blocks are packed one by one, without concatenating them first."""
+        """Pack a weight; the parts of a ConcatenatedWeight are packed without joining them if they fill whole blocks."""
         if len(weight.shape) != 2 or not all(weight.shape):
             raise ValueError(f"linear: a weight must be [out, in], and is {[*weight.shape]}")
         size = library.packed_numbers(*weight.shape, weight.dtype)
@@ -54,7 +55,7 @@ class PackedFloatMatrix(PackedMatrix):
 
 
 class PackedIntMatrix(PackedMatrix):
-    """A weight [out, in] of integers of 8 or 4 bits: value = scale * number + offset."""
+    """A packed weight [out, in] of integers of 8 or 4 bits: value = scale * number + offset."""
 
     def __init__(self, weight: QuantizedTensor, library: Any, pool: WeightArena) -> None:
         numbers = pool.take(library.packed_numbers(*weight.shape, torch.uint8) * weight.bits // 8)
@@ -66,7 +67,7 @@ class PackedIntMatrix(PackedMatrix):
 
 
 def _is_symmetric(weight: QuantizedTensor) -> bool:
-    """Return whether value = scale * (number - ZERO_POINT), so that the offsets need not be stored."""
+    """Return whether value = scale * (number - ZERO_POINT) in the whole weight, so that offsets need not be stored."""
     return torch.equal(weight.offset.float(), weight.scale.float() * -ZERO_POINT[weight.bits])
 
 

@@ -6,16 +6,16 @@
 
 namespace kvmux {
 
-// Cache lines that are needed soon. The memory delivers them one after the other, so they are prefetched in small
-// portions, spread over the computation.
+// A queue of cache lines that are needed soon. The memory delivers them one after the other, so they are prefetched in
+// small portions, spread over the computation.
 class PrefetchQueue {
  public:
   static constexpr int64_t MOST = 1024;  // lines
-  static constexpr int64_t STEPS = 256;  // of a product, which may request more lines than are queued
+  static constexpr int64_t STEPS = 256;  // lines that one product may request, possibly more than are queued
 
   void clear() { used_ = count_ = 0; }
 
-  // Queues memory; lines beyond MOST are left to the hardware prefetcher.
+  // Queues the cache lines of some memory; beyond MOST lines the hardware prefetcher is left to read them.
   void add(const void* from, int64_t bytes) {
     const char* line = static_cast<const char*>(from);
     const int64_t n = std::min((bytes + LINE - 1) / LINE, MOST - count_);
@@ -23,7 +23,8 @@ class PrefetchQueue {
     count_ += n;
   }
 
-  // Returns the next n <= STEPS lines to prefetch; after the last one, a line that is in the cache already.
+  // Returns the next n (at most STEPS) queued lines, for the caller to prefetch; when the queue is empty, a line that
+  // is in the cache already.
   const char* const* next(int64_t n) {
     const char* const* lines = lines_ + used_;
     for (int64_t i = count_; i < used_ + n; ++i) lines_[i] = reinterpret_cast<const char*>(this);

@@ -17,12 +17,12 @@
 
 namespace kvmux {
 
-constexpr int64_t NO_TOKEN = -1;   // where the logits are not finite
-constexpr int64_t STRETCH = 1024;  // weights that are summed in float32; these sums are added in float64
+constexpr int64_t NO_TOKEN = -1;   // returned for a row of logits that is not finite
+constexpr int64_t STRETCH = 1024;  // number of weights summed in float32; their sums are added in float64
 constexpr int64_t FEW_LEFT = 256;  // candidates that are sorted
 constexpr float COLDEST = 1e-30f;  // the lowest temperature that float32 can divide by
 
-// A row of the parameters of `Ops.sample`.
+// The sampling parameters of one row of logits, as in `kernels.sampling.SamplingRow`.
 struct SamplingParams {
   double temperature, top_k, top_p, min_p, noise;
 };
@@ -30,7 +30,7 @@ struct SamplingParams {
 // Returns the largest of n numbers; NaN if one of them is NaN.
 template <typename T>
 float largest(const T* x, int64_t n) {
-  constexpr int LANES = 4;  // independent chains, as each step of one waits for the step before
+  constexpr int LANES = 4;  // vectors compared independently, as each comparison waits for the one before in its chain
   constexpr float LEAST = -std::numeric_limits<float>::infinity();
   Raw tops[LANES];
   unroll<LANES>([&](auto v) { tops[v] = Vec(LEAST); });
@@ -48,13 +48,13 @@ float largest(const T* x, int64_t n) {
   return found;
 }
 
-// Returns whether one of the next W numbers is at least `least`.
+// Returns whether at least one of the W numbers at x is `least` or more.
 template <typename T>
 inline bool any_from(const T* x, float least) {
   return (load(x) >= Vec(least)).zero_mask() != (1 << W) - 1;
 }
 
-// Returns the index of the first of n numbers that equals `number`; one of them must.
+// Returns the index of the first of n numbers that equals `number`; at least one of them must.
 template <typename T>
 int64_t first_of(const T* x, int64_t n, float number) {
   int64_t i = 0;
@@ -63,10 +63,10 @@ int64_t first_of(const T* x, int64_t n, float number) {
   return i;
 }
 
-// Tokens that can be drawn, in the order of the vocabulary.
+// The tokens that can still be drawn, in the order of the vocabulary, and their weights.
 class Candidates {
  public:
-  // Begins with all n tokens, with the weights exp((logit - top) / temperature), which are at most 1.
+  // Starts with all n tokens and their weights exp((logit - top) / temperature), which are at most 1.
   template <typename T>
   Candidates(const T* logits, int64_t n, float top, double temperature)
       : weights_(new float[n]), tokens_(new int32_t[n]), n_(n) {
@@ -77,7 +77,7 @@ class Candidates {
     for (i = 0; i < n; ++i) tokens_[i] = static_cast<int32_t>(i);
   }
 
-  // Keeps the tokens with at least this weight (min-p: Nguyen et al. 2024).
+  // Keeps the tokens whose weight is `least` or more (min-p: Nguyen et al. 2024).
   void keep_from(float least) {
     int64_t kept = 0;
     for (int64_t begin = 0; begin < n_; begin += W) {
@@ -97,12 +97,14 @@ class Candidates {
     if (k < static_cast<double>(n_)) narrow(k, [](const Part& part) { return static_cast<double>(part.count); });
   }
 
-  // Keeps the fewest tokens that have this share of all weight, at least one (Holtzman et al. 2020).
+  // Keeps the fewest of the heaviest tokens that together have this share of the sum of all weights, at least one token
+  // (top-p: Holtzman et al. 2020).
   void keep_top_p(double share) {
     narrow(share * from(0.f).weight, [](const Part& part) { return part.weight; });
   }
 
-  // Returns the token in whose interval of the cumulative weights the noise, in [0, 1), lies.
+  // Returns the token that a random number (noise, in [0, 1)) selects: the one in whose interval of the cumulative
+  // weights it lies.
   int64_t at(double noise) const {
     const double place = noise * from(0.f).weight;
     double before = 0;
@@ -112,7 +114,7 @@ class Candidates {
       if (after > place) break;
       before = after;
     }
-    int64_t chosen = begin;  // the last token with a weight, in case sums are rounded differently
+    int64_t chosen = begin;  // the last token whose weight is not 0, in case rounding leaves no interval for the noise
     for (int64_t i = begin; i < std::min(begin + STRETCH, n_) && before <= place; ++i) {
       if (weights_[i] == 0) continue;
       chosen = i;
@@ -122,13 +124,13 @@ class Candidates {
   }
 
  private:
-  // The number of some candidates, and the sum of their weights.
+  // How many candidates there are in some set, and the sum of their weights.
   struct Part {
     double weight = 0;
     int64_t count = 0;
   };
 
-  // Returns the candidates begin .. end - 1 with at least this weight.
+  // Counts and sums those of candidates begin .. end - 1 whose weight is `least` or more.
   Part stretch(int64_t begin, int64_t end, float least) const {
     const Vec bound(least), one(1.f);
     Vec weight(0.f), count(0.f);
@@ -147,7 +149,7 @@ class Candidates {
     return part;
   }
 
-  // Returns all candidates with at least this weight.
+  // Counts and sums all candidates whose weight is `least` or more.
   Part from(float least) const {
     Part all;
     for (int64_t begin = 0; begin < n_; begin += STRETCH) {
@@ -158,11 +160,11 @@ class Candidates {
     return all;
   }
 
-  // Keeps candidates in the order of their weights, of equal ones the first, while those kept before measure less than
-  // `limit` together.
+  // Keeps the heaviest candidates, of equal ones the first, until they measure `limit` or more; `measure` gives their
+  // number (top-k) or the sum of their weights (top-p).
   template <typename Measure>
   void narrow(double limit, const Measure& measure) {
-    // Weights from `high` on are kept, those below `low` are not.
+    // Bisection over weights: those of `high` or more are kept, those below `low` are not.
     uint32_t low = 0, high = std::bit_cast<uint32_t>(1.f) + 1;
     Part from_low = from(0.f), from_high;
     if (measure(from_low) < limit) return;
@@ -180,7 +182,8 @@ class Candidates {
     });
   }
 
-  // Of the candidates with weights in [least, surely), keeps the heaviest, as many as keeps() returns; drops all below.
+  // Drops all candidates lighter than `least`. Of those with weights in [least, surely) it keeps the heaviest, as many
+  // as keeps() returns.
   template <typename Keeps>
   void drop_last(float least, float surely, const Keeps& keeps) {
     std::vector<int32_t> doubtful;

@@ -1,5 +1,5 @@
-// Where the keys of a row lie (`kernels.types.Slots`), how one is read and written (`kernels/store.py`), and which of
-// them a query sees (the windows of `Ops.attend`). Knows nothing of scores.
+// Where the keys of a row are stored (`kernels.types.Slots`), how one is read and written (`kernels/store.py`), and
+// which of them a query sees (the windows of `Ops.attend`). Knows nothing of scores.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ struct Layout {
     return ring && position >= sinks ? sinks + (position - sinks) % ring : position;
   }
 
-  // Returns the number of positions from `first` on, before `end`, whose slots are consecutive within a block.
+  // Returns how many positions from `first` on, before `end`, have consecutive slots within one block.
   int64_t run(int64_t first, int64_t end) const {
     const int64_t at = slot(first);
     int64_t n = std::min(end - first, block_size - at % block_size);
@@ -26,12 +26,13 @@ struct Layout {
   }
 };
 
-// The keys or values of one head of one row: vectors of `dim` numbers; an int8 vector is followed by its float32 scale.
+// The stored keys or values of one head of one row: vectors of `dim` numbers; an int8 vector is followed by its float32
+// scale.
 template <typename T>
 struct Plane {
-  const T* memory;  // of the head, in block 0
+  const T* memory;  // address of the head's first vector in block 0
   int64_t block_stride, vector_stride, dim;
-  const int32_t* blocks;  // the row of the block table
+  const int32_t* blocks;  // ids of the row's blocks: its row of the block table
   Layout layout;
 
   const T* at(int64_t position) const {
@@ -40,7 +41,7 @@ struct Plane {
   }
 };
 
-// Reads a key or value of n numbers as float32.
+// Reads a stored key or value of n numbers as float32.
 template <typename T>
 inline void read_vector(const T* from, float* to, int64_t n) {
   to_float(from, to, n);
@@ -52,7 +53,7 @@ inline void read_vector(const int8_t* from, float* to, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(from[i]) * scale;
 }
 
-// Writes a key or value of n numbers; in int8 the largest becomes 127 or -127, as in reference/backend.py.
+// Stores a key or value of n numbers; as int8 the largest magnitude becomes 127, as in reference/backend.py.
 template <typename T, typename KV>
 inline void write_vector(const T* from, KV* to, int64_t n) {
   convert(from, to, n);
@@ -62,7 +63,7 @@ template <typename T>
 inline void write_vector(const T* from, int8_t* to, int64_t n) {
   constexpr float TINY = 1e-30f;
   float largest = 0.f;
-  bool finite = true;  // if any number is not, the scale is NaN
+  bool finite = true;  // if any of the numbers is NaN or infinite, the scale becomes NaN
   for (int64_t i = 0; i < n; ++i) {
     const float size = std::abs(static_cast<float>(from[i]));
     finite &= size <= std::numeric_limits<float>::max();
@@ -83,7 +84,8 @@ struct Range {
   bool has(int64_t i) const { return begin <= i && i < end; }
 };
 
-// The positions that a query sees: the latest `reach`, its own included, and the sinks among the latest `model_reach`.
+// The positions that a query sees: the latest `reach` ones, its own included, and those sinks that are among the latest
+// `model_reach`.
 struct Mask {
   int64_t reach, model_reach, sinks;
 
@@ -92,7 +94,8 @@ struct Mask {
     return {std::max<int64_t>(0, query - model_reach + 1), std::min(sinks, query + 1)};
   }
 
-  // Returns the smallest range within `where` that contains all positions seen by the queries at oldest .. newest.
+  // Returns the smallest range within `where` that contains all positions seen by any query at positions oldest ..
+  // newest.
   Range seen(int64_t oldest, int64_t newest, Range where) const {
     const Range kept{std::max(where.begin, sinks_of(oldest).begin), std::min(where.end, sinks_of(newest).end)};
     const Range late{std::max(where.begin, latest(oldest).begin), std::min(where.end, newest + 1)};

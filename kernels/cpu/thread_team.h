@@ -1,5 +1,5 @@
-// A team of threads that work through phases together, with a barrier after each, in one parallel region. Knows no
-// operation.
+// A team of threads that work through phases together, with a barrier after each phase, in one parallel region of
+// torch. Knows no operation.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -21,8 +21,8 @@ using Member = int64_t;
 
 class Team {
  public:
-  // Calls work(team, member) in `threads` of torch's threads at once, or in fewer if torch has fewer. `work` must not
-  // throw: the other threads would wait forever.
+  // Calls work(team, member) in each of `threads` threads of torch at once, or of fewer if torch has fewer. `work` must
+  // not throw: the other threads would wait forever.
   template <typename Work>
   static void run(int64_t threads, const Work& work) {
     threads = std::clamp<int64_t>(threads, 1, max_threads());
@@ -34,9 +34,9 @@ class Team {
 
   int64_t size() const { return size_; }
 
-  // Runs a phase: work(0) ... work(n - 1), shared among the threads. Every thread calls this, and none returns before
-  // all of the work is done. Each thread first does a range of its own, in order, as memory is read fastest that way;
-  // then it takes work from the ranges of the others.
+  // Runs one phase: work(0) ... work(n - 1), shared among the threads. Every thread must call this, and no call returns
+  // before all of the work is done. Each thread first does a range of its own, in order, as memory is read fastest that
+  // way; then it takes work from the ranges of other threads.
   template <typename Work>
   void share(Member member, int64_t n, const Work& work) {
     const int64_t threads = size_;
@@ -49,15 +49,15 @@ class Team {
   }
 
  private:
-  static constexpr int64_t APART = 64;  // bytes: threads write to different cache lines
+  static constexpr int64_t APART = 64;  // bytes between counters, so that threads write to different cache lines
   struct alignas(APART) Count {
     std::atomic<int64_t> count{0};
   };
 
   explicit Team(int64_t threads) : missing_(threads), done_(threads) {}
 
-  // Torch may give several of the requested pieces to one thread, so the size of the team is the number of threads that
-  // join.
+  // Waits until all threads have joined, and returns the number of this one. Torch may give several of the requested
+  // pieces to one thread, so the team has as many members as threads join.
   Member join(int64_t pieces) {
     const Member member = size_.fetch_add(1);
     missing_.fetch_sub(pieces);
@@ -65,7 +65,7 @@ class Team {
     return member;
   }
 
-  // The last thread to arrive begins the next phase.
+  // Waits until all threads have arrived; the last one to arrive begins the next phase.
   void barrier() {
     std::atomic<int64_t>&phase = phase_.count, &arrived = arrived_.count;
     const int64_t now = phase.load(std::memory_order_relaxed);
@@ -78,7 +78,8 @@ class Team {
     }
   }
 
-  // Spins, as phases are short; yields the processor only after a long wait, when another thread seems to need it.
+  // Waits until done() returns true: spins, as phases are short, and yields the processor only after a long wait, when
+  // another thread seems to need it.
   template <typename Done>
   static void wait(const Done& done) {
     constexpr int64_t MAX_SPINS = 20000;

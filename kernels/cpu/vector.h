@@ -1,6 +1,6 @@
 // Vectors of float32 on any instruction set, and how they are loaded and stored.
 //
-// The width of ATen's Vectorized follows from the compiler's flags: see setup.py. Knows no operation.
+// The width of ATen's Vectorized depends on the compiler's flags, which setup.py sets. Knows no operation.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -19,7 +19,7 @@ namespace kvmux {
 using Vec = at::vec::Vectorized<float>;
 constexpr int64_t W = Vec::size();
 
-// The same without the class, so that arrays of it stay in registers.
+// A vector as the compiler's built-in type instead of ATen's class, so that arrays of vectors stay in registers.
 using Raw = float __attribute__((vector_size(sizeof(Vec))));
 
 template <int N, typename Each>
@@ -27,7 +27,7 @@ inline __attribute__((always_inline)) void unroll(const Each& each) {
   c10::ForcedUnroll<N>{}(each);
 }
 
-constexpr int REGISTERS = W == 8 ? 16 : 32;  // AVX2 has 16, AVX-512 and NEON have 32
+constexpr int REGISTERS = W == 8 ? 16 : 32;  // vector registers: AVX2 has 16, AVX-512 and NEON have 32
 
 constexpr int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 
@@ -40,7 +40,7 @@ inline Vec load(const at::BFloat16* p) {
 }
 
 inline Vec load(const at::Half* p) {
-#ifdef __aarch64__  // ATen converts number by number
+#ifdef __aarch64__  // here ATen would convert number by number
   return vcvt_f32_f16(vld1_f16(reinterpret_cast<const float16_t*>(p)));
 #else
   Vec out;
@@ -58,7 +58,7 @@ inline void store(Vec first, Vec second, T* to) {
   } else {
 #ifdef __AVX512BF16__
     if constexpr (std::is_same_v<T, at::BFloat16>) {
-      const auto both = _mm512_cvtne2ps_pbh(second, first);  // ATen takes a dozen instructions
+      const auto both = _mm512_cvtne2ps_pbh(second, first);  // one instruction; ATen takes a dozen
       std::memcpy(static_cast<void*>(to), &both, sizeof(both));
       return;
     }
@@ -67,7 +67,7 @@ inline void store(Vec first, Vec second, T* to) {
   }
 }
 
-// Splits pairs of bfloat16, as they lie in memory, into the first ones and the second ones.
+// Widens pairs of bfloat16, adjacent in memory, to float32: returns the first numbers of the pairs and the second ones.
 inline std::pair<Vec, Vec> widened(Vec pairs) {
   using Bits = at::vec::Vectorized<int32_t>;
   const Bits bits = at::vec::cast<int32_t>(pairs);
@@ -90,7 +90,7 @@ inline void to_float(const T* from, float* to, int64_t n) {
 
 inline void to_float(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
 
-// Converts n numbers; the bits of each do not depend on n.
+// Converts n numbers to another type; the bits of each result do not depend on n.
 template <typename From, typename To>
 inline void convert(const From* from, To* to, int64_t n) {
   if constexpr (std::is_same_v<From, To>) {
@@ -102,7 +102,7 @@ inline void convert(const From* from, To* to, int64_t n) {
   }
 }
 
-// Stores n numbers times `factor`, rounded to T.
+// Multiplies n numbers by `factor` and stores them, rounded to T.
 template <typename T>
 inline void from_float(const float* from, float factor, T* to, int64_t n) {
   const Vec factors(factor);
@@ -111,7 +111,7 @@ inline void from_float(const float* from, float factor, T* to, int64_t n) {
   for (; i < n; ++i) to[i] = static_cast<T>(from[i] * factor);
 }
 
-// Reduces all lanes to one number.
+// Reduces all lanes of a vector to one number, by a binary operation on vectors.
 template <typename Operation>
 inline float reduce(Vec v, const Operation& operation) {
   return at::vec::vec_reduce_all<float>(operation, v);
@@ -121,7 +121,7 @@ inline float sum(Vec v) {
   return reduce(v, [](const Vec& a, const Vec& b) { return a + b; });
 }
 
-// Interleaves two vectors: returns their first halves, alternating, and their second halves.
+// Interleaves two vectors to a0 b0 a1 b1 ...; returns the first half of that and the second.
 inline std::pair<Vec, Vec> interleave(Vec a, Vec b) {
 #ifdef __aarch64__  // ATen goes through memory
   return {vzip1q_f32(a, b), vzip2q_f32(a, b)};
@@ -130,7 +130,7 @@ inline std::pair<Vec, Vec> interleave(Vec a, Vec b) {
 #endif
 }
 
-// Transposes a matrix of W vectors, in log2(W) rounds of perfect shuffles.
+// Transposes a square matrix of W vectors, in log2(W) rounds of perfect shuffles.
 inline void transpose(Raw (&rows)[W]) {
   for (int64_t round = 1; round < W; round *= 2) {
     Raw next[W];
@@ -143,7 +143,7 @@ inline void transpose(Raw (&rows)[W]) {
   }
 }
 
-// Transposes numbers at .. at + W of W rows into W rows of W float32, `ld` apart.
+// Transposes numbers at .. at + W - 1 of W rows into W rows of W float32, which begin `ld` numbers apart.
 template <typename T>
 inline void transpose_block(const T* const* rows, int64_t at, float* to, int64_t ld) {
   Raw block[W];
@@ -152,8 +152,8 @@ inline void transpose_block(const T* const* rows, int64_t at, float* to, int64_t
   unroll<W>([&](auto i) { Vec(block[i]).store(to + i * ld); });
 }
 
-// The same for 2 W numbers: two bfloat16 are moved as one number of 32 bits and widened afterwards, in half the
-// shuffles.
+// Transposes numbers at .. at + 2 W - 1 of W rows of bfloat16: two adjacent numbers are moved as one of 32 bits and
+// widened afterwards, which takes half the shuffles.
 inline void transpose_pairs(const at::BFloat16* const* rows, int64_t at, float* to, int64_t ld) {
   Raw block[W];
   unroll<W>([&](auto i) { block[i] = load(reinterpret_cast<const float*>(rows[i] + at)); });
@@ -165,7 +165,8 @@ inline void transpose_pairs(const at::BFloat16* const* rows, int64_t at, float* 
   });
 }
 
-// Transposes rows [W] of `columns` numbers to [columns, W], its rows `ld` apart; calls between() after each block.
+// Transposes W rows of `columns` numbers to [columns, W] of float32, whose rows begin `ld` numbers apart; calls
+// between() after each block.
 template <typename T, typename Between>
 inline void transpose_rows(const T* const* rows, int64_t columns, float* to, int64_t ld, const Between& between) {
   int64_t at = 0;

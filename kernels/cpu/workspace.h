@@ -10,10 +10,10 @@ namespace kvmux {
 
 class Workspace {
  public:
-  // Frees everything that was taken. Call it before each step.
+  // Frees all memory that take() returned. Call it before each step.
   void clear() {
     if (pieces_.size() > 1)
-      pieces_ = {at::empty({needed_}, at::kByte)};  // so that a step of this size fits in one piece
+      pieces_ = {at::empty({needed_}, at::kByte)};  // one piece, so that a step of this size fits in it
     needed_ = used_ = 0;
   }
 
@@ -34,7 +34,7 @@ class Workspace {
  private:
   static constexpr int64_t LINE = 64;  // bytes, as at::empty aligns
   std::vector<at::Tensor> pieces_;
-  int64_t needed_ = 0, used_ = 0;  // bytes: of all pieces, and of the last one
+  int64_t needed_ = 0, used_ = 0;  // bytes taken: of all pieces, and of the last piece
 };
 
 }  // namespace kvmux
