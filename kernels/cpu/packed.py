@@ -20,8 +20,7 @@ class PackedMatrix(PackedWeight):
     """A packed weight, held as the arguments that the C++ operations take."""
 
     parts: Sequence[Tensor]  # tensors: the numbers; for integers also scale and, if there is one, offset
-    # the numbers of rows (out) and columns (in), bits of a number (0: floats), columns of a group
-    layout: Sequence[int]
+    layout: Sequence[int]  # rows (out), columns (in), bits of a number (0: floats), columns of a group
 
     def __init__(self, parts: Sequence[Tensor], layout: Sequence[int], library: Any) -> None:
         self.parts, self.layout = parts, layout
@@ -39,7 +38,7 @@ class PackedFloatMatrix(PackedMatrix):
     """A packed weight [out, in] of floats."""
 
     def __init__(self, weight: Tensor | ConcatenatedWeight, library: Any, pool: WeightArena) -> None:
-        """Pack a weight; the parts of a ConcatenatedWeight are packed without joining them if they fill whole blocks."""
+        """Pack a weight; parts of a ConcatenatedWeight that fill whole blocks are packed without joining them."""
         if len(weight.shape) != 2 or not all(weight.shape):
             raise ValueError(f"linear: a weight must be [out, in], and is {[*weight.shape]}")
         size = library.packed_numbers(*weight.shape, weight.dtype)

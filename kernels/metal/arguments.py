@@ -1,6 +1,6 @@
-"""Builds arguments of Metal kernels in the kernels' order, and checks what every kernel requires of a tensor.
+"""Builds the arguments of Metal kernels in the kernels' order, and checks what every kernel requires of a tensor.
 
-A tuple is passed as a struct. Knows no operation; `kernels.reference.backend` checks sizes.
+A tuple is passed as a struct. Knows no operation: `kernels.reference.backend` checks sizes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from kernels.metal.library import Grid, Longs
 from kernels.store import KVStore
 from kernels.types import Slots
 
-LANES, GROUP = 32, 256  # threads of a simdgroup, and of a threadgroup; common.h
+LANES, GROUP = 32, 256  # number of threads in a simdgroup, and in a threadgroup; as in common.h
 DEVICES = ("mps", "cpu")  # cpu: for the emulator
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def has_kernel_dtype(*tensors: Tensor | None) -> bool:
-    """Return whether all tensors have the same dtype, and there are kernels for it."""
+    """Return whether all tensors (None is skipped) have one dtype, for which there are kernels."""
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     return len(dtypes) == 1 and dtypes.issubset(KERNEL_DTYPES)
 
@@ -41,33 +41,33 @@ def make_row_grid(x: Tensor) -> Grid:
 
 
 def typed_memory(store: KVStore) -> Tensor:
-    """Return all memory of the store, viewed in its dtype."""
+    """Return all memory of the store as one tensor of the store's dtype."""
     return store.memory.view(store.dtype)
 
 
 def slot_tensors(at: Slots) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors of a step's addresses, in the kernels' order."""
+    """Return the tensors of a step's addresses (block table, row_seat, q_start, start), in the kernels' order."""
     return at.table, at.row_seat, at.q_start, at.start
 
 
 def memory_sizes(at: Slots) -> tuple[int, ...]:
-    """Return the struct Memory of slots.h."""
+    """Return the struct Memory of slots.h: block size, sinks, ring, stride of the block table, number of rows."""
     return at.block_size, at.sinks, at.ring, at.table.stride(0), at.num_rows
 
 
 def planes(store: KVStore, layer: int) -> Longs:
-    """Return the struct Planes of slots.h."""
+    """Return the struct Planes of slots.h for a layer: the layouts of its keys and of its values in memory."""
     k, v = plane_sizes(store, layer)
     return Longs((*k, *v))
 
 
 def plane_sizes(store: KVStore, layer: int) -> tuple[Longs, Longs]:
-    """Return the structs PlaneSizes of slots.h, of keys and of values."""
+    """Return two structs PlaneSizes of slots.h: the layouts of a layer's keys and of its values in memory."""
     k, v = (_plane_sizes(plane.numbers) for plane in store.planes(layer))
     return k, v
 
 
 def _plane_sizes(numbers: Tensor) -> Longs:
-    """Return the struct PlaneSizes of [blocks, H, block_size, dim]."""
+    """Return the struct PlaneSizes of keys or values [blocks, H, block_size, dim]: dim, offset and three strides."""
     block, head, vector, _ = numbers.stride()
     return Longs((numbers.shape[-1], int(numbers.storage_offset()), block, head, vector))

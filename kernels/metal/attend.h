@@ -1,22 +1,22 @@
-// The mask of a query, and online softmax (Milakov & Gimelshein 2018).
+// Which keys a query sees, and online softmax (Milakov & Gimelshein 2018), for the attention kernels.
 #pragma once
 
 #include "slots.h"
 
-constant constexpr int MOST_NUMBERS = 8;               // of a head, in one lane: for heads of up to 256
-constant constexpr float NOTHING = -3.402823466e+38f;  // the maximum of no scores
+constant constexpr int MOST_NUMBERS = 8;  // numbers of a head that one lane holds at most: heads have up to 256
+constant constexpr float NOTHING = -3.402823466e+38f;  // maximum score while no key was seen
 
 struct AttentionCall {
-  int q_heads, group;                        // query heads, and those that share a KV head
+  int q_heads, group;  // number of query heads, and of those that share a KV head
   int q_token, q_head, out_token, out_head;  // strides in numbers
-  int model_window, window;                  // the model's, and the strategy's
+  int model_window, window;  // window of the model, and that of the strategy
 };
 
 struct Scoring {
   float scale, softcap;  // softcap 0: none
 };
 
-// The keys that a query sees: the latest within both windows, and the sinks within the model's window.
+// Which keys a query sees: the latest ones within both windows, and the sinks within the model's window.
 struct Mask {
   int model_window, window, sinks;
 
@@ -31,8 +31,8 @@ inline float score_of(float product, Scoring scoring) {
   return scoring.softcap == 0.0f ? score : scoring.softcap * precise::tanh(score / scoring.softcap);
 }
 
-// The sums so far for one query: of exp(score - top), and of that times the values, of which each lane holds N
-// numbers.
+// The sums so far for one query: `total` of exp(score - top), and `values` of exp(score - top) times the values, of
+// which each lane holds N numbers.
 template <int N>
 struct Sums {
   float top = NOTHING, total = 0.0f;
@@ -52,7 +52,7 @@ struct Sums {
     for (int n = 0; n < N; n++) values[n] += factor * other_values[n];
   }
 
-  // Adds a learned logit that has no value; NOTHING stands for no logit.
+  // Adds a sink logit, a learned logit that has no value; if `logit` is NOTHING, the layer has none.
   void add_sink(float logit) {
     const float nothing[N] = {0.0f};
     add(logit, 1.0f, nothing);

@@ -21,11 +21,11 @@ from kernels.metal.library import Grid, Kernel, Kernels, Longs
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
-# By the numbers of a head that a lane holds: the most query heads of a decoding threadgroup, as its registers allow.
-# Instantiated at the ends of decode.metal and prefill.metal.
+# For each number of a head's numbers that a lane may hold: the most query heads that a decoding threadgroup computes,
+# limited by its registers. The kernels are instantiated at the ends of decode.metal and prefill.metal.
 MAX_HEADS_PER_GROUP = {2: 8, 4: 8, 8: 4}
-SPLIT = 256  # positions that a threadgroup sums; decode.metal
-MAX_PARTIAL_SUMS = 16 << 20  # float32 numbers of partial sums of splits at a time
+SPLIT = 256  # positions that one threadgroup sums; as in decode.metal
+MAX_PARTIAL_SUMS = 16 << 20  # most float32 numbers of partial sums in one launch
 NO_WINDOW = 2**31 - 1  # positions: no window
 NO_SINK = torch.finfo(torch.float32).min  # NOTHING of attend.h
 
@@ -33,13 +33,13 @@ NO_SINK = torch.finfo(torch.float32).min  # NOTHING of attend.h
 class Shape(NamedTuple):
     """The properties of a layer for which its kernels are compiled."""
 
-    numbers_per_lane: int  # numbers of a head that a lane holds
-    num_queries_per_kv: int  # query heads that share a KV head
-    heads_per_group: int  # of these, in a decoding threadgroup
+    numbers_per_lane: int  # how many numbers of a head each lane holds
+    num_queries_per_kv: int  # number of query heads that share a KV head
+    heads_per_group: int  # number of these that one decoding threadgroup computes
 
     @property
     def queries_per_group(self) -> int:
-        """The queries of a prefilling threadgroup: ROWS of Shape in prefill.metal."""
+        """The number of queries that a prefilling threadgroup computes; ROWS of Shape in prefill.metal."""
         return GROUP // LANES * max(MAX_HEADS_PER_GROUP) // self.numbers_per_lane
 
 
@@ -53,11 +53,11 @@ def get_kernel_shape(spec: LayerSpec) -> Shape | None:
 
 
 class AttentionArguments(NamedTuple):
-    """The arguments of attention over one layer's keys and values."""
+    """The arguments of the attention kernels for one layer of a step."""
 
     out: Tensor
     q: Tensor
-    kv_tensors: tuple[Tensor, ...]  # the store's memory and the addresses of the step's rows, as kernels take them
+    kv_tensors: tuple[Tensor, ...]  # the store's memory and the tensors of the step's addresses, in the kernels' order
     slots: Slots
     spec: LayerSpec
     shape: Shape
@@ -71,12 +71,13 @@ class MetalAttention:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._empty_sinks: dict[tuple[torch.device, int], Tensor] = {}  # for layers without sink logits
-        # For partial sums of splits; grows to the largest size requested, and then stays.
+        # Tensors of NO_SINK by device and number of heads, for layers without sink logits.
+        self._empty_sinks: dict[tuple[torch.device, int], Tensor] = {}
+        # Scratch memory for the partial sums of splits; grows to the largest size requested so far.
         self._scratch_by_device: dict[torch.device, Tensor] = {}
 
     def prepare(self, spec: LayerSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        """Compile the kernels of a layer, if there are kernels for it."""
+        """Compile the attention kernels of a layer, if there are kernels for the width of its heads."""
         if (shape := get_kernel_shape(spec)) is not None:
             self._get_decode_kernels(shape, dtype, kv_dtype)
             self._get_kernel("prefill", f"prefill_{shape.numbers_per_lane}", dtype, kv_dtype)
@@ -84,7 +85,7 @@ class MetalAttention:
     def __call__(
         self, out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, window: int | None
     ) -> None:
-        """Compute `Ops.attend` for checked arguments and a layer that has kernels. Raises ValueError."""
+        """Compute `Ops.attend` for checked arguments. Raises ValueError if the tensors are on different devices."""
         shape = get_kernel_shape(spec)
         assert shape is not None
         kv_tensors = (typed_memory(store), *slot_tensors(at))
@@ -104,9 +105,9 @@ class MetalAttention:
             self._prefill(arguments)
 
     def _decode(self, arguments: AttentionArguments) -> None:
-        """Attend for rows of one token: in one pass over the keys, or by splits if a sequence is long.
+        """Compute attention for rows of one token: in one launch, or split by split if a sequence is long.
 
-        Takes so many rows at a time that partial sums stay within MAX_PARTIAL_SUMS.
+        Takes only so many rows per launch that their partial sums stay within MAX_PARTIAL_SUMS.
         """
         spec, splits = arguments.spec, -(-arguments.slots.max_kv // SPLIT)
         per_row = spec.num_q_heads * splits * (2 + spec.v_head_dim) if splits > 1 else 0
@@ -115,7 +116,7 @@ class MetalAttention:
             self._decode_rows(arguments, splits, first, min(rows_at_once, arguments.slots.num_decode - first))
 
     def _decode_rows(self, arguments: AttentionArguments, splits: int, first: int, count: int) -> None:
-        """Attend for `count` rows from `first` on; `splits` are those of the longest sequence."""
+        """Compute attention for `count` rows from `first` on; the longest sequence has `splits` splits."""
         at, spec, shape = arguments.slots, arguments.spec, arguments.shape
         sets = count * spec.num_q_heads * splits if splits > 1 else 1
         sums = self._get_scratch(sets * (2 + spec.v_head_dim), arguments.q.device)
@@ -140,7 +141,7 @@ class MetalAttention:
             )
 
     def _prefill(self, arguments: AttentionArguments) -> None:
-        """Attend for rows of several tokens."""
+        """Compute attention for the rows of several tokens."""
         at, shape = arguments.slots, arguments.shape
         tiles = -(-at.max_q * shape.num_queries_per_kv // shape.queries_per_group)
         self._get_kernel(
@@ -153,7 +154,7 @@ class MetalAttention:
         )
 
     def _get_decode_kernels(self, shape: Shape, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[Kernel, Kernel]:
-        """Return the kernel for a pass over the keys, and the one that merges its splits."""
+        """Return the kernel that sums over the keys, and the kernel that merges the sums of splits."""
         names = f"decode_{shape.numbers_per_lane}_{shape.heads_per_group}", f"merge_{shape.numbers_per_lane}"
         decode, merge = (self._get_kernel("decode", name, dtype, kv_dtype) for name in names)
         return decode, merge
@@ -170,7 +171,7 @@ class MetalAttention:
         return self._empty_sinks[key]
 
     def _get_scratch(self, numbers: int, device: torch.device) -> Tensor:
-        """Return at least `numbers` float32 of scratch memory."""
+        """Return at least `numbers` float32 numbers of scratch memory."""
         sums = self._scratch_by_device.get(device)
         if sums is None or len(sums) < numbers:
             sums = self._scratch_by_device[device] = torch.empty(numbers, device=device)

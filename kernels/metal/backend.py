@@ -36,13 +36,13 @@ from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
 OUTPUTS = 4 * GROUP // LANES  # of a threadgroup; linear.metal
-MAX_ROWS_PER_GROUP = 4  # rows of a threadgroup; linear.metal
-MAX_GEMV_ROWS = 8  # with more rows, torch multiplies faster
-STEP = 8  # quantized numbers that a lane takes at once; quantized.metal
-MAX_DEQUANTIZED_BYTES = 64 << 20  # bytes of a quantized weight that torch multiplies at a time
-COPY_UNIT_BYTES = 16  # bytes that a thread copies; store.metal
-MAX_COPY_PAIRS = 256  # of blocks that one launch copies: an argument has at most 4 KiB
-MAX_COPY_UNITS = 1 << 30  # units of a block that one launch copies: a grid is counted in 32 bits
+MAX_ROWS_PER_GROUP = 4  # most rows of x that a threadgroup computes; linear.metal
+MAX_GEMV_ROWS = 8  # most rows of x for Metal kernels; torch multiplies more rows faster
+STEP = 8  # number of quantized numbers that a lane takes in one step; quantized.metal
+MAX_DEQUANTIZED_BYTES = 64 << 20  # size of the part of a quantized weight that is dequantized for torch at a time
+COPY_UNIT_BYTES = 16  # bytes that one thread copies; store.metal
+MAX_COPY_PAIRS = 256  # block pairs that one launch copies: an argument has at most 4 KiB
+MAX_COPY_UNITS = 1 << 30  # 16-byte units of a block that one launch copies: a grid is counted in 32 bits
 
 
 class MetalOps(ReferenceOps):
@@ -266,17 +266,17 @@ class MetalOps(ReferenceOps):
 
 
 class GemvCall(NamedTuple):
-    """The arguments of a product with few rows, without the weight."""
+    """The arguments of the kernels that multiply few rows by a weight, without the weight itself."""
 
     grid: Grid
     rows_per_group: int  # rows of a threadgroup
     out: Tensor  # [rows, outputs]
-    bias: Tensor  # without a bias this is `out`, which is not read
+    bias: Tensor  # [outputs]; without a bias this is `out`, which is not read then
     sizes: tuple[int, ...]  # LinearSizes
 
 
 def _make_gemv_call(x: Tensor, outputs: int, weight_stride: int, bias: Tensor | None) -> GemvCall:
-    """Return the arguments for x [rows, inputs]; weight_stride as LinearSizes has it."""
+    """Return the arguments for x [rows, inputs]; `weight_stride` is in numbers, or in words if they are quantized."""
     rows, inputs = x.shape
     rows_per_group = min(MAX_ROWS_PER_GROUP, 1 << (rows - 1).bit_length())
     grid = Grid((-(-outputs // OUTPUTS) * GROUP, -(-rows // rows_per_group), 1), (GROUP, 1, 1))
@@ -286,11 +286,11 @@ def _make_gemv_call(x: Tensor, outputs: int, weight_stride: int, bias: Tensor | 
 
 
 def _group_sizes(weight: QuantizedTensor) -> tuple[int, int]:
-    """Return the struct Groups of quantized.metal."""
+    """Return the struct Groups of quantized.metal: (numbers per group, groups per row)."""
     return weight.group, weight.scale.shape[1]
 
 
 def _weight_tensors(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the numbers of a weight as 32-bit words, its scale and its offset, all contiguous."""
+    """Return (numbers as 32-bit words, scale, offset) of a quantized weight, all contiguous."""
     numbers = weight.numbers.contiguous()
     return numbers.view(torch.int32), weight.scale.contiguous(), weight.offset.contiguous()

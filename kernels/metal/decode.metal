@@ -8,26 +8,27 @@
 
 constant constexpr int SPLIT = SIMDGROUPS * LANES;  // positions
 
-// Reads the N numbers of a vector that belong to this lane; 0 beyond its end.
+// Reads the N numbers of a vector of `dim` numbers that belong to this lane; numbers beyond the vector's end are 0.
 template <int N, typename Stored>
 inline void read_numbers(thread float* to, const device Stored* from, int dim, int lane) {
   for (int n = 0; n < N; n++) to[n] = lane * N + n < dim ? float(from[lane * N + n]) : 0.0f;
 }
 
-// Writes the N numbers of this lane, each divided by `divisor`.
+// Writes the N numbers of a vector that belong to this lane, each divided by `divisor`.
 template <int N, typename Stored>
 inline void write_numbers(device Stored* to, const thread float* numbers, float divisor, int dim, int lane) {
   for (int n = 0; n < N; n++)
     if (lane * N + n < dim) to[lane * N + n] = Stored(numbers[n] / divisor);
 }
 
-// The state of a simdgroup for HEADS query heads of one KV head: each lane holds N numbers of the queries and sums.
+// What a simdgroup keeps for HEADS query heads of one KV head: each lane holds N numbers of their queries and sums.
 template <int N, int HEADS>
 struct Heads {
   float queries[HEADS * N];
   Sums<N> sums[HEADS];
 
-  // Loads `count` heads from `q` on, `stride` numbers apart; repeats the last one up to HEADS.
+  // Loads the queries of `count` heads, the first at `q` and each `stride` numbers after the one before; if count <
+  // HEADS, the last query is repeated.
   void load(const device T* q, int count, int stride, int dim, int lane) {
     for (int h = 0; h < HEADS; h++) read_numbers<N>(queries + h * N, q + min(h, count - 1) * stride, dim, lane);
   }
@@ -45,7 +46,7 @@ struct Heads {
     }
   }
 
-  // Adds the positions in [begin, end) that the query sees.
+  // Adds to the sums the keys and values at positions begin .. end - 1 that the query sees.
   void attend(Plane<const KV> keys, Plane<const KV> values, Mask mask, Scoring scoring, int query, int begin, int end,
               int lane) {
     for (int first = begin, run; first < end; first += run) {
@@ -88,7 +89,7 @@ struct Partial {
   float top, total;
 };
 
-// Writes the sums of one query over a split, for `merge`.
+// Writes the sums of one query and head over a split, which `merge` reads.
 template <int N>
 inline void write_partial(device Partial* partial, device float* values, Sums<N> sums, int dim, int lane) {
   if (lane == 0) {
@@ -98,7 +99,7 @@ inline void write_partial(device Partial* partial, device float* values, Sums<N>
   write_numbers<N>(values, sums.values, 1.0f, dim, lane);
 }
 
-// Writes the result of one query, after all of its keys were summed.
+// Writes the attention output of one query and head, after all of its keys were summed.
 template <int N>
 inline void finish(device T* to, Sums<N> sums, float sink, int dim, int lane) {
   sums.add_sink(sink);
@@ -106,7 +107,7 @@ inline void finish(device T* to, Sums<N> sums, float sink, int dim, int lane) {
 }
 
 struct Splits {
-  int count, first_row;  // of each sequence; the first row of this launch
+  int count, first_row;  // number of splits per sequence; number of the first row of this launch
 };
 
 // One threadgroup computes one row, HEADS query heads of one KV head, and one split. With a single split it writes the
@@ -129,7 +130,7 @@ template <int N, int HEADS>
     constant AttentionCall& call [[buffer(12)]],
     constant Scoring& scoring [[buffer(13)]],
     constant Splits& splits [[buffer(14)]],
-    uint3 group_at [[threadgroup_position_in_grid]],  // KV head and which of its heads, row, split
+    uint3 group_at [[threadgroup_position_in_grid]],  // indices: KV head and part of its query heads, row, split
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   static_assert(HEADS <= SIMDGROUPS, "each query head needs a simdgroup that merges its sums");
@@ -139,7 +140,7 @@ template <int N, int HEADS>
   const AttentionCall a = call;
   const int row = splits.first_row + group_at.y, split = group_at.z;
   const int query = start[row];
-  if (query < split * SPLIT) return;  // padding, or a sequence that ends before this split
+  if (query < split * SPLIT) return;  // a padding row, or its sequence ends before this split
   const int parts = (a.group + HEADS - 1) / HEADS;
   const int kv_head = group_at.x / parts, first = group_at.x % parts * HEADS;
   const int first_head = kv_head * a.group + first, heads = min(HEADS, a.group - first);
@@ -170,7 +171,7 @@ template <int N, int HEADS>
   }
 }
 
-// One simdgroup merges the splits of one row and query head.
+// One simdgroup merges the sums of all splits of one row and query head into `out`.
 template <int N>
 kernel void merge(
     device T* out [[buffer(0)]],
@@ -204,4 +205,6 @@ kernel void merge(
   DECODE(N, 1) DECODE(N, 2) DECODE(N, 4)
 
 WIDTH(2) WIDTH(4) WIDTH(8)
-DECODE(2, 8) DECODE(4, 8)  // 8 of the widest would need too many registers: MAX_HEADS_PER_GROUP of attention.py
+// There is no kernel for 8 query heads with N = 8, as it would need too many registers: see MAX_HEADS_PER_GROUP in
+// attention.py.
+DECODE(2, 8) DECODE(4, 8)

@@ -1,12 +1,12 @@
-// RoPE, the gate of the feed-forward, and repeated KV heads.
+// RoPE, the gate of the feed-forward (silu), and repetition of KV heads.
 #include "common.h"
 
 // ---------------------------------------------------------------- rotary positions
 struct RopeSizes {
-  int heads, half_dim, x_token, x_head;  // strides of x in numbers
+  int heads, half_dim, x_token, x_head;  // x_token, x_head: strides of x in numbers
 };
 
-// One thread per pair: x [N, heads, 2 * half_dim] -> out, cos and sin [P, half_dim].
+// Applies RoPE, one thread per pair of numbers: x [N, heads, 2 * half_dim] -> out; cos and sin are [P, half_dim].
 kernel void rope(
     device T* out [[buffer(0)]],
     const device T* x [[buffer(1)]],
@@ -26,10 +26,11 @@ kernel void rope(
 
 // ---------------------------------------------------------------- feed-forward
 struct GateSizes {
-  int width, stride;  // of the output; from row to row of the input
+  int width, stride;  // numbers in a row of the output; numbers from row to row of the input
 };
 
-// One thread per number: gate_up [N, 2 * width] -> out [N, width].
+// Computes silu(first half) * second half, one thread per number of the output: gate_up [N, 2 * width] -> out [N,
+// width].
 kernel void silu_mul(
     device T* out [[buffer(0)]],
     const device T* gate_up [[buffer(1)]],
@@ -46,7 +47,8 @@ struct RepeatSizes {
   int groups, x_token, x_head, out_head, out_token;  // strides in numbers
 };
 
-// One thread per number: x [S, H, D] -> out [H * groups, S, D], a new tensor or columns of a mirror.
+// Repeats KV heads, one thread per number of the output: x [S, H, D] -> out [H * groups, S, D], which is a new tensor
+// or some columns of a larger one (a mirror).
 kernel void repeat_kv_heads(
     device T* out [[buffer(0)]],
     const device T* x [[buffer(1)]],

@@ -17,14 +17,14 @@ Argument = Tensor | float | Sequence[int] | Sequence[float]
 
 
 class Grid(NamedTuple):
-    """The number of threads, and that of a threadgroup."""
+    """The number of threads of a launch, and that of each threadgroup, in three dimensions."""
 
     threads: tuple[int, int, int]
     group: tuple[int, int, int]
 
 
 class Longs(tuple[int, ...]):
-    """A struct of `long`, for integers that may be 2^31 or more."""
+    """A struct of 64-bit integers, as an argument of a kernel: for numbers that may be 2^31 or more."""
 
     __slots__ = ()
 
@@ -32,14 +32,14 @@ class Longs(tuple[int, ...]):
 class Kernel:
     """A compiled kernel.
 
-    Integers are passed as int32, also in sequences, which become structs; those of Longs as int64.
+    Integer arguments are passed as int32, or as int64 if they are in `Longs`; a sequence is passed as a struct.
     """
 
     def __init__(self, function: Any) -> None:
         self._function = function
 
     def __call__(self, grid: Grid, *arguments: Argument) -> None:
-        """Enqueue the kernel without waiting. An empty grid is not launched."""
+        """Enqueue the kernel without waiting for it. If the grid has no threads, nothing is launched."""
         if 0 in grid.threads:
             return
         casts = {i: "int32" for i, argument in enumerate(arguments) if _is_integer(argument)}

@@ -1,4 +1,4 @@
-// The sums of a simdgroup in a product: OUTPUTS outputs of some rows; each lane has a part of every sum.
+// What a simdgroup sums in a product: OUTPUTS outputs of some rows; each lane has a part of every sum.
 #pragma once
 
 #include "common.h"
@@ -8,16 +8,17 @@ constant constexpr int OUTPUTS = 4;
 struct LinearSizes {
   int rows, inputs, outputs;
   int x_stride;       // in numbers
-  int weight_stride;  // in numbers of T, or in words of 32 bits where a weight is quantized
-  int biased;         // 0: there is no bias
+  int weight_stride;  // stride of the weight in numbers of T, or in 32-bit words if it is quantized
+  int biased;  // 0 if there is no bias, otherwise 1
 };
 
-// The sums of outputs and rows from `output` and `row` on.
+// The sums of OUTPUTS outputs for ROWS rows of x.
 template <int ROWS>
 struct Product {
   float sums[ROWS][OUTPUTS] = {{0.0f}};
 
-  // Adds up the parts of all lanes and the bias, and writes them to out [rows, outputs].
+  // Adds up the parts of all lanes and the bias, and writes the sums to out [rows, outputs], from `row` and `output`
+  // on.
   void finish(device T* out, const device T* bias, int row, int output, LinearSizes sizes, uint lane) const {
     for (int r = 0; r < ROWS; r++) {
       for (int o = 0; o < OUTPUTS; o++) {
@@ -29,7 +30,7 @@ struct Product {
   }
 };
 
-// Returns a row of x; for rows beyond the end, the last one.
+// Returns a pointer to a row of x; if `row` is beyond the end, to the last row.
 inline const device T* row_at(const device T* x, int row, LinearSizes sizes) {
   return x + size_t(min(row, sizes.rows - 1)) * sizes.x_stride;
 }

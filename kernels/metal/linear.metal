@@ -1,7 +1,9 @@
-// Multiplies few rows by a weight, which is read once for all of them, as in decoding. torch multiplies many rows.
+// Multiplies few rows of x by a weight, which is read once for several rows, as in decoding. For many rows torch is
+// used.
 #include "linear.h"
 
-// One simdgroup computes OUTPUTS outputs of ROWS rows: x [rows, inputs], weight [outputs, inputs], bias [outputs].
+// One simdgroup computes OUTPUTS outputs of ROWS rows. Arguments: x [rows, inputs], weight [outputs, inputs], bias
+// [outputs].
 template <int ROWS>
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void linear(
     device T* out [[buffer(0)]],
@@ -21,7 +23,7 @@ template <int ROWS>
   for (int o = 0; o < OUTPUTS; o++)
     weights[o] = weight + size_t(min(output + o, sizes.outputs - 1)) * sizes.weight_stride;
 
-  constexpr int STEP = 4;  // inputs that a lane takes at once
+  constexpr int STEP = 4;  // number of inputs that a lane takes in one step
   Product<ROWS> product;
   int i = lane * STEP;
   for (; i + STEP <= sizes.inputs; i += LANES * STEP) {
@@ -32,7 +34,7 @@ template <int ROWS>
       }
     }
   }
-  for (; i < sizes.inputs; i++)  // the rest, which at most one lane has
+  for (; i < sizes.inputs; i++)  // the rest of the row, less than STEP inputs, in one lane
     for (int o = 0; o < OUTPUTS; o++)
       for (int r = 0; r < ROWS; r++) product.sums[r][o] += float(weights[o][i]) * float(xs[r][i]);
   product.finish(out, bias, row, output, sizes, lane);

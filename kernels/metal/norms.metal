@@ -1,11 +1,11 @@
-// RMS norms, one threadgroup per row. W is the type of the weight: T as in Llama, or float as in Gemma.
+// RMS norms, one threadgroup per row. W is the type of the norm's weight: T as in Llama, or float as in Gemma.
 #include "common.h"
 
 struct NormSizes {
-  int width, x_stride, delta_stride;  // numbers of a row, and from row to row
+  int width, x_stride, delta_stride;  // numbers of a row; numbers from row to row of x and of delta
 };
 
-// Returns the sum over all threads of the threadgroup, to each of them.
+// Returns to each thread the sum of `x` over all threads of the threadgroup.
 inline float group_sum(float x, threadgroup float* sums, uint lane, uint simdgroup, uint simdgroups) {
   const float ours = simd_sum(x);
   if (lane == 0) sums[simdgroup] = ours;
@@ -13,18 +13,19 @@ inline float group_sum(float x, threadgroup float* sums, uint lane, uint simdgro
   return simd_sum(lane < simdgroups ? sums[lane] : 0.0f);
 }
 
-// Returns 1 / RMS of a row, from the sum of squares of each thread.
+// Returns 1 / RMS of a row, from the sum of squares that each thread has for its part of the row.
 inline float factor_of(float squares, uint width, float eps, threadgroup float* sums, uint lane, uint simdgroup,
                        uint simdgroups) {
   return rsqrt(group_sum(squares, sums, lane, simdgroup, simdgroups) / float(width) + eps);
 }
 
-// Rounds before the weight is applied as in Llama, or after it as in Gemma, whose weight is float.
+// Returns x * weight; x is rounded to T before it is multiplied (Llama), or only the product is, if the weight is float
+// (Gemma).
 inline T weighted(float x, W weight) {
   return is_same_v<W, float> ? T(x * float(weight)) : T(float(T(x)) * float(weight));
 }
 
-// One threadgroup per row: x [N, width] -> out [N, width].
+// Computes the RMS norm of each row, one threadgroup per row: x [N, width] -> out [N, width].
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void rms_norm(
     device T* out [[buffer(0)]],
     const device T* x [[buffer(1)]],
@@ -47,7 +48,8 @@ inline T weighted(float x, W weight) {
   for (uint i = thread_index; i < width; i += threads) out[i] = weighted(float(x[i]) * factor, weight[i]);
 }
 
-// The same for x + delta, which is rounded and stored in `total`. Each thread reads only numbers that it wrote itself.
+// Computes the RMS norm of x + delta, one threadgroup per row; the sum is rounded and stored in `total`. Each thread
+// reads only those numbers of `total` that it wrote itself.
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void add_rms_norm(
     device T* total [[buffer(0)]],
     device T* out [[buffer(1)]],

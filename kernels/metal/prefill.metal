@@ -3,28 +3,29 @@
 // order of summation depends on positions alone.
 #include "attend.h"
 
-// Sizes for heads of up to N * LANES numbers. Wider heads leave room for fewer queries per simdgroup and fewer keys per
-// tile, as all of them share 32 KiB.
+// Sizes of tiles for heads of up to N * LANES numbers. For wider heads there are fewer queries per simdgroup and fewer
+// keys per tile, as all of them share 32 KiB of threadgroup memory.
 template <int N>
 struct Shape {
   static constant constexpr int QUERIES = MOST_NUMBERS / N;  // of a simdgroup
   static constant constexpr int ROWS = SIMDGROUPS * QUERIES;
   static constant constexpr int WIDTH = N * LANES;
-  static constant constexpr int PITCH = WIDTH + 1;  // from key to key: odd, or lanes would share a bank
+  static constant constexpr int PITCH = WIDTH + 1;  // numbers from key to key: odd, or lanes would share a memory bank
   static constant constexpr int KEYS = N == MOST_NUMBERS ? LANES / 2 : LANES;
 };
 
-// The positions of a threadgroup's queries.
+// The positions of a threadgroup's queries in their sequence: that of the first query and that of the last.
 struct Span {
   int oldest, newest;
 };
 
-// Whether any of the queries sees a key: if one does, the nearest does.
+// Returns whether any of the queries sees a key: if one does, the query nearest to the key does.
 inline bool any_sees(Span queries, int key, Mask mask) {
   return key <= queries.newest && mask.sees(max(queries.oldest, key), key);
 }
 
-// The same for keys in [begin, end): checks the latest, and the last sink among them.
+// Returns whether any of the queries sees a key in [begin, end): it suffices to check the latest key, and the last sink
+// among them.
 inline bool any_sees(Span queries, int begin, int end, Mask mask) {
   return any_sees(queries, min(end - 1, queries.newest), mask) ||
          (begin < mask.sinks && any_sees(queries, min(end, mask.sinks) - 1, mask));
@@ -35,10 +36,10 @@ template <int N>
 struct Tile {
   threadgroup KV* numbers;    // [KEYS, PITCH]
   threadgroup float* scales;  // [KEYS]
-  threadgroup uint* sound;    // [KEYS]: 0 where one of its numbers is NaN or infinite
+  threadgroup uint* sound;  // [KEYS]: 0 for a vector with a NaN or infinite number, otherwise 1
 
-  // Loads the tile from `begin` on; each simdgroup loads vectors in turn. Keys that no query sees become 0, as they may
-  // never have been written.
+  // Loads the tile that begins at position `begin`; the simdgroups load one vector after the other. Keys that no query
+  // sees become 0, as they may never have been written.
   void fetch(Plane<const KV> from, int begin, Span queries, Mask mask, uint simdgroup, uint lane) const {
     const int dim = from.sizes.dim;
     for (int j = simdgroup; j < Shape<N>::KEYS; j += SIMDGROUPS) {
@@ -60,9 +61,9 @@ struct Tile {
   }
 };
 
-// The queries of one row and KV head, numbered by token and, within a token, by head of the group.
+// All queries of one row and KV head, numbered by token and, within a token, by query head of the KV head's group.
 struct Queries {
-  int first_token, start;  // of the row: index of its first token in the step, and that token's position
+  int first_token, start;  // index of the row's first token in the step, and its position in the sequence
   int kv_head, group, count;
 
   int token(int i) const { return first_token + i / group; }
@@ -70,13 +71,13 @@ struct Queries {
   int head(int i) const { return kv_head * group + i % group; }
 };
 
-// The work of a simdgroup: QUERIES queries from `first` on; beyond the end, the last query is repeated.
+// What one simdgroup computes: QUERIES queries from number `first` on; if there are fewer, the last one is repeated.
 template <int N>
 struct Share {
   typedef Shape<N> S;
   int first;
   threadgroup T* queries;      // [QUERIES, WIDTH]
-  threadgroup float* weights;  // [QUERIES, KEYS], of the keys of a tile
+  threadgroup float* weights;  // [QUERIES, KEYS]: softmax weights of the keys of a tile
   int position[S::QUERIES];
   Sums<N> sums[S::QUERIES];
 
@@ -89,7 +90,7 @@ struct Share {
     }
   }
 
-  // Computes the weights of the keys of a tile that begins at a position; one lane per key.
+  // Computes the softmax weights of the keys of a tile that begins at position `begin`; one lane per key.
   void score(Tile<N> tile, int begin, int dim, Mask mask, Scoring scoring, int lane) {
     const int key = min(lane, S::KEYS - 1);
     float products[S::QUERIES] = {0.0f};
@@ -108,10 +109,11 @@ struct Share {
     }
   }
 
-  // Adds the weighted values of a tile; each lane has N numbers.
+  // Adds the values of a tile, times their weights, to the sums, of which each lane has N numbers.
   void add(Tile<N> tile, int lane) {
     for (int j = 0; j < S::KEYS; j++) {
-      if (!tile.sound[j]) {  // as 0 times NaN is NaN, for queries that do not see the key, too
+      // A value with a NaN or infinity is not multiplied: times a weight of 0 it would be NaN, too.
+      if (!tile.sound[j]) {
         for (int r = 0; r < S::QUERIES; r++)
           if (weights[r * S::KEYS + j] != 0.0f)
             for (int n = 0; n < N; n++) sums[r].values[n] = as_type<float>(NO_NUMBER);
@@ -136,7 +138,8 @@ struct Share {
   }
 };
 
-// One threadgroup computes Shape<N>::ROWS queries of one row and KV head.
+// Computes attention for rows of several tokens: one threadgroup computes Shape<N>::ROWS queries of one row and KV
+// head.
 template <int N>
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void prefill(
     device T* out [[buffer(0)]],

@@ -1,22 +1,22 @@
-// linear.metal for weights quantized to 8 or 4 bits (`kernels.quantization.QuantizedTensor`). S is the type of scales
-// and offsets.
+// Multiplies few rows of x by a weight quantized to 8 or 4 bits (`kernels.quantization.QuantizedTensor`), like
+// linear.metal. S is the type of scales and offsets.
 #include "linear.h"
 
-constant constexpr int STEP = 8;  // numbers that a lane takes at once; all are of one group
+constant constexpr int STEP = 8;  // quantized numbers that a lane takes in one step; all belong to one group
 
 struct Groups {
-  int size, row;  // numbers of a group, and groups of a row
+  int size, row;  // quantized numbers per group, and groups per row
 };
 
-// Unpacks STEP numbers of BITS bits each, the first from the lowest bits.
+// Unpacks STEP quantized numbers of BITS bits each; the first is in the lowest bits of a word.
 template <int BITS>
 inline void unpack(thread float* to, const device uint* from) {
   constexpr int WORD = 32 / BITS;  // numbers
   for (int s = 0; s < STEP; s++) to[s] = float((from[s / WORD] >> (s % WORD * BITS)) & ((1u << BITS) - 1u));
 }
 
-// One simdgroup computes OUTPUTS outputs of ROWS rows: x [rows, inputs], numbers [outputs, inputs], scale and offset
-// [outputs, groups]. An offset is multiplied once, by the sum of the inputs.
+// One simdgroup computes OUTPUTS outputs of ROWS rows. Arguments: x [rows, inputs], numbers [outputs, inputs], scale
+// and offset [outputs, groups]. An offset is multiplied by the sum of the inputs, not by each of them.
 template <int BITS, int ROWS>
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void quantized_linear(
     device T* out [[buffer(0)]],
@@ -58,10 +58,10 @@ template <int BITS, int ROWS>
 }
 
 struct WeightSizes {
-  int inputs, weight_stride;  // numbers of a row, and words of 32 bits from row to row
+  int inputs, weight_stride;  // numbers per row, and 32-bit words from row to row of the weight
 };
 
-// One thread dequantizes STEP numbers of a weight, for torch to multiply: out [outputs, inputs].
+// Dequantizes a weight to out [outputs, inputs], for torch to multiply; each thread dequantizes STEP numbers.
 template <int BITS>
 kernel void dequantize_weight(
     device T* out [[buffer(0)]],

@@ -1,4 +1,4 @@
-"""Loads the Metal backend: on an Apple GPU through torch, or in the emulator of this project."""
+"""Loads the Metal backend: on an Apple GPU through torch, or on a CPU in the emulator of this project."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.metal.library import Kernels
 
 @cache  # keeps the compiled kernels
 def load() -> MetalOps:
-    """Return the operations on an Apple GPU. Raises KernelsMissing."""
+    """Return the operations on an Apple GPU. Raises KernelsMissing if this machine has none that torch can use."""
     if not torch.backends.mps.is_available():
         raise KernelsMissing("this machine has no Apple GPU that torch can use")
     return MetalOps(Kernels(torch.mps.compile_shader))
@@ -21,15 +21,16 @@ def load() -> MetalOps:
 
 @cache
 def load_emulated(*, checked: bool = False) -> MetalOps:
-    """Return the same operations in the emulator; `checked` also finds races and accesses out of bounds, and is slower.
+    """Return the Metal operations, run on the CPU by the emulator.
 
-    Raises KernelsMissing.
+    `checked`: data races and accesses out of bounds are detected, which makes them slower. Raises KernelsMissing if the
+    emulator has no C++ compiler.
     """
     from kernels.metal.emulator import (
         Compiler,
         CompilerMissing,
         compile_shader,
-    )  # imported here, as servers do not need it
+    )  # the emulator is imported here, as only few servers need it
 
     try:
         Compiler.find().check(checked=checked)

@@ -1,5 +1,5 @@
-// The addresses of the keys of a row (`kernels.types.Slots`), and the layout of their vectors (`kernels/store.py`).
-// KV is the type of stored keys and values: T, or char with a float scale after each vector.
+// The addresses of the keys of a row (`kernels.types.Slots`), and the layout of stored keys and values
+// (`kernels/store.py`). KV is the type of their numbers: T, or char with a float scale after each vector.
 #pragma once
 
 #include "common.h"
@@ -11,7 +11,7 @@ struct Layout {
     return ring > 0 && position >= sinks ? sinks + (position - sinks) % ring : position;
   }
 
-  // Returns the number of positions from `first` on, before `end`, whose slots are consecutive within a block.
+  // Returns how many positions from `first` on, before `end`, have consecutive slots within one block.
   int run(int first, int end) const {
     const int at = slot(first);
     const int here = min(end - first, block_size - at % block_size);
@@ -19,7 +19,8 @@ struct Layout {
   }
 };
 
-// Keys or values of one layer in the store's memory; offset and strides in numbers of KV, which may exceed 2^31.
+// The layout of one layer's keys or values in the store's memory; offset and strides are in numbers of KV, and may
+// exceed 2^31.
 struct PlaneSizes {
   long dim, offset, block_stride, head_stride, vector_stride;
 };
@@ -28,17 +29,17 @@ struct Planes {
   PlaneSizes k, v;
 };
 
-// The addresses of the rows of a step, the same for all layers.
+// The sizes of a step's addresses, which are the same for all layers.
 struct Memory {
   Layout layout;
   int table_width, rows;
 };
 
-// The keys or values of one head of one row. Number is KV, or const KV if they are only read.
+// The stored keys or values of one head of one row. Number is KV, or const KV if they are only read.
 template <typename Number>
 struct Plane {
   device Number* memory;     // the store's
-  const device int* blocks;  // the row of the block table
+  const device int* blocks;  // ids of the row's blocks: its row of the block table
   PlaneSizes sizes;
   Layout layout;
   int head;
@@ -50,11 +51,11 @@ struct Plane {
   }
 };
 
-// Returns the scale of a stored vector.
+// Returns the scale that follows a stored int8 vector; 1 for other types.
 inline float scale_of(const device char* vector, int dim) { return *(const device float*)(vector + dim); }
 inline float scale_of(const device T*, int) { return 1.0f; }
 
-// Returns the row of a token of the step: the last that begins at or before it.
+// Returns the row to which a token of the step belongs: the last row that begins at or before the token.
 inline int row_of(int token, const device int* q_start, int rows) {
   int row = 0;
   for (int end = rows; end - row > 1;) {

@@ -17,13 +17,13 @@ INCLUDE = re.compile(r'#include "(.+)"\n')
 
 
 def assemble_source(name: str, types: Mapping[str, torch.dtype]) -> str:
-    """Return the text of `name`.metal with its headers expanded, after a typedef for each type (`typedef half T;`)."""
+    """Return `name`.metal with its headers expanded, after a typedef for each type (such as `typedef half T;`)."""
     typedefs = "".join(f"typedef {TYPE_NAMES[dtype]} {of};\n" for of, dtype in types.items())
     return "#include <metal_stdlib>\n" + typedefs + "".join(_expand_includes(f"{name}.metal", set()))
 
 
 def _expand_includes(file: str, included: set[str]) -> Iterator[str]:
-    """Yield the lines of a file, with each header expanded once and #line directives where the file changes."""
+    """Yield the lines of a file, each header once at its first #include, and #line directives to tell their files."""
     yield f'#line 1 "{file}"\n'
     for number, line in enumerate((FOLDER / file).read_text(encoding="ascii").splitlines(keepends=True), 1):
         header = INCLUDE.fullmatch(line)

@@ -1,12 +1,12 @@
-// Writes keys and values to the store, reads them, and copies blocks. KV is the type in which they are stored.
+// Writes keys and values to the store, reads them, and copies blocks. KV is the type in which their numbers are stored.
 #include "slots.h"
 
 // ---------------------------------------------------------------- int8
 constant constexpr float LARGEST = 127.0f;
-constant constexpr float TINY = 1e-30f;  // divisors are at least this
+constant constexpr float TINY = 1e-30f;  // least divisor in quantizing, so that nothing is divided by 0
 
-// One simdgroup quantizes a vector of n numbers: the largest magnitude becomes 127, halves are rounded to even. Returns
-// the scale to each lane; it is NaN if one of the numbers is not finite.
+// One simdgroup quantizes a vector of n numbers to int8: the largest magnitude becomes 127, halves are rounded to even.
+// Returns the scale to each lane; it is NaN if one of the numbers is not finite.
 inline float quantize_vector(const device T* from, device char* to, int n, uint lane) {
   float largest = 0.0f;
   for (int i = lane; i < n; i += LANES) largest = max(largest, fabs(float(from[i])));
@@ -18,10 +18,10 @@ inline float quantize_vector(const device T* from, device char* to, int n, uint 
 }
 
 struct VectorSizes {
-  int dim, stride;  // from vector to vector of what is read, in numbers
+  int dim, stride;  // numbers of a vector; numbers from vector to vector of the input
 };
 
-// x [N, dim] -> out [N, dim] and scale [N].
+// Quantizes vectors: x [N, dim] -> out [N, dim] int8 and scale [N].
 kernel void quantize(
     device char* out [[buffer(0)]],
     device float* scale [[buffer(1)]],
@@ -33,7 +33,7 @@ kernel void quantize(
   if (at.x == 0) scale[at.y] = found;
 }
 
-// One thread per number: x [N, dim], scale [N] -> out [N, dim].
+// Dequantizes vectors, one thread per number: x [N, dim] int8, scale [N] -> out [N, dim].
 kernel void dequantize(
     device float* out [[buffer(0)]],
     const device char* x [[buffer(1)]],
@@ -57,7 +57,7 @@ struct Entering {
   int k_token, k_head, v_token, v_head;  // strides in numbers
 };
 
-// One simdgroup per token and head writes k [N, H, D] and v [N, H, Dv] to their slots.
+// Writes k [N, H, D] and v [N, H, Dv] to their slots, one simdgroup per token and head.
 kernel void write_kv(
     device KV* memory [[buffer(0)]],
     const device T* k [[buffer(1)]],
@@ -91,7 +91,8 @@ typedef conditional_t<is_same_v<KV, char>, float, KV> Plain;
 inline T number_of(const device T* vector, int i, int) { return vector[i]; }
 inline float number_of(const device char* vector, int i, int dim) { return float(vector[i]) * scale_of(vector, dim); }
 
-// One simdgroup per position and head: keys or values of one row -> out [S, H, dim], as float if they are int8.
+// Reads the keys or values of one row at some positions -> out [S, H, dim], as float if they are stored as int8; one
+// simdgroup per position and head.
 kernel void gather(
     device Plain* out [[buffer(0)]],
     const device KV* memory [[buffer(1)]],
