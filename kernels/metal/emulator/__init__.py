@@ -1,6 +1,6 @@
 """Runs Metal compute kernels on a CPU: replaces torch.mps.compile_shader, and also detects errors of kernels.
 
-The folder's README.md says how.
+The file README.md in this folder says how.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ def compile_shader(
 ) -> Library:
     """Return the kernels of a Metal source, to be called with tensors on the CPU.
 
-    `checked`: every access to memory is checked, many times slower. `order`: of threads and threadgroups; `seed` is for
-    a random one. `include`: folders in which #include finds headers. `ucontext`: fibers by the C library, as on
-    processors for which there are no faster ones.
+    `checked`: every access to memory is checked, which makes kernels many times slower. `order`: in which order the
+    threads of a threadgroup, and the threadgroups, run; `seed` is used for Order.RANDOM. `include`: folders in which
+    #include finds headers. `ucontext`: switch threads by the C library, as on processors for which there is no faster
+    way.
 
-    Raises SyntaxError with the line (as #line counts it) if the source is not Metal, and CompilerMissing.
+    Raises SyntaxError with the line (as #line counts it) if the source is not valid Metal, and CompilerMissing if there
+    is no C++ compiler.
     """
     rules.check_text(source)
     compiler = Compiler.find()

@@ -1,7 +1,7 @@
 """`python -m kernels.metal.emulator [FILE ...]`: finds what Apple's compiler would refuse in Metal sources.
 
-Without files all kernels of this project, for every set of types that the backend asks for; which sets those are is
-known here. Prints file:line: message, and ends with 1 if there is anything, with 2 if there is no clang.
+Without files, it checks all Metal kernels of this project, for every set of types for which the backend compiles them.
+Prints "file:line: message" for each fault, and exits with 1 if there are any, or with 2 if there is no clang.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from kernels.metal.source import FOLDER, TYPE_NAMES, assemble_source
 
 Types = Mapping[str, torch.dtype]
 
-# The types that a file is compiled for beside T, the type of activations, and what each may be for a given T.
+# By file: the second type for which it is compiled, beside T, the type of activations ("": none). Then, by second type:
+# what it may be for a given T.
 SECOND_TYPE: Mapping[str, str] = {
     "decode": "KV",
     "layers": "",
@@ -34,13 +35,13 @@ SECOND_TYPE: Mapping[str, str] = {
 }
 TYPE_CHOICES: Mapping[str, Callable[[torch.dtype], Iterable[torch.dtype]]] = {
     "KV": lambda activations: (activations, torch.int8),  # keys and values
-    "W": lambda activations: dict.fromkeys((activations, torch.float32)),  # the weight of a norm
-    "S": lambda _: KERNEL_DTYPES,  # scales and offsets of a quantized weight
+    "W": lambda activations: dict.fromkeys((activations, torch.float32)),  # the type of a norm's weight
+    "S": lambda _: KERNEL_DTYPES,  # the type of scales and offsets of a quantized weight
 }
 
 
 def list_type_sets(name: str) -> list[Types]:
-    """Return all sets of types that `name`.metal is compiled for."""
+    """Return all sets of types for which `name`.metal is compiled."""
     second_type = SECOND_TYPE[name]
     if not second_type:
         return [{"T": each} for each in KERNEL_DTYPES]
@@ -48,7 +49,7 @@ def list_type_sets(name: str) -> list[Types]:
 
 
 def check_file(clang: Clang, path: Path) -> list[str]:
-    """Return the faults, one line each; a fault that only some types have names one of them. Raises OSError."""
+    """Return the faults of a file, one line each; a fault that only some types have names one. Raises OSError."""
     if path.resolve().parent != FOLDER.resolve() or path.suffix != ".metal":
         text = f'#line 1 "{path}"\n{path.read_text(encoding="utf-8", errors="replace")}'
         return _check_source(clang, text, path.parent)

@@ -1,7 +1,7 @@
 """Converts the arguments of a launch to addresses, as torch.mps binds them: argument i is buffer i.
 
 A tensor is bound where its view begins; a Python number or a list of them becomes bytes. Stricter than torch, which
-checks next to nothing: what would be read as something else than it is, is refused.
+checks next to nothing: an argument of another type than the kernel reads is refused.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from kernels.metal.emulator.scalars import SCALARS
 
-MAX_BYTES = 4096  # of a number or list
+MAX_BYTES = 4096  # most bytes of a number or list of numbers as an argument
 _ALIGNMENT = 16
 _FORMATS = {"int32": "i", "int16": "h", "int8": "b", "uint8": "B", "fp16": "e", "bf16": "f"}
 
 
 class Parameter(ctypes.Structure):
-    """A parameter of a kernel, from its C++ type; the same fields as emulator::Parameter."""
+    """A parameter of a kernel, described by its C++ type; the same fields as the C++ struct emulator::Parameter."""
 
     _fields_ = (
         ("buffer", ctypes.c_int),
@@ -35,7 +35,7 @@ class Parameter(ctypes.Structure):
 
 
 class Buffer:
-    """One buffer argument of a kernel."""
+    """A parameter of a kernel that is a buffer, to which an argument is bound."""
 
     def __init__(self, kernel: str, name: str, parameter: Parameter) -> None:
         self.name = name
@@ -43,13 +43,14 @@ class Buffer:
         self.size, self.alignment = parameter.size, parameter.alignment
         self.reference, self.writable = bool(parameter.reference), bool(parameter.writable)
         words = self._scalar.name == "uint" and self.size > 4 and not self.reference
-        self._dtypes = () if words else self._scalar.dtypes  # uint4*: kernels move any bytes with it
+        # Tensors of any dtype may be bound to uint4*, with which kernels move bytes.
+        self._dtypes = () if words else self._scalar.dtypes
         self._label = f"{kernel}: argument {self.index} '{name}'"
 
     def bind_tensor(self, tensor: Tensor) -> tuple[int, int]:
         """Return the address of a tensor, and the bytes from its first to its last element.
 
-        Raises TypeError and ValueError.
+        Raises TypeError for another device or dtype, ValueError for a misaligned tensor or too few bytes.
         """
         if tensor.device.type != "cpu":
             raise TypeError(f"{self._label}: the emulator takes tensors on the CPU, not on {tensor.device}")
@@ -65,7 +66,11 @@ class Buffer:
         return address, bytes_
 
     def pack(self, value: Any, cast: str) -> bytes:
-        """Pack a number, or a list of numbers, as torch passes it. Raises TypeError, ValueError, RuntimeError."""
+        """Pack a number, or a list of numbers, into bytes as torch passes it.
+
+        `cast` is the type to pack as, "" for torch's default. Raises RuntimeError for what torch refuses, and TypeError
+        or ValueError for bytes that do not fit the parameter.
+        """
         if isinstance(value, (tuple, list)):
             if not value:
                 raise RuntimeError("Empty list/tuple can not be an argument to metal kernel")
@@ -94,14 +99,14 @@ class Buffer:
         scalar = self._scalar
         if (kind in ("float", "fp16", "bf16")) != scalar.is_float:
             raise TypeError(f"{self._label} is {scalar.name}, not {kind}")
-        # A single integer is read from its low bytes, so eight bytes may be passed where four are read.
+        # An integer that is passed alone may have eight bytes where the kernel reads four, as those are its low bytes.
         lone = count == 1 and kind in ("int", "bool") and self.reference and self.size == scalar.size
         if not lone and number_bytes != scalar.size:
             raise TypeError(f"{self._label} is {scalar.name}, not {number_bytes} bytes each: use arg_casts or a tensor")
 
 
 def extent_bytes(tensor: Tensor) -> int:
-    """Return the bytes from a view's first element to the end of its last one; 0 if it has none."""
+    """Return the number of bytes from a view's first element to the end of its last one; 0 for an empty view."""
     if not tensor.numel():
         return 0
     if tensor.is_contiguous():
@@ -111,17 +116,17 @@ def extent_bytes(tensor: Tensor) -> int:
 
 
 def get_cast(arg_casts: str | Mapping[int, str] | None, index: int) -> str:
-    """Return the type that an argument is cast to; "" if it is not cast."""
+    """Return the type to which argument number `index` is cast; "" if it is not cast."""
     if arg_casts is None:
         return ""
     return arg_casts if isinstance(arg_casts, str) else arg_casts.get(index, "")
 
 
 class InlineValues:
-    """Memory for the values of one launch, aligned as Metal aligns them."""
+    """Memory for the numbers that are arguments of one launch, aligned as Metal aligns them."""
 
     def __init__(self, values: list[bytes]) -> None:
-        """Store the values one after the other; `addresses` has their addresses."""
+        """Store the values one after the other; the attribute `addresses` has the address of each."""
         room = sum(-(-len(value) // _ALIGNMENT) * _ALIGNMENT for value in values) + _ALIGNMENT
         self._memory = ctypes.create_string_buffer(room)
         begin = ctypes.addressof(self._memory)

@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 
 HERE = Path(__file__).parent
-# Headers that a source may include: empty while it is preprocessed; include/metal_stdlib replaces all of them later.
+# Names of headers that a Metal source may include. While it is preprocessed they are empty files; include/metal_stdlib
+# replaces all of them later.
 HEADERS = (
     "metal_stdlib",
     "metal_array",
@@ -47,9 +48,9 @@ _LANGUAGE = ("-x", "c++", "-std=gnu++14")
 _CODE = ("-fPIC", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden", "-fno-strict-aliasing")
 _KERNELS = ("-w", "-Werror=return-type", "-Werror=vla", "-ffp-contract=off", "-fsigned-char", "-fno-threadsafe-statics")
 _CHECKED = ("-O1", "-g1", "-gdwarf-4", "-fsanitize=thread", "-DEMULATOR_CHECKED")
-# In a thread's variables until they are assigned; g++ 12, clang++ 8
+# This option fills a thread's variables with garbage until they are assigned; since g++ 12 and clang++ 8.
 _FILL_VARIABLES = "-ftrivial-auto-var-init=pattern"
-_PREFIX = "build-"  # of the folder in which a library is compiled: paths in debug information begin with it
+_PREFIX = "build-"  # name of the folder in which a library is compiled; its paths in debug information begin with it
 _BUILD_FOLDER = re.compile(rf"^.*/{_PREFIX}[^/]*/")
 _ERROR = re.compile(r"^(?:\./)?([^\s:][^:\n]*:\d+):(?:\d+:)? (?:fatal )?error: (.*)$", re.MULTILINE)
 
@@ -63,13 +64,13 @@ class CompilerMissing(Exception):
 
 
 class BuiltLibraries(NamedTuple):
-    """The library of the kernels, and that of the runtime, which the first may call."""
+    """The paths of two shared libraries: the kernels', and the runtime's, whose functions the kernels call."""
 
     kernels: Path
     runtime: Path
 
     def load(self) -> tuple[ctypes.CDLL, ctypes.CDLL]:
-        """Load both libraries. Raises CompilerMissing."""
+        """Load both libraries, kernels and runtime. Raises CompilerMissing if the system refuses to load them."""
         try:
             return ctypes.CDLL(str(self.kernels)), ctypes.CDLL(str(self.runtime))
         except OSError as error:
@@ -88,7 +89,7 @@ class Compiler:
 
     @classmethod
     def find(cls) -> Compiler:
-        """Return the first of $CXX, g++ and clang++ that runs. Raises CompilerMissing."""
+        """Return the first of $CXX, g++ and clang++ that runs. Raises CompilerMissing if none of them does."""
         tried = []
         for name in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
             try:
@@ -100,7 +101,7 @@ class Compiler:
                 tried.append(f"'{name} --version' fails: {error.stderr.strip() or error}")
             except IndexError:
                 tried.append(f"'{name}' tells no version")
-            except (OSError, ValueError) as error:  # not to be run, or not to be read as a command
+            except (OSError, ValueError) as error:  # `name` cannot be run, or is no valid command line
                 tried.append(f"'{name}': {error}")
         raise CompilerMissing(
             f"Metal kernels are emulated by compiling them as C++, and no compiler was found: {_INSTALL} "
@@ -112,7 +113,7 @@ class Compiler:
         return "clang" in self.version
 
     def can_fill_variables(self) -> bool:
-        """Return whether the compiler can fill uninitialised variables with garbage; older ones cannot."""
+        """Return whether the compiler has an option to fill uninitialised variables with garbage; older ones do not."""
         try:
             _run([*self.command, *_LANGUAGE, _FILL_VARIABLES, "-E", "-"])
         except subprocess.CalledProcessError:
@@ -120,20 +121,24 @@ class Compiler:
         return True
 
     def preprocess(self, source: str, include: tuple[str, ...]) -> str:
-        """Return the source with macros and headers expanded. Raises SyntaxError."""
+        """Return the source with macros and headers expanded. Raises SyntaxError if the preprocessor finds an error."""
         folders = [f"-I{folder}" for folder in (_make_empty_headers(), *include)]
         marked = f'#line 1 "program_source"\n{source}'
         return self._compile([*_LANGUAGE, "-E", "-nostdinc", *DEFINES, *folders, "-"], marked)
 
     def check(self, *, checked: bool) -> None:
-        """Compile and load the runtime. Raises CompilerMissing."""
+        """Check the compiler: compile and load the runtime. Raises CompilerMissing if that fails."""
         try:
             self.build_library("", checked=checked, ucontext=False).load()
         except SyntaxError as error:
             raise self._make_missing_error(error) from None
 
     def build_library(self, text: str, *, checked: bool, ucontext: bool) -> BuiltLibraries:
-        """Build shared libraries of kernels and of the runtime. Raises SyntaxError, CompilerMissing."""
+        """Build the shared libraries of kernels and of the runtime, or find them in the cache.
+
+        Raises SyntaxError if the compiler finds errors in the kernels, and CompilerMissing if the compiler cannot be
+        used.
+        """
         options = self._kernel_options(checked)
         runtime = [*_CODE, "-std=c++17", "-O2", *(["-DEMULATOR_UCONTEXT"] if ucontext else [])]
         cached = cache_folder() / f"{_make_cache_key(self, text, options, runtime, *_read_own_files())}.so"
@@ -161,7 +166,10 @@ class Compiler:
         return options
 
     def _build_runtime(self, options: list[str]) -> Path:
-        """Build the runtime, once for all libraries. Raises CompilerMissing."""
+        """Build the library of the runtime, once for all kernels.
+
+        Raises CompilerMissing if the compiler cannot build it.
+        """
         cached = cache_folder() / f"runtime-{_make_cache_key(self, '', options, *_read_own_files())}.so"
         if not _is_intact(cached):
             with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=cache_folder()) as folder:
@@ -187,22 +195,24 @@ class Compiler:
 
 
 def find_source_line(library: Path, after: int) -> str:
-    """Return file:line in the source of the call that returns to `after`; "" if it is not known.
+    """Return the source's file:line of the call with return address `after` in the library; "" if it is not known.
 
-    Needs addr2line, of binutils.
+    Needs the program addr2line (binutils).
     """
     if not shutil.which("addr2line"):
         return ""
     found = _run(["addr2line", "-i", "-e", str(library), hex(after - 1)]).splitlines()
-    ours = f"{HERE / 'include'}{os.sep}"  # inlined: the innermost line outside of these headers is the source's
+    # If calls are inlined, the innermost line that is not in one of our headers is the line of the Metal source.
+    ours = f"{HERE / 'include'}{os.sep}"
     places = [place.split(" ")[0] for place in found if not place.startswith((ours, "??"))]
     return _BUILD_FOLDER.sub("", places[0]) if places else ""
 
 
 def cache_folder() -> Path:
-    """Return the folder of everything compiled; it may be deleted at any time. Raises CompilerMissing.
+    """Return the folder of all compiled libraries; it may be deleted at any time.
 
-    Where nothing can be written to the user's, it is one that lasts as long as the process.
+    It is in the user's cache folder or, if that cannot be written, a temporary folder that is deleted when the process
+    ends. Raises CompilerMissing if there is no place for that either.
     """
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     try:
@@ -210,13 +220,13 @@ def cache_folder() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except (OSError, RuntimeError):  # RuntimeError: the user has no home directory
+    except (OSError, RuntimeError):  # RuntimeError is raised if the user has no home directory
         return Path(_make_temporary_folder(home).name)
 
 
 @cache
 def _make_temporary_folder(home: str) -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary folder instead of one in `home`; deleted when the process ends."""
+    """Make a temporary folder, which replaces one in `home` and is deleted when the process ends."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="kvmux-metal-emulator-")
     except OSError as error:
@@ -239,7 +249,7 @@ def _make_empty_headers() -> str:
 
 
 def _move_to_cache(built: Path, cached: Path) -> None:
-    """Move a library to the cache, with a digest: loading a truncated library would end the process."""
+    """Move a library to the cache with its digest, as loading a truncated library would end the process."""
     digest = built.with_suffix(".sha256")
     digest.write_text(hashlib.sha256(built.read_bytes()).hexdigest())
     os.replace(built, cached)

@@ -54,19 +54,19 @@ class Failure(ctypes.Structure):
 
 
 class KernelFault(RuntimeError):
-    """Raised if a kernel did something invalid on a GPU; the message says what and where."""
+    """Raised if a kernel did something that is invalid on a GPU; the message says what and where."""
 
 
 class FailureReporter:
-    """Describes failures of one kernel's launch."""
+    """Describes failures of one launch of a kernel in words."""
 
     def __init__(
         self,
-        arguments: Sequence[tuple[str, int]],  # declared name, bytes of an element
+        arguments: Sequence[tuple[str, int]],  # of each argument: declared name, bytes of an element
         variables: Sequence[str],
         grid: tuple[int, int, int],
         group: tuple[int, int, int],
-        line_of: Callable[[int], str],  # from the return address of a call
+        line_of: Callable[[int], str],  # returns file:line for the return address of a call
     ) -> None:
         self._arguments = arguments
         self._variables = variables
@@ -164,6 +164,6 @@ def _unravel_index(index: int, size: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _format_position(position: tuple[int, ...], grid: tuple[int, int, int]) -> str:
-    """Format a position in as many dimensions as the launch has."""
+    """Format a position in the grid with as many dimensions as the launch has."""
     dimensions = 3 if grid[2] > 1 else 2 if grid[1] > 1 else 1
     return str(position[0]) if dimensions == 1 else str(position[:dimensions])

@@ -1,6 +1,6 @@
 """Compiled kernels, called like those of torch.mps.compile_shader, but with tensors on the CPU.
 
-A launch has run to its end when the call returns. Launches wait for each other: the runtime sees to that.
+A call returns when all threads of the launch have ended. Only one launch runs at a time; others wait for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_GRID = 2**32 - 1  # threads, in each direction
 
 
 class Order(IntEnum):
-    """The order in which the threads of a threadgroup, and the threadgroups, take turns."""
+    """The order in which the threads of a threadgroup, and the threadgroups of a launch, run."""
 
     FORWARD = 0
     REVERSED = 1
@@ -37,14 +37,14 @@ class Stats:
 
     threads: int
     groups: int
-    switches: int  # from one fiber to another
+    switches: int  # switches from one thread's stack (fiber) to another's
     threadgroup_bytes: int
-    accesses: int  # that were checked; 0 unless the build is a checked one
+    accesses: int  # accesses to memory that were checked; 0 in an unchecked build
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How the kernels of a library run."""
+    """How the kernels of a library run: checked or not, and in which order of threads."""
 
     checked: bool
     order: Order
@@ -52,7 +52,7 @@ class Mode:
 
 
 class _Launch(ctypes.Structure):
-    """The fields of emulator::Launch."""
+    """A launch for the runtime: the same fields as the C++ struct emulator::Launch."""
 
     _fields_ = (
         ("entry", ctypes.c_void_p),
@@ -69,7 +69,7 @@ class _Launch(ctypes.Structure):
 
 
 class _Report(ctypes.Structure):
-    """The fields of emulator::Report."""
+    """What the runtime reports of a launch: the same fields as the C++ struct emulator::Report."""
 
     _fields_ = (
         ("switches", ctypes.c_uint64),
@@ -80,7 +80,7 @@ class _Report(ctypes.Structure):
 
 
 class Library:
-    """Kernels are attributes; dir() lists them."""
+    """The kernels of a Metal source: each is an attribute; dir() lists them."""
 
     def __init__(self, built: BuiltLibraries, translation: Translation, mode: Mode) -> None:
         self._built, self._mode = built, mode
@@ -96,7 +96,7 @@ class Library:
             raise RuntimeError(f"Failed to create function state object for: {name}")
         number, source = self._kernels_by_name[name]
         kernel = EmulatedKernel(self._launch, self._loaded, number, source, self._mode, self._built.kernels)
-        setattr(self, name, kernel)  # so that this method is not called for it again
+        setattr(self, name, kernel)  # next time the attribute is found without this method
         return kernel
 
     def __dir__(self) -> Iterable[str]:
@@ -104,7 +104,7 @@ class Library:
 
 
 class EmulatedKernel:
-    """A kernel. `stats` are those of its latest launch."""
+    """A compiled kernel, to be called; `stats` has the statistics of its latest launch."""
 
     thread_execution_width = 32
 
@@ -127,7 +127,7 @@ class EmulatedKernel:
 
     @property
     def static_thread_group_memory_length(self) -> int:
-        """The bytes that the latest launch used; 0 before the first."""
+        """The bytes of threadgroup memory that the latest launch used; 0 before the first launch."""
         return self.stats.threadgroup_bytes if self.stats else 0
 
     def __call__(
@@ -137,9 +137,10 @@ class EmulatedKernel:
         group_size: int | Sequence[int] | None = None,
         arg_casts: str | Mapping[int, str] | None = None,
     ) -> None:
-        """Run on `threads` threads in all, by default one for each element of the first tensor.
+        """Run the kernel on `threads` threads in all, by default one for each element of the first tensor.
 
-        Raises TypeError, ValueError or RuntimeError for wrong arguments, KernelFault for what the kernel does wrong.
+        Raises TypeError, ValueError or RuntimeError for wrong arguments, and KernelFault if the kernel does something
+        invalid.
         """
         launch, report = _Launch(), _Report()
         kept = self._bind_arguments(launch, args, arg_casts)
@@ -163,7 +164,7 @@ class EmulatedKernel:
     def _bind_arguments(
         self, launch: _Launch, args: tuple[Any, ...], casts: str | Mapping[int, str] | None
     ) -> InlineValues | None:
-        """Bind the arguments of a launch. The result must be kept alive until the launch ends."""
+        """Write the addresses of the arguments into a launch; return their memory, to be kept until the launch ends."""
         if len(args) != len(self._buffers):
             names = ", ".join(buffer.name for buffer in self._buffers)
             raise TypeError(f"{self.name} takes {len(self._buffers)} arguments ({names}), not {len(args)}")
@@ -184,7 +185,7 @@ class EmulatedKernel:
     def _resolve_launch_size(
         self, threads: Sequence[int], group_size: int | Sequence[int] | None
     ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-        """Return the sizes of the grid and of a threadgroup."""
+        """Return (size of the grid, size of a threadgroup), in threads and three dimensions."""
         max_threads = self.max_threads_per_threadgroup
         if group_size is None:
             group: Sequence[int] = [

@@ -1,6 +1,7 @@
 """Rules for what Apple's compiler or compile_shader refuses although C++ accepts it. Each says what to write instead.
 
-Rules read tokens and declarations; what needs types (a float bound to a half, say) the C++ compiler finds.
+They work on tokens and declarations; faults that need types (a float bound to a half, say) are found by the C++
+compiler.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from kernels.metal.emulator.syntax import Declaration, DeclarationKind, find_dec
 from kernels.metal.emulator.tokens import Source
 from kernels.metal.emulator.translation import find_threadgroup_variables
 
-Found = Iterator[tuple[int, str]]  # index of a token, and what is wrong with it
+Found = Iterator[tuple[int, str]]  # yields (index of a token, what is wrong with it)
 
 FORBIDDEN_WORDS = {
     "double": "Metal has no double: write float",
@@ -47,7 +48,7 @@ _NO_SPACE = (
 
 
 def check_text(source: str) -> None:
-    """Check the source as it is written. Raises SyntaxError."""
+    """Check a source before it is preprocessed. Raises SyntaxError if it is not ASCII."""
     if not source.isascii():
         first = re.search(r"[^\x00-\x7F]", source)
         assert first is not None
@@ -59,7 +60,7 @@ def check_text(source: str) -> None:
 
 
 def check(source: Source) -> None:
-    """Check the preprocessed source. Raises SyntaxError with a line for each fault."""
+    """Check the preprocessed source. Raises SyntaxError with a line for each fault, if there are any."""
     found = find_declarations(source)
     faults = [
         *_check_words(source),
@@ -97,7 +98,7 @@ def _check_lambdas(source: Source) -> Found:
 
 
 def _check_pointers(source: Source) -> Found:
-    """Check `float* p` and `const half4& x` anywhere: a type before * or & declares a pointer, it never multiplies."""
+    """Yield pointers and references without an address space, such as `float* p` and `const half4& x`, anywhere."""
     for i, token in enumerate(source.tokens):
         if token.text not in _BUILTIN_TYPES or source.is_at(i - 1, "::") or source.is_at(i - 1, "operator"):
             continue
@@ -114,7 +115,7 @@ def _check_pointers(source: Source) -> Found:
 
 
 def _check_parameters(source: Source, function: Declaration) -> Found:
-    """Check the parameters whose types are not built in."""
+    """Yield parameters of a function that are pointers or references to structs and have no address space."""
     if function.kind is not DeclarationKind.FUNCTION:
         return
     for begin, end in source.split_at_commas(*function.parameters):
@@ -125,7 +126,7 @@ def _check_parameters(source: Source, function: Declaration) -> Found:
 
 
 def _check_scope(source: Source, variable: Declaration) -> Found:
-    """Check variables outside functions."""
+    """Yield a variable outside functions that is not `constant`."""
     if variable.kind is not DeclarationKind.VARIABLE or variable.is_member:
         return
     texts = {token.text for token in source.tokens[variable.begin : variable.end]}
@@ -151,13 +152,13 @@ def _check_threadgroup(source: Source, function: Declaration) -> Found:
 
 
 def _is_call(source: Source, i: int) -> bool:
-    """Return whether a name before a parenthesis may be a function: not a member or a variable (`half4 f(1.0h);`)."""
+    """Return whether a name before a parenthesis may be a called function: no member, not f of `half4 f(1.0h);`."""
     before = source.tokens[i - 1]
     return before.text not in ("::", ".", "->") and (not before.is_word or before.text in ("return", "else", "do"))
 
 
 def _check_recursion(source: Source, found: list[Declaration]) -> Found:
-    """Find recursive functions. Overloaded ones are not checked, as a name does not tell which of them is called."""
+    """Yield recursive functions. Overloaded ones are skipped, as a name does not tell which of them is called."""
     functions = [each for each in found if each.kind is DeclarationKind.FUNCTION and not each.is_member]
     names = [each.name for each in functions]
     calls = {

@@ -8,15 +8,15 @@ import torch
 
 
 class Scalar(NamedTuple):
-    """A scalar type; also stands for its vectors and atomics."""
+    """A scalar type of Metal; its vectors and atomics are described by it, too."""
 
     name: str
-    dtypes: tuple[torch.dtype, ...] = ()  # of tensors that may be bound to it
+    dtypes: tuple[torch.dtype, ...] = ()  # dtypes of the tensors that may be bound to it
     is_float: bool = False
 
     @property
     def size(self) -> int:
-        """The size in bytes."""
+        """The size of the type in bytes."""
         return self.dtypes[0].itemsize
 
 
@@ -24,8 +24,8 @@ _8_BITS = (torch.int8, torch.uint8, torch.bool)
 _16_BITS = (torch.int16, torch.uint16)
 _32_BITS = (torch.int32, torch.uint32)
 _64_BITS = (torch.int64, torch.uint64)
-SCALARS = (  # indexed by the codes in include/emulated/binding.h
-    Scalar("void"),  # also a struct: any tensor may be bound to it
+SCALARS = (  # scalar types; their indices are the codes in include/emulated/binding.h
+    Scalar("void"),  # also stands for a struct: a tensor of any dtype may be bound to it
     Scalar("float", (torch.float32,), is_float=True),
     Scalar("half", (torch.float16,), is_float=True),
     Scalar("bfloat", (torch.bfloat16,), is_float=True),

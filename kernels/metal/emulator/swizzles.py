@@ -1,8 +1,8 @@
-"""Finds the swizzles of a Metal source, and rewrites them in C++.
+"""Finds the swizzles (such as `v.xy`) of a Metal source, and rewrites them in C++.
 
-`.xy` is a swizzle unless a struct of the source has such a member and the object is declared as one: no types are known
-here, so it is asked how the nearest declaration of that name begins. On the left of an assignment a swizzle is a
-reference to components; elsewhere it is a constant, which the C++ compiler keeps from being assigned to.
+`.xy` is a swizzle unless a struct of the source has a member of that name and the object is declared as such a struct.
+Types are not known here, so the nearest declaration of the object's name is looked at. On the left of an assignment a
+swizzle becomes a reference to components; elsewhere a constant, which the C++ compiler keeps from being assigned to.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ _COMPONENTS = {"x": 0, "y": 1, "z": 2, "w": 3, "r": 0, "g": 1, "b": 2, "a": 3}
 _ASSIGNMENTS = (("=",), *((f"{op}=",) for op in "+-*/%&|^"), ("<", "<="), (">", ">", "="), ("++",), ("--",))
 _VECTOR = re.compile(r"[a-z_]+[234]|vec|packed_vec")
 _OPENING = {")": "(", "]": "["}
-# Between a type and a name
+# words and operators that may stand between a type and a name
 _QUALIFIERS = ("*", "&", "const", "volatile", "device", "constant", "threadgroup", "thread")
 
-Members = Mapping[str, set[str]]  # the structs that have a member, by its name
+Members = Mapping[str, set[str]]  # by the name of a member: the structs that have such a member
 
 
 def find_swizzles(source: Source) -> Iterator[tuple[int, str]]:
-    """Yield the tokens of swizzles, and their replacements. Raises SyntaxError."""
+    """Yield (index of its token, C++ that replaces it) for each swizzle.
+
+    Raises SyntaxError if a swizzle on the left of an assignment names a component twice, or only a part is assigned.
+    """
     members = _find_swizzle_members(source)
     for i in range(2, len(source.tokens) - 1):
         text = source.tokens[i].text
@@ -52,14 +55,14 @@ def _is_assigned(source: Source, after: int) -> bool:
 
 
 def _skip_selectors(source: Source, i: int) -> int:
-    """Return the index after `[1]` and `.x` that stand at i."""
+    """Return the index after all selectors such as `[1]` and `.x` that stand from token i on."""
     while source.is_at(i, "[") or source.is_at(i, "."):
         i = source.find_closing(i) + 1 if source.is_at(i, "[") else i + 2
     return i
 
 
 def _find_swizzle_members(source: Source) -> Members:
-    """Return the members of structs that look like swizzles."""
+    """Return the members of structs whose names look like swizzles, and the structs that have them."""
     found = defaultdict(set)
     for i in range(len(source.tokens) - 2):
         if source.tokens[i].text in ("struct", "class", "union") and source.is_at(i + 2, "{"):
@@ -71,7 +74,7 @@ def _find_swizzle_members(source: Source) -> Members:
 
 
 def _is_member(source: Source, at: int, structs: set[str]) -> bool:
-    """Return whether the object before this member is declared as one of these structs."""
+    """Return whether the object whose member is token `at` is declared as one of these structs."""
     name = _find_object_name(source, at - 2)
     if name == "this":
         return True
@@ -84,7 +87,7 @@ def _is_member(source: Source, at: int, structs: set[str]) -> bool:
 
 
 def _find_object_name(source: Source, last: int) -> str:
-    """Return s of `s.`, `s[i].`, `s(...).`, `a.s.` and `(*s).`, which end at `last`."""
+    """Return the object's name s in `s.`, `s[i].`, `s(...).`, `a.s.` and `(*s).`, of which token `last` is the end."""
     while closing := _OPENING.get(source.tokens[last].text):
         opening = _find_opening(source, last, closing)
         within = closing == "(" and not source.tokens[opening - 1].is_word
@@ -93,7 +96,7 @@ def _find_object_name(source: Source, last: int) -> str:
 
 
 def _find_opening(source: Source, index: int, opening: str) -> int:
-    """Return the bracket that the one at `index` closes, or the first token."""
+    """Return the index of the opening bracket that the bracket at `index` closes; 0 if there is none."""
     closing, depth = source.tokens[index].text, 0
     for i in range(index, 0, -1):
         depth += (source.tokens[i].text == closing) - (source.tokens[i].text == opening)
@@ -103,7 +106,7 @@ def _find_opening(source: Source, index: int, opening: str) -> int:
 
 
 def _find_declared_type(source: Source, name: int) -> str:
-    """Return T of `T* name` and `T<A> name`; any other word if no type precedes the name."""
+    """Return the type T that precedes a name, as in `T* name` and `T<A> name`; if no type does, the word that does."""
     i = name - 1
     while i > 0 and source.tokens[i].text in _QUALIFIERS:
         i -= 1

@@ -1,6 +1,6 @@
 """Finds the declarations of a Metal source: its functions and variables, and where they begin and end.
 
-Reads as much of C++ as that takes. What is inside a function is left as tokens.
+Parses only as much of C++ as that takes; what is inside a function stays a list of tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from kernels.metal.emulator.tokens import Source
 
 _SKIPPED_KEYWORDS = ("using", "typedef", "static_assert", "friend")
 _TYPE_KEYWORDS = ("struct", "class", "union", "enum")
-_NOT_NAMES = ("decltype", "alignas", "__attribute__", "noexcept", "sizeof")  # what may stand before another (
+# Words that may stand before a parenthesis and are not the names of functions.
+_NOT_NAMES = ("decltype", "alignas", "__attribute__", "noexcept", "sizeof")
 
 
 class DeclarationKind(Enum):
@@ -25,13 +26,13 @@ class DeclarationKind(Enum):
 
 @dataclass(frozen=True)
 class Declaration:
-    """A declaration, in indices of tokens; ranges exclude their end."""
+    """A declaration; its places are indices of tokens, and ranges exclude their end."""
 
     kind: DeclarationKind
     name: str
     begin: int
     end: int
-    parameters: tuple[int, int]  # within the parentheses; empty if it has none
+    parameters: tuple[int, int]  # range within the parentheses; empty if there are none
     body: tuple[int, int]  # within the braces
     is_member: bool  # of a struct
     is_template: bool
@@ -42,17 +43,17 @@ class Declaration:
 
 
 def find_declarations(source: Source) -> list[Declaration]:
-    """Return all declarations, those in namespaces and structs included. Raises SyntaxError."""
+    """Return all declarations, also those in namespaces and structs. Raises SyntaxError if one has no end."""
     reader = _Reader(source)
     reader.read(0, len(source.tokens), member=False)
     return reader.declarations
 
 
 class _Head(NamedTuple):
-    """A declaration up to its body, its value or its end."""
+    """The beginning of a declaration, up to its body, its value or its end."""
 
-    stop: int  # where one of { = ; stands
-    name: str  # of a function; "" if it is not one
+    stop: int  # index of the token {, = or ; that ends it
+    name: str  # name of a function; "" for other declarations
     parameters: tuple[int, int]
 
 
@@ -89,7 +90,7 @@ class _Reader:
         return last + 1
 
     def _read_declaration(self, begin: int, member: bool) -> int:
-        """Read a declaration that begins here; return the index after it."""
+        """Read the declaration that begins at token `begin`; return the index after it."""
         after = self._source.find_closing_angle(begin + 1) + 1 if self._source.is_at(begin, "template", "<") else begin
         if self._text_at(after) in _SKIPPED_KEYWORDS:
             return self._find_semicolon(after) + 1
@@ -136,7 +137,7 @@ class _Reader:
         return i
 
     def _find_operator_paren(self, i: int) -> int:
-        """Return the index of the ( of an operator's parameters."""
+        """Return the index of the ( before the parameters of an operator, whose word `operator` is token i."""
         if self._source.is_at(i + 1, "(", ")"):
             return i + 3
         while self._text_at(i) != "(":
@@ -144,7 +145,7 @@ class _Reader:
         return i
 
     def _name_before(self, i: int) -> str:
-        """Return the word before a ( or before the template arguments that stand there."""
+        """Return the name before the ( at token i, skipping template arguments between them."""
         i, depth = i - 1, 0
         while self._text_at(i) == ">" or depth:
             depth += (self._text_at(i) == ">") - (self._text_at(i) == "<")

@@ -21,7 +21,7 @@ _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 class Token(NamedTuple):
-    """A word, a number, a string or an operator. `>>` and `>=` are two tokens, as each `>` may close a template."""
+    """A token: a word, a number, a string or an operator. `>>` and `>=` are two, as each `>` may close a template."""
 
     text: str
     start: int  # in the source
@@ -33,7 +33,7 @@ class Token(NamedTuple):
 
 
 class Source:
-    """Preprocessed text, its tokens, and their places in the original files."""
+    """A preprocessed Metal source: its text, its tokens, and their places in the original files."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -47,26 +47,26 @@ class Source:
         self._starts = [start for start, _, _ in self._markers]
 
     def location(self, index: int) -> str:
-        """Return the place of a token, as file:line."""
+        """Return the place of a token in the original files, as file:line."""
         at = self.tokens[min(index, len(self.tokens) - 1)].start
         start, file, line = self._markers[bisect_right(self._starts, at) - 1]
         return f"{file}:{line + self.text.count(chr(10), start, at)}"
 
     def line_and_column(self, index: int) -> tuple[int, int]:
-        """Return a token's line, and its column once macros are expanded, both from 1."""
+        """Return a token's line in its file, and its column after macros were expanded, both counted from 1."""
         at = self.tokens[index].start
         return int(self.location(index).rpartition(":")[2]), at - self.text.rfind("\n", 0, at)
 
     def slice(self, begin: int, end: int) -> str:
-        """Return the text of tokens [begin, end)."""
+        """Return the text from token `begin` to the token before `end`."""
         return self.text[self.tokens[begin].start : self.tokens[end - 1].end] if begin < end else ""
 
     def is_at(self, index: int, *texts: str) -> bool:
-        """Return whether these tokens are at an index."""
+        """Return whether the tokens from `index` on have these texts."""
         return [token.text for token in self.tokens[index : index + len(texts)]] == list(texts)
 
     def find_closing(self, index: int) -> int:
-        """Return the bracket that closes the one at `index`. Raises SyntaxError."""
+        """Return the index of the bracket that closes the one at `index`. Raises SyntaxError if it is never closed."""
         opening = self.tokens[index].text
         closing, depth = _PAIRS[opening], 0
         for i in range(index, len(self.tokens)):
@@ -77,7 +77,7 @@ class Source:
         raise SyntaxError(f"{self.location(index)}: '{opening}' is never closed")
 
     def find_closing_angle(self, index: int) -> int:
-        """Return the `>` that closes the `<` at `index`. Raises SyntaxError."""
+        """Return the index of the `>` that closes the `<` at `index`. Raises SyntaxError if it is never closed."""
         depth, i = 0, index
         while i < len(self.tokens):
             text = self.tokens[i].text
@@ -90,7 +90,7 @@ class Source:
         raise SyntaxError(f"{self.location(index)}: '<' is never closed")
 
     def split_at_commas(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Return the pieces of [begin, end) between commas outside of brackets."""
+        """Return the ranges between commas in tokens [begin, end); commas within brackets do not separate."""
         pieces, first, i = [], begin, begin
         while i < end:
             text = self.tokens[i].text
@@ -105,7 +105,7 @@ class Source:
         return [*pieces, (first, end)] if first < end else pieces
 
     def find_attributes(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield each attribute of [[a, b(c)]] in [begin, end): its tokens, then those of its whole pair of brackets."""
+        """Yield each attribute within [[a, b(c)]]: (its first token, its end, first token of the brackets, their end)."""
         i = begin
         while i < end - 1:
             if self.is_at(i, "[", "["):

@@ -1,9 +1,9 @@
 """Translates Metal Shading Language to C++: finds the kernels, and rewrites the little that C++ does not have.
 
-That is: attributes go, a threadgroup's variables become references into memory that the runtime hands out, swizzles
-become calls, 1.5h becomes half(1.5f), barriers and simd operations get the place of their call, and every kernel
-gets an entry point that takes its arguments out of a launch.
-All else stays as it is, line by line. What include/metal_stdlib makes of it, and how a kernel runs, is not known here.
+Attributes are removed, a threadgroup's variables become references into memory of the runtime, swizzles become calls,
+1.5h becomes half(1.5f), barriers and simd operations get the place of their call as an argument, and every kernel gets
+an entry point that takes its arguments out of a launch. All else stays as it is, line by line. Does not know what
+include/metal_stdlib defines, nor how a kernel runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ATTRIBUTES = frozenset(
     )
 )
 _LITERAL = re.compile(r"(\d+\.\d*(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)(h|H|bf|BF)")
-# The operations that wait for other threads; they get a Where argument.
+# Names of the operations that wait for other threads; they get an argument of type Where.
 _SYNC_CALL = re.compile(
     "(threadgroup|simdgroup)_barrier|simd_(sum|product|max|min|and|or|xor|all|any|ballot|active_threads_mask)"
     "|simd_(prefix|shuffle|broadcast)[a-z_]*"
@@ -47,17 +47,17 @@ _LIMIT = "max_total_threads_per_threadgroup"
 
 @dataclass(frozen=True)
 class KernelSource:
-    """A kernel that can be launched: one without template parameters, or an instantiation."""
+    """A kernel that can be launched: it has no template parameters, or is an instantiation."""
 
-    name: str  # by which the host launches it
+    name: str  # name by which the host launches it
     buffers: tuple[str, ...]  # the declared name of each buffer argument
-    variables: tuple[str, ...]  # names of threadgroup variables, by their number
+    variables: tuple[str, ...]  # names of threadgroup variables; the index is the number by which the runtime knows one
     max_threads: int  # of a threadgroup
 
 
 @dataclass(frozen=True)
 class Translation:
-    """The C++ source and its kernels: kernel i is emulator_kernel_i."""
+    """The C++ source and its kernels: the entry point of kernel number i is emulator_kernel_i."""
 
     text: str
     kernels: tuple[KernelSource, ...]
@@ -66,7 +66,7 @@ class Translation:
 class _Signature(NamedTuple):
     """The parameters of a kernel's entry point; all instantiations of a template share them."""
 
-    bindings: tuple[str, ...]  # of each parameter; types of include/emulated/binding.h
+    bindings: tuple[str, ...]  # binding of each parameter: a type in include/emulated/binding.h
     buffers: tuple[str, ...]  # as in KernelSource
     variables: tuple[str, ...]
     max_threads: int
@@ -74,7 +74,7 @@ class _Signature(NamedTuple):
 
 @dataclass(frozen=True)
 class Variable:
-    """`threadgroup type a[1], b;` in a kernel, in indices of tokens."""
+    """A declaration of threadgroup variables in a kernel, `threadgroup type a[1], b;`; places are indices of tokens."""
 
     begin: int
     end: int  # after the semicolon
@@ -83,7 +83,7 @@ class Variable:
 
 
 def find_threadgroup_variables(source: Source, begin: int, end: int) -> list[Variable]:
-    """Return the threadgroup variables declared in [begin, end), without pointers to threadgroup memory."""
+    """Return the threadgroup variables declared in tokens [begin, end), without pointers to threadgroup memory."""
     found = []
     for i in range(begin, end):
         if source.tokens[i].text != "threadgroup" or source.tokens[i - 1].text not in (";", "{", "}", ")", ":"):
@@ -102,7 +102,7 @@ def find_threadgroup_variables(source: Source, begin: int, end: int) -> list[Var
 
 
 def _is_pointer(source: Source, begin: int, end: int) -> bool:
-    """Return whether [begin, end) declares a pointer or reference: `T* p`, `T& r` or `T (*p)[2]`."""
+    """Return whether tokens [begin, end) declare a pointer or reference: `T* p`, `T& r` or `T (*p)[2]`."""
     i = begin
     while i < end and source.tokens[i].text not in ("[", "=", "{"):
         if source.tokens[i].text in ("*", "&"):
@@ -116,7 +116,7 @@ class Translator:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._edits: list[tuple[int, int, str]] = []  # of the text: start, end, replacement
+        self._edits: list[tuple[int, int, str]] = []  # replacements in the text: (start, end, new text)
         self._kernels: list[KernelSource] = []
         self._templates: dict[str, _Signature] = {}  # of templates of kernels
 
@@ -169,7 +169,7 @@ class Translator:
         self._replace(each.begin, each.end, self._make_entry_point(names[0], callee, self._templates[name]))
 
     def _find_callee(self, each: Declaration) -> str:
-        """Return f<float> of `template [[]] kernel void f<float>(...);` or `template [[]] decltype(f<float>) ...;`."""
+        """Return the instantiated function, such as `f<float>` of `template kernel void f<float>(...);`."""
         for i in range(each.begin, each.end):
             if self._source.tokens[i].text == "decltype":
                 return self._source.slice(i + 2, self._source.find_closing(i + 1))
@@ -190,7 +190,7 @@ class Translator:
         )
 
     def _bind_parameters(self, kernel: Declaration) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the binding of each parameter, and the names of the buffers by index."""
+        """Return (the binding of each parameter, the names of the buffers by index)."""
         bindings: list[str] = []
         buffers: dict[int, str] = {}
         for begin, end in self._source.split_at_commas(*kernel.parameters):
@@ -208,9 +208,9 @@ class Translator:
         return tuple(bindings), tuple(buffers[i] for i in range(len(buffers)))
 
     def _bind_parameter(self, kernel: Declaration, begin: int, end: int, unnumbered: int) -> str | int:
-        """Return the binding of a parameter: an attribute, or the index of a buffer (`unnumbered` if it has no number).
+        """Return the binding of a parameter: the name of an attribute, or the index of a buffer.
 
-        Its attributes go.
+        A buffer without [[buffer(n)]] gets the index `unnumbered`. Removes the parameter's attributes.
         """
         tokens = self._source.tokens
         bound: str | int | None = unnumbered if any(token.text in "*&" for token in tokens[begin:end]) else None
@@ -243,7 +243,7 @@ class Translator:
             )
 
     def _parameter_name(self, begin: int, end: int) -> str:
-        """Return the name of a parameter: its last word before the attributes."""
+        """Return the name of a parameter in tokens [begin, end): its last word before the attributes."""
         words = [begin]
         for i in range(begin, end):
             if self._source.tokens[i].text in ("[", "="):
@@ -253,17 +253,17 @@ class Translator:
         return self._source.tokens[words[-1]].text
 
     def _attribute_number(self, attribute: int) -> int:
-        """Return n of attribute(n)."""
+        """Return the number n of an attribute such as buffer(n), whose name is token `attribute`."""
         tokens = self._source.tokens[attribute : attribute + 4]
         if len(tokens) == 4 and tokens[2].text.isdigit() and tokens[3].text == ")":
             return int(tokens[2].text)
         raise SyntaxError(f"{self._source.location(attribute)}: write a number into [[{tokens[0].text}(...)]]")
 
     def _attribute_string(self, first: int, after: int) -> str:
-        """Return the strings of host_name("a" "b"), joined."""
+        """Return the strings of an attribute such as host_name("a" "b"), joined."""
         return "".join(token.text[1:-1] for token in self._source.tokens[first + 2 : after - 1])
 
-    # ---- what C++ does not have
+    # ---- the parts of Metal that C++ does not have
 
     def _translate_variables(self, kernel: Declaration) -> tuple[str, ...]:
         """Turn threadgroup variables into references to memory that the runtime knows by number; return their names."""
@@ -286,7 +286,7 @@ class Translator:
         return tuple(names)
 
     def _insert_call_sites(self) -> None:
-        """Pass barriers and simd operations their place in the source, with a column: a line may have two calls."""
+        """Add to each call of a barrier or simd operation its line and column, as a line may have two calls."""
         defined = {each.name for each in find_declarations(self._source) if each.kind is DeclarationKind.FUNCTION}
         for i in range(1, len(self._source.tokens) - 1):
             before, name = self._source.tokens[i - 1].text, self._source.tokens[i].text
@@ -324,14 +324,14 @@ class Translator:
         self._edits.append((start, stop, text + "\n" * lines))
 
     def _insert(self, at: int, text: str) -> None:
-        """Insert a text at an offset."""
+        """Insert a text at an offset of the source."""
         self._edits.append((at, at, text))
 
     def _apply_edits(self) -> str:
         parts, done = [], 0
         for start, stop, text in sorted(set(self._edits)):
             if start < done:
-                continue  # within text that was replaced
+                continue  # this edit is within text that was replaced
             parts += [self._source.text[done:start], text]
             done = stop
         return "".join([*parts, self._source.text[done:]])

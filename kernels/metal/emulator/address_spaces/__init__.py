@@ -1,11 +1,11 @@
-"""Checks Metal source as nearly as an ordinary clang can to what Apple's compiler would check, without running it.
+"""Checks Metal source without running it, as nearly as an ordinary clang can, for what Apple's compiler would refuse.
 
-Apple's compiler is a clang whose types have address spaces. So a source is compiled twice without making code: as
-the C++ that the emulator runs, and as C++ with clang's address_space attribute behind `device`, `constant` and
-`threadgroup` (rewriting.py, include/). Before both, the emulator's rules and those of declared.py are checked.
-Knows no kernel of ours.
+Apple's compiler is a clang whose types have address spaces. So a source is compiled twice, only to find errors: as the
+C++ that the emulator runs, and as C++ with clang's address_space attribute behind `device`, `constant` and
+`threadgroup` (rewriting.py, include/). Before both, the emulator's rules and those of declared.py are checked. Knows no
+kernel of this project.
 
-What comes of it is a hint: Apple's compiler may refuse more.
+A source without faults is no proof: Apple's compiler may refuse more.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from kernels.metal.emulator.translation import Translator
 
 INCLUDE, EMULATOR_INCLUDE = Path(__file__).parent / "include", HERE / "include"
 LANGUAGE = ("-x", "c++", "-std=gnu++14", "-fsyntax-only", "-nostdinc", "-ferror-limit=0", "-fno-caret-diagnostics")
-SINGLE = ("-Xclang", "-cl-single-precision-constant")  # 1.0 is a float in Metal
-ERRORS = (  # what clang would only warn of, or accept as an extension
+SINGLE = ("-Xclang", "-cl-single-precision-constant")  # a literal such as 1.0 is a float in Metal, not a double
+ERRORS = (  # clang's warnings that are errors here: it would only warn, or accept an extension
     "c++11-narrowing",
     "c++17-extensions",
     "c++20-extensions",
@@ -41,7 +41,7 @@ ERRORS = (  # what clang would only warn of, or accept as an extension
 
 
 class Clang:
-    """The clang of PyPI's ziglang, or clang++, of which older versions lack some types."""
+    """A clang: that of PyPI's package ziglang, or clang++, of which older versions lack some types."""
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self._command = command
@@ -49,7 +49,7 @@ class Clang:
 
     @classmethod
     def find(cls) -> Clang:
-        """Return the clang of ziglang, or clang++. Raises CompilerMissing."""
+        """Return the clang of the package ziglang, or else clang++. Raises CompilerMissing if there is neither."""
         if importlib.util.find_spec("ziglang") is not None:
             return cls((sys.executable, "-m", "ziglang", "clang"))
         if shutil.which("clang++"):
@@ -59,7 +59,7 @@ class Clang:
         )
 
     def check(self, source: str, include: Iterable[str | PathLike[str]] = ()) -> None:
-        """Check a source. Raises SyntaxError with a line, file and line number for what Apple's compiler would refuse.
+        """Check a source. Raises SyntaxError with a line "file:line: fault" for all that Apple's compiler would refuse.
 
         `include`: folders in which #include finds headers.
         """
@@ -74,7 +74,7 @@ class Clang:
             raise SyntaxError("\n".join(dict.fromkeys(f"{where}: {what}" for where, what in found)))
 
     def _find_faults(self, text: str, headers: Path) -> list[Fault]:
-        """Return the faults that clang finds in C++ that is compiled with these headers."""
+        """Return the faults that clang finds in C++ source `text`, compiled with the headers in a folder."""
         options = [*LANGUAGE, *SINGLE, *(f"-Werror={name}" for name in ERRORS), *DEFINES]
         command = [*self._command, *options, f"-I{headers}", f"-I{EMULATOR_INCLUDE}", "-include", "metal_stdlib", "-"]
         done = subprocess.run(command, input=text, capture_output=True, text=True)

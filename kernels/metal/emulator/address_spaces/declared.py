@@ -1,6 +1,6 @@
 """Checks of declarations that Apple's compiler makes and C++ compilers do not: address spaces, static variables.
 
-Reads tokens, as ../rules.py does; what needs types is clang's.
+Works on tokens, as ../rules.py does; what needs types is checked by clang.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from kernels.metal.emulator.address_spaces.diagnostics import Fault
 from kernels.metal.emulator.syntax import Declaration, DeclarationKind, find_declarations
 from kernels.metal.emulator.tokens import Source
 
-POSITIONS = frozenset(  # and sizes; those that are vectors have the same number of dimensions in a kernel
+# Attributes that are positions or sizes. In one kernel, those that are vectors must all have the same dimensions.
+POSITIONS = frozenset(
     (
         "thread_position_in_grid",
         "thread_position_in_threadgroup",
@@ -54,7 +55,7 @@ def _check_buffers(source: Source, kernel: Declaration) -> Iterator[Fault]:
 
 
 def _check_statics(source: Source, each: Declaration) -> Iterator[Fault]:
-    """Check members of structs, and variables within functions."""
+    """Yield faults of static variables: members of structs, and variables within functions."""
     begin, end = each.body if each.kind is DeclarationKind.FUNCTION else (each.begin, each.end)
     if each.kind is DeclarationKind.FUNCTION or (each.kind is DeclarationKind.VARIABLE and each.is_member):
         for i in range(begin, end):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-Fault = tuple[str, str]  # file:line, and what is wrong
+Fault = tuple[str, str]  # (place as file:line, description of what is wrong there)
 
 SPACES = {"1": "device", "2": "constant", "3": "threadgroup"}  # as in include/declared/words.h
 _DIAGNOSTIC = re.compile(r"^(?=.*: (?:fatal error|error|warning): )", re.MULTILINE)
@@ -16,7 +16,10 @@ _REASON = re.compile(r" not viable: (.*)")
 
 
 def parse_faults(output: str, headers: str) -> list[Fault]:
-    """Return the errors that clang printed; those within `headers` get the lines that instantiated them."""
+    """Return the errors that clang printed.
+
+    An error within the folder `headers` gets the line of the source that uses the header.
+    """
     errors = [each for each in _DIAGNOSTIC.split(output) if "error: " in each.split("\n", 1)[0]]
     return [_parse_fault(error, headers) for error in errors if not _is_struct_copy(error)]
 

@@ -1,8 +1,8 @@
 """Translates Metal to C++ with clang's address spaces: rewrites what clang's type checker would refuse.
 
-That is: threadgroup variables become references, instantiations lose their attributes, float4(...) and (device float*)p
-become functions, structs get copies from every address space, 1.5h becomes half(1.5f). The rest stays as it is, line by
-line. include/metal_stdlib says what the names mean.
+Threadgroup variables become references, instantiations lose their attributes, float4(...) and (device float*)p become
+functions, structs get copies from every address space, 1.5h becomes half(1.5f). The rest stays as it is, line by line.
+include/metal_stdlib defines the names that are inserted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kernels.metal.emulator.syntax import Declaration, DeclarationKind, find_dec
 from kernels.metal.emulator.tokens import Source
 from kernels.metal.emulator.translation import find_threadgroup_variables
 
-Edit = tuple[int, int, str]  # of the text: start, end, replacement
+Edit = tuple[int, int, str]  # a replacement in a text: (start, end, new text)
 
 MAX_THREADGROUP_BYTES = 32768
 _SCALARS = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "bfloat", "float")
@@ -26,7 +26,7 @@ _SUFFIXES = {"h": "half", "bf": "bfloat"}
 
 
 def rewrite(source: Source) -> str:
-    """Return C++ for clang, which needs include/metal_stdlib."""
+    """Return a Metal source as C++ for clang, which must include include/metal_stdlib first."""
     edits = [*_rewrite_vectors(source), *_rewrite_casts(source), *_rewrite_literals(source), *_rewrite_structs(source)]
     for each in find_declarations(source):
         if each.kind is DeclarationKind.INSTANTIATION:
@@ -39,7 +39,7 @@ def rewrite(source: Source) -> str:
 
 
 def _rewrite_variables(source: Source, kernel: Declaration) -> Iterator[Edit]:
-    """Rewrite each `threadgroup float a[8], b;` as references, and assert that all variables so far fit."""
+    """Turn each `threadgroup float a[8], b;` into references, and assert that all variables so far fit into memory."""
     names: list[str] = []
     for variable in find_threadgroup_variables(source, *kernel.body):
         made = []
@@ -55,19 +55,20 @@ def _rewrite_variables(source: Source, kernel: Declaration) -> Iterator[Edit]:
             f"static_assert({bytes_so_far} <= {MAX_THREADGROUP_BYTES}, "
             f'"Metal has {MAX_THREADGROUP_BYTES} bytes of threadgroup memory"); '
         )
-        if _count_open_braces(source, kernel.body[0], variable.begin):  # unknown where their block ends
+        # A variable of an inner block is not counted later, as the end of its block is not known here.
+        if _count_open_braces(source, kernel.body[0], variable.begin):
             names = names[: -len(variable.declarators)]
         yield _make_edit(source, variable.begin, variable.end, "".join(made))
 
 
 def _count_open_braces(source: Source, begin: int, end: int) -> int:
-    """Return the number of braces that are open at `end`."""
+    """Return how many of the braces opened among the tokens [begin, end) are still open at `end`."""
     texts = [token.text for token in source.tokens[begin:end]]
     return texts.count("{") - texts.count("}")
 
 
 def _assert_type_parameters(source: Source, function: Declaration) -> Iterator[Edit]:
-    """Assert that no type parameter has an address space: `thread T*` is `T*` here, and would match any."""
+    """Assert that no template type has an address space: in C++ `thread T*` is `T*`, and would match any pointer."""
     last = source.find_closing_angle(function.begin + 1)
     at = source.tokens[function.body[0] - 1].end
     for begin, end in source.split_at_commas(function.begin + 2, last):
@@ -83,7 +84,7 @@ def _remove_attributes(source: Source, each: Declaration) -> Iterator[Edit]:
 
 
 def _rewrite_vectors(source: Source) -> Iterator[Edit]:
-    """Rewrite `float4(` and `vec<T, 4>(`, also by names from a typedef or using."""
+    """Turn `float4(...)` and `vec<T, 4>(...)`, also by names from a typedef or using, into function calls."""
     names = _VECTORS | set(_find_vector_aliases(source))
     for i, token in enumerate(source.tokens):
         last = i
@@ -96,7 +97,7 @@ def _rewrite_vectors(source: Source) -> Iterator[Edit]:
 
 
 def _find_vector_aliases(source: Source) -> Iterator[str]:
-    """Yield H of `typedef half4 H;` and `using H = vec<half, 4>;`."""
+    """Yield the names of vector types: H of `typedef half4 H;` and `using H = vec<half, 4>;`."""
     for i, token in enumerate(source.tokens):
         if token.text == "typedef" and (end := _vector_end(source, i + 1)) and source.is_at(end + 1, ";"):
             yield source.tokens[end].text
@@ -105,7 +106,7 @@ def _find_vector_aliases(source: Source) -> Iterator[str]:
 
 
 def _vector_end(source: Source, i: int) -> int | None:
-    """Return the index after the type of a vector that stands at i; None if there is none."""
+    """Return the index after the vector type that begins at token i; None if none begins there."""
     while source.tokens[i].text in ("metal", "::"):
         i += 1
     if source.is_at(i, "vec", "<"):
@@ -114,7 +115,7 @@ def _vector_end(source: Source, i: int) -> int | None:
 
 
 def _rewrite_casts(source: Source) -> Iterator[Edit]:
-    """Rewrite `(device float*)p`, which may change the address space in C++ and not in Metal."""
+    """Turn casts such as `(device float*)p`, which in Metal cannot change the address space, into function calls."""
     for i, token in enumerate(source.tokens):
         if token.text != "(" or (source.tokens[i - 1].is_word and source.tokens[i - 1].text != "return"):
             continue
@@ -129,7 +130,7 @@ def _rewrite_casts(source: Source) -> Iterator[Edit]:
 
 
 def _operand_end(source: Source, i: int) -> int:
-    """Return the index after a cast's operand at i: a name or something in brackets, with prefixes and suffixes."""
+    """Return the index after the operand of a cast at token i: a name or brackets, with prefixes and suffixes."""
     while (text := source.tokens[i].text) in _PREFIXES or (text == "(" and _is_cast(source, i)):
         i = source.find_closing(i) + 1 if text == "(" else i + 1
     i = source.find_closing(i) + 1 if text == "(" else i + 1
@@ -175,7 +176,7 @@ def _has_constructor(source: Source, name: str, opening: int) -> bool:
 
 
 def _make_edit(source: Source, begin: int, end: int, text: str) -> Edit:
-    """Return an edit that replaces tokens [begin, end) by a text of as many lines as before."""
+    """Return an edit that replaces tokens [begin, end) by `text`, with newlines added to keep the number of lines."""
     start, stop = source.tokens[begin].start, source.tokens[end - 1].end
     return start, stop, text + "\n" * (source.text.count("\n", start, stop) - text.count("\n"))
 
@@ -184,7 +185,7 @@ def _apply_edits(text: str, edits: list[Edit]) -> str:
     parts, done = [], 0
     for start, stop, replacement in sorted(edits):
         if start < done:
-            continue  # within text that was replaced
+            continue  # this edit is within text that was replaced
         parts += [text[done:start], replacement]
         done = stop
     return "".join([*parts, text[done:]])

@@ -1,4 +1,4 @@
-// The failure of a launch, which ../failure.py formats; it has the same fields.
+// The failure of a launch; ../failure.py has the same fields and formats it as a message.
 #pragma once
 
 #include "../include/emulated/runtime.h"
@@ -8,14 +8,14 @@ namespace emulator {
 enum Fault : int {
   NO_FAULT,
   RACE,              // both parties
-  OUT_OF_BOUNDS,     // one party; `memory` is the nearest
+  OUT_OF_BOUNDS,  // `first` only; `memory` describes the nearest argument or variable
   MISALIGNED,        // one party
   WRITE_TO_CONST,    // one party
-  DIVERGENCE,        // both parties: the other does not reach what the first waits in
-  TOO_MANY_BYTES,    // of threadgroup memory; `memory.offset` is their sum
-  NO_LANE,           // one party; `memory` has the lane as offset, and as bytes how many lanes there are
-  OTHER_LANE,        // both parties, which do not broadcast from the same lane
-  DIVISION           // one party; of integers, by zero, or the least one by -1
+  DIVERGENCE,  // both parties: they do not wait at the same place, so that a wait cannot end
+  TOO_MANY_BYTES,  // no party; `memory.offset` is the sum of bytes of threadgroup memory
+  NO_LANE,  // `first` only; `memory.offset` is the lane, `memory.bytes` the number of lanes that exist
+  OTHER_LANE,  // both parties, which broadcast from different lanes
+  DIVISION  // `first` only; an integer is divided by zero, or the least one by -1
 };
 
 enum Act : int { READS, WRITES, READS_ATOMICALLY, WRITES_ATOMICALLY, WAITS, RETURNED, DIVIDES };
@@ -23,7 +23,7 @@ enum Act : int { READS, WRITES, READS_ATOMICALLY, WRITES_ATOMICALLY, WAITS, RETU
 struct Party {
   Act act;
   unsigned thread, group;  // indices
-  unsigned code;           // of an access: the address of the instruction after it, in the library
+  unsigned code;  // of an access: address in the library of the instruction after it
   const char* operation;   // of WAITS
   const char* file;
   unsigned line, column;
@@ -34,7 +34,7 @@ enum Space : int { DEVICE, THREADGROUP };
 
 struct Memory {
   Space space;
-  int index;        // of the argument, or of the threadgroup's variable; -1: near none
+  int index;  // number of the argument or of the threadgroup variable; -1: none is near
   long offset;      // bytes from its beginning
   long bytes;       // its length
   unsigned access;  // bytes
@@ -42,7 +42,7 @@ struct Memory {
 
 struct Failure {
   Fault fault;
-  Party first, second;  // `first` is the one that found it
+  Party first, second;  // `first` is the thread that found the failure
   Memory memory;
 };
 

@@ -1,7 +1,9 @@
-// Fibers: each has a stack and the registers to resume with. Knows neither threads nor kernels.
+// Fibers: execution contexts, each with a stack of its own and the registers to resume with. Knows neither threads nor
+// kernels.
 //
-// On x86-64 a switch saves the registers that a function must keep (System V ABI) and sets the other stack pointer, in
-// some nanoseconds. On other processors, and with EMULATOR_UCONTEXT, the C library does it, with a system call.
+// On x86-64 a switch saves the registers that a function must keep (System V ABI) and sets the other stack pointer,
+// which takes some nanoseconds. On other processors, and with EMULATOR_UCONTEXT, the C library switches, with a system
+// call.
 #pragma once
 
 #include <cassert>
@@ -37,10 +39,10 @@ inline void switch_to(Registers& from, Registers& to) { swapcontext(&from.contex
 #else
 
 struct Registers {
-  void* stack_pointer;  // the saved registers are there
+  void* stack_pointer;  // where on the stack the other registers are saved
 };
 
-// from -> rdi, to -> rsi; ret pops the address at which the fiber resumes.
+// Switches stacks. `from` is in rdi, `to` in rsi; ret pops the address at which the other fiber resumes.
 __attribute__((naked, noinline)) inline void swap_stacks(void** /*from*/, void* /*to*/) {
   __asm__ volatile(
       "pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
@@ -52,7 +54,7 @@ __attribute__((naked, noinline)) inline void swap_stacks(void** /*from*/, void* 
 
 inline void prepare(Registers& registers, char* /*stack*/, char* top, void (*main)()) {
   void** sp = reinterpret_cast<void**>(top);
-  *--sp = nullptr;  // main's return address: it never returns
+  *--sp = nullptr;  // the return address of `main`, which never returns
   *--sp = reinterpret_cast<void*>(main);
   for (int i = 0; i < 6; ++i) *--sp = nullptr;
   registers.stack_pointer = sp;
@@ -66,16 +68,17 @@ struct Fiber {
   Registers registers;
   char* stack;
   bool begun;   // it is within `main`
-  Fiber* free;  // the next one of a list
+  Fiber* free;  // the next fiber in the list of free ones
 };
 
-// A pool of fibers for all launches. Stacks are reserved together, and take memory only when they are used.
+// A pool of fibers that all launches use. Stacks are reserved together, and take memory only when they are used.
 class Fibers {
  public:
-  static constexpr std::size_t STACK = 128 << 10, GAP = 16 << 10;  // bytes; touching the gap means a stack overflow
+  // Bytes of a stack, and of the gap below it, which only a stack overflow touches.
+  static constexpr std::size_t STACK = 128 << 10, GAP = 16 << 10;
   static constexpr unsigned COUNT = 1024;
 
-  // Frees all fibers, also those that have not finished.
+  // Makes all fibers free, also those whose functions have not returned.
   void reset(void (*main)()) {
     if (!memory_) reserve();
     main_ = main;
@@ -109,12 +112,13 @@ class Fibers {
     assert(found != MAP_FAILED);
     memory_ = static_cast<char*>(found);
 #ifdef MADV_NOHUGEPAGE
-    madvise(found, COUNT * (STACK + GAP), MADV_NOHUGEPAGE);  // a stack needs a page or two
+    madvise(found, COUNT * (STACK + GAP), MADV_NOHUGEPAGE);  // no huge pages, as a stack needs only a page or two
 #endif
     for (unsigned i = 0; i < COUNT; ++i) fibers_[i].stack = memory_ + i * (STACK + GAP) + GAP;
   }
 
-  // At different offsets in a page, as otherwise all would share a few cache lines.
+  // Returns the top of a fiber's stack: at different offsets in a page, as otherwise all stacks would compete for a few
+  // cache lines.
   char* top(const Fiber* fiber) const {
     return fiber->stack + STACK - (fiber - fibers_) * 448 % 16384;
   }

@@ -12,8 +12,8 @@
 namespace emulator {
 
 constexpr long THREADGROUP_BYTES = 32 << 10;
-constexpr unsigned MAX_VARIABLES = 64;  // of a kernel, as in ../translation.py
-constexpr long MARGIN = 64;             // bytes between two of them that nothing may access
+constexpr unsigned MAX_VARIABLES = 64;  // most threadgroup variables of a kernel; as in ../translation.py
+constexpr long MARGIN = 64;  // bytes between two threadgroup variables, which nothing may access
 
 struct Argument {
   std::uintptr_t begin, end;
@@ -22,7 +22,8 @@ struct Argument {
   bool has(std::uintptr_t address, unsigned size = 1) const { return begin <= address && address + size <= end; }
 };
 
-// Memory for threadgroup variables. A variable gets its place at its first declaration, for the whole launch.
+// Memory for threadgroup variables. A variable gets its place when it is first declared in a launch, and keeps it until
+// the launch ends.
 class ThreadgroupMemory {
  public:
   void begin_launch() {
@@ -35,7 +36,7 @@ class ThreadgroupMemory {
     if (bytes) std::memset(memory_, 0xFF, std::size_t(used_));
   }
 
-  // Null if they do not fit.
+  // Returns the memory of the variable with number `key`; null if the variables do not fit into threadgroup memory.
   void* of(unsigned key, long size) {
     assert(key < MAX_VARIABLES);
     Variable& found = variables_[key];
@@ -52,7 +53,8 @@ class ThreadgroupMemory {
   bool has(std::uintptr_t address) const { return address - base() < sizeof memory_; }
   long offset(std::uintptr_t address) const { return long(address - base()); }
 
-  // Returns the variable that has these bytes, or the nearest one: {its key, the offset in it}.
+  // Returns the threadgroup variable that contains `size` bytes at an address, or else the nearest one: its number, its
+  // length, and the address's offset from its beginning. `inside`: whether it contains them.
   Memory find(std::uintptr_t address, unsigned size, bool& inside) const {
     Memory nearest{THREADGROUP, -1, 0, 0, size};
     long least = 1l << 62;
@@ -111,7 +113,7 @@ class Checker {
     threadgroup_shadow_.release();
   }
 
-  // Checks an access by the running thread. `aligned`: it must be aligned to its size.
+  // Checks an access to memory by the running thread. `aligned`: the address must be a multiple of the size.
   void check(std::uintptr_t address, unsigned size, bool write, bool atomic, bool aligned, void* caller) {
     ++accesses;
     const std::uintptr_t stack = reinterpret_cast<std::uintptr_t>(scheduler_.stack());
@@ -129,7 +131,7 @@ class Checker {
     }
   }
 
-  // Returns the offset in the kernels' library of the instruction after this address; 0 outside of a checked launch.
+  // Returns the offset in the kernels' library of the instruction after an address; 0 outside of a checked launch.
   unsigned code(void* instruction) const {
     const std::uintptr_t found = image_of(instruction);
     return found && found == image_ ? unsigned(reinterpret_cast<std::uintptr_t>(instruction) - image_) + 1 : 0;
@@ -138,7 +140,8 @@ class Checker {
   unsigned long accesses;
 
  private:
-  // The bytes that overlapping arguments span together, if one of them may be written.
+  // A range of addresses in which races are detected: that of an argument that may be written, joined with those that
+  // overlap it.
   struct Piece {
     std::uintptr_t begin, end;
     Shadow shadow;
@@ -149,7 +152,7 @@ class Checker {
     for (unsigned i = 0; i < arguments_; ++i)
       if (argument_[i].writable && argument_[i].begin < argument_[i].end)
         piece_[pieces_++] = Piece{argument_[i].begin, argument_[i].end, Shadow()};
-    for (unsigned i = 0; i < pieces_; ++i)  // merge spans that overlap, and start again with the larger one
+    for (unsigned i = 0; i < pieces_; ++i)  // join ranges that overlap, and start again with the joined one
       for (unsigned j = i + 1; j < pieces_; ++j)
         if (piece_[i].begin < piece_[j].end && piece_[j].begin < piece_[i].end) {
           piece_[i].begin = piece_[i].begin < piece_[j].begin ? piece_[i].begin : piece_[j].begin;
@@ -188,10 +191,10 @@ class Checker {
       fail(RACE, memory, write, atomic);
   }
 
-  // Returns the argument at this address, preferably one that may be written; else the nearest within 1 MiB.
+  // Returns the argument at an address, preferably one that may be written; if there is none, the nearest within 1 MiB.
   Memory nearest(std::uintptr_t address, unsigned size) const {
     Memory found{DEVICE, -1, 0, 0, size};
-    long least = 2l << 20;  // 1 MiB; doubled, as below
+    long least = 2l << 20;  // 1 MiB, doubled as the distances below are
     for (unsigned i = 0; i < arguments_; ++i) {
       const Argument& each = argument_[i];
       const long before = long(each.begin - address), after = long(address + size - each.end);
@@ -212,7 +215,7 @@ class Checker {
     scheduler_.abandon();
   }
 
-  // Constants of the program are in the kernels' library itself.
+  // Returns whether an address is in the kernels' library, which contains the program's constants.
   bool constant(std::uintptr_t address) {
     const std::uintptr_t page = (address >> 12) + 1;
     if (page == constant_page_) return true;
@@ -221,7 +224,7 @@ class Checker {
     return true;
   }
 
-  // Returns the beginning of the library that has this address; 0 if none has.
+  // Returns the address at which the library that contains an address begins; 0 if no library does.
   static std::uintptr_t image_of(void* address) {
     Dl_info found;
     return dladdr(address, &found) ? reinterpret_cast<std::uintptr_t>(found.dli_fbase) : 0;
@@ -233,9 +236,9 @@ class Checker {
   Piece piece_[MAX_BUFFERS];
   unsigned arguments_, pieces_;
   Shadow threadgroup_shadow_;
-  std::uintptr_t image_;          // where the kernels' library begins
-  std::uintptr_t constant_page_;  // the page that was found last, plus one
-  unsigned code_;  // of the access that is checked
+  std::uintptr_t image_;  // address where the kernels' library begins
+  std::uintptr_t constant_page_;  // number of the latest page found in the library, plus one
+  unsigned code_;  // place in the library of the access being checked
 };
 
 }  // namespace emulator

@@ -13,7 +13,7 @@
 
 namespace emulator {
 
-// One access, packed. 0: none.
+// An access to memory, packed into 64 bits; 0 stands for no access.
 class Access {
  public:
   Access() = default;
@@ -32,7 +32,8 @@ class Access {
     return thread() == now.thread() || barriers() != now.barriers() ||
            (same_simdgroup(now) && simd_barriers() != now.simd_barriers());
   }
-  // Whether everything that races with an atomic `now` also races with this access, which is not atomic.
+  // Returns whether this access, which is not atomic, equals `now` but for that: then everything that races with `now`
+  // races with it, too.
   bool hides(Access now) const { return bits_ == (now.bits_ & ~(1ul << 62)); }
   bool races(Access now) const { return bits_ && !(atomic() && now.atomic()) && !before(now); }
 
@@ -44,7 +45,7 @@ class Access {
 
 class Shadow {
  public:
-  // Untouched pages take no memory.
+  // Reserves what is recorded of `bytes` bytes; pages that are not touched take no memory.
   void reserve(std::size_t bytes) {
     bytes_ = bytes;
     void* found = mmap(nullptr, bytes * sizeof(Cell), PROT_READ | PROT_WRITE,
@@ -59,7 +60,8 @@ class Shadow {
 
   explicit operator bool() const { return cells_; }
 
-  // Records an access to bytes [offset, offset + size); returns whether it races, and with which access in `other`.
+  // Records an access to bytes [offset, offset + size); returns whether it races with an earlier one, which is written
+  // to `other`.
   bool race(std::size_t offset, unsigned size, bool write, Access now, unsigned code, Party& other) {
     for (unsigned i = 0; i < size; ++i)
       if (race(cells_[offset + i], write, now, code, other)) return true;

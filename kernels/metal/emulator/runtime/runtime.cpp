@@ -55,11 +55,12 @@ static void place(Context& context, unsigned number) {
   }
 }
 
-// The i-th threadgroup to run.
+// Returns the number of the threadgroup that runs as the i-th, in the order of the launch.
 static unsigned turn(const Launch& launch, unsigned i, unsigned groups) {
   if (launch.order == FORWARD) return i;
   if (launch.order == REVERSED) return groups - 1 - i;
-  const std::uint64_t step = groups % 1000003 ? 1000003 : 999983;  // primes, so that every threadgroup is run
+  // The step is a prime that does not divide `groups`, so that every threadgroup is run once.
+  const std::uint64_t step = groups % 1000003 ? 1000003 : 999983;
   return unsigned((launch.seed % groups + i * step) % groups);
 }
 
@@ -75,22 +76,23 @@ static void run(const Launch& launch) {
   }
 }
 
-// Makes an invalid division of integers, for which a GPU has some result, end the launch and not the process. On
-// processors on which it does not trap, such as ARM, it is not detected.
+// While it lives, an invalid division of integers ends the launch with a failure, not the process. (A GPU has some
+// result for it.) Processors that do not trap, such as ARM, do not detect it.
 class Divisions {
  public:
   Divisions() {
     thread_ = pthread_self();
     struct sigaction ours {};
     ours.sa_sigaction = fail;
-    ours.sa_flags = SA_SIGINFO | SA_NODEFER;  // the handler does not return
+    ours.sa_flags = SA_SIGINFO | SA_NODEFER;  // NODEFER, as the signal handler does not return
     sigaction(SIGFPE, &ours, &before_);
   }
   ~Divisions() { sigaction(SIGFPE, &before_, nullptr); }
 
  private:
   static void fail(int, siginfo_t* signal, void*) {
-    if (!scheduler.running() || !pthread_equal(thread_, pthread_self())) {  // not a kernel: the instruction traps again
+    // If no kernel is running, restores the old signal handler, and the instruction traps again.
+    if (!scheduler.running() || !pthread_equal(thread_, pthread_self())) {
       sigaction(SIGFPE, &before_, nullptr);
       return;
     }
@@ -152,7 +154,7 @@ EMULATOR_API void* emulator_threadgroup_memory(unsigned key, unsigned long bytes
   scheduler.abandon();
 }
 
-// ---- called by checked builds before an access
+// ---- functions that checked builds call before each access to memory
 
 static inline std::uintptr_t number(const volatile void* address) { return reinterpret_cast<std::uintptr_t>(address); }
 #define CALLER __builtin_return_address(0)
@@ -180,7 +182,7 @@ ACCESSES(4)
 ACCESSES(8)
 ACCESSES(16)
 
-// Larger objects, by their whole extent.
+// Checks an access to a larger object, over its whole extent.
 static void check_range(const void* address, std::size_t size, bool write, void* caller) {
   if (scheduler.running() && size) checker.check(number(address), unsigned(size), write, false, false, caller);
 }

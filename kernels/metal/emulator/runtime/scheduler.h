@@ -28,40 +28,41 @@ struct Wait {
            same(where.file, there.file);
   }
   static bool same(const char* a, const char* b) {
-    return a == b || !std::strcmp(a, b);  // equal strings of two templates may have two addresses
+    return a == b || !std::strcmp(a, b);  // equal names in two template instances may have two addresses
   }
 };
 
 struct Simdgroup {
   unsigned present;    // lanes that exist
-  unsigned runnable;   // lanes that have not begun or can go on
-  unsigned waiting;    // in the simd operation `wait`
-  unsigned returned;   // the rest waits for the threadgroup
+  unsigned runnable;  // lanes that have not begun, or can go on running
+  unsigned waiting;  // lanes that wait in the simd operation `wait`
+  unsigned returned;  // lanes that have returned; all others wait for the threadgroup
   Wait wait;
   unsigned turn;
-  Exchange exchange[2];  // of this operation and the one before, whose result some lanes may not have read yet
-  unsigned passed[3];    // simdgroup barriers that order device memory [1] and threadgroup memory [2]
+  // The values of the current simd operation and of the one before, whose result some lanes may not have read yet.
+  Exchange exchange[2];
+  unsigned passed[3];  // number of simdgroup barriers passed that order device memory [1] and threadgroup memory [2]
 
   unsigned at_barrier() const { return present & ~runnable & ~waiting & ~returned; }
 };
 
 class Scheduler {
  public:
-  // `main` is what fibers run: it has to call `live`.
+  // `main` is the function that fibers run; it has to call `live`.
   void begin_launch(void (*main)(), Entry entry, Order order, unsigned long seed) {
     entry_ = entry;
     order_ = order;
     random_ = seed * 0x9E3779B97F4A7C15ul + 0x1234567;
     switches = 0;
     std::memset(shape_, 0, sizeof shape_);
-    if (!ready_) fibers_.reset(main);  // the first time, or after a failed launch
+    if (!ready_) fibers_.reset(main);  // needed at first, and after a failed launch
     ready_ = false;
     failure = Failure();
   }
 
   void end_launch() { ready_ = failure.fault == NO_FAULT; }
 
-  // Runs all threads of the threadgroup of `context` until they have returned or one has failed.
+  // Runs all threads of a threadgroup, until they have returned or one has failed.
   void run(const Context& threadgroup, unsigned number) {
     context_ = &threadgroup;
     group = number;
@@ -75,7 +76,7 @@ class Scheduler {
     current_ = nullptr;
   }
 
-  // The body of every fiber.
+  // Runs one thread after the other; every fiber executes this.
   void live() {
     for (;;) {
       entry_(*context_, current_->thread);
@@ -119,7 +120,7 @@ class Scheduler {
     return &lanes;
   }
 
-  // Stops everything: the launch has failed.
+  // Ends the launch with a failure: never returns to the running thread.
   [[noreturn]] void fail(const Party& first, const Party& second, Fault fault = DIVERGENCE) {
     failure.fault = fault;
     failure.first = first;
@@ -144,14 +145,14 @@ class Scheduler {
 
   Simdgroup simdgroups[MAX_THREADS / LANES];
   unsigned group;      // index of the threadgroup
-  unsigned passed[3];  // threadgroup barriers that order device memory [1] and threadgroup memory [2]
+  unsigned passed[3];  // number of threadgroup barriers passed that order device memory [1] and threadgroup memory [2]
   unsigned long switches;
   Failure failure;
 
  private:
   struct Task {
     Thread thread;
-    Fiber* fiber;  // null: it has not begun
+    Fiber* fiber;  // null if the thread has not begun
   };
 
   static unsigned all(unsigned lanes) { return lanes == LANES ? ~0u : (1u << lanes) - 1; }
@@ -179,7 +180,8 @@ class Scheduler {
 
   // ---- simd operations
 
-  // Waits for the other lanes. Returns true to the last one, which must complete the operation; else it is complete.
+  // Waits until all lanes of the simdgroup have arrived. Returns true to the last lane, which must complete the
+  // operation, and false to the others, after that.
   bool arrive(const char* operation, Where where, int flags) {
     Simdgroup& mine = simdgroup();
     const bool waiting = mine.waiting;
@@ -234,7 +236,7 @@ class Scheduler {
     switch_to(fiber->registers, main_);
   }
 
-  // Switches to `next`; returns when it is the turn of `from` again.
+  // Switches to the thread `next`; returns when another thread switches back to `from`.
   void resume(Task* next, Registers& from) {
     if (!next->fiber) next->fiber = fibers_.take();
     current_ = next;
@@ -242,9 +244,10 @@ class Scheduler {
     switch_to(from, next->fiber->registers);
   }
 
-  // Returns the next thread: of the same simdgroup if possible, so that its operation is complete soon.
+  // Returns the thread that runs next: one of the same simdgroup if possible, so that its simd operation is complete
+  // soon.
   Task* pick() {
-    assert(runnable_);  // deadlocks are detected on arrival
+    assert(runnable_);  // some thread can run: deadlocks were detected before
     const unsigned here = current_ ? index() : order_ == REVERSED ? count_ - 1 : 0;
     unsigned which = here / LANES;
     if (order_ == RANDOM) which = any(runnable_);
@@ -253,7 +256,7 @@ class Scheduler {
     return &tasks_[which * LANES + (order_ == RANDOM ? any(lanes) : after(lanes, here % LANES))];
   }
 
-  // Returns the set bit after `bit` in this order; `bit` itself if there is no other.
+  // Returns the bit that is set in `mask` and follows `bit` in the order of the launch; after the last one, the first.
   unsigned after(unsigned mask, unsigned bit) const {
     if (order_ == FORWARD) {
       const unsigned later = current_ ? mask & (~0u << bit << 1) : mask;
@@ -282,14 +285,14 @@ class Scheduler {
   unsigned long random_;
   const Context* context_;
   unsigned count_, simdgroups_;  // of the threadgroup
-  unsigned runnable_;            // simdgroups that have a runnable lane
+  unsigned runnable_;  // simdgroups with at least one runnable lane
   unsigned at_barrier_, returned_, first_returned_;
   Wait barrier_;
   Task* current_;
   Registers main_;  // where the launch began
   bool ready_;  // all fibers are free
   Fibers fibers_;
-  unsigned shape_[3];  // for which the tasks were placed
+  unsigned shape_[3];  // threadgroup size for which `tasks_` has positions
   Task tasks_[MAX_THREADS];
 };
 

@@ -1,4 +1,5 @@
-// Atomic variables. Threads switch only at barriers and simd operations, so plain instructions are atomic.
+// Atomic variables. The emulator switches threads only at barriers and simd operations, so plain instructions are
+// atomic.
 #pragma once
 #include "simdgroup.h"
 
@@ -39,7 +40,7 @@ EMULATOR_UNCHECKED T swap(volatile atomic<T>* p, T value) {
   p->value = value;
   return old;
 }
-// The type that follows is not deduced from this argument: an int may be added to an atomic_uint.
+// The type of an argument from which T is not deduced: so an int may be added to an atomic_uint.
 template <class T>
 using Same = typename remove_cv<T>::type;
 

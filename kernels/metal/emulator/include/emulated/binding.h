@@ -5,12 +5,12 @@
 
 namespace emulator {
 
-// ---- the description of a parameter for Python; arguments.py has the same fields
+// ---- the description of a kernel's parameter for Python; Parameter in arguments.py has the same fields
 struct Parameter {
-  int buffer;     // its index; -1: not a buffer
-  int reference;  // one element; else a pointer to some
-  int element;    // scalar type, below, as scalars.py has them; 0: something else
-  int size;       // bytes of what it points to
+  int buffer;  // index of the buffer; -1: the parameter is no buffer
+  int reference;  // 1: a reference to one element; 0: a pointer to several
+  int element;  // code of the scalar type, an index of SCALARS in scalars.py; 0: none of them
+  int size;  // bytes of the type that it points to
   int alignment;
   int writable;
 };
@@ -66,7 +66,7 @@ struct IsConst<const T> : metal::true_type {};
 
 // ---- bindings
 template <class P>
-struct Bound;  // P: the type that the kernel declares
+struct Bound;  // P: the type of the parameter as the kernel declares it
 template <class T>
 struct Bound<T*> {
   static T* get(void* buffer) { return static_cast<T*>(buffer); }
@@ -94,7 +94,8 @@ struct buffer {
   }
 };
 
-// A number, or as many of three numbers as the parameter has components.
+// Converts a position or size of three numbers to a parameter's type: a number, or a vector of as many components as it
+// has.
 template <class P>
 struct Components {
   static EMULATOR_INLINE P of(const unsigned* v) { return P(v[0]); }
@@ -153,7 +154,7 @@ int describe(void (*)(P...), Parameter* to) {
   return int(sizeof...(P));
 }
 
-// A threadgroup's variable; `T` may be an array.
+// Returns a reference to a threadgroup variable, whose type `T` may be an array.
 template <class T>
 EMULATOR_INLINE T& variable(unsigned key) {
   return *static_cast<T*>(emulator_threadgroup_memory(key, sizeof(T)));

@@ -1,10 +1,11 @@
-// Functions of floating point numbers: computed in float, rounded to their type. fast:: and precise:: are the same here.
+// Functions of floating point numbers: computed in float, rounded to their type. Those of the namespaces fast and
+// precise are the same here.
 #pragma once
 #include "vectors.h"
 
 namespace metal {
 
-// For vectors, component by component; a scalar argument applies to all components.
+// Applies a function to vectors component by component; a scalar argument is used for all components.
 #define EMULATED_VECTOR_1(name)                                    \
   template <class T, int N>                                        \
   EMULATOR_INLINE vec<T, N> name(const vec<T, N>& a) {             \
@@ -53,7 +54,7 @@ namespace metal {
   }                                                                                                      \
   EMULATED_VECTOR_3(name)
 
-// Functions that fast:: and precise:: have as well.
+// Functions that the namespaces fast and precise have as well.
 #define EMULATED_TRANSCENDENTAL(F1, F2)          \
   F1(acos, __builtin_acosf(x))                   \
   F1(acosh, __builtin_acoshf(x))                 \
@@ -147,7 +148,7 @@ namespace precise {
 using metal::sincos;
 }
 
-// ---- geometry; sums in the order of the components, in their type
+// ---- geometric functions (dot, length, ...); they sum in the order of the components, in the components' type
 template <class T, int N>
 EMULATOR_INLINE T dot(const vec<T, N>& a, const vec<T, N>& b) {
   T sum = T(a.e[0] * b.e[0]);

@@ -30,7 +30,7 @@ struct Element<vec<T, N>> {
   typedef T type;
 };
 
-// The value of one lane.
+// Returns the value that one lane passed in a simd operation.
 template <class T>
 EMULATOR_INLINE T at(const Exchange& lanes, uint lane) {
   T value;
@@ -47,7 +47,7 @@ EMULATOR_INLINE const Exchange& exchange(T value, Combine combine, const char* o
   return *emulator_exchange(&value, sizeof value, combine, operation, where);
 }
 
-// A reduction over all existing lanes, in order; computed once.
+// Reduces the values of all existing lanes to one, in the order of lanes; called once per operation.
 template <class T, class Op>
 EMULATOR_UNCHECKED void combine(Exchange& lanes) {
   T sum = at<T>(lanes, uint(__builtin_ctz(lanes.lanes)));
@@ -63,7 +63,8 @@ EMULATOR_UNCHECKED T reduce(T value, const char* operation, Where where) {
   return result;
 }
 
-// A prefix reduction over the lanes before this one (and this one), beginning with `none`.
+// Reduces the values of the lanes before this one (with `inclusive`, also this lane's own value), beginning with
+// `none`, the identity of the operation.
 template <class Op, class T>
 EMULATOR_UNCHECKED T scan(T value, T none, bool inclusive, const char* operation, Where where) {
   const Exchange& lanes = exchange(value, nullptr, operation, where);
@@ -72,7 +73,8 @@ EMULATOR_UNCHECKED T scan(T value, T none, bool inclusive, const char* operation
   return sum;
 }
 
-// The value of another lane, if `wanted`. The lane must exist; checked builds check that.
+// Returns the value of another lane if `wanted`, otherwise `fallback`. The lane must exist; checked builds end the
+// launch if it does not.
 template <class T>
 EMULATOR_UNCHECKED T shuffle(T value, int lane, bool wanted, T fallback, const char* operation, Where where) {
   const Exchange& lanes = exchange(value, nullptr, operation, where);
@@ -83,7 +85,7 @@ EMULATOR_UNCHECKED T shuffle(T value, int lane, bool wanted, T fallback, const c
 #endif
   return at<T>(lanes, uint(lane));
 }
-// Checked builds: all lanes must broadcast from the same lane.
+// In checked builds: ends the launch unless all lanes broadcast from the same lane.
 EMULATOR_UNCHECKED void check_broadcast(uint lane, const char* operation, Where where) {
 #ifdef EMULATOR_CHECKED
   const Exchange& lanes = exchange(lane, nullptr, operation, where);
@@ -136,7 +138,8 @@ EMULATED_SCAN(simd_prefix_inclusive_product, Product, 1, true)
 EMULATED_SCAN(simd_prefix_exclusive_product, Product, 1, false)
 #undef EMULATED_SCAN
 
-// up and down: a lane beyond the simdgroup leaves the value as it is; the _fill_ ones take it from `fill`.
+// Shuffles. In simd_shuffle_up and _down, a lane whose source is outside the simdgroup keeps its own value; in the
+// _fill_ versions it takes a lane of `fill`.
 #define EMULATED_SHUFFLE(name, argument, from, inside)                                                     \
   template <class T>                                                                                       \
   EMULATOR_INLINE T name(T value, ushort argument, emulator::Where where = emulator::Where()) {            \
@@ -173,7 +176,7 @@ EMULATOR_INLINE T simd_broadcast_first(T value, emulator::Where where = emulator
   return emulated::shuffle(value, 0, true, value, "simd_broadcast_first", where);
 }
 
-// Sets of lanes, one bit per lane.
+// A set of lanes, one bit per lane.
 struct simd_vote {
   typedef ulong vote_t;
   vote_t bits;

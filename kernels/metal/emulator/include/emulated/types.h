@@ -1,16 +1,17 @@
-// Scalars of MSL, words of the language, type traits and limits.
+// Metal's scalars and their limits, the words of the language, and type traits.
 #pragma once
 #include "shared/traits.h"
 #include "shared/words.h"
 
-// ---- words that only the translator interprets
+// ---- words of the language that mean nothing in C++: only the translator interprets them
 #define device
 #define constant const
 #define threadgroup
 #define thread
 #define METAL_FUNC inline
 
-// The upper half of a float, rounded to nearest, ties to even. Converts to float implicitly, and from float explicitly.
+// A bfloat: the upper half of a float, rounded to nearest, ties to even. Converts to float implicitly, and from float
+// explicitly.
 struct bfloat {
   ushort bits;
 
@@ -128,7 +129,7 @@ struct is_unsigned : bool_constant<is_integral<T>::value && !is_signed<T>::value
 
 }  // namespace metal
 
-// bfloats: with a float the result is one, by the built-in operator; with an integer it stays a bfloat.
+// Arithmetic of bfloats: with a float the result is a float, by the built-in operator; with an integer it is a bfloat.
 #define EMULATED_BFLOAT(op)                                                                                     \
   EMULATOR_INLINE bfloat operator op(bfloat a, bfloat b) { return bfloat(float(a) op float(b)); }               \
   template <class T>                                                                                            \

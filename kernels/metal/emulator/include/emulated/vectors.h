@@ -28,7 +28,7 @@ struct total<A, B...> {
   enum { count = int(components<A>::count) + int(total<B...>::count) };
 };
 
-// Components of scalars and vectors, one after the other.
+// Lists the components of scalars and vectors, one after the other.
 template <class T, class A>
 EMULATOR_INLINE T* append(T* to, const A& scalar) {
   *to = T(scalar);
@@ -40,7 +40,7 @@ EMULATOR_INLINE T* append(T* to, const vec<A, N>& v) {
   return to + N;
 }
 
-// A swizzle on the left of an assignment.
+// A swizzle on the left side of an assignment: references to some components.
 template <class T, int... I>
 struct Swizzle {
   T* e;
@@ -80,7 +80,7 @@ struct Swizzle {
   EMULATED_BINARY(T, op)                                                         \
   EMULATOR_INLINE vec& operator op##=(const vec& b) { return *this = *this op b; } \
   EMULATOR_INLINE vec& operator op##=(T b) { return *this = *this op b; }
-// Templates, so that they exist for integers only.
+// Operators that are templates, so that they exist for vectors of integers only.
 #define EMULATED_BITWISE(op)                                                                                         \
   template <class U>                                                                                                 \
   friend EMULATOR_INLINE vec operator op(const vec& a, const vec<U, N>& b) { EMULATED_EACH(T, a.e[i] op b.e[i]) }    \
@@ -89,7 +89,7 @@ struct Swizzle {
   template <class U>                                                                                                 \
   EMULATOR_INLINE vec& operator op##=(const U& b) { return *this = *this op b; }
 
-// The members of all sizes. T(...) rounds, as the result of two chars is an int in C++.
+// The members that vectors of all sizes have. T(...) rounds each result, as the result of two chars is an int in C++.
 #define EMULATED_VECTOR(N_)                                                                            \
   enum { N = N_ };                                                                                     \
   vec() = default;                                                                                     \
@@ -187,7 +187,7 @@ struct alignas(4 * sizeof(T)) vec<T, 4> {
 #undef EMULATED_BINARY
 #undef EMULATED_EACH
 
-// For memory only: converted to a vec to compute with.
+// A packed vector: only stored in memory, and converted to a vec to compute with.
 template <class T, int N>
 struct packed_vec {
   T e[N];

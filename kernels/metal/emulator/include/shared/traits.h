@@ -1,4 +1,4 @@
-// Type traits, for the headers with implementations and for those with declarations only.
+// Type traits, shared by the headers of the emulator (include/emulated) and those for clang's checks (address_spaces).
 #pragma once
 
 namespace metal {
@@ -33,7 +33,7 @@ struct conditional<false, A, B> {
   typedef B type;
 };
 
-// Type queries, which the including headers define.
+// Queries about types, which the including headers specialise.
 template <class T>
 struct remove_reference;
 template <class T>

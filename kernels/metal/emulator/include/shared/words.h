@@ -1,4 +1,5 @@
-// Constants and scalars of MSL, except bfloat, for the headers with implementations and those with declarations only.
+// Constants and scalars of Metal except bfloat, shared by the headers of the emulator (include/emulated) and those for
+// clang's checks (address_spaces).
 #pragma once
 
 #define INFINITY __builtin_inff()

@@ -1,4 +1,4 @@
-// Atomic variables in device and in threadgroup memory.
+// Declarations of atomic variables in device and in threadgroup memory, for clang to check.
 #pragma once
 #include "vectors.h"
 
@@ -17,7 +17,7 @@ typedef atomic<bool> atomic_bool;
 typedef atomic<ulong> atomic_ulong;
 
 namespace spaces {
-// The type that follows is not deduced from this argument: an int may be added to an atomic_uint.
+// The type of an argument from which T is not deduced: so an int may be added to an atomic_uint.
 template <class T>
 using Same = typename remove_cv<T>::type;
 }  // namespace spaces

@@ -1,4 +1,5 @@
-// Functions of floating point numbers. Overloads for each type, so that a call with two types is ambiguous as in Metal.
+// Declarations of functions of floating point numbers, with an overload for each type, so that a call with two types is
+// ambiguous, as in Metal.
 #pragma once
 #include "vectors.h"
 
@@ -27,7 +28,7 @@ namespace metal {
   template <class T, int N>                            \
   vec<T, N> name(vec<T, N>, T, T);
 
-// Functions that fast:: and precise:: have as well.
+// Functions that the namespaces fast and precise have as well.
 #define DECLARED_TRANSCENDENTAL                                                                                    \
   DECLARED_1(acos) DECLARED_1(acosh) DECLARED_1(asin) DECLARED_1(asinh) DECLARED_1(atan) DECLARED_1(atanh)         \
   DECLARED_1(cos) DECLARED_1(cosh) DECLARED_1(cospi) DECLARED_1(exp) DECLARED_1(exp2) DECLARED_1(exp10)            \
@@ -86,7 +87,7 @@ enable_if_t<is_floating_point<T>::value, bool> isunordered(T, T);
 template <class T>
 enable_if_t<is_floating_point<T>::value, bool> isordered(T, T);
 
-// A comparison of two vectors gives a vector of integers of their size here, not of bools.
+// With clang's own vectors, a comparison gives a vector of integers of the same size, not of bools.
 bool all(bool);
 bool any(bool);
 template <class T, int N>

@@ -1,9 +1,10 @@
-// Definitions that ../../rewriting.py writes into a source in place of what clang's C++ does not have.
+// Definitions that ../../rewriting.py writes into a source instead of Metal that clang's C++ does not have.
 #pragma once
 #include "words.h"
 
-// Inserted into every struct S. Metal copies structs from any address space, C++ only within the default one. `made` is
-// `S() = default;` if S has no constructors, so that it can still be initialised with braces.
+// Constructors and assignments, inserted into every struct S: Metal copies structs from any address space, C++ only
+// within the default one. `made` is `S() = default;` if S has no constructors, so that it can still be initialised with
+// braces.
 #define SPACES_STRUCT(S, made)                    \
   made S(const S&) = default;                     \
   S(const device S&) = default;                   \
@@ -43,7 +44,8 @@ struct is_thread {
   enum { value = int(space_of<__remove_reference_t(T)*>::number) == 0 };
 };
 
-// (To)from. A type that is not a pointer has no address space, and may be converted to a pointer.
+// Stands for a cast `(To)from`, and refuses to change the address space of a pointer. A number has no address space,
+// and may be converted to a pointer.
 template <class To, class From>
 To cast(From) {
   static_assert(int(space_of<From>::number) < 0 || int(space_of<From>::number) == int(space_of<To>::number),
@@ -51,7 +53,7 @@ To cast(From) {
   return nullptr;
 }
 
-// A threadgroup's variable, which C++ does not have within functions.
+// Returns a reference that stands for a threadgroup variable within a function, which C++ does not have.
 template <class T>
 threadgroup T& variable() {
   static_assert(__is_trivially_constructible(T), "a threadgroup variable has no initialiser, its type's members neither");

@@ -1,4 +1,5 @@
-// Barriers and simd operations; ../../../include checks their types.
+// Declarations of barriers and simd operations; the emulator's headers, ../../../include, check the types of their
+// arguments.
 #pragma once
 #include "vectors.h"
 

@@ -1,4 +1,4 @@
-// Vectors of 2, 3 and 4 components are clang's own, swizzles included.
+// Vectors of 2, 3 and 4 components: those of clang, which has swizzles, too.
 #pragma once
 #include "traits.h"
 
@@ -7,7 +7,7 @@ namespace metal {
 template <class T, int N>
 using vec = T __attribute__((ext_vector_type(N)));
 
-// For memory only: converted to a vec to compute with.
+// A packed vector: only stored in memory, and converted to a vec to compute with.
 template <class T, int N>
 struct packed_vec {
   T e[N];
@@ -45,7 +45,8 @@ struct total<A, B...> {
   enum { count = int(components<A>::count) + int(total<B...>::count) };
 };
 
-// float4(a, b.xyz), which clang does not have in C++: one scalar for all components, or all components.
+// Stands for float4(a, b.xyz), which clang does not have in C++: takes one scalar for all components, or all
+// components.
 template <class V, class... A>
 constexpr V make(A...) {
   static_assert((sizeof...(A) == 1 && int(total<A...>::count) == 1) || int(total<A...>::count) == int(components<V>::count),

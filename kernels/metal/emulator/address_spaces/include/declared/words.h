@@ -1,4 +1,4 @@
-// Words of the language. `thread` is the default address space of C++.
+// Metal's words for address spaces and functions, as C++. `thread` is the default address space of C++.
 #pragma once
 #include "shared/words.h"
 
