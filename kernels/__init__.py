@@ -1,4 +1,4 @@
-"""Operations on tensors and KV memory: their interface, their meaning in plain torch, and faster backends.
+"""Operations on tensors and KV memory: their interface, their definition in plain torch, and faster backends.
 
-Imports torch and, of this project, only `config`. Not Hugging Face's package of the same name.
+Imports torch and, of this project, only `config`. Not related to Hugging Face's package `kernels`.
 """

@@ -1,7 +1,7 @@
-"""Checks of a tensor's type and size and of a step's addresses, from which each operation builds its own checks.
+"""Checks of a tensor's type and size and of a step's addresses; each operation builds its own checks from these.
 
-A failed check raises ValueError with a message that says what is required and what was found. Knows no operation and
-no backend.
+A failed check raises ValueError with a message that says what is required and what was found. Knows no operation and no
+backend.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from kernels.store import KVStore
 from kernels.types import Slots
 
-ANY, AT_LEAST_ONE = -1, -2  # a size of 0 or more; a size of 1 or more
+ANY, AT_LEAST_ONE = -1, -2  # in `sizes`: a dimension of any size; a dimension of size 1 or more
 FLOATS: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check(holds: bool, message: str, *values: object) -> None:
-    """Raise ValueError unless `holds`. `values` replace the {} of the message, which is formatted only on failure."""
+    """Raise ValueError unless `holds`. The values replace the {} of the message, which is formatted only on failure."""
     if not holds:
         raise ValueError(message.format(*(list(value) if isinstance(value, torch.Size) else value for value in values)))
 
@@ -33,7 +33,7 @@ def check_tensor(
     dtypes: Sequence[torch.dtype] = FLOATS,
     device: torch.device | None = None,
 ) -> None:
-    """Raise ValueError unless a tensor has these sizes, one of these dtypes and, if given, is on this device."""
+    """Raise ValueError unless a tensor has these sizes, one of these dtypes and, if one is given, this device."""
     if (
         not _has_sizes(tensor.shape, sizes)
         or tensor.dtype not in dtypes
@@ -43,7 +43,7 @@ def check_tensor(
 
 
 def _has_sizes(shape: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether a shape has these sizes; a plain loop, as this runs before every operation."""
+    """Return whether a shape fits `sizes`; in a plain loop, which is fast, as this runs before every operation."""
     if len(shape) != len(sizes):
         return False
     for n, size in zip(shape, sizes, strict=True):  # noqa: SIM110
@@ -60,7 +60,7 @@ def _format_message(
     dtypes: Sequence[torch.dtype],
     device: torch.device | None,
 ) -> str:
-    """Return a message that says what the tensor must be and what it is."""
+    """Return an error message: what the tensor's sizes, dtype and device must be, and what they are."""
     wanted = ", ".join({ANY: "any", AT_LEAST_ONE: "at least 1"}.get(size, str(size)) for size in sizes)
     types = " or ".join(_format_dtype(dtype) for dtype in dict.fromkeys(dtypes))
     on_device = "" if device is None else f" on {device}"
@@ -73,13 +73,16 @@ def _format_dtype(dtype: torch.dtype) -> str:
 
 
 class SlotsChecker:
-    """Checks the addresses of a step only once, although every layer passes them."""
+    """Checks the addresses of a step (`Slots`) only once, although the operations of every layer get them."""
 
     def __init__(self) -> None:
         self._tokens: WeakKeyDictionary[Slots, tuple[KVStore, int]] = WeakKeyDictionary()
 
     def check(self, operation: str, at: Slots, store: KVStore, tokens: int | None = None) -> None:
-        """Raise ValueError unless the addresses fit each other, the store and, if given, the number of tokens."""
+        """Raise ValueError unless the addresses fit each other and the store.
+
+        If `tokens` is given, their rows must not have more tokens than that.
+        """
         found = self._tokens.get(at)
         if found is None or found[0] is not store:
             found = self._tokens[at] = store, _check_slots(operation, at, store)
@@ -88,7 +91,10 @@ class SlotsChecker:
 
 
 def _check_slots(operation: str, at: Slots, store: KVStore) -> int:
-    """Check a step's addresses; return the number of tokens in its rows, or 0 on a GPU, to avoid a synchronization."""
+    """Check a step's addresses; return the number of tokens in its rows.
+
+    On a GPU it returns 0, as reading the number would wait for the GPU.
+    """
     device, integers = store.device, (torch.int32,)
     check_tensor(operation, "start", at.start, (ANY,), integers, device)
     rows = at.num_rows

@@ -1,4 +1,4 @@
-"""Chooses the operations for a device, and checks them. To add a backend, add a row to BACKENDS."""
+"""Chooses a backend (the operations) for a device, and checks it. To add a backend, add a row to BACKENDS."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from kernels.selfcheck.op_info import DTYPES
 log = logging.getLogger(__name__)
 REFERENCE = "reference"
 
-# By name: the device, and a function that loads the operations or raises KernelsMissing; of a device, the fastest first
+# For each backend's name: its device, and a function that loads its operations or raises KernelsMissing. Those for the
+# same device are in order of speed, the fastest first.
 BACKENDS: Mapping[str, tuple[str, Callable[[], Ops]]] = {
     **{f"cpu-{name}": ("cpu", partial(cpu.load, name)) for name in cpu.INSTRUCTION_SETS},
     "metal": ("mps", metal.load),
@@ -37,11 +38,11 @@ class Backend(NamedTuple):
     name: str
     device: Device
     load: Callable[[], Ops]
-    missing: str | None  # why it cannot be loaded; None: it can be
+    missing: str | None  # why it cannot be loaded on this machine; None if it can be
 
 
 def list_backends(device: str | None = None) -> Iterator[Backend]:
-    """Yield all of BACKENDS, or those for one device, the fastest first; the reference is not among them."""
+    """Yield all backends, or those for one device, the fastest first; the reference (plain torch) is not among them."""
     for name, (device_name, load) in BACKENDS.items():
         if device not in (None, device_name):
             continue
@@ -54,26 +55,26 @@ def list_backends(device: str | None = None) -> Iterator[Backend]:
 
 
 class CheckedOps(NamedTuple):
-    """The operations of a backend after its self-check; those that failed come from the reference."""
+    """The operations of a backend after its self-check; those that failed are replaced by the reference."""
 
     backend: str
     ops: Ops
-    verdicts: list[Verdict]  # empty for the reference, which is not checked
+    verdicts: list[Verdict]  # results of the self-check; empty for the reference, which is not checked
 
     @property
     def faulty_ops(self) -> list[str]:
-        """The operations that failed their check, which the reference computes instead."""
+        """The rows of the operations' table that failed their check, which the reference computes instead."""
         return [verdict.op for verdict in self.verdicts if verdict.fault is not None]
 
     @property
     def backend_by_op(self) -> dict[str, str]:
-        """The backend that computes each operation, by its name."""
+        """For each operation's name, the name of the backend that computes it."""
         faulty = {op.name for op in OPS if op.full_name in self.faulty_ops}
         return {name: REFERENCE if name in faulty else self.backend for name in OP_NAMES}
 
     @property
     def description(self) -> str:
-        """The backend in words, for a log or a status page."""
+        """The backend described in words, for a log or a status page."""
         if self.backend == REFERENCE:
             return "plain torch"
         return self.backend + (f", plain torch for {', '.join(self.faulty_ops)}" if self.faulty_ops else "")
@@ -82,7 +83,8 @@ class CheckedOps(NamedTuple):
 def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> CheckedOps:
     """Return the fastest operations for `device`; those that fail their check in `dtype` are replaced, and logged.
 
-    Raises KernelsMissing for an emulated device without kernels: there plain torch is used only if `reference` is set.
+    `reference`: return plain torch instead. Raises KernelsMissing for an emulated device without kernels, for which
+    plain torch is used only on request.
     """
     if reference:
         return CheckedOps(REFERENCE, ReferenceOps(), [])
@@ -102,7 +104,7 @@ def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread within the block: on busy cores, two threads with small inputs take twenty times as long."""
+    """Let torch use one thread in the `with` block: on busy cores, two are twenty times slower with small inputs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -111,7 +113,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@cache  # a backend is checked once per process
+@cache  # so that a backend is checked only once per process and dtype
 def _check_backend(backend: Backend, dtype: torch.dtype) -> CheckedOps:
     ops = backend.load()
     with _one_thread():

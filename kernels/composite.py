@@ -1,4 +1,4 @@
-"""The larger operations of a layer, composed of smaller ones: the default of backends that do not fuse them.
+"""Composes the larger operations of a layer of smaller ones, for backends that do not fuse them.
 
 Knows the order of operations in a layer, but neither how one is computed nor what a cache is.
 """
@@ -16,7 +16,7 @@ from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers
 
 
 class CompositeOps(Ops):
-    """Implements the operations of `Ops` that can be composed of other operations, with the same bits."""
+    """Implements those operations of `Ops` that can be composed of others, with the same bits as their results."""
 
     def pack_layers(self: Ops, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
         return DecoderLayers(layers)
@@ -64,7 +64,7 @@ class CompositeOps(Ops):
 
 
 def apply_rope(ops: Ops, x: Tensor, tables: RopeTables | None, positions: Tensor) -> Tensor:
-    """Rotate x [N,H,D] by RoPE; dimensions beyond those of the tables stay as they are."""
+    """Rotate x [N,H,D] by RoPE; if the tables are narrower than D, the remaining dimensions stay as they are."""
     if tables is None:
         return x
     rotated = 2 * tables[0].shape[1]
@@ -74,7 +74,7 @@ def apply_rope(ops: Ops, x: Tensor, tables: RopeTables | None, positions: Tensor
 
 
 def _norm(ops: Ops, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Normalise x [N, d]; return x itself if the model has no such norm."""
+    """Apply RMS norm to x [N, d]; return x itself if `weight` is None, as the model has no such norm."""
     return x if weight is None else ops.rms_norm(x, weight, eps)
 
 

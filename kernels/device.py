@@ -1,4 +1,4 @@
-"""Devices: their name in the settings, and the torch device of their tensors. Knows no kernel.
+"""Devices: a device's name in the settings, and the torch device of its tensors. Knows no kernel.
 
 The two differ for an emulated GPU, whose tensors are on the CPU.
 """
@@ -12,40 +12,40 @@ import torch
 
 
 class KernelsMissing(Exception):
-    """Raised if this machine cannot run the operations; the message says why, and what to do."""
+    """Raised if this machine cannot run a backend's operations; the message says why, and what to do."""
 
 
 EMULATED_DEVICES: Mapping[str, str] = {
     "metal-emulated": "cpu",
     "metal-checked": "cpu",
-}  # name: the torch device of its tensors
+}  # emulated device: the torch device of its tensors
 
 
 class Device(NamedTuple):
     """A device that operations run on."""
 
-    name: str  # as in the settings, in /v1/settings and in the log
+    name: str  # name of the device in the settings, in /v1/settings and in the log
     tensors: torch.device
 
     @property
     def is_emulated(self) -> bool:
-        """Whether the device is emulated to try its kernels; plain torch does not replace them then."""
+        """Whether the device is an emulated GPU, used to try its kernels; it is never replaced by plain torch."""
         return self.name in EMULATED_DEVICES
 
 
 def get_device(name: str) -> Device:
-    """Return the device of that name."""
+    """Return the device that has this name in the settings."""
     return Device(name, torch.device(EMULATED_DEVICES.get(name, name)))
 
 
 def device_of(tensors: torch.device | str) -> Device:
-    """Return the device for tensors of a torch device."""
+    """Return the device whose tensors are on this torch device."""
     tensors = torch.device(tensors)
     return Device(tensors.type, tensors)
 
 
 def fast_half_dtypes() -> frozenset[torch.dtype]:
-    """Return the 16-bit dtypes for which this CPU has instructions; products in the others are slow."""
+    """Return the 16-bit dtypes for which this CPU has instructions; matrix products in the others are slow."""
     halves = {
         torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
         torch.float16: ("avx512_fp16", "amx_fp16", "fp16_arith"),

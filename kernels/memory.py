@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def allocate(size: int, device: torch.device | str = "cpu") -> Tensor:
-    """Allocate [size] uint8 of zeros, all of it touched, so that the system cannot run out of it later.
+    """Allocate a tensor [size] uint8 of zeros; all of it is touched, so that the system cannot run out of it later.
 
-    On Linux in huge pages, if the system grants them (`madvise`, MADV_HUGEPAGE): reading keys of scattered blocks then
-    needs no page walk for each block.
+    On Linux it uses huge pages, if the system grants them (`madvise`, MADV_HUGEPAGE): reading keys from scattered
+    blocks then needs no page walk for each block.
     """
     if torch.device(device).type != "cpu":
         return torch.zeros(size, dtype=torch.uint8, device=device)
@@ -22,29 +22,29 @@ def allocate(size: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def allocate_untouched(size: int) -> Tensor:
-    """Allocate [size] uint8 on the CPU without touching it, for a caller that writes all of it."""
+    """Allocate a tensor [size] uint8 on the CPU without touching it, for a caller that will write all of it."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
+    with suppress(OSError):  # raised by an operating system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class WeightArena:
-    """Packs many tensors that stay into large chunks, as each of them alone is too small for a huge page.
+    """Allocates tensors that stay, such as weights, from large chunks: alone, each is too small for a huge page.
 
     A tensor keeps its chunk alive. Memory is not touched until the caller writes it.
     """
 
-    CHUNK_BYTES = 64 << 20  # a larger tensor gets a chunk of its own size
+    CHUNK_BYTES = 64 << 20  # bytes of a chunk; a larger tensor gets a chunk of its own size
     ALIGN = 64  # a cache line
 
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int) -> Tensor:
-        """Return [size] uint8, not initialised."""
+        """Return a tensor [size] uint8 that is not initialised."""
         padded = -(-size // self.ALIGN) * self.ALIGN
         if padded > len(self._left):
             self._left = allocate_untouched(max(padded, self.CHUNK_BYTES))
@@ -55,8 +55,8 @@ class WeightArena:
 def concatenate(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate tensors of one dtype along the first dimension.
 
-    On a CPU the result is a mapping of its own, which is returned to the system when the tensor is freed; malloc would
-    keep it, as small tensors that stay lie between large ones that are freed.
+    On a CPU the result is a memory mapping of its own, which goes back to the system when the tensor is freed; malloc
+    would keep it, as small tensors that stay lie between large ones that are freed.
     """
     first = parts[0]
     if first.device.type != "cpu":
@@ -67,10 +67,10 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
 
 
 class ConcatenatedWeight:
-    """Several matrices [n, in] of one dtype that stand for one, concatenated only by `concatenate`."""
+    """Several matrices [n, in] of one dtype that are used as one weight, concatenated only by `concatenate`."""
 
     def __init__(self, parts: Sequence[Tensor]) -> None:
-        """Raise ValueError if the parts differ in width or dtype."""
+        """Keep the matrices. Raises ValueError if they differ in width or dtype."""
         widths = {(part.shape[-1], part.dtype) for part in parts}
         if len(widths) != 1 or any(part.dim() != 2 for part in parts):
             shapes = ", ".join(f"{part.dtype} {[*part.shape]}" for part in parts)
@@ -80,5 +80,5 @@ class ConcatenatedWeight:
         self.dtype = parts[0].dtype
 
     def concatenate(self) -> Tensor:
-        """Return the parts as one new matrix."""
+        """Return the matrices concatenated to a new one."""
         return concatenate(self.parts)

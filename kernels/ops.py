@@ -1,7 +1,7 @@
 """The operations that models and strategies call (`Ops`), and the types of their arguments: weights, layers, attention.
 
-Declares interfaces only; `reference/backend.py` defines the meaning of each operation. types.py explains the letters of
-shapes.
+Declares interfaces only; `reference/backend.py` defines what each operation computes. types.py explains the letters in
+shapes, such as [N, d].
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from kernels.types import LayerSpec, Slots
 
 # ---------------------------------------------------------------- weights and layers
 class PackedWeight(ABC):
-    """A weight [out, in] in the memory layout of one backend: made by its `Ops.pack`, and for that backend only."""
+    """A weight [out, in] in the memory layout of one backend: made by the backend's `Ops.pack`, and only for it."""
 
     shape: torch.Size  # of the weight
     nbytes: int
     device: torch.device
-    format: str  # of its numbers: "bfloat16", "int4"
+    format: str  # format of its numbers, such as "bfloat16" or "int4"
 
     @abstractmethod
     def rows(self, which: Tensor) -> Tensor:
-        """Return the values [n, in] of the rows `which` [n] int64, as a new tensor."""
+        """Return the rows with these indices [n] int64 as a new tensor [n, in] of values."""
 
 
 Weight = Tensor | QuantizedTensor | PackedWeight  # [out, in]
-RopeTables = tuple[Tensor, Tensor]  # cos and sin [P, rotated / 2] float32
+RopeTables = tuple[Tensor, Tensor]  # (cos, sin), both [P, rotated dimensions / 2] float32, for P positions
 Activation = Literal["silu", "gelu_tanh"]
 
 
@@ -43,28 +43,28 @@ Activation = Literal["silu", "gelu_tanh"]
 class AttentionWeights:
     """The weights around attention: a norm and the projections before it, the projection and a norm after it.
 
-    None stands for what the model does not have. q, k and v are one matrix.
+    A field is None if the model does not have it. The projections to q, k and v are one matrix.
     """
 
     norm: Tensor  # [d]
     qkv: Weight
     qkv_bias: Tensor | None
-    qk_norm: tuple[Tensor, Tensor] | None  # [D] of queries, [D] of keys
-    tables: RopeTables | None  # if narrower than D / 2, the other dimensions are not rotated
+    qk_norm: tuple[Tensor, Tensor] | None  # weights of the norm of queries [D] and of the norm of keys [D]
+    tables: RopeTables | None  # RoPE's cos and sin; dimensions of a head beyond theirs are not rotated
     q_heads: int
     kv_heads: int
     o: Weight
     o_bias: Tensor | None
-    post_norm: Tensor | None  # [d], of the projection before it is added (Gemma)
+    post_norm: Tensor | None  # [d], weight of a norm of the output projection before it is added (Gemma)
     next_norm: Tensor  # [d], before the feed-forward
     eps: float  # of all these norms
 
     def pack(self, ops: Ops) -> AttentionWeights:
-        """Return the same weights in the layout that a backend multiplies fastest."""
+        """Return the same weights in the layout that the backend `ops` multiplies fastest."""
         return replace(self, qkv=ops.pack(self.qkv), o=ops.pack(self.o))
 
     def tensors(self) -> Iterator[Weight]:
-        """Yield the weights, without the RoPE tables."""
+        """Yield the tensors of these weights, without the RoPE tables."""
         for weight in (self.norm, self.qkv, self.qkv_bias, self.o, self.o_bias, self.post_norm, self.next_norm):
             if weight is not None:
                 yield weight
@@ -72,24 +72,24 @@ class AttentionWeights:
 
 
 class MLP(Protocol):
-    """The part of a layer after attention."""
+    """The part of a layer after attention: a feed-forward of any kind."""
 
     def __call__(self, ops: Ops, h: Tensor) -> Tensor:
-        """Return what the layer adds to h [N, d] -> [N, d]."""
+        """Return what the layer adds to the residual stream, [N, d], for its normalised input h [N, d]."""
         ...
 
     def pack(self, ops: Ops) -> MLP:
-        """Return the same weights in the layout that a backend multiplies fastest."""
+        """Return the same weights in the layout that the backend `ops` multiplies fastest."""
         ...
 
     def tensors(self) -> Iterator[Weight]:
-        """Yield the weights."""
+        """Yield the tensors of these weights."""
         ...
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class GatedMLP:
-    """A gated feed-forward (Shazeer 2020): gate and up are one matrix [2 f, d], down is [d, f]."""
+    """The weights of a gated feed-forward (Shazeer 2020): gate and up are one matrix [2 f, d], down is [d, f]."""
 
     gate_up: Weight
     gate_up_bias: Tensor | None
@@ -101,7 +101,7 @@ class GatedMLP:
         return ops.mlp(self, h)
 
     def pack(self, ops: Ops) -> GatedMLP:
-        """Return the same weights in the layout that a backend multiplies fastest."""
+        """Return the same weights in the layout that the backend `ops` multiplies fastest."""
         return replace(self, gate_up=ops.pack(self.gate_up), down=ops.pack(self.down))
 
     def tensors(self) -> Iterator[Weight]:
@@ -112,25 +112,25 @@ class GatedMLP:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DecoderLayer:
-    """One layer: attention, then a feed-forward; each is added to its input."""
+    """One layer: attention, then a feed-forward; the output of each is added to its input."""
 
     spec: LayerSpec
     attention: AttentionWeights
     mlp: MLP
-    post_norm: Tensor | None  # [d], of what the feed-forward adds; None: the model does not have one
+    post_norm: Tensor | None  # [d], weight of a norm of the feed-forward's output; None if the model has none
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless weights and attention have the same numbers of heads."""
+        """Raise ValueError unless the weights and the attention have the same numbers of heads."""
         heads = self.attention.q_heads, self.attention.kv_heads
         if heads != (self.spec.num_q_heads, self.spec.num_kv_heads):
             raise ValueError(f"weights for {heads[0]} query heads and {heads[1]} of keys do not fit {self.spec}")
 
     def pack(self, ops: Ops) -> DecoderLayer:
-        """Return the same layer, with weights in the layout that a backend multiplies fastest."""
+        """Return the same layer, with weights in the layout that the backend `ops` multiplies fastest."""
         return replace(self, attention=self.attention.pack(ops), mlp=self.mlp.pack(ops))
 
     def tensors(self) -> Iterator[Weight]:
-        """Yield the weights."""
+        """Yield the tensors of the layer's weights."""
         yield from self.attention.tensors()
         yield from self.mlp.tensors()
         if self.post_norm is not None:
@@ -138,19 +138,22 @@ class DecoderLayer:
 
 
 class DecoderLayers:
-    """All layers of a model, in order: made by `Ops.pack_layers` of a backend for its `forward_layers`."""
+    """All layers of a model, in order: made by a backend's `Ops.pack_layers` for its `Ops.forward_layers`."""
 
     def __init__(self, layers: Sequence[DecoderLayer]) -> None:
         self.layers = layers
 
     def op_seconds(self) -> Mapping[str, float] | None:
-        """Return the seconds of each operation in the last `forward_layers`, by name; None if they are not measured."""
+        """Return the seconds that each operation took in the last `Ops.forward_layers`, by its name.
+
+        None if the backend does not measure them.
+        """
         return None
 
 
 # ---------------------------------------------------------------- attention
 class KVLocation(NamedTuple):
-    """The addresses of the keys and values of some rows in all layers."""
+    """Where the keys and values of some rows are stored in all layers: the arguments for `Ops.attend`."""
 
     store: KVStore
     at: Slots
@@ -158,14 +161,14 @@ class KVLocation(NamedTuple):
 
 
 class Attention(Protocol):
-    """The attention of one step, as a model calls it; hides caches, the batch and requests from it."""
+    """The attention of one step, as a model calls it; the model sees no caches, batch or requests."""
 
-    positions: Tensor  # [N] int64, absolute; the model applies RoPE at these
-    logit_index: Tensor  # [K] int64, rows of the hidden state for which logits are computed
+    positions: Tensor  # [N] int64, positions of the tokens in their sequences, at which the model applies RoPE
+    logit_index: Tensor  # [K] int64, rows of the hidden states for which logits are computed
 
     @property
     def kv_locations(self) -> Sequence[tuple[slice, KVLocation]] | None:
-        """The addresses of all keys, by slices of the N tokens; None if only attend() knows them.
+        """The addresses of all keys and values, as (slice of the N tokens, location); None if only attend() knows them.
 
         If they are given, attend() only calls `Ops.write_kv` and `Ops.attend` with them, so a backend may do that
         itself.
@@ -173,27 +176,27 @@ class Attention(Protocol):
         ...
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write k [N,H,D] and v [N,H,Dv] to the caches, and attend from q [N,Hq,D] -> [N,Hq,Dv]."""
+        """Write k [N,H,D] and v [N,H,Dv] of a layer to the caches; return the attention of q [N,Hq,D], [N,Hq,Dv]."""
         ...
 
 
 # ---------------------------------------------------------------- operations
 class Ops(Protocol):
-    """The operations of models and strategies. Every backend agrees with kernels/reference, and may inherit from it.
+    """The operations of models and strategies. Every backend gives the reference's results, and may inherit from it.
 
     Tensors may be strided views; only their last dimension is dense. Arguments that do not fit each other raise
-    ValueError before any memory is read. A NaN or infinite number affects no other row.
+    ValueError before any memory is read. A NaN or infinite number in one row affects no other row.
     """
 
     @property
     def batch_invariant_head_dim(self) -> int:
-        """The largest head_dim for which the bits of a row do not depend on the rest of the batch; 0: none."""
+        """The largest head_dim for which a row's bits do not depend on the rest of the batch; 0 if there is none."""
         ...
 
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
-        """Compile the attention kernels for these layers, in `dtype` over keys in `kv_dtype`.
+        """Compile the attention kernels for these layers, for queries in `dtype` and stored keys in `kv_dtype`.
 
-        So no request waits for it. A backend without such kernels does nothing.
+        Called at start, so that no request waits for it. A backend that compiles nothing does nothing.
         """
         ...
 
@@ -205,7 +208,7 @@ class Ops(Protocol):
         ...
 
     def pack_layers(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
-        """Return the layers of a model, for `forward_layers` with activations of a dtype.
+        """Return the layers of a model, for `forward_layers` with activations of this dtype.
 
         Called once per model, when it is loaded.
         """

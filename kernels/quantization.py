@@ -1,7 +1,7 @@
-"""Weights quantized to integers of 8 or 4 bits, affine per group of columns: the format and its conversions.
+"""Weights quantized to integers of 8 or 4 bits, with a scale and an offset per group of columns; their conversions.
 
 Holds the numbers of common checkpoints as they are: MLX (its uint32 seen as bytes), GGUF's Q8_0 and Q4_0 (w = d (q - 8)
-is scale d, offset -8 d), and int8 by output channel (a group is a row). Knows neither files nor products.
+has scale d and offset -8 d), and int8 by output channel (a group is a row). Knows neither files nor products.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 from kernels.memory import concatenate
 
 BITS = (4, 8)
-TILE = 1 << 18  # numbers that are float32 at a time: 1 MiB, which stays in the cache
-# The same when quantizing, which takes many steps: on a busy machine threads wait longer for each other than for memory
+TILE = 1 << 18  # numbers dequantized to float32 at a time: 1 MiB, which stays in the cache
+# Numbers that are float32 at a time in quantizing. They are more than TILE, as quantizing takes many steps, after each
+# of which threads wait for each other: on a busy machine that takes longer than reading memory.
 WIDE_TILE = 1 << 21
 
 
@@ -25,17 +26,17 @@ WIDE_TILE = 1 << 21
 class QuantizedTensor:
     """A weight [out, in]: value = scale * number + offset in float32, with a scale and an offset per `group` columns.
 
-    In known checkpoints a group has 32, 64 or 128 columns, or all; a kernel may leave other groups to the reference.
+    In known checkpoints a group has 32, 64 or 128 columns, or all; for other groups a kernel may call the reference.
     """
 
-    numbers: Tensor  # uint8 [out, in], or of 4 bits [out, in / 2]: the even column in the lower half
+    numbers: Tensor  # uint8 [out, in]; for 4 bits [out, in / 2], with the even column in the lower half of a byte
     scale: Tensor  # [out, in / group] float32, float16 or bfloat16; may be negative
     offset: Tensor  # the same
     bits: int  # 4 or 8
     group: int  # columns
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless the parts fit each other: kernels rely on it."""
+        """Raise ValueError unless numbers, scale and offset fit each other: kernels rely on it."""
         parts = self.numbers, self.scale, self.offset
         numbers, scale = self.numbers.shape, self.scale.shape
         if not (
@@ -58,7 +59,7 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the weight: out, in."""
+        """The shape of the weight, (out, in)."""
         out, width = self.numbers.shape
         return torch.Size((out, width * 8 // self.bits))
 
@@ -75,7 +76,7 @@ class QuantizedTensor:
         return self._map_parts(lambda part: part.to(device))
 
     def rows(self, which: slice | Tensor) -> QuantizedTensor:
-        """Return some rows as a weight of its own: of a slice, views; of indices [n] int64, copies."""
+        """Return some rows as a weight of its own: views of them for a slice, copies for indices [n] int64."""
         if isinstance(which, slice):
             return self._map_parts(lambda part: part[which])
         return self._map_parts(lambda part: part.index_select(0, which))  # it refuses negative indices
@@ -85,7 +86,7 @@ class QuantizedTensor:
 
 
 def check_format(width: int, bits: int, group: int) -> None:
-    """Raise ValueError if rows of `width` columns cannot be quantized to these bits in these groups."""
+    """Raise ValueError if rows of `width` columns cannot have numbers of `bits` bits in groups of `group` columns."""
     if bits not in BITS:
         raise ValueError(f"weights of {bits} bits are not supported; {' and '.join(map(str, BITS))} bits are")
     if group < 1 or width % group or width * bits % 8:
@@ -93,12 +94,12 @@ def check_format(width: int, bits: int, group: int) -> None:
 
 
 def count_tile_rows(width: int, tile: int = TILE) -> int:
-    """Return the number of rows of `width` columns that are float32 at a time."""
+    """Return how many rows of `width` columns are float32 at a time, so that they have about `tile` numbers."""
     return max(1, tile // width)
 
 
 def dequantize(weight: QuantizedTensor) -> Tensor:
-    """Return the values of a weight, float32 [out, in]."""
+    """Return the values of a quantized weight, as float32 [out, in]."""
     numbers = _unpack_numbers(weight.numbers) if weight.bits == 4 else weight.numbers
     grouped = numbers.unflatten(-1, (-1, weight.group)).float()  # [out, in / group, group]
     values: Tensor = grouped.mul_(weight.scale.float()[..., None]).add_(weight.offset.float()[..., None])
@@ -119,9 +120,12 @@ def quantize_weight(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
 
 
 def _split_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return float32 [out, in / group, group], and the smallest and the largest number of each group."""
+    """Return (weight as float32 [out, in / group, group], smallest number, largest number of each group).
+
+    Raises ValueError if some numbers are NaN or infinite.
+    """
     wide = weight.float().unflatten(-1, (-1, group))
-    low, high = wide.amin(-1), wide.amax(-1)  # five times as fast as aminmax
+    low, high = wide.amin(-1), wide.amax(-1)  # two calls take a fifth of the time of aminmax
     if not (low.isfinite() & high.isfinite()).all():
         raise ValueError("some of its numbers are NaN or infinite, which cannot be quantized")
     return wide, low, high
@@ -131,9 +135,9 @@ def _round_to_nearest(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
     levels = 2**bits - 1
     wide, low, high = _split_groups(weight, group)
     edge = low.where(-low > high, high)
-    steps = (edge.abs() / (high / levels - low / levels)).round()  # from the edge to 0
+    steps = (edge.abs() / (high / levels - low / levels)).round()  # number of steps from the edge (the offset) to 0
     scale = (-edge / steps).where(high > low, 1).to(weight.dtype)
-    scale = scale.where(scale != 0, 1)  # too small for its dtype
+    scale = scale.where(scale != 0, 1)  # a scale of 0 is too small for its dtype
     offset = edge.to(weight.dtype)
     numbers = (wide - offset.float()[..., None]) / scale.float()[..., None]
     bytes_ = numbers.round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
@@ -141,9 +145,10 @@ def _round_to_nearest(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
 
 
 def quantize_symmetric(weight: Tensor, bits: int, group: int | None = None) -> QuantizedTensor:
-    """Quantize as `quantize_weight`, but symmetrically: value = scale * (number - 2^(bits - 1)).
+    """Quantize like `quantize_weight`, but symmetrically: value = scale * (number - 2^(bits - 1)).
 
-    The number farthest from 0 becomes the integer 0, as in GGUF's Q4_0. `group` None: a row, with a float32 scale.
+    The number farthest from 0 is stored as the integer 0, as in GGUF's Q4_0. If `group` is None, a group is a whole
+    row, and scales are float32.
     """
     width = weight.shape[1]
     check_format(width, bits, group or width)
@@ -156,13 +161,13 @@ def _round_symmetric(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
     wide, low, high = _split_groups(weight, group)
     scale = low.where(-low > high, high) / -zero
     scale = scale if group == weight.shape[1] else scale.to(weight.dtype)
-    scale = scale.where(scale != 0, 1)  # of zeros, or too small for its dtype
+    scale = scale.where(scale != 0, 1)  # a scale of 0: all numbers are 0, or it is too small for its dtype
     numbers = (wide / scale.float()[..., None]).round_().add_(zero).clamp_(0, 2 * zero - 1)
     return from_symmetric(pack_numbers(numbers.to(torch.uint8).flatten(-2), bits), scale, bits)
 
 
 def from_symmetric(numbers: Tensor, scale: Tensor, bits: int) -> QuantizedTensor:
-    """Return the weight with value = scale * (number - 2^(bits - 1)), exactly; parts as in `QuantizedTensor`."""
+    """Return the weight with value = scale * (number - 2^(bits - 1)), exactly; arguments as in `QuantizedTensor`."""
     zero, width = 2 ** (bits - 1), numbers.shape[1] * 8 // bits
     offset = scale * -zero
     if not offset.isfinite().all():  # float16 ends at 65504
@@ -173,7 +178,8 @@ def from_symmetric(numbers: Tensor, scale: Tensor, bits: int) -> QuantizedTensor
 def concatenate_quantized(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """Concatenate the rows of weights without changing their values.
 
-    If their formats differ, the result has the most bits of any, and groups that divide the groups of all.
+    If their formats differ, the result has the most bits of any of them, and the largest groups that divide all of
+    theirs.
     """
     bits, group = max(part.bits for part in parts), gcd(*(part.group for part in parts))
     alike = [_refine(part, bits, group) for part in parts]
@@ -183,16 +189,16 @@ def concatenate_quantized(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 
 def _refine(weight: QuantizedTensor, bits: int, group: int) -> QuantizedTensor:
-    """Return the same values in more bits and smaller groups."""
+    """Return a weight with the same values, stored in more bits and smaller groups."""
     numbers = _unpack_numbers(weight.numbers) if weight.bits < bits else weight.numbers
     scale, offset = (part.repeat_interleave(weight.group // group, -1) for part in (weight.scale, weight.offset))
     return QuantizedTensor(numbers, scale, offset, bits, group)
 
 
 def pack_numbers(numbers: Tensor, bits: int) -> Tensor:
-    """Pack uint8 [out, in], below 16 for 4 bits, as `QuantizedTensor` stores them.
+    """Pack numbers, uint8 [out, in] (below 16 for 4 bits), as `QuantizedTensor` stores them.
 
-    Computed in words of 16 bits, which takes at most a third of the time of two strided copies.
+    For 4 bits it computes in words of 16 bits, which takes at most a third of the time of two strided copies.
     """
     if bits == 8:
         return numbers
@@ -201,6 +207,6 @@ def pack_numbers(numbers: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_numbers(numbers: Tensor) -> Tensor:
-    """Unpack uint8 [out, in / 2], two numbers each -> [out, in]."""
+    """Unpack uint8 [out, in / 2], with two numbers of 4 bits in each byte, to [out, in]."""
     words = numbers.to(torch.int16)
     return (words | words << 4).bitwise_and_(0x0F0F).view(torch.uint8)

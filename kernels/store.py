@@ -21,8 +21,8 @@ from torch import Tensor
 from kernels.memory import allocate
 from kernels.types import LayerSpec
 
-SCALE = torch.float32  # of a vector of int8
-ALIGN = 64  # bytes: a cache line, and the widest vector
+SCALE = torch.float32  # dtype of the scale of an int8 vector
+ALIGN = 64  # bytes of a cache line, and of the widest vector register
 
 
 def _align(size: int) -> int:
@@ -30,7 +30,7 @@ def _align(size: int) -> int:
 
 
 def compute_vector_bytes(dim: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's keys or values in one head, its scale included."""
+    """Return the bytes of one token's key or value in one head, the scale of int8 included."""
     if dtype is not torch.int8:
         return dim * dtype.itemsize
     assert dim % SCALE.itemsize == 0, "scales would not be aligned"
@@ -38,7 +38,7 @@ def compute_vector_bytes(dim: int, dtype: torch.dtype) -> int:
 
 
 def compute_plane_offsets(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> list[int]:
-    """Return the byte offsets of K0, V0, K1, V1 and so on within a block, and last the size of the block.
+    """Return the byte offsets within a block of each layer's K and V (K0, V0, K1, ...), and last the size of the block.
 
     These are Python integers, so they do not overflow 32 bits.
     """
@@ -55,18 +55,18 @@ def compute_block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: tor
 
 
 class Plane(NamedTuple):
-    """Keys or values of one layer."""
+    """The keys or the values of one layer in all blocks."""
 
     numbers: Tensor  # [blocks, H, block_size, dim]
-    scale: Tensor | None  # [blocks, H, block_size] float32; None unless int8
+    scale: Tensor | None  # [blocks, H, block_size] float32 for int8 numbers, otherwise None
 
 
 class PagedMemory(Protocol):
-    """Memory cut into pages, as a store needs it; the owner knows which pages are in use."""
+    """Memory cut into pages, as a store needs it; which pages are in use is known by its owner."""
 
     @property
     def memory(self) -> Tensor:
-        """Return all pages, [pages * page_bytes] uint8."""
+        """Return the memory of all pages, [pages * page_bytes] uint8."""
         ...
 
     @property
@@ -77,12 +77,12 @@ class PagedMemory(Protocol):
 
 
 class Pages:
-    """Paged memory without an owner, for tests and benchmarks of kernels."""
+    """Paged memory that belongs to no strategy, for tests and benchmarks of kernels."""
 
     def __init__(
         self, pages: int, page_bytes: int, device: torch.device | str = "cpu", *, memory: Tensor | None = None
     ) -> None:
-        """Allocate all pages, or use `memory` [pages * page_bytes] uint8 as it is."""
+        """Allocate all pages, or use `memory` [pages * page_bytes] uint8 without changing it."""
         self.pages = pages
         self.page_bytes = page_bytes
         self.memory = allocate(pages * page_bytes, device) if memory is None else memory
@@ -113,7 +113,10 @@ class KVStore:
         self.blocks = self.memory.as_strided(shape, (self.page_bytes, 1))
 
     def _view(self, dtype: torch.dtype, offset: int, heads: int, width: int, dim: int) -> Tensor:
-        """View [blocks, H, block_size, width] in `dtype`, `offset` bytes into a block; vectors have `dim` numbers."""
+        """View `width` numbers of each vector as [blocks, H, block_size, width] in `dtype`.
+
+        The first vector begins `offset` bytes into a block; vectors have `dim` numbers.
+        """
         typed, size = self.memory.view(dtype), dtype.itemsize
         vector = compute_vector_bytes(dim, self.dtype) // size
         strides = (self.page_bytes // size, self.block_size * vector, vector, 1)
@@ -125,7 +128,7 @@ class KVStore:
         return Plane(numbers, scale)
 
     def heads(self, layer: int) -> tuple[int, int, int]:
-        """Return a layer's number of KV heads, head_dim and v_head_dim. Raises ValueError if there is no such layer."""
+        """Return a layer's (number of KV heads, head_dim, v_head_dim). Raises ValueError if there is no such layer."""
         if not 0 <= layer < len(self._heads):
             raise ValueError(f"there is no layer {layer} among {len(self._heads)}")
         return self._heads[layer]
@@ -136,7 +139,7 @@ class KVStore:
         return self._planes[2 * layer], self._planes[2 * layer + 1]
 
     def find_finite_blocks(self, blocks: Sequence[int]) -> list[bool]:
-        """Return for each of these full blocks whether all its numbers are finite. Waits for the device."""
+        """Return for each of these full blocks whether all its keys and values are finite. Waits for the device."""
         tensors = (plane.numbers if plane.scale is None else plane.scale for plane in self._planes)
         finite_by_plane = torch.stack(
             [plane[blocks].isfinite().flatten(1).all(dim=1) for plane in tensors]
@@ -145,19 +148,19 @@ class KVStore:
         return finite
 
     def k(self, layer: int) -> Tensor:
-        """Return the keys of a layer [blocks, H, block_size, D]; stride(0) is a page."""
+        """Return the keys of a layer, [blocks, H, block_size, D]; from block to block it is one page."""
         return self.planes(layer)[0].numbers
 
     def v(self, layer: int) -> Tensor:
-        """Return the values of a layer [blocks, H, block_size, Dv]; stride(0) is a page."""
+        """Return the values of a layer, [blocks, H, block_size, Dv]; from block to block it is one page."""
         return self.planes(layer)[1].numbers
 
     def k_offset(self, layer: int) -> int:
-        """Return the bytes from the start of a block to the layer's keys."""
+        """Return the offset in bytes of a layer's keys from the start of a block."""
         return self._offsets[2 * layer]
 
     def v_offset(self, layer: int) -> int:
-        """Return the bytes from the start of a block to the layer's values."""
+        """Return the offset in bytes of a layer's values from the start of a block."""
         return self._offsets[2 * layer + 1]
 
     layer_offset = k_offset

@@ -1,8 +1,8 @@
-"""Tracing: which operations and which parts of a step run, how often, for how long, and on how many bytes.
+"""Measures which operations and which parts of a step run, how often, for how long, and on how many bytes.
 
-An engine has one `Tracer`. `trace_ops` has a backend report every call of an operation to it, and the engine reports
-every part of a step. The tracer passes the reports on to the recorders that are attached at that moment. Without one,
-an operation costs one more Python call, and a part of a step 200 ns.
+An engine has one `Tracer`. `trace_ops` makes a backend report every call of an operation to it, and the engine reports
+every part of a step. The tracer passes the reports on to the recorders that are attached at that moment. Without a
+recorder, an operation costs one more Python call, and a part of a step 200 ns.
 """
 
 from __future__ import annotations
@@ -31,35 +31,38 @@ R = TypeVar("R", bound="Recorder")
 
 # ---------------------------------------------------------------- the interface
 class Recorder(ABC):  # noqa: B024 - a subclass overrides the methods whose reports it needs
-    """Measures operations and parts of a step while it is attached to a `Tracer`; this base class ignores them all."""
+    """Measures operations and parts of a step while it is attached to a `Tracer`; this base class measures nothing."""
 
-    needs_every_op = False  # True: layers that a backend runs in one call are run operation by operation instead
+    needs_every_op = False  # True if layers must run operation by operation, even if a backend runs them in one call
 
     def op(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
-        """Return the context in which an operation of `Ops` is called with these arguments."""
+        """Return the context manager within which an operation of `Ops` is called with these arguments."""
         return NULL_CONTEXT
 
     def layers(self) -> AbstractContextManager[object]:
-        """Return the context in which all layers of a model run; `op` or `add_seconds` report their operations."""
+        """Return the context manager within which all layers of a model run.
+
+        Their operations are reported by `op`, or by `add_seconds`.
+        """
         return NULL_CONTEXT
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """Return the context in which a part of a step runs, for example "schedule"."""
+        """Return the context manager within which a part of a step runs, for example "schedule"."""
         return NULL_CONTEXT
 
     def add_seconds(self, name: str, seconds: float) -> None:  # noqa: B027 - as above
-        """Add the seconds of an operation that a backend has run and timed itself, as a part of all layers."""
+        """Add the seconds of an operation that a backend ran, and timed itself, within a call for all layers."""
 
 
 class Tracer:
-    """Passes reports on to the recorders that are attached; drops them while there is none."""
+    """Passes reports on to all attached recorders; without one, drops them."""
 
     def __init__(self) -> None:
         self.recorders: tuple[Recorder, ...] = ()
 
     @contextmanager
     def record(self, recorder: R) -> Iterator[R]:
-        """Attach a recorder within the block."""
+        """Attach a recorder within the `with` block."""
         self.recorders = (*self.recorders, recorder)
         try:
             yield recorder
@@ -68,31 +71,31 @@ class Tracer:
 
     @property
     def needs_every_op(self) -> bool:
-        """Whether a recorder has to see each operation with its arguments; seconds alone do not suffice."""
+        """Whether some recorder must see each operation with its arguments, and not only the seconds it took."""
         return any(recorder.needs_every_op for recorder in self.recorders)
 
     def op(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
-        """Return the context in which to call an operation of `Ops` with these arguments."""
+        """Return the context manager in which to call an operation of `Ops`, so that all recorders measure it."""
         return _nest([recorder.op(name, args, kwargs) for recorder in self.recorders])
 
     def layers(self) -> AbstractContextManager[object]:
-        """Return the context in which to run all layers of a model."""
+        """Return the context manager in which to run all layers of a model, so that all recorders measure them."""
         return _nest([recorder.layers() for recorder in self.recorders])
 
     def span(self, name: str) -> AbstractContextManager[object]:
-        """Return the context in which to run a part of a step; the name must not be that of an operation."""
+        """Return the context manager in which to run a part of a step; its name must not be that of an operation."""
         if not self.recorders:
             return NULL_CONTEXT
         return _nest([recorder.span(name) for recorder in self.recorders])
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Report the seconds of an operation that a backend has timed itself."""
+        """Report the seconds of an operation that a backend timed itself to all recorders."""
         for recorder in self.recorders:
             recorder.add_seconds(name, seconds)
 
 
 def _nest(contexts: Sequence[AbstractContextManager[object]]) -> AbstractContextManager[object]:
-    """Return one context that enters all of these in order and leaves them in reverse order."""
+    """Return one context manager that enters all of these in order and leaves them in reverse order."""
     return contexts[0] if len(contexts) == 1 else _enter_all(contexts)
 
 
@@ -111,7 +114,7 @@ def get_synchronize(device: torch.device | str) -> Callable[[], None]:
 
 
 class OpTimer(Recorder):
-    """Sums up the seconds of each operation, of its first call to its last."""
+    """Sums up the seconds of each operation, over all calls while it is attached."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._synchronize = get_synchronize(device)
@@ -132,7 +135,7 @@ class OpTimer(Recorder):
 
 
 class OpCounter(Recorder):
-    """Counts the calls of each operation, and the bytes that they must move as kernels/selfcheck/op_db.py says."""
+    """Counts the calls of each operation, and the bytes that they must move according to kernels/selfcheck/op_db.py."""
 
     needs_every_op = True
 
@@ -148,7 +151,7 @@ class OpCounter(Recorder):
 
 # ---------------------------------------------------------------- operations that report themselves
 def trace_ops(ops: Ops, tracer: Tracer) -> Ops:
-    """Return the operations of a backend, each call of which is reported to a tracer.
+    """Return the operations of a backend in a form that reports each call to a tracer.
 
     An operation that the backend calls within another one is a part of that one, and is not reported.
     """
@@ -156,7 +159,7 @@ def trace_ops(ops: Ops, tracer: Tracer) -> Ops:
 
 
 class _TracedOps:
-    """Has a traced call for each operation of the table; everything else is the backend's."""
+    """Implements `Ops` by a backend's operations, whose calls are reported to a tracer."""
 
     def __init__(self, ops: Ops, tracer: Tracer) -> None:
         self._ops = ops
@@ -182,7 +185,7 @@ class _TracedOps:
 
 
 def _report_calls(name: str, run: Callable[..., Any], tracer: Tracer) -> Callable[..., Any]:
-    """Return a function that runs an operation, and reports it while a recorder is attached."""
+    """Return a function that calls the operation `run`, and reports the call if a recorder is attached."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not tracer.recorders:

@@ -1,1 +1,1 @@
-"""The reference: every operation in plain torch, on any device. The other backends are compared with it."""
+"""The reference: every operation in plain torch, on any device. Other backends are compared with its results."""

@@ -2,7 +2,7 @@
 
 No tensor of keys, values or scores grows with the context; only the indices of the tiles do, which all layers of a step
 share. A tile covers TILE positions counted from 0, so the order of summation depends on positions alone, and not on
-where the keys are stored. So strategies that keep the same keys give the same bits. Knows no strategy.
+where the keys are stored. So strategies that keep the same keys give results with the same bits. Knows no strategy.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ TILE = 128  # positions
 
 @dataclass(frozen=True)
 class _Tile:
-    """TILE key positions of some rows: their addresses, and which queries see them."""
+    """TILE positions of some rows: the addresses of their keys, and which queries see them."""
 
     block: Tensor  # [B, 1, TILE] int64
-    slot: Tensor  # [B, 1, TILE] int64, within the block
+    slot: Tensor  # [B, 1, TILE] int64, slot of each key within its block
     hidden_mask: (
         Tensor | None
     )  # [B, 1, n, TILE] bool, True where a query does not see a key; None: every query sees every key
@@ -33,7 +33,7 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows of equal length that are computed together: all decode rows, or one chunk."""
+    """Rows with equal numbers of tokens that are computed together: all decode rows, or one chunk of a prompt."""
 
     tokens: Tensor | slice  # of the N tokens
     rows: int  # B
@@ -42,7 +42,7 @@ class _Group:
 
 
 class TiledAttention:
-    """Computes `Ops.attend`. Holds scratch memory and, per step, the indices of tiles that all layers share."""
+    """Computes `Ops.attend`. Keeps scratch memory and, for a step, the indices of tiles, which all layers share."""
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -51,7 +51,7 @@ class TiledAttention:
     def attend(
         self, out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, window: int | None
     ) -> None:
-        """Compute `Ops.attend` for arguments that were checked."""
+        """Compute `Ops.attend`; the arguments must have been checked."""
         by_window = self._groups.setdefault(at, {})
         key = (spec.window, window)
         if key not in by_window:
@@ -60,10 +60,10 @@ class TiledAttention:
             out[group.tokens] = self._attend_group(q[group.tokens], store, layer, group, spec).to(out.dtype)
 
     def _attend_group(self, q: Tensor, store: KVStore, layer: int, group: _Group, spec: LayerSpec) -> Tensor:
-        """Attend: q [B*n, Hq, D] -> [B*n, Hq, Dv] float32, by the online softmax of Milakov & Gimelshein (2018)."""
+        """Attend from q [B*n, Hq, D] by online softmax (Milakov & Gimelshein 2018) -> [B*n, Hq, Dv] float32."""
         B, n, H, Dv = group.rows, group.queries, spec.num_kv_heads, spec.v_head_dim
         G = spec.num_q_heads // H  # query heads that share a KV head
-        # [B*H, n*G, D]: a KV head's queries side by side, so that its keys are read once
+        # q becomes [B*H, n*G, D]: the queries of a KV head are side by side, so that its keys are read once.
         q = q.view(B, n, H, G, -1).transpose(1, 2).reshape(B * H, n * G, -1).float() * spec.scale
         top = q.new_full((B * H, n * G, 1), -torch.inf)  # running maximum
         total = torch.zeros_like(top)
@@ -90,7 +90,7 @@ class TiledAttention:
         return (acc / total).view(B, H, n, G, Dv).transpose(1, 2).reshape(B * n, H * G, Dv)
 
     def _load_tile(self, name: str, plane: Plane, tile: _Tile, dim: int) -> Tensor:
-        """Return keys or values of a tile as float32 [B*H, TILE, dim], in scratch memory."""
+        """Return the keys or values of a tile as float32 [B*H, TILE, dim], in scratch memory."""
         numbers = plane.numbers
         heads = torch.arange(numbers.shape[1], device=numbers.device).view(1, -1, 1)
         shape = (tile.block.shape[0], numbers.shape[1], TILE, dim)
@@ -103,7 +103,7 @@ class TiledAttention:
         return tile_numbers.view(-1, TILE, dim)
 
     def _get_scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the scratch memory of this name, which grows to the largest size requested and then stays."""
+        """Return scratch memory by its name and dtype; it grows to the largest size requested so far."""
         size = torch.Size(shape).numel()
         flat = self._scratch.get((name, dtype))
         if flat is None or flat.numel() < size:
@@ -122,14 +122,17 @@ def _move_non_finite_to_scores(values: Tensor, scores: Tensor) -> None:
 
 
 def _raise_maximum(top: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the maximum of both, and the factor that rescales sums relative to `top` (1 while all is -inf)."""
+    """Return the higher of two maxima, and the factor that makes sums relative to `top` relative to it.
+
+    The factor is 1 while both are -inf.
+    """
     higher = torch.maximum(top, new)
     return higher, (top - higher).nan_to_num_(nan=0.0).exp_()
 
 
 # -------------------------------------------------------------------- indices, once per step
 def _iter_groups(at: Slots, model_window: int | None, window: int | None) -> Iterator[_Group]:
-    """Yield a group of all decode rows, then a group for each chunk; padding rows are left out."""
+    """Yield a group of all decode rows, then a group for each chunk of a prompt; padding rows are left out."""
     start, q_start = at.start.tolist(), at.q_start.tolist()
     decode = [b for b in range(at.num_decode) if start[b] >= 0]
     groups = [decode] if decode else []
@@ -152,7 +155,7 @@ def _iter_groups(at: Slots, model_window: int | None, window: int | None) -> Ite
 def _list_tile_starts(
     rows: list[tuple[int, int]], sinks: int, model_window: int | None, window: int | None
 ) -> list[int]:
-    """Return the first positions of the tiles that any query of the rows (start, n) may see, in ascending order."""
+    """Return, in ascending order, the first positions of the tiles that some query of the rows (start, n) may see."""
     reach = min((w for w in (model_window, window) if w is not None), default=None)
     first = min(start for start, _ in rows)
     oldest = 0 if reach is None else max(0, first - reach + 1)
@@ -164,7 +167,7 @@ def _list_tile_starts(
 
 
 def _is_fully_visible(rows: list[tuple[int, int]], first: int, model_window: int | None, window: int | None) -> bool:
-    """Return whether every query of the rows (start, n) sees every key of the tile."""
+    """Return whether every query of the rows (start, n) sees every key of the tile that begins at position `first`."""
     reach = min((w for w in (model_window, window) if w is not None), default=None)
     last_query = max(start + n - 1 for start, n in rows)
     in_the_past = first + TILE - 1 <= min(start for start, _ in rows)
@@ -174,10 +177,10 @@ def _is_fully_visible(rows: list[tuple[int, int]], first: int, model_window: int
 def _make_tile(
     at: Slots, rows: Tensor, n: int, first: int, model_window: int | None, window: int | None, *, whole: bool
 ) -> _Tile:
-    """Return the tile of positions [first, first + TILE) for `rows` of n tokens each."""
+    """Return the tile of positions first .. first + TILE - 1, for `rows` of n tokens each."""
     start = at.start[rows].long().view(-1, 1, 1)
     key = torch.arange(first, first + TILE, device=rows.device).view(1, 1, -1)
-    # Positions after the row's end were never written; they are masked, and read from the last written slot.
+    # Positions after a row's end were never written; the last written slot is read instead, and its score is masked.
     block, slot = at.locate(at.row_seat[rows].long().view(-1, 1, 1), key.minimum(start + n - 1))
     if whole:
         return _Tile(block, slot, None)

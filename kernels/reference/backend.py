@@ -24,11 +24,11 @@ from kernels.reference.attention import TiledAttention
 from kernels.store import KVStore, Plane
 from kernels.types import LayerSpec, Slots
 
-MIN_SCALE = 1e-30  # divisors are at least this, so that a vector of zeros is not divided by 0
+MIN_SCALE = 1e-30  # least divisor in quantizing, so that a vector of zeros is not divided by 0
 
 
 class ReferenceOps(CompositeOps):
-    """Implements `kernels.ops.Ops`. Holds the index tensors of a step, which all layers share."""
+    """Implements `kernels.ops.Ops`. Keeps the index tensors of a step, which all layers share."""
 
     def __init__(self) -> None:
         self._addresses = SlotsChecker()
@@ -37,7 +37,7 @@ class ReferenceOps(CompositeOps):
 
     @property
     def batch_invariant_head_dim(self) -> int:
-        return 0  # torch sums in another order for other numbers of rows
+        return 0  # none: torch sums in another order for other numbers of rows
 
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         pass  # plain torch compiles nothing
@@ -54,15 +54,16 @@ class ReferenceOps(CompositeOps):
             return self._quantized_linear(x, weight, bias)
         multiplied = x.to(weight.dtype)
         if weight.dtype is torch.bfloat16 and weight.shape[1] % 32 and weight.device.type == "cpu":
-            # oneDNN's product in AMX tiles pads such rows with the numbers after them, so a NaN there spreads.
+            # For rows of such a length, oneDNN's product in AMX tiles pads them with the numbers after them, so a NaN
+            # there would spread.
             wide = F.linear(multiplied.float(), weight.float(), None if bias is None else bias.float())
             return wide.to(weight.dtype).to(x.dtype)
         return F.linear(multiplied, weight, bias).to(x.dtype)
 
     def _quantized_linear(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        """Dequantize a few rows at a time to float32, which stay in the processor's cache until they are multiplied.
+        """Multiply by a quantized weight: dequantize a few rows at a time to float32, which stay in the cache.
 
-        Multiplies by `self.linear`, so that a batch-invariant backend stays so.
+        Multiplies by `self.linear`, so that the result stays batch-invariant if the backend's `linear` is.
         """
         outputs = weight.shape[0]
         out, wide = x.new_empty(len(x), outputs), x.float()
@@ -176,7 +177,7 @@ def _copy_repeated(columns: Tensor, x: Tensor) -> None:
 
 
 def _compute_write_index(at: Slots) -> tuple[Tensor | slice, Tensor, Tensor]:
-    """Return the tokens that are written (padding is not), and the block and slot of each."""
+    """Return (tokens of the step that are written, block of each, slot of each); padding tokens are not written."""
     lengths = at.q_start.diff().long()
     row = torch.repeat_interleave(torch.arange(at.num_rows, device=lengths.device), lengths)  # [N]
     token = torch.arange(row.numel(), device=row.device)
@@ -190,7 +191,7 @@ def _compute_write_index(at: Slots) -> tuple[Tensor | slice, Tensor, Tensor]:
 
 # -------------------------------------------------------------------- checks of arguments: layers
 def check_linear(x: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> None:
-    """Check the arguments of `Ops.linear`; the parts of a quantized weight were checked when it was made."""
+    """Raise ValueError for wrong arguments of `Ops.linear`; a quantized weight was checked when it was made."""
     dtypes = FLOATS  # of the bias
     if isinstance(weight, Tensor):
         check_tensor("linear", "weight", weight, (AT_LEAST_ONE, AT_LEAST_ONE))
@@ -201,19 +202,19 @@ def check_linear(x: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | Non
 
 
 def check_rms_norm(x: Tensor, weight: Tensor, operation: str = "rms_norm") -> None:
-    """Check the arguments of `Ops.rms_norm`."""
+    """Raise ValueError for wrong arguments of `Ops.rms_norm`."""
     check_tensor(operation, "x", x, (ANY, AT_LEAST_ONE))
     check_tensor(operation, "weight", weight, x.shape[1:], device=x.device)
 
 
 def check_add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor) -> None:
-    """Check the arguments of `Ops.add_rms_norm`."""
+    """Raise ValueError for wrong arguments of `Ops.add_rms_norm`."""
     check_rms_norm(x, weight, "add_rms_norm")
     check_tensor("add_rms_norm", "delta", delta, x.shape, (x.dtype,), x.device)
 
 
 def check_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-    """Check the arguments of `Ops.rope`, except the values of positions, which are on the device."""
+    """Raise ValueError for wrong arguments of `Ops.rope`; the values of `positions`, on the device, are not checked."""
     check_tensor("rope", "x", x, (ANY, AT_LEAST_ONE, AT_LEAST_ONE))
     N, _, D = x.shape
     check(D % 2 == 0, "rope: x must have heads of an even dimension, and is {}", x.shape)
@@ -223,26 +224,26 @@ def check_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
 
 
 def check_silu_mul(gate_up: Tensor, operation: str = "silu_mul") -> None:
-    """Check the argument of `Ops.silu_mul`, or of an operation with another activation."""
+    """Raise ValueError for a wrong argument of `Ops.silu_mul`, or of an operation with another activation."""
     check_tensor(operation, "gate_up", gate_up, (ANY, AT_LEAST_ONE))
     words = "{}: gate_up must be two halves of one width, and is {}"
     check(gate_up.shape[1] % 2 == 0, words, operation, gate_up.shape)
 
 
 def check_sample(logits: Tensor, params: Tensor) -> None:
-    """Check the arguments of `Ops.sample`."""
+    """Raise ValueError for wrong arguments of `Ops.sample`."""
     check_tensor("sample", "logits", logits, (ANY, AT_LEAST_ONE))
     check_tensor("sample", "params", params, (len(logits), 5), (torch.float64,), torch.device("cpu"))
 
 
 def check_repeat_kv_heads(x: Tensor, groups: int) -> None:
-    """Check the arguments of `Ops.repeat_kv_heads`."""
+    """Raise ValueError for wrong arguments of `Ops.repeat_kv_heads`."""
     check_tensor("repeat_kv_heads", "x", x, (ANY, AT_LEAST_ONE, AT_LEAST_ONE))
     check(0 < groups < 1 << 20, "repeat_kv_heads: there must be at least one group, not {}", groups)
 
 
 def check_repeat_kv_heads_step(mirror: Tensor, x: Tensor, start: int) -> None:
-    """Check the arguments of `Ops.repeat_kv_heads_step`."""
+    """Raise ValueError for wrong arguments of `Ops.repeat_kv_heads_step`."""
     check_tensor("repeat_kv_heads_step", "x", x, (ANY, AT_LEAST_ONE, AT_LEAST_ONE))
     n, H, D = x.shape
     check_tensor("repeat_kv_heads_step", "mirror", mirror, (AT_LEAST_ONE, ANY, D), (x.dtype,), x.device)
@@ -259,20 +260,20 @@ def check_repeat_kv_heads_step(mirror: Tensor, x: Tensor, start: int) -> None:
 
 # -------------------------------------------------------------------- checks of arguments: KV memory
 def check_quantize(x: Tensor) -> None:
-    """Check the argument of `Ops.quantize`."""
+    """Raise ValueError for a wrong argument of `Ops.quantize`."""
     check(x.dim() > 0 and x.shape[-1] > 0, "quantize: x must be vectors, and is {}", x.shape)
     check_tensor("quantize", "x", x, x.shape)
 
 
 def check_dequantize(x: Tensor, scale: Tensor) -> None:
-    """Check the arguments of `Ops.dequantize`."""
+    """Raise ValueError for wrong arguments of `Ops.dequantize`."""
     check(x.dim() > 0 and x.shape[-1] > 0, "dequantize: x must be vectors, and is {}", x.shape)
     check_tensor("dequantize", "x", x, x.shape, (torch.int8,))
     check_tensor("dequantize", "scale", scale, x.shape[:-1], device=x.device)
 
 
 def check_write_kv(store: KVStore, layer: int, k: Tensor, v: Tensor) -> None:
-    """Check the arguments of `Ops.write_kv`, without its addresses."""
+    """Raise ValueError for wrong arguments of `Ops.write_kv`, except its addresses, which `SlotsChecker` checks."""
     H, D, Dv = store.heads(layer)
     device = store.device
     check_tensor("write_kv", "k", k, (ANY, H, D), device=device)
@@ -280,7 +281,7 @@ def check_write_kv(store: KVStore, layer: int, k: Tensor, v: Tensor) -> None:
 
 
 def check_attend(out: Tensor, q: Tensor, store: KVStore, layer: int, spec: LayerSpec, window: int | None) -> None:
-    """Check the arguments of `Ops.attend`, without its addresses."""
+    """Raise ValueError for wrong arguments of `Ops.attend`, except its addresses, which `SlotsChecker` checks."""
     H, D, Dv = store.heads(layer)
     heads, device = spec.num_q_heads, store.device
     check(
@@ -300,7 +301,7 @@ def check_attend(out: Tensor, q: Tensor, store: KVStore, layer: int, spec: Layer
 
 
 def check_gather(store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> None:
-    """Check the arguments of `Ops.gather`, except its addresses, which were checked before."""
+    """Raise ValueError for wrong arguments of `Ops.gather`, except its addresses, which were checked before."""
     store.heads(layer)
     check(0 <= row < at.num_rows, "gather: there is no row {} among {}", row, at.num_rows)
     integers = torch.int64, torch.int32
@@ -308,10 +309,10 @@ def check_gather(store: KVStore, layer: int, at: Slots, row: int, positions: Ten
 
 
 def check_copy_blocks(store: KVStore, src: Sequence[int], dst: Sequence[int]) -> None:
-    """Check the arguments of `Ops.copy_blocks`."""
+    """Raise ValueError for wrong arguments of `Ops.copy_blocks`."""
     check(len(src) == len(dst), "copy_blocks: src has {} blocks and dst {}; they must be as many", len(src), len(dst))
     inside = all(0 <= block < store.num_blocks for block in (*src, *dst))
     check(inside, "copy_blocks: blocks must be from 0 to {}", store.num_blocks - 1)
-    written = set(dst)  # a GPU copies all blocks at the same time
+    written = set(dst)  # blocks must not overlap, as a GPU copies all of them at the same time
     is_separate = len(written) == len(dst) and written.isdisjoint(src)
     check(is_separate, "copy_blocks: a block is written twice, or read and written; copy it in another call")

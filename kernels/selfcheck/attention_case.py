@@ -1,4 +1,4 @@
-"""A small case of attention in one layer: rows with a past, memory in which all else is NaN, and the step's slots.
+"""A small example of attention in one layer: rows with a past, memory in which all else is NaN, and a step's slots.
 
 For the self-check, tests and benchmarks. Uses no strategy: blocks are assigned at random.
 """
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 class Layout(NamedTuple):
-    """How the slots of a row are laid out in blocks."""
+    """How the slots of a row are laid out: slots per block, number of sinks, and slots of the ring (0: no ring)."""
 
     block_size: int
     sinks: int = 0
@@ -32,14 +32,14 @@ class Layout(NamedTuple):
 
 
 class CaseRow(NamedTuple):
-    """A row: `tokens` new tokens after `past` ones; past < 0: padding."""
+    """A row of the batch: `tokens` new tokens after `past` earlier ones; padding if past is negative."""
 
     past: int
     tokens: int
 
 
 class AttentionCase:
-    """Rows of one layer: their q, k and v, the store that holds their past, and the step's slots."""
+    """Rows of one layer: their q, k and v, a store that contains their earlier tokens, and the slots of the step."""
 
     def __init__(
         self,
@@ -55,10 +55,11 @@ class AttentionCase:
         unused_blocks: int = 3,
         memory: Callable[[int], Tensor] | None = None,
     ) -> None:
-        """Write the past by `ops`; everything else in memory is NaN.
+        """Write the earlier tokens of each row by `ops`; everything else in memory is NaN.
 
-        Each block begins with the layers `before`, and the memory with unused blocks. `memory`, if given, allocates the
-        bytes, which are then not filled with NaN: for cases that are too large for that.
+        `before`: layers that precede this one in each block. `unused_blocks`: blocks at the beginning of memory that no
+        row uses. `memory`, if given, allocates the bytes, which are then not filled with NaN: for cases that are too
+        large for that.
         """
         self.ops, self.layout, self.spec, self.rows, self.device = ops, layout, spec, rows, device
         self.layer = len(before)
@@ -88,7 +89,7 @@ class AttentionCase:
         return torch.randn(n, heads, dim, generator=self.generator).to(self.device, dtype)
 
     def write_past(self, row: int, past: int) -> None:
-        """Write the first `past` tokens of a row, in pieces of at most one ring."""
+        """Write the first `past` tokens of a row, at most as many at a time as its ring has slots."""
         piece = self.layout.ring or self.longest
         for start in range(0, past, piece):
             end = min(past, start + piece)
@@ -96,9 +97,9 @@ class AttentionCase:
             self.ops.write_kv(self.store, self.layer, self.k[row][start:end], self.v[row][start:end], at)
 
     def make_slots(self, rows: Sequence[tuple[int, int, int]]) -> Slots:
-        """Return the addresses of rows (row of the case, start, tokens), of which decode rows come first.
+        """Return the addresses of some rows, given as (row of the case, start, tokens), the decode rows first.
 
-        Seats are in reverse order, so that kernels must look them up.
+        The block table has the rows in reverse order, so that kernels must look them up by row_seat.
         """
         case_rows, starts, sizes = (list(column) for column in zip(*rows, strict=True))
         num_decode = next((i for i, n in enumerate(sizes) if n != 1), len(sizes))
@@ -121,7 +122,7 @@ class AttentionCase:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
     def get_step_inputs(self, part: Sequence[Tensor]) -> Tensor:
-        """Return the step's q, k or v [N, heads, dim]; padding is NaN."""
+        """Return q, k or v of the step's tokens [N, heads, dim]; padding is NaN."""
         pieces = [
             x[max(0, row.past) :] if row.past >= 0 else torch.full_like(x, torch.nan)
             for x, row in zip(part, self.rows, strict=True)
@@ -129,11 +130,11 @@ class AttentionCase:
         return torch.cat(pieces)
 
     def write(self) -> None:
-        """Write the keys and values that enter in this step."""
+        """Write the keys and values of the step's tokens to the store."""
         self.ops.write_kv(self.store, self.layer, self.get_step_inputs(self.k), self.get_step_inputs(self.v), self.at)
 
     def attend(self, ops: Ops | None = None, *, window: int | None = None) -> list[Tensor]:
-        """Return the output of each row, computed by `ops` if given; padding rows of it are 7."""
+        """Return the output of each row, computed by `ops` (default: those that wrote); for padding it stays 7."""
         q = self.get_step_inputs(self.q)
         out = torch.full((len(q), self.spec.num_q_heads, self.spec.v_head_dim), 7.0, dtype=q.dtype, device=q.device)
         (ops or self.ops).attend(out, q, self.store, self.layer, self.at, self.spec, window=window)
@@ -141,7 +142,7 @@ class AttentionCase:
 
 
 class Step:
-    """Implements `kernels.ops.Attention` for tokens whose keys are at `kv_locations`."""
+    """Implements `kernels.ops.Attention` for a step whose keys are stored at `kv_locations`."""
 
     def __init__(self, ops: Ops, specs: Sequence[LayerSpec], kv_locations: Sequence[tuple[slice, KVLocation]]) -> None:
         self._ops, self._specs = ops, specs
@@ -150,7 +151,7 @@ class Step:
         self.logit_index = torch.arange(len(self.positions), device=self.positions.device)
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write the keys and values and attend, slice by slice."""
+        """Write the keys and values of a layer and compute its attention, one slice of the tokens after the other."""
         out, spec = q.new_zeros(q.shape), self._specs[layer_idx]
         for tokens, (store, at, window) in self.kv_locations:
             self._ops.write_kv(store, layer_idx, k[tokens], v[tokens], at)
@@ -159,7 +160,7 @@ class Step:
 
 
 def _compute_positions(at: Slots) -> Tensor:
-    """Return the positions [N] int64 of the tokens that enter; 0 for padding."""
+    """Return the positions [N] int64 of a step's tokens in their sequences; 0 for padding."""
     rows = zip(at.start.tolist(), at.q_start.diff().tolist(), strict=True)
     each = [torch.arange(start, start + n) if start >= 0 else torch.zeros(n) for start, n in rows]
     return torch.cat(each).to(torch.int64).to(at.start.device)

@@ -1,6 +1,6 @@
-"""The `OpInfo` rows of operations on KV memory: quantizing, writing, attention, copies, repeated heads.
+"""The rows (`OpInfo`) of the operations' table for KV memory: quantizing, writing, attention, copies, repeated heads.
 
-Samples are small, with odd widths, slices and lengths.
+Their samples, with which the self-check calls them, are small, with odd widths, slices and lengths.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ CASES = (
     (LayerSpec(2, 2, 80, 80, scale=0.11, window=40, softcap=5.0, sink_logits=torch.tensor([0.0, 3.0])), Layout(16)),
 )
 ROWS = (CaseRow(0, 1), CaseRow(200, 1), CaseRow(-1, 1), CaseRow(0, 9), CaseRow(187, 6), CaseRow(-1, 4))
-LONG = (CaseRow(300, 1), CaseRow(-1, 1), CaseRow(256, 1), CaseRow(90, 1))  # a backend may split such sequences
+# Rows of one token with so long a past that a backend may split their sequences.
+LONG = (CaseRow(300, 1), CaseRow(-1, 1), CaseRow(256, 1), CaseRow(90, 1))
 
 
 def _cases(writer: Ops, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, AttentionCase]]:
@@ -40,7 +41,7 @@ def _to_device(device: torch.device, spec: LayerSpec) -> LayerSpec:
 def _quantize_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     x = random_tensors(device)(5, 3, 90).to(dtype)
     x[2] = 0
-    x[0, 0, 23] = x[0, 0, 82] = 9  # the last number is the largest
+    x[0, 0, 23] = x[0, 0, 82] = 9  # so that the last number of a slice is its largest
     for what, each in (("narrow", x[..., :24].contiguous()), ("wide slice", x[..., 3:83])):
         numbers, scale = ops.quantize(each)
         yield f"{what}: numbers", numbers.float()

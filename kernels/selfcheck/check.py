@@ -1,4 +1,4 @@
-"""The self-check: compares every operation of a backend with the reference, on small inputs, before anything is served.
+"""The self-check: compares every operation of a backend with the reference, on small inputs, before serving starts.
 
 An operation that fails is replaced by the reference's, so a wrong kernel makes the server slower, but not wrong.
 kernels/backends.py calls this and logs the results.
@@ -23,15 +23,15 @@ class Verdict(NamedTuple):
     """The result of checking one operation."""
 
     op: str  # its full name
-    error: float  # the largest difference, as a share of the largest number; 0 if there is no result to compare
-    fault: str | None  # what is wrong; None: nothing is
+    error: float  # largest difference, relative to the largest number; 0 if there is no result
+    fault: str | None  # what is wrong, in words; None if nothing is
 
 
 def check_ops(ops: Ops, dtype: torch.dtype, device: torch.device) -> list[Verdict]:
-    """Check each operation; return a verdict for each row of OPS."""
+    """Check the operations of a backend; return a verdict for each row of the table OPS."""
     reference = ReferenceOps()
     verdicts: list[Verdict] = []
-    for op in OPS:  # forward_layers comes last: operations that failed are replaced in it
+    for op in OPS:  # forward_layers comes last, and is checked with the failed operations replaced
         verdicts.append(
             _check_op(op, replace_faulty(ops, verdicts) if op is FORWARD_LAYERS else ops, reference, dtype, device)
         )
@@ -39,7 +39,7 @@ def check_ops(ops: Ops, dtype: torch.dtype, device: torch.device) -> list[Verdic
 
 
 def replace_faulty(ops: Ops, verdicts: list[Verdict]) -> Ops:
-    """Return the operations, with those that have a fault replaced by the reference's."""
+    """Return the operations of a backend; those with a fault are replaced by the reference's."""
     broken = {op.name for op, verdict in zip(OPS, verdicts, strict=False) if verdict.fault is not None}
     return cast("Ops", _MixedOps(ops, ReferenceOps(), broken)) if broken else ops
 
@@ -76,7 +76,7 @@ def _check_op(op: OpInfo, ops: Ops, reference: Ops, dtype: torch.dtype, device: 
 
 
 def compute_error(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference, as a share of the largest number; both must have the same shape and dtype."""
+    """Return the largest difference, relative to the largest number of `theirs`; shapes and dtypes must be equal."""
     assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype), "another shape or dtype than the reference's"
     ours, theirs = ours.cpu().double(), theirs.cpu().double()  # some devices do not have float64
     return float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-30))

@@ -1,7 +1,8 @@
 """The second self-check: runs the operations in the actual KV memory, with its large offsets, before it is used.
 
 The first one (check.py) uses small memory, in which no offset is large. This one writes a few tokens at both ends of a
-block, in all layers, and reads them again. What it writes is left there and never read. Knows no strategy.
+block, in all layers, and reads them again. What it writes stays in the block, but nothing reads it later. Knows no
+strategy.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from kernels.selfcheck.op_info import ATTENTION
 from kernels.store import KVStore, Pages, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 
-MAX_TOKENS = 3  # at each end of a block
-MAX_NUMBER = 127  # integers up to this are written: every dtype stores them exactly, int8 with a scale of 1
+MAX_TOKENS = 3  # most tokens written at each end of a block
+MAX_NUMBER = 127  # integers up to this magnitude are written: every dtype stores them exactly, int8 with a scale of 1
 
-KV = tuple[Tensor, Tensor]  # keys and values [n, H, dim] of a layer
+KV = tuple[Tensor, Tensor]  # (keys, values) of a layer, both [n, H, dim]
 
 
 def find_memory_fault(
     ops: Ops, store: KVStore, block: int, layers: Sequence[LayerSpec], dtype: torch.dtype
 ) -> str | None:
-    """Return what is wrong with the operations in an unused block; None if nothing is."""
+    """Try the operations in an unused block; return what is wrong with them, in words, or None if nothing is."""
     try:
         return next(_iter_faults(ops, store, block, layers, dtype), None)
     except Exception as error:  # a backend may raise anything
@@ -41,7 +42,8 @@ def _iter_faults(
     at = _make_slots(store, block, starts, n)
     generator = torch.Generator().manual_seed(0)
     written = [_draw_kv(generator, spec, len(starts) * n, store.device, dtype) for spec in layers]
-    for layer, kv in enumerate(written):  # all layers first, to find any that overwrite another
+    # All layers are written before any is read, to find a layer that overwrites another.
+    for layer, kv in enumerate(written):
         ops.write_kv(store, layer, *kv, at)
     for layer, kv in enumerate(written):
         for row, start in enumerate(starts):
@@ -60,13 +62,13 @@ def _iter_faults(
 
 
 def _compute_attention_error(ops: Ops, store: KVStore, block: int, layer: int, spec: LayerSpec, kv: KV) -> float:
-    """Return the error of attention over the first tokens of a block, compared with that in a small memory."""
+    """Return the error of attention over a block's first tokens, compared with that over a copy in small memory."""
     n, device = len(kv[0]), store.device
     near = KVStore(Pages(1, compute_block_bytes([spec], n, store.dtype), device), [spec], n, store.dtype)
     ops.write_kv(near, 0, *kv, _make_slots(near, 0, [0], n))
     q = torch.randn(n, spec.num_q_heads, spec.head_dim, generator=torch.Generator().manual_seed(1)) / MAX_NUMBER
     q, errors = q.to(device, kv[0].dtype), []
-    for first, decode in ((n - 1, 1), (0, 0)):  # the last token alone, and all together
+    for first, decode in ((n - 1, 1), (0, 0)):  # the last token alone as a decode row; all tokens as a chunk
         both = []
         for memory, number, where in ((store, layer, block), (near, 0, 0)):
             out = q.new_zeros(n - first, spec.num_q_heads, spec.v_head_dim)
@@ -77,7 +79,7 @@ def _compute_attention_error(ops: Ops, store: KVStore, block: int, layer: int, s
 
 
 def _make_slots(store: KVStore, block: int, starts: Sequence[int], n: int, decode: int = 0) -> Slots:
-    """Return the addresses of rows of n tokens each in one block; `decode` of them are decode rows."""
+    """Return the addresses of rows of n tokens, from each of `starts` on, in one block; `decode` are decode rows."""
 
     def integers(numbers: Sequence[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=store.device)
@@ -96,7 +98,7 @@ def _make_slots(store: KVStore, block: int, starts: Sequence[int], n: int, decod
 
 
 def _draw_kv(generator: torch.Generator, spec: LayerSpec, n: int, device: torch.device, dtype: torch.dtype) -> KV:
-    """Return random integers as keys and values; the first number of each vector is the largest."""
+    """Return random integers as keys and values of n tokens; the first number of each vector is the largest."""
     drawn = []
     for dim in (spec.head_dim, spec.v_head_dim):
         numbers = torch.randint(-MAX_NUMBER, MAX_NUMBER + 1, (n, spec.num_kv_heads, dim), generator=generator)

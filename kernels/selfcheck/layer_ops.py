@@ -1,6 +1,6 @@
-"""The `OpInfo` rows of operations of layers and of the model around them: products, norms, RoPE, sampling.
+"""The rows (`OpInfo`) of the operations' table for layers and the model around them: products, norms, RoPE, sampling.
 
-Samples are small, with odd widths and slices.
+Their samples, with which the self-check calls them, are small, with odd widths and slices.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _linear_bytes(x: Tensor, weight: Weight, bias: Tensor | None = None) -> int:
 
 # -------------------------------------------------------------------- parts of a layer
 def _attention_weights(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, AttentionWeights]]:
-    """Yield weights for 4 query heads and 2 of keys, 16 wide, in a model of width 48."""
+    """Yield (description, weights) for 4 query heads and 2 KV heads of dimension 16, in a model of width 48."""
     draw = random_tensors(device)
     norm, next_norm, qkv, bias, o = (draw(*shape).to(dtype) for shape in ((48,), (48,), (128, 48), (128,), (48, 64)))
     angle = draw(9, 8)
@@ -112,7 +112,10 @@ def _mlp_bytes(weights: GatedMLP, h: Tensor) -> int:
 
 
 def _forward_layers_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
-    """Yield the output of three steps of two sequences under each of two strategies, in layers that differ."""
+    """Yield (description, output) of three steps of four sequences, two with all keys and two with a ring of slots.
+
+    The two layers differ in their window, scale, norms and feed-forward width.
+    """
     draw = random_tensors(device)
     specs = [LayerSpec(2, 4, 16, 16, scale=0.25), LayerSpec(2, 4, 16, 16, window=5, scale=0.3)]
     attentions = [weights for what, weights in _attention_weights(dtype, device) if what != "half rotated"]
@@ -140,7 +143,7 @@ def _forward_layers_samples(ops: Ops, dtype: torch.dtype, device: torch.device) 
 
 
 def _forward_layers_bytes(layers: DecoderLayers, x: Tensor, attention: Attention) -> int:
-    """Return the bytes of a call, without keys and values, which only the attention knows."""
+    """Return the bytes that a call moves, without keys and values, which only the attention knows."""
     weights = sum(weight.nbytes for layer in layers.layers for weight in layer.tensors())
     return weights + 2 * x.nbytes
 

@@ -1,7 +1,7 @@
-"""The table of all operations (after PyTorch's op_db).
+"""The table of all operations (like PyTorch's op_db).
 
 The self-check, the tests, the metrics and docs/internals/kernels.md iterate over OPS, so a new row adds an operation to
-all of them. ops.py says what each operation means.
+all of them. ops.py says what each operation computes.
 
 `python -m kernels.selfcheck.op_db` prints the table of docs/internals/kernels.md.
 """
@@ -19,13 +19,14 @@ OPS: tuple[OpInfo, ...] = (
     *LAYER_OPS,
     *CACHE_OPS,
     FORWARD_LAYERS,
-)  # forward_layers, which is composed of others, comes last
-OP_NAMES = tuple(dict.fromkeys(op.name for op in OPS))  # the methods of Ops; several rows may describe one
+)  # forward_layers, composed of the others, comes last
+# The methods of Ops that are in the table; several rows may describe one of them.
+OP_NAMES = tuple(dict.fromkeys(op.name for op in OPS))
 
 
 # -------------------------------------------------------------------- docs/internals/kernels.md
 def markdown() -> str:
-    """Return the table of docs/internals/kernels.md, from the docstrings of Ops and the rows."""
+    """Return the table of docs/internals/kernels.md, made from the docstrings of Ops and the rows of OPS."""
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
     head = f"| operation | what it does | must move | off by at most ({dtypes}) |"
     return "\n".join([head, "|---|---|---|---|", *map(_markdown_row, OPS)])

@@ -105,7 +105,7 @@ class Source:
         return [*pieces, (first, end)] if first < end else pieces
 
     def find_attributes(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield each attribute within [[a, b(c)]]: (its first token, its end, first token of the brackets, their end)."""
+        """Yield each attribute in [[a, b(c)]]: (its first token, its end, first token of the brackets, their end)."""
         i = begin
         while i < end - 1:
             if self.is_at(i, "[", "["):
