@@ -87,7 +87,7 @@ class SlotsChecker:
         if found is None or found[0] is not store:
             found = self._tokens[at] = store, _check_slots(operation, at, store)
         if tokens is not None and found[1] > tokens:
-            raise ValueError(f"{operation}: rows of {found[1]} tokens, of which {tokens} entered")
+            raise ValueError(f"{operation}: the rows have {found[1]} tokens, but only {tokens} are given")
 
 
 def _check_slots(operation: str, at: Slots, store: KVStore) -> int:

@@ -95,7 +95,7 @@ def load_ops(device: Device, dtype: torch.dtype, *, reference: bool = False) -> 
         if backend.missing is None:
             return _check_backend(backend, dtype)
         reason = backend.missing
-        log.debug("no kernels %s: %s", backend.name, reason)
+        log.debug("the backend %s cannot be loaded: %s", backend.name, reason)
     if device.is_emulated:
         raise KernelsMissing(reason)
     log.warning("there are no kernels for %s on %s: plain torch is used, which is slower", dtype, device.name)

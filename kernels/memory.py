@@ -74,7 +74,7 @@ class ConcatenatedWeight:
         widths = {(part.shape[-1], part.dtype) for part in parts}
         if len(widths) != 1 or any(part.dim() != 2 for part in parts):
             shapes = ", ".join(f"{part.dtype} {[*part.shape]}" for part in parts)
-            raise ValueError(f"matrices of one width and dtype can be joined, not {shapes}")
+            raise ValueError(f"only matrices of one width and dtype can be joined, not {shapes}")
         self.parts = parts
         self.shape = torch.Size((sum(map(len, parts)), *parts[0].shape[1:]))
         self.dtype = parts[0].dtype

@@ -123,7 +123,7 @@ class DecoderLayer:
         """Raise ValueError unless the weights and the attention have the same numbers of heads."""
         heads = self.attention.q_heads, self.attention.kv_heads
         if heads != (self.spec.num_q_heads, self.spec.num_kv_heads):
-            raise ValueError(f"weights for {heads[0]} query heads and {heads[1]} of keys do not fit {self.spec}")
+            raise ValueError(f"weights for {heads[0]} query heads and {heads[1]} KV heads do not fit {self.spec}")
 
     def pack(self, ops: Ops) -> DecoderLayer:
         """Return the same layer, with weights in the layout that the backend `ops` multiplies fastest."""
@@ -250,11 +250,11 @@ class Ops(Protocol):
         ...
 
     def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Add x + delta, rounded to their dtype; return the sum and its `rms_norm`; all [N, d]."""
+        """Return x + delta, rounded to their dtype, and the `rms_norm` of that sum; all are [N, d]."""
         ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
-        """Rotate x [N,H,D]; cos, sin [P, D/2] float32, halves paired (Su et al. 2021, GPT-NeoX layout)."""
+        """Apply RoPE (Su et al. 2021) to x [N,H,D]; cos, sin [P, D/2] float32; x[i] pairs with x[i + D/2] (NeoX)."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -279,11 +279,11 @@ class Ops(Protocol):
         ...
 
     def dequantize(self, x: Tensor, scale: Tensor) -> Tensor:
-        """Return the values of x int8 [..., D], scale [...] -> float32 [..., D]."""
+        """Multiply x int8 [..., D] by scale [...] -> float32 [..., D]."""
         ...
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
-        """Write k [N,H,D], v [N,H,Dv] to their slots; a store of int8 gets them quantized as by `quantize`."""
+        """Write k [N,H,D], v [N,H,Dv] to their slots; if the store is int8, they are quantized as by `quantize`."""
         ...
 
     def attend(
@@ -314,7 +314,7 @@ class Ops(Protocol):
         ...
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
-        """Copy block src[i] to block dst[i], all layers at once; no dst may be a src."""
+        """Copy block src[i] to block dst[i], all layers at once; no block may be in both lists."""
         ...
 
     def repeat_kv_heads(self, x: Tensor, groups: int) -> Tensor:

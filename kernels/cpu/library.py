@@ -30,11 +30,11 @@ def load(name: str) -> CpuOps:
         raise KernelsMissing(f"this machine has no {name}")
     library = FOLDER / f"_{name}.so"
     if not library.is_file():
-        raise KernelsMissing(f"{library.name} was not built: install a C++ compiler, then the project once more")
+        raise KernelsMissing(f"{library.name} was not built: install a C++ compiler, then install the project again")
     try:
         torch.ops.load_library(library)
     except OSError as error:  # built for another torch
-        raise KernelsMissing(f"{library.name} cannot be loaded, so install the project once more: {error}") from None
+        raise KernelsMissing(f"{library.name} cannot be loaded, so install the project again: {error}") from None
     operations = getattr(torch.ops, f"kvmux_{name}")
     if not operations.usable():
         raise KernelsMissing(f"the system does not let processes use {name}")

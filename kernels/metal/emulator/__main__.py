@@ -76,9 +76,11 @@ def _check_source(clang: Clang, text: str, folder: Path) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m kernels.metal.emulator", description="Tells what Apple's compiler would refuse."
+        prog="python -m kernels.metal.emulator", description="Finds what Apple's compiler would refuse."
     )
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="Metal sources; none: all of kernels/metal")
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE", help="Metal sources (default: those in kernels/metal)"
+    )
     files: list[Path] = parser.parse_args(arguments).files or sorted(FOLDER.glob("*.metal"))
     try:
         clang = Clang.find()

@@ -93,7 +93,7 @@ class Buffer:
         if self._scalar.dtypes:
             self._check_numbers(len(packed) // count, count, kind)
         if self.reference and len(packed) < self.size:
-            raise TypeError(f"{self._label}: {len(packed)} bytes are passed, and {self.size} are read")
+            raise TypeError(f"{self._label}: {len(packed)} bytes are passed, but the kernel reads {self.size}")
 
     def _check_numbers(self, number_bytes: int, count: int, kind: str) -> None:
         scalar = self._scalar

@@ -230,7 +230,7 @@ def _make_temporary_folder(home: str) -> tempfile.TemporaryDirectory[str]:
     try:
         folder = tempfile.TemporaryDirectory(prefix="kvmux-metal-emulator-")
     except OSError as error:
-        raise CompilerMissing(f"compiled Metal kernels can be kept nowhere: set TMPDIR to a folder ({error})") from None
+        raise CompilerMissing(f"no folder can keep compiled Metal kernels: set TMPDIR to one ({error})") from None
     _LOG.warning(
         "nothing can be written to %s, so Metal kernels are compiled anew at every start: "
         "set XDG_CACHE_HOME to a folder that can be written to",

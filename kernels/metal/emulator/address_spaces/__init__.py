@@ -55,7 +55,7 @@ class Clang:
         if shutil.which("clang++"):
             return cls(("clang++",))
         raise CompilerMissing(
-            "address spaces are checked by clang: pip install ziglang, which has one, or install clang++"
+            "checking address spaces needs clang: pip install ziglang, which contains it, or install clang++"
         )
 
     def check(self, source: str, include: Iterable[str | PathLike[str]] = ()) -> None:
