@@ -1,19 +1,19 @@
 """The error for a setting that cannot be used, and messages for errors of the operating system."""
 
-MAX_MESSAGE_LENGTH = 2000  # characters of a message; values that it quotes may be longer
+MAX_MESSAGE_LENGTH = 2000  # maximum number of characters of a message, which may quote a long value
 
 
 class SettingsError(Exception):
     """An error that the user can fix; the message says what to change."""
 
     def __str__(self) -> str:
-        """Return the message; a very long one without its middle."""
+        """Return the message; the middle of one of more than 2,000 characters is left out."""
         message, half = super().__str__(), MAX_MESSAGE_LENGTH // 2
         return message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:half]} ... {message[-half:]}"
 
 
 def format_error(error: Exception) -> str:
-    """Return an error's message for the user; of an OSError, what the operating system refuses, and of which file."""
+    """Return an error's message for the user; for an OSError, the operating system's reason and the file's name."""
     if not isinstance(error, OSError) or error.strerror is None:
         return str(error)
     place = f" ({error.filename})" if error.filename else ""

@@ -42,31 +42,35 @@ ModelImpl = Literal["auto", "lean", "transformers"]
 
 
 def _split_words(value: Any) -> Any:
-    """Split what a flag or a variable gives as "a,b" into the file's ["a", "b"]."""
+    """Split the text "a,b" of a flag or an environment variable into ["a", "b"], as a settings file has it.
+
+    Raises ValueError if a word is empty, or if the value is neither a text nor a list with words.
+    """
     words = [word.strip() for word in value.split(",")] if isinstance(value, str) else value
     if words is not None and not (isinstance(words, list) and words and all(words)):
         raise ValueError("should be a word, or several with commas between; leave it out to have none")
     return words
 
 
-MAX_DEPTH = 16  # tables within tables
+MAX_DEPTH = 16  # maximum depth of tables within tables in a setting's value
 
 StringList = Annotated[list[str] | None, NoDecode, BeforeValidator(_split_words)]
 
 
 def _is_url(text: str) -> bool:
-    """Return whether a text is the URL of a server that speaks HTTP."""
+    """Return whether a text is a URL that begins with http:// or https:// and has a host."""
     try:
         url = urlsplit(text)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and text.split() == [text]
-    except ValueError:  # brackets that do not close, or an impossible port
+    except ValueError:  # raised for an unclosed bracket and for an impossible port
         return False
 
 
 def _check_characters(value: Any, depth: int = MAX_DEPTH) -> None:
     """Raise ValueError if a text in a value, or in the tables within it, has control characters or is not UTF-8."""
     if isinstance(value, str):
-        if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):  # never shown: it may be a key
+        # the message does not quote the text, which may be an API key
+        if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
             raise ValueError("has control characters, or bytes that are not UTF-8")
     elif isinstance(value, (Mapping, list)):
         if not depth:
@@ -77,13 +81,13 @@ def _check_characters(value: Any, depth: int = MAX_DEPTH) -> None:
                 _check_characters(value[part], depth - 1)
 
 
-MAX_TIMEOUT = 7 * 24 * 3600  # seconds of any timeout
-MIN_API_KEY_LENGTH = 8  # characters; an API key of fewer may be guessed
-MAX_DRAFT_TOKENS = 16  # tokens
+MAX_TIMEOUT = 7 * 24 * 3600  # maximum of any timeout, in seconds
+MIN_API_KEY_LENGTH = 8  # minimum number of characters of an API key that cannot easily be guessed
+MAX_DRAFT_TOKENS = 16  # maximum number of draft tokens in a step
 
 MEBIBYTE = 2**20
-BODY_OVERHEAD_BYTES = MEBIBYTE  # bytes of a body beside its prompts
-BYTES_PER_TOKEN_ID = 8  # in JSON, "123456, "; a token of text is shorter, even where half of its letters are escaped
+BODY_OVERHEAD_BYTES = MEBIBYTE  # bytes allowed in a request's body in addition to its prompts
+BYTES_PER_TOKEN_ID = 8  # bytes of a prompt's token id in JSON ("123456, "); a token of text takes fewer
 MAX_DEFAULT_BODY_BYTES = 32 * MEBIBYTE
 
 
@@ -108,7 +112,10 @@ class StrategySettings(BaseModel):
 
 
 class KeyLimits(BaseModel):
-    """Bounds of the requests with one API key. None: the server's setting of that name holds."""
+    """Bounds of the priorities that requests with one API key may ask for.
+
+    If a field is None, the server's setting of the same name applies.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -117,16 +124,18 @@ class KeyLimits(BaseModel):
 
 
 class SelectionRule(BaseModel):
-    """A rule that sends a request that names no strategy to an instance, if all of the rule's conditions hold."""
+    """A rule that chooses the instance `use` for a request that names none, if all of the rule's conditions hold."""
 
     model_config = ConfigDict(extra="forbid")
 
-    use: str = Field(description="instance that serves the request")
+    use: str = Field(description="strategy instance that serves the requests to which the rule applies")
     min_prompt_tokens: int | None = Field(None, ge=0)
     max_prompt_tokens: int | None = Field(None, ge=0)
     min_priority: int | None = None
     max_priority: int | None = None
-    kv_usage_above: float | None = Field(None, ge=0, le=1, description="share of the KV memory in use")
+    kv_usage_above: float | None = Field(
+        None, ge=0, le=1, description="the rule applies above this share of KV memory in use"
+    )
 
 
 def default_strategies() -> dict[str, StrategySettings]:
@@ -145,59 +154,76 @@ class Settings(BaseSettings):
 
     model: str = Field(
         "tiny",
-        description="directory of a Hugging Face model, its name on the hub, or a GGUF file; 'tiny': the embedded one",
+        description="directory of a Hugging Face model, its name on the hub, or a GGUF file; 'tiny': the model "
+        "that is embedded in kvmux",
     )
-    revision: str | None = Field(None, description="branch, tag or commit of a model on the hub; default: main")
+    revision: str | None = Field(
+        None, description="branch, tag or commit of a model on the Hugging Face hub; default: main"
+    )
     allow_symlinks: bool = Field(
-        False, description="follow links in the model's directory wherever they lead; otherwise they are refused"
+        False,
+        description="follow symbolic links in the model's directory even if they lead out of it; otherwise such a link "
+        "is an error",
     )
     model_name: str | None = Field(
-        None, description="name clients ask for, or several with commas between; default: the model's own"
+        None,
+        description="model name that clients use in requests, or several, separated by commas; default: the model's "
+        "own name",
     )
     skip_model_name_validation: bool = Field(
-        False, description="accept any model name in a request, and answer with the model that is served"
+        False, description="accept any model name in a request, and use the model that is served"
     )
     kernels: Literal["auto", "reference"] = Field(
         "auto",
-        description="implementation of the operations; reference: plain torch, slower, to compare with or to rule out "
-        "kernels as the cause of a fault",
+        description="implementation of attention and the other operations; auto: the fastest for the device; "
+        "reference: plain PyTorch, slower, to compare results or to rule out a bug in the kernels",
     )
     metal_capture_steps: int | None = Field(
         None,
         ge=1,
-        description="record the GPU launches of the first N steps on mps in 0000-kvmux.gputrace, for Xcode; needs "
-        "MTL_CAPTURE_ENABLED=1 in the environment; default: none",
+        description="number of steps, from the first, whose GPU launches on mps are recorded in 0000-kvmux.gputrace, "
+        "for Xcode; needs MTL_CAPTURE_ENABLED=1 in the environment; default: none",
     )
     model_impl: ModelImpl = Field(
         "auto",
-        description="implementation of the model; auto: the lean decoder if it supports the model, else transformers",
+        description="implementation of the model; lean: kvmux's own decoder; auto: lean if it supports the model, else "
+        "transformers",
     )
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
-    workers: int = Field(1, ge=1, le=64, description="number of API processes")
+    host: str = Field("127.0.0.1", description="address that the server listens on")
+    port: int = Field(8000, ge=0, le=65535, description="port that the server listens on; 0: any free port")
+    workers: int = Field(1, ge=1, le=64, description="number of API processes, which receive and answer requests")
     metrics_port: int | None = Field(
-        None, ge=0, le=65535, description="port for /metrics, which is then not on `port`; default: on `port`"
+        None,
+        ge=0,
+        le=65535,
+        description="separate port for /metrics, which `port` then does not serve; default: /metrics is on `port`",
     )
-    metrics_host: str | None = Field(None, description="address to listen on for metrics_port; default: host")
+    metrics_host: str | None = Field(
+        None, description="address that the port for /metrics listens on; default: the address `host`"
+    )
     deterministic: bool = Field(
         False,
-        description="refuse to start unless results are bitwise the same whatever else runs; CPU kernels only",
+        description="refuse to start unless a request's results are bitwise the same whatever other requests run; "
+        "possible with CPU kernels only",
     )
     device: Device = Field(
         "auto",
-        description="auto: cuda, else mps, else cpu; metal-emulated: the Metal kernels on this machine's CPU, slowly, "
-        "to try them without a Mac; metal-checked: the same, checked for races and bounds",
+        description="device that runs the model; auto: cuda, else mps, else cpu; metal-emulated: the Metal kernels on "
+        "this machine's CPU, slowly, to try them without a Mac; metal-checked: the same, checked for races and bounds",
     )
     dtype: DType = Field(
-        "auto", description="dtype of activations and K/V; auto: the model's own if the device is fast at it"
+        "auto",
+        description="dtype of activations, keys and values; auto: the model's own dtype if the device is fast at it",
     )
     weights: Weights = Field(
-        "auto", description="format of the weights in memory; auto: dtype, or as quantized in the checkpoint"
+        "auto",
+        description="format of the weights in memory; auto: as in the checkpoint if that is quantized, else in "
+        "the dtype of activations (`dtype`)",
     )
     weights_cache: str | None = Field(
         None,
-        description="folder that keeps the weights quantized to int8 or int4 for the next start; off: none; default: "
-        "in the user's cache directory",
+        description="folder that keeps the weights quantized to int8 or int4 for the next start; off: keep nothing; "
+        "default: a folder in the user's cache directory",
     )
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of the engine; default: one per core, one fewer for small models"
@@ -206,88 +232,114 @@ class Settings(BaseSettings):
     admin_token: str | None = Field(
         None,
         min_length=8,
-        description="token for clearing, pinning and resizing caches and for recording profiles; default: not allowed",
+        description="token that an operator's request needs to clear, pin or resize caches or to record profiles; "
+        "default: no request may do that",
     )
     api_keys: StringList = Field(
         None,
-        description="keys, with commas between, one of which is required for /v1/*, the same routes without /v1 and "
-        "the tokenizer's routes; default: no key is needed",
+        description="API keys, separated by commas, one of which is required for /v1/*, the same routes without /v1 "
+        "and the tokenizer's routes; default: no key is needed",
     )
     metrics_key: str | None = Field(
         None, min_length=8, description="key that is required for /metrics; default: no key is needed"
     )
     unknown_fields: Literal["reject", "ignore"] = Field(
         "reject",
-        description="request fields that the server does not know; reject: answer 400; ignore: list them in a header",
+        description="what to do with a request's fields that the server does not know; reject: answer 400; ignore: "
+        "name them in a header of the response",
     )
     cors_origins: StringList = Field(
         None,
-        description="origins of web pages that may call the server, 'https://a.example', with commas between; "
-        "'*': all; default: none",
+        description="origins of the web pages that may call the server, such as 'https://a.example', separated by "
+        "commas; '*': all; default: none",
     )
     max_body_bytes: int | None = Field(
         None,
         ge=1024,
-        description="bytes of a request's body, else 413; default: 1 MiB plus the greater of max_prompt_characters and "
-        "8 bytes per token of max_choices prompts as long as the context, at most 32 MiB",
+        description="maximum number of bytes of a request's body; a longer one is answered 413; default: 1 MiB + "
+        "max(max_prompt_characters, 8 x max_choices x max_seq_len), but no more than 32 MiB",
     )
     max_inflight_body_bytes: int | None = Field(
         None,
         ge=1024,
-        description="bytes of all bodies that an API process receives, parses and tokenizes at a time, else 429; "
-        "default: 4 times max_body_bytes, at least 64 MiB",
+        description="maximum number of bytes of all request bodies that an API process receives, parses and tokenizes "
+        "at a time; further requests are answered 429; default: 4 times max_body_bytes, but no less than 64 MiB",
     )
-    max_header_bytes: int = Field(64 * 2**10, ge=1024, description="bytes of a request's line and headers, else 431")
+    max_header_bytes: int = Field(
+        64 * 2**10,
+        ge=1024,
+        description="maximum number of bytes of a request's line and headers; longer ones are answered 431",
+    )
     header_timeout: float = Field(
-        30.0, gt=0, le=MAX_TIMEOUT, description="seconds in which a request's line and headers have to arrive, else 408"
+        30.0,
+        gt=0,
+        le=MAX_TIMEOUT,
+        description="maximum number of seconds until a request's line and headers have arrived; then it is "
+        "answered 408",
     )
     body_timeout: float = Field(
-        30.0, gt=0, le=MAX_TIMEOUT, description="seconds without progress of a request's body, else 408"
+        30.0,
+        gt=0,
+        le=MAX_TIMEOUT,
+        description="maximum number of seconds in which nothing of a request's body arrives; then it is answered 408",
     )
     queue_timeout: float | None = Field(
         None,
         gt=0,
         le=MAX_TIMEOUT,
-        description="seconds a request may wait for its seat, else 503; default: as long as its client is connected",
+        description="maximum number of seconds that a request waits for a seat in its cache; then it is answered 503; "
+        "default: no limit while its client is connected",
     )
     request_timeout: float | None = Field(
         None,
         gt=0,
         le=MAX_TIMEOUT,
-        description="seconds from a request's arrival to the end of its answer, else 504; default: no limit",
+        description="maximum number of seconds from a request's arrival to the end of its answer; then it fails with "
+        "status 504; default: no limit",
     )
     drain_seconds: float = Field(
-        15.0, ge=0, le=MAX_TIMEOUT, description="seconds that running requests have to finish after SIGTERM"
+        15.0,
+        ge=0,
+        le=MAX_TIMEOUT,
+        description="number of seconds in which running requests may finish after the server has received SIGTERM",
     )
 
     watchdog_timeout: float = Field(
         120.0,
         ge=1,
         le=MAX_TIMEOUT,
-        description="seconds without a heartbeat after which the engine or an API process is killed and restarted; has "
-        "to be more than the longest step takes",
+        description="number of seconds without a heartbeat after which the engine or an API process is killed and "
+        "restarted; has to be more than the longest step takes",
     )
 
     kv_memory: str = Field(
-        "auto", description="memory for keys and values, '2GiB'; auto: kv_memory_share of the free memory"
+        "auto",
+        description="memory for the keys and values of all instances, such as '2GiB'; auto: the share kv_memory_share "
+        "of the free memory",
     )
     kv_memory_share: float = Field(
         0.3, gt=0, lt=1, description="with kv_memory=auto: share of the memory that is free once the weights are loaded"
     )
     kv_overcommit: float = Field(
-        1.5, ge=1, description="admit requests while all together could fill at most this multiple of the KV memory"
+        1.5,
+        ge=1,
+        description="maximum multiple of the KV memory that all admitted requests together could fill at their full lengths; a "
+        "request that would exceed it waits",
     )
     max_seq_len: int | None = Field(
-        None, ge=2, description="tokens of prompt and completion together; default: the model's context, at most 8192"
+        None,
+        ge=2,
+        description="maximum number of tokens of prompt and completion together; default: the model's context, at most "
+        "8192",
     )
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="maximum number of sequences in a batch")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="maximum number of sequences that run at a time")
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
         le=65536,
         description="maximum number of prompt tokens in a step; default: 512 on the CPU, else 1024",
     )
-    max_choices: int = Field(256, ge=1, description="maximum of prompts times choices (`n`) of a request")
+    max_choices: int = Field(256, ge=1, description="maximum number of choices of a request: prompts times `n`")
     max_stop_strings: int = Field(64, ge=4, le=1024, description="maximum number of strings in `stop` of a request")
     max_prompt_characters: int = Field(
         2**21, ge=1, description="maximum number of characters of a prompt, before it is tokenized"
@@ -296,26 +348,30 @@ class Settings(BaseSettings):
         10.0,
         gt=0,
         le=MAX_TIMEOUT,
-        description="seconds that the model's chat template and tokenizer may take for a prompt, else 400",
+        description="maximum number of seconds that the model's chat template and tokenizer may take for a prompt; "
+        "then the request is answered 400",
     )
     text_memory: str = Field(
         "1GiB",
-        description="memory that the chat template and the tokenizer may take for a prompt, in addition to the loaded "
-        "tokenizer, else 400",
+        description="maximum of the memory that the chat template and the tokenizer may take for a prompt, in addition "
+        "to the loaded tokenizer; if it needs more, the request is answered 400",
     )
     max_queued_requests: int = Field(
         1024, ge=0, description="maximum number of waiting requests; further ones are answered 429"
     )
 
     priority_aging: float = Field(
-        10.0, ge=0, le=MAX_TIMEOUT, description="seconds of waiting that count as much as one level of `priority`"
+        10.0,
+        ge=0,
+        le=MAX_TIMEOUT,
+        description="number of seconds of waiting in the queue that count as much as one level of `priority`",
     )
     max_priority_wait: float = Field(
         600.0,
         ge=0,
         le=MAX_TIMEOUT,
-        description="maximum number of seconds by which `priority` may move a request in the queue, and so wait for "
-        "requests that arrived later",
+        description="maximum number of seconds by which `priority` moves a request forward or back in the queue, "
+        "which limits how long it waits for requests that arrived later",
     )
     min_priority: int = Field(
         0, ge=-(2**31), lt=2**31, description="lowest, that is most urgent, `priority` that a request may ask for"
@@ -324,14 +380,14 @@ class Settings(BaseSettings):
         0, ge=0, le=100, description="highest `kv_cache_priority` that a request may ask for"
     )
     key_limits: dict[str, KeyLimits] = Field(
-        default_factory=dict, description="bounds of priorities for single API keys"
+        default_factory=dict, description="bounds of the priorities that requests with a certain API key may ask for"
     )
 
     num_speculative_tokens: int = Field(
         0,
         ge=0,
         le=MAX_DRAFT_TOKENS,
-        description="draft tokens per step of requests that ask for no other number; they are verified in one step",
+        description="number of draft tokens per step (speculative decoding) of requests that ask for no other number",
     )
     max_speculative_tokens: int = Field(
         MAX_DRAFT_TOKENS,
@@ -357,18 +413,18 @@ class Settings(BaseSettings):
         False, description="GET /tokenizer_info returns the tokenizer's configuration and the chat template"
     )
     vllm_metric_names: bool = Field(
-        False, description="expose the metrics of /metrics a second time under vLLM's names"
+        False, description="return the metrics of /metrics a second time, under vLLM's names"
     )
     list_strategies: bool = Field(
-        False, description="list the model in /v1/models under each strategy, too: name:instance"
+        False, description="list the model in /v1/models under each strategy instance, too, as name:instance"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="lowest level that is logged to stderr"
+        "info", description="lowest level of the messages that are logged to stderr"
     )
     log_format: Literal["text", "json"] = Field(
-        "text", description="json: one object per line, and no banner on stdout"
+        "text", description="format of the log; json: one JSON object per line, and no banner on stdout"
     )
-    log_prompts: bool = Field(False, description="log prompts and generated text, too; for debugging")
+    log_prompts: bool = Field(False, description="include prompts and generated text in the log; for debugging")
     otlp_traces_endpoint: str | None = Field(
         None, description="URL to which OpenTelemetry spans are sent; needs kvmux[otel]; default: none"
     )
@@ -376,14 +432,14 @@ class Settings(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _check_text(cls, value: Any) -> Any:
-        """Refuse text that paths, headers or JSON cannot take."""
+        """Raise ValueError for text that has control characters or is not UTF-8."""
         _check_characters(value)
         return value
 
     @field_validator("strategies", mode="before")
     @classmethod
     def _fill_built_in_kinds(cls, value: Any) -> Any:
-        """Add the kind of built-in instances: `[strategies.paged] limit = "50%"` need not repeat it."""
+        """Add the field `kind` to built-in instances: `[strategies.paged] limit = "50%"` need not repeat the kind."""
         if not isinstance(value, dict):
             return value
         built_in = default_strategies()
@@ -395,7 +451,7 @@ class Settings(BaseSettings):
     @field_validator("api_keys")
     @classmethod
     def _check_api_keys(cls, value: list[str] | None) -> list[str] | None:
-        for number, key in enumerate(value or [], start=1):  # never shown: it would be in the log
+        for number, key in enumerate(value or [], start=1):  # by number: a message with the key would be logged
             if not all("!" <= letter <= "~" for letter in key):
                 raise ValueError(f"key {number} should be letters, digits and signs of ASCII, no spaces")
         return value
@@ -403,7 +459,7 @@ class Settings(BaseSettings):
     @field_validator("otlp_traces_endpoint")
     @classmethod
     def _check_traces_endpoint(cls, value: str | None) -> str | None:
-        if value is not None and not _is_url(value):  # never shown: it may have a password
+        if value is not None and not _is_url(value):  # the message does not quote the URL, which may have a password
             raise ValueError("should be a URL like http://127.0.0.1:4318")
         return value
 
@@ -411,13 +467,13 @@ class Settings(BaseSettings):
     @classmethod
     def _check_text_memory(cls, value: Any) -> str:
         if parse_bytes(value) < 2**24:
-            raise ValueError("should be 16MiB or more, which ordinary prompts need")
+            raise ValueError("should be 16MiB or more: ordinary prompts need that much")
         return str(value)
 
     @field_validator("kv_memory", mode="before")
     @classmethod
     def _check_kv_memory(cls, value: Any) -> str:
-        text = str(value)  # a file may give a bare number
+        text = str(value)  # in a settings file the value may be a number of bytes
         if text != "auto":
             parse_bytes(text)
         return text
@@ -426,14 +482,16 @@ class Settings(BaseSettings):
     def _check_consistency(self) -> Settings:
         if self.admin_token in (self.api_keys or ()):
             raise ValueError(
-                "admin_token is one of api_keys, so every client could administer the server; choose another"
+                "admin_token is one of api_keys, so a client could administer the server; choose another token"
             )
-        if any(key not in (self.api_keys or ()) for key in self.key_limits):  # never shown: it may be a key after all
-            raise ValueError("key_limits names a key that is not one of api_keys; add it there, or correct it")
+        if any(key not in (self.api_keys or ()) for key in self.key_limits):  # the message does not quote the key
+            raise ValueError("key_limits names a key that is not one of api_keys; add it to api_keys, or correct it")
         if self.metrics_key is not None and self.metrics_key in (self.admin_token, *(self.api_keys or ())):
-            raise ValueError("metrics_key is the admin_token or one of api_keys; choose another")
+            raise ValueError("metrics_key equals the admin_token or one of api_keys; choose another key")
         if self.metrics_port and self.metrics_port == self.port:
-            raise ValueError(f"metrics_port is {self.port}, as port is; choose another, or leave it out")
+            raise ValueError(
+                f"metrics_port and port are both {self.port}; choose another port, or leave metrics_port out"
+            )
         if self.num_speculative_tokens > self.max_speculative_tokens:
             raise ValueError(
                 f"num_speculative_tokens {self.num_speculative_tokens} is more than max_speculative_tokens "
@@ -449,7 +507,9 @@ class Settings(BaseSettings):
         chosen |= {f"rules[{i}].use": rule.use for i, rule in enumerate(self.rules)}
         for where, name in chosen.items():
             if name not in self.strategies:
-                raise ValueError(f"{where} is {name!r}; instances are {', '.join(sorted(self.strategies))}")
+                raise ValueError(
+                    f"{where}: there is no instance {name!r}; instances are {', '.join(sorted(self.strategies))}"
+                )
         for name in self.strategies:
             if not (name.isascii() and name.replace("_", "").replace("-", "").isalnum()):
                 raise ValueError(f"strategies: {name!r} is not a name: use letters, digits, '-' and '_'")
@@ -464,16 +524,16 @@ class Settings(BaseSettings):
 
     @property
     def model_names(self) -> list[str]:
-        """Return the names that requests may give: the model's own first, then aliases."""
+        """Return the model names that a request may use: the model's main name first, then its aliases."""
         return [name.strip() for name in (self.model_name or Path(self.model).name).split(",")]
 
     @property
     def short_api_keys(self) -> list[int]:
-        """Return the positions in api_keys, from 1, of the keys that are short enough to be guessed."""
+        """Return the positions in api_keys, counted from 1, of keys with fewer than MIN_API_KEY_LENGTH characters."""
         return [number for number, key in enumerate(self.api_keys or (), start=1) if len(key) < MIN_API_KEY_LENGTH]
 
     def compute_body_limits(self, max_seq_len: int) -> tuple[int, int]:
-        """Return max_body_bytes and max_inflight_body_bytes for a context of `max_seq_len` tokens."""
+        """Return (max_body_bytes, max_inflight_body_bytes) as set, or their defaults for a context of `max_seq_len`."""
         ids = BYTES_PER_TOKEN_ID * max_seq_len * self.max_choices
         one = min(BODY_OVERHEAD_BYTES + max(self.max_prompt_characters, ids), MAX_DEFAULT_BODY_BYTES)
         one = min(one, self.max_inflight_body_bytes or one) if self.max_body_bytes is None else self.max_body_bytes
@@ -483,13 +543,14 @@ class Settings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)  # load_settings() merges the sources itself, and knows where each value came from
+        return (init_settings,)  # the only source for pydantic: load_settings() has merged flags, environment and file
 
 
 def load_settings(file: Path | None, values: Mapping[str, Any], *, are_flags: bool = True) -> Settings:
-    """Merge settings from `file` < environment < `values`. Raises SettingsError naming what is wrong.
+    """Merge the settings of `file`, the environment and `values`; a later one of these takes precedence.
 
-    `values` are flags of a command line, and errors name them as such; else they are arguments in Python.
+    If `are_flags`, errors name `values` as flags of the command line; else they are arguments in Python. Raises
+    SettingsError for an unknown setting or a value that cannot be used; the message names the setting and the source.
     """
     check_environment(os.environ, Settings.model_fields)
     try:
@@ -498,12 +559,12 @@ def load_settings(file: Path | None, values: Mapping[str, Any], *, are_flags: bo
         sources = Sources(file, in_file, in_environment, given, caller_gives_flags=are_flags)
         return Settings(**sources.merge())
     except RecursionError:
-        raise SettingsError("the settings have tables nested far too deep") from None
+        raise SettingsError("the settings have tables that are nested too deep") from None
     except ValidationError as error:
         raise SettingsError("; ".join(_format_validation_error(e, sources) for e in error.errors())) from None
 
 
-_PLAIN_MESSAGES = {  # pydantic's words for these are about Python
+_PLAIN_MESSAGES = {  # messages by pydantic's error type, in place of pydantic's own, which speak of Python types
     "missing": "is required",
     "dict_type": "must be a table",
     "model_type": "must be a table",
@@ -512,14 +573,14 @@ _PLAIN_MESSAGES = {  # pydantic's words for these are about Python
 
 
 def _mask_api_key(path: tuple[str | int, ...], sources: Sources) -> tuple[str | int, ...]:
-    """Return the path with an API key replaced by its position in key_limits, since errors are logged."""
+    """Return a setting's path with the API key in it replaced by its position in key_limits: errors are logged."""
     if path[:1] != ("key_limits",) or len(path) == 1:
         return path
     return "key_limits", f"(key {list(sources.merge()['key_limits']).index(path[1]) + 1})", *path[2:]
 
 
 def _format_validation_error(error: Any, sources: Sources) -> str:
-    """Describe a validation error: which setting, where its value came from, what is wrong with it."""
+    """Return a message for a validation error: the setting, the source of its value, and what is wrong with it."""
     path: tuple[str | int, ...] = error["loc"]
     where = ".".join(str(part) for part in _mask_api_key(path, sources))
     if error["type"] == "extra_forbidden":

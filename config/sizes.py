@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them: "512MiB", "10%". Does not know what they are used for."""
+"""Parses amounts of memory such as "512MiB" and shares such as "10%". Does not know what they are used for."""
 
 from __future__ import annotations
 
@@ -9,30 +9,33 @@ from typing import Annotated
 from pydantic import AfterValidator, ByteSize, TypeAdapter, ValidationError
 
 _BYTES = TypeAdapter(ByteSize)
-_AMOUNT = re.compile(r"\s*\d*\.?\d+\s*\w*\s*")  # pydantic reads "1,5GiB" as 1 and passes over the rest
+_AMOUNT = re.compile(r"\s*\d*\.?\d+\s*\w*\s*")  # checked first: pydantic would read "1,5GiB" as 1 byte
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the number of bytes that "512MiB", "2GB" or a bare number means. Raises ValueError."""
+    """Return the bytes that a text such as "512MiB", "2GB" or "1024" means. Raises ValueError if it is another text."""
     try:
         if _AMOUNT.fullmatch(str(text)):
             return int(_BYTES.validate_python(text))
     except ValidationError:
         pass
-    raise ValueError(f"{text!r} is not an amount of memory: write a number of bytes, or '512MiB', '2GB'")
+    raise ValueError(f"{text!r} is not an amount of memory: write a number of bytes, or a text such as '512MiB'")
 
 
 def share_to_bytes(share: str, total: int) -> int:
-    """Return the bytes that `share` ("10%" or "512MiB") means of `total` bytes, rounded down. Raises ValueError."""
+    """Return the bytes of a share of `total` bytes, rounded down; `share` is a text such as "10%" or "512MiB".
+
+    Raises ValueError if it is neither a percentage nor an amount of memory.
+    """
     if _is_percentage(share):
         return int(total * _parse_percentage(share) / 100)
     return parse_bytes(share)
 
 
 def exceeds(share: str, other: str) -> bool:
-    """Return whether `share` is more than `other` whatever the total.
+    """Return whether `share` is more than `other`, such as "20%" than "10%".
 
-    A percentage and an amount cannot be compared without the total: False.
+    False for a percentage and an amount such as "512MiB", which cannot be compared without the total.
     """
     if _is_percentage(share) != _is_percentage(other):
         return False
@@ -49,8 +52,8 @@ def _is_percentage(share: str) -> bool:
 
 
 def _parse_percentage(share: str) -> Fraction:
-    if not _PERCENTAGE.fullmatch(share):  # Fraction would read "1e-999999999" too, for hours
-        raise ValueError(f"{share!r} is not a percentage")
+    if not _PERCENTAGE.fullmatch(share):  # checked first: Fraction would compute for hours with "1e-999999999"
+        raise ValueError(f"{share!r} is not a percentage such as '10%'")
     return Fraction(share[:-1].strip())
 
 
@@ -58,9 +61,9 @@ def _check_share(share: str) -> str:
     try:
         share_to_bytes(share, 0)
     except (ValueError, ZeroDivisionError):
-        raise ValueError(f"{share!r} is not a share: write a percentage, '10%', or an amount, '512MiB'") from None
+        raise ValueError(f"{share!r} is not a share: write a percentage ('10%') or an amount ('512MiB')") from None
     if _is_percentage(share) and not 0 <= _parse_percentage(share) <= 100:
-        raise ValueError(f"{share!r}: a percentage lies between 0% and 100%")
+        raise ValueError(f"{share!r}: a percentage has to be between 0% and 100%")
     return share
 
 

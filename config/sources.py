@@ -1,7 +1,7 @@
 """The sources of settings, their precedence, and how an error message names the source of a refused value.
 
-A value on the command line beats the environment (KVMUX_...), which beats the file. Knows which settings are tables,
-but not the other settings: `settings.py` passes their names and checks the values.
+A value on the command line takes precedence over the environment (KVMUX_...), and that over the settings file. Knows
+which settings are tables, but no other settings: `settings.py` passes their names and checks the values.
 """
 
 from __future__ import annotations
@@ -19,37 +19,39 @@ from config.errors import SettingsError
 log = logging.getLogger(__name__)
 
 ENV_PREFIX = "KVMUX_"
-ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # read by the command line; not settings
+ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # environment variables that the command line reads and that are no settings
 ENV_JSON = frozenset({"KVMUX_STRATEGIES", "KVMUX_RULES", "KVMUX_KEY_LIMITS"})
-RENAMED = {"max_step_tokens": "max_num_batched_tokens", "max_waiting": "max_queued_requests"}  # old names still work
-ENV_NESTED_PREFIX = "KVMUX_STRATEGIES__"  # the only variables that reach into a setting: __<instance>__<option>
+# The new name of each renamed setting, by the old one, which still works.
+RENAMED = {"max_step_tokens": "max_num_batched_tokens", "max_waiting": "max_queued_requests"}
+# Prefix of the only environment variables that set one value in a table: KVMUX_STRATEGIES__<instance>__<option>.
+ENV_NESTED_PREFIX = "KVMUX_STRATEGIES__"
 
 
 def env_name(setting: str) -> str:
-    """Return the environment variable of a setting."""
+    """Return the name of a setting's environment variable, such as KVMUX_PORT."""
     return ENV_PREFIX + setting.upper()
 
 
 def flag_name(setting: str) -> str:
-    """Return the command-line flag of a setting."""
+    """Return the name of a setting's command-line flag, such as --port."""
     return "--" + setting.replace("_", "-")
 
 
 class Sources(NamedTuple):
-    """The values that each source gives, by setting."""
+    """The values of the settings in each source (settings file, environment, caller), by name of the setting."""
 
     file: Path | None
     from_file: Mapping[str, Any]
     from_environment: Mapping[str, Any]
     from_caller: Mapping[str, Any]
-    caller_gives_flags: bool  # the caller's values come from a command line
+    caller_gives_flags: bool  # whether the caller's values are flags of a command line; else arguments in Python
 
     def merge(self) -> dict[str, Any]:
-        """Return the values that count: the caller's, else the environment's, else the file's."""
+        """Return each setting's value from its strongest source: the caller, else the environment, else the file."""
         return _merge_tables(_merge_tables(self.from_file, self.from_environment), self.from_caller)
 
     def format_origin(self, path: tuple[str | int, ...]) -> str:
-        """Return the strongest source that gives a value at `path`, as in " (from --port)"; empty for an argument."""
+        """Return the strongest source with a value at `path`, such as " (from --port)"; "" for a Python argument."""
         if path and _has_path(self.from_caller, path):
             return f" (from {flag_name(str(path[0]))})" if self.caller_gives_flags else ""
         if path and _has_path(self.from_environment, path):
@@ -58,7 +60,7 @@ class Sources(NamedTuple):
 
 
 def _merge_tables(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two tables, key by key; where both give a value the stronger one counts."""
+    """Merge two nested tables key by key; of a key that both have, the value of `stronger` is taken."""
     both = dict(weaker)
     for key, value in stronger.items():
         old = both.get(key)
@@ -76,17 +78,17 @@ def _has_path(values: Any, path: tuple[str | int, ...]) -> bool:
 
 
 def read_file(file: Path) -> dict[str, Any]:
-    """Read a settings file. Raises SettingsError."""
+    """Return the contents of a settings file. Raises SettingsError if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # ValueError: not TOML, not UTF-8, or more digits than Python reads
+    except (ValueError, RecursionError) as error:  # ValueError: not TOML, not UTF-8, or a number with too many digits
         raise SettingsError(f"{file} is not TOML: {error}") from None
 
 
 def apply_renames(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of one source under the settings' present names.
+    """Return the values of one source, with old names of settings replaced by the new ones.
 
     Raises SettingsError if a setting is given under its old and its new name.
     """
@@ -96,20 +98,21 @@ def apply_renames(values: Mapping[str, Any]) -> dict[str, Any]:
             if new in found:
                 raise SettingsError(f"{old} is the old name of {new}, and both are given: leave {old} out")
             found[new] = found.pop(old)
-            log.warning("%s is called %s now; the old name will not work in version 2", old, new)
+            log.warning("the setting %s is called %s now; the old name will not work in version 2", old, new)
     return found
 
 
 def read_renamed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values that the environment gives under old names of settings, by old name."""
+    """Return the values of the environment variables that have a setting's old name, by old name of the setting."""
     names = {env_name(old): old for old in RENAMED}
     return {names[given.upper()]: value for given, value in environ.items() if given.upper() in names}
 
 
 def check_environment(environ: Mapping[str, str], settings: Collection[str]) -> None:
-    """Refuse a KVMUX_ variable that cannot take effect: pydantic-settings ignores those silently.
+    """Raise SettingsError for an environment variable KVMUX_... that cannot take effect.
 
-    Raises SettingsError.
+    Such a variable names no setting, sets a part of a setting that is not a table, or is not JSON where that is
+    needed. pydantic-settings would ignore it silently.
     """
     known = {env_name(name) for name in (*settings, *RENAMED)} | ENV_FOREIGN
     for given, value in environ.items():
@@ -122,7 +125,7 @@ def check_environment(environ: Mapping[str, str], settings: Collection[str]) -> 
         if name != setting and not name.startswith(ENV_NESTED_PREFIX):
             raise SettingsError(f"the environment sets {given}, but {setting} is not a table; set {setting} itself")
         if name in ENV_JSON and not _is_json(value):
-            raise SettingsError(f"{given} is not JSON; a settings file (--config) is easier to write")
+            raise SettingsError(f"the value of {given} is not JSON; a settings file (--config) is easier to write")
 
 
 def _is_json(text: str) -> bool:
@@ -134,9 +137,9 @@ def _is_json(text: str) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" with the closest known name, to end an error message; empty if none is close.
+    """Return "; did you mean ...?" with the known name closest to `name`, for an error message; "" if none is close.
 
-    Among names that are equally close it is one with the same first two letters.
+    Of several equally close names, one with the same first two letters is preferred.
     """
 
     def likeness(other: str) -> tuple[float, bool]:

@@ -158,7 +158,7 @@ def test_the_file_is_named_by_the_environment_unless_a_flag_names_one(
         (["serve", "--port", "80x"], "port (from --port): Input should be a valid integer"),
         (["serve", "--device", "gpu"], "device (from --device): Input should be 'auto', 'cpu', 'mps', 'cuda', 'metal-"),
         (["serve", "--kv-memory", "2 fish"], "kv_memory (from --kv-memory): '2 fish' is not an amount of memory"),
-        (["serve", "--default-strategy", "paged2"], "default_strategy is 'paged2'; instances are contiguous, paged"),
+        (["serve", "--default-strategy", "paged2"], "default_strategy: there is no instance 'paged2'; instances are"),
         (["serve", "--config", "missing.toml"], "cannot read the settings file missing.toml: No such file"),
         (["serve", "--host", "no.such.host.invalid"], "no such address; see --host"),
         (["serve", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1, port 8000"),

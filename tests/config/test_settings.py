@@ -126,9 +126,9 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         ("[[rules]]\nmin_priority = 1", "rules.0.use (from {file}) is required"),
         ("[strategies.mine]\nwindow = 3", "strategies.mine.kind (from {file}) is required"),
         ('[strategies."a b"]\nkind = "paged"', "'a b' is not a name"),
-        ('default_strategy = "page"', "default_strategy is 'page'; instances are contiguous, paged, sliding_window"),
-        ('[[rules]]\nuse = "ring"', "rules[0].use is 'ring'; instances are contiguous, paged, sliding_window"),
-        ('[strategies.paged]\nlimit = "110%"', "strategies.paged.limit (from {file}): '110%': a percentage lies"),
+        ('default_strategy = "page"', "default_strategy: there is no instance 'page'; instances are contiguous"),
+        ('[[rules]]\nuse = "ring"', "rules[0].use: there is no instance 'ring'; instances are contiguous"),
+        ('[strategies.paged]\nlimit = "110%"', "strategies.paged.limit (from {file}): '110%': a percentage has to"),
         ('[strategies.paged]\nfloor = "much"', "strategies.paged.floor (from {file}): 'much' is not a share"),
         ('[strategies.paged]\nfloor = "60%"\nlimit = "50%"', "strategies.paged (from {file}): floor 60% is more than"),
         ('[strategies.paged]\nfloor = "1GiB"\nlimit = "1MiB"', "strategies.paged (from {file}): floor 1GiB is more"),
@@ -137,8 +137,8 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         ('api_keys = ["fine", "with a space"]', "api_keys (from {file}): key 2 should be letters, digits and signs"),
         ('api_keys = ["ключ"]', "api_keys (from {file}): key 1 should be letters, digits and signs of ASCII"),
         ('api_keys = ["the-same-key"]\nadmin_token = "the-same-key"', "admin_token is one of api_keys"),
-        ('api_keys = ["the-same-key"]\nmetrics_key = "the-same-key"', "metrics_key is the admin_token or one"),
-        ("port = 8001\nmetrics_port = 8001", "metrics_port is 8001, as port is"),
+        ('api_keys = ["the-same-key"]\nmetrics_key = "the-same-key"', "metrics_key equals the admin_token or one"),
+        ("port = 8001\nmetrics_port = 8001", "metrics_port and port are both 8001"),
         ("watchdog_timeout = 0.2", "watchdog_timeout"),
         *(
             (f'otlp_traces_endpoint = "{url}"', "otlp_traces_endpoint (from {file}): should be a URL like http://")
@@ -182,7 +182,7 @@ def test_mistakes_in_the_file(tmp_path: Path, toml: str, message: str) -> None:
             {"KVMUX_STRATEGIES__MINE__WINDOW": "3"},
             "strategies.mine.kind (from the environment, KVMUX_STRATEGIES) is req",
         ),
-        ({"KVMUX_DEFAULT_STRATEGY": "page"}, "default_strategy is 'page'"),
+        ({"KVMUX_DEFAULT_STRATEGY": "page"}, "default_strategy: there is no instance 'page'"),
     ],
 )
 def test_mistakes_in_the_environment(monkeypatch: pytest.MonkeyPatch, env: Env, message: str) -> None:
