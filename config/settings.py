@@ -323,8 +323,8 @@ class Settings(BaseSettings):
     kv_overcommit: float = Field(
         1.5,
         ge=1,
-        description="maximum multiple of the KV memory that all admitted requests together could fill at their full lengths; a "
-        "request that would exceed it waits",
+        description="maximum multiple of the KV memory that all admitted requests together could fill at their full "
+        "lengths; a request that would exceed it waits",
     )
     max_seq_len: int | None = Field(
         None,

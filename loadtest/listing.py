@@ -1,7 +1,7 @@
-"""The list of models that a server returns at /v1/models: names, cache strategies, length of the context.
+"""Reads the list of models that a server returns at /v1/models: names, cache strategies, length of the context.
 
-Reads the response, and does not send the request. With the query PARAMS, kvmux lists a model once under each strategy
-("tiny:paged") and marks these entries; of any other server each entry is a model.
+Does not send the request. With the query `?strategies=true`, kvmux also lists a model under each strategy
+("tiny:paged"), in entries with the field `kv_cache`. Every entry of another server is a model.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ from msgspec import Struct
 from msgspec.json import decode
 
 PATH = "/v1/models"
-PARAMS = {"strategies": "true"}  # has kvmux list strategies; other servers ignore it
+PARAMS = {"strategies": "true"}  # query that makes kvmux list strategies; other servers ignore it
 
 
 class ListingError(Exception):
-    """The model or strategy that was asked for is not listed; the message names those that are."""
+    """The server does not list the requested model or strategy; the message names those that it lists."""
 
 
 class Listing(NamedTuple):
-    """A model that the server lists."""
+    """A model that the server lists, and its names under the cache strategies."""
 
     model: str
-    owned_by: str  # the name of the server's software; empty if it is not reported
-    max_model_len: int | None  # tokens of prompt and answer together; None if it is not reported
-    strategies: Mapping[str, str]  # the model's name under each strategy, by strategy; empty if there are none
+    owned_by: str  # name of the server's software, such as kvmux or vllm; empty if it is not reported
+    max_model_len: int | None  # maximum number of tokens of prompt and answer together; None if it is not reported
+    strategies: Mapping[str, str]  # model name to request ("tiny:paged") by strategy ("paged"); may be empty
 
 
 class Cache(Struct):
-    """The mark of an entry that is a model under a strategy."""
+    """The field `kv_cache` of a list entry that is a model under a strategy; it names the strategy instance."""
 
     instance: str
 
 
 class Meta(Struct):
-    """A model's properties as llama.cpp lists them."""
+    """A model's context lengths, in tokens, as llama.cpp lists them."""
 
     n_ctx: int | None = None
     n_ctx_train: int | None = None
 
 
 class Entry(Struct):
-    """The fields of a listed model that are read."""
+    """The fields that are read from an entry of the list of models."""
 
     id: str
     owned_by: str | None = None
@@ -57,9 +57,10 @@ class ModelList(Struct):
 
 
 def read_listing(answer: bytes, model: str = "") -> Listing:
-    """Return the model of that name, which may name a strategy ("tiny:paged"); the first one if the name is empty.
+    """Return the model named `model` from the server's response; the first model if the name is empty.
 
-    Raises ListingError, and ValueError if the response is not a list of models.
+    The name may include a strategy ("tiny:paged"). Raises ListingError if no such model is listed, and ValueError if
+    the response is not a list of models.
     """
     entries = decode(answer, type=ModelList).data
     models = [entry.id for entry in entries if entry.kv_cache is None]
@@ -77,13 +78,16 @@ def read_listing(answer: bytes, model: str = "") -> Listing:
 
 
 def _get_max_model_len(entry: Entry) -> int | None:
-    """Return the length of the context, as kvmux and vLLM list it, or as llama.cpp does."""
+    """Return the length of a model's context in tokens, from the field of kvmux and vLLM or those of llama.cpp."""
     meta = entry.meta or Meta()
     return entry.max_model_len or meta.n_ctx or meta.n_ctx_train or None
 
 
 def select_models(listing: Listing, weights: Mapping[str, float]) -> dict[str, float]:
-    """Return weights by the model's name under each strategy; equal weights if none are given. Raises ListingError."""
+    """Return the weight of each model name to request ("tiny:paged"), given `weights` by strategy ("paged").
+
+    Without `weights`, all listed strategies have equal ones. Raises ListingError for a strategy that is not listed.
+    """
     if not listing.strategies:
         if weights:
             raise ListingError(f"the server lists no strategies of {listing.model}: leave --strategies out")
@@ -97,7 +101,10 @@ def select_models(listing: Listing, weights: Mapping[str, float]) -> dict[str, f
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """Parse weights such as "paged=3,contiguous=1,window"; a name alone weighs 1. Raises ValueError."""
+    """Parse weights such as "paged=3,contiguous=1,window"; a name alone has the weight 1.
+
+    Raises ValueError if a weight is not a number from 0, or if all are 0.
+    """
     weights = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, weight = part.partition("=")

@@ -1,7 +1,7 @@
-"""Kinds of users of an OpenAI-compatible server, as locust's user classes. users.py sends and times their requests.
+"""Kinds of users of an OpenAI-compatible server, as user classes of locust. Their base class is in `users.py`.
 
-locust -f loadtest/locustfile.py                  # all of them, by weight
-locust -f loadtest/locustfile.py Chat Cancel      # only these
+locust -f loadtest/locustfile.py                  # users of all kinds
+locust -f loadtest/locustfile.py Chat Cancel      # only users of the kinds Chat and Cancel
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from loadtest.users import Client, make_option_type
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-MAX_TOKENS_PER_WORD = 2  # on average
-MAX_TEMPLATE_TOKENS = 32  # that a chat template adds
+MAX_TOKENS_PER_WORD = 2  # maximum number of tokens per word of a prompt, on average
+MAX_TEMPLATE_TOKENS = 32  # maximum number of tokens that a chat template adds to a message
 
 
 def parse_lengths(text: str) -> list[int]:
-    """Parse comma-separated lengths. Raises ValueError."""
+    """Parse comma-separated lengths such as "8,64,256". Raises ValueError if one is not a whole number."""
     return [int(words) for words in text.split(",")]
 
 
@@ -33,31 +33,55 @@ def _add_options(parser: LocustArgumentParser) -> None:
         env_var="LOCUST_PROMPT_WORDS",
         type=make_option_type(parse_lengths),
         default="8,64,256",
-        help="lengths of prompts, drawn with equal probability",
+        help="lengths of prompts in words, separated by commas; each is equally probable",
     )
-    add("--shared-words", env_var="LOCUST_SHARED_WORDS", type=int, default=0, help="words that begin every Completion")
-    add("--system-words", env_var="LOCUST_SYSTEM_WORDS", type=int, default=400, help="words that SharedPrompt shares")
-    add("--document-words", env_var="LOCUST_DOCUMENT_WORDS", type=int, default=1000, help="words of a LongDocument")
-    add("--max-tokens", env_var="LOCUST_MAX_TOKENS", type=int, default=64, help="maximum tokens of an answer")
-    add("--burst", env_var="LOCUST_BURST", type=int, default=8, help="requests of a Burst")
+    add(
+        "--shared-words",
+        env_var="LOCUST_SHARED_WORDS",
+        type=int,
+        default=0,
+        help="number of words with which all prompts of Completion users begin",
+    )
+    add(
+        "--system-words",
+        env_var="LOCUST_SYSTEM_WORDS",
+        type=int,
+        default=400,
+        help="number of words of the system prompt of all SharedPrompt users",
+    )
+    add(
+        "--document-words",
+        env_var="LOCUST_DOCUMENT_WORDS",
+        type=int,
+        default=1000,
+        help="number of words of the prompts of LongDocument users",
+    )
+    add("--max-tokens", env_var="LOCUST_MAX_TOKENS", type=int, default=64, help="maximum number of tokens of an answer")
+    add(
+        "--burst",
+        env_var="LOCUST_BURST",
+        type=int,
+        default=8,
+        help="number of requests that a Burst user sends at once",
+    )
     add(
         "--pause",
         env_var="LOCUST_PAUSE",
         type=float,
         default=1.0,
-        help="mean seconds between turns of a Chat, and per request between bursts",
+        help="mean pause of a Chat user between turns, in seconds; a Burst user pauses this long times --burst",
     )
     add(
         "--patience",
         env_var="LOCUST_PATIENCE",
         type=int,
         default=8,
-        help="pieces after which Cancel hangs up, at the latest",
+        help="maximum number of pieces of an answer after which a Cancel user closes the connection",
     )
 
 
 class User(Client):
-    """A client that draws prompts of the lengths in the options."""
+    """Base class of the users: draws random prompts with the lengths of --prompt-words, and random pauses."""
 
     abstract = True
 
@@ -77,7 +101,7 @@ class User(Client):
 
 
 class Completion(User):
-    """A user that sends a text, reads the whole answer, and sends the next."""
+    """A user that sends a text to be completed, reads the whole answer, and sends the next text without a pause."""
 
     weight = 3
 
@@ -162,11 +186,11 @@ class Burst(User):
                 asking.spawn(self.send_completion, self.draw_prompt(), self.options.max_tokens)
             asking.join()
         finally:
-            asking.kill()  # requests that still run when locust stops this user
+            asking.kill()  # ends the requests that still run when locust stops this user
 
 
 class Cancel(User):
-    """A user that hangs up after a few pieces of the answer."""
+    """A user that closes the connection after a random number of pieces of the answer, at most --patience."""
 
     @task
     def ask_and_leave(self) -> None:

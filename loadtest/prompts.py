@@ -1,4 +1,4 @@
-"""Prompts of given lengths in words, most of which are one token."""
+"""Makes random prompts of a given number of words. With most tokenizers, most of the words are one token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ TEXT = (
 )
 WORDS = TEXT.split()
 
-SHARED_SEED = 0  # every process that makes load has to use the same beginning
+SHARED_SEED = 0  # constant, so that the prompts of all load-generating processes begin alike
 
 
 def make_prompt(random: Random, own_words: int, shared_words: int = 0) -> str:
-    """Return a prompt: `shared_words` words that begin every prompt, then `own_words` random words."""
+    """Return a prompt: `shared_words` words, the same in every prompt, then `own_words` random words."""
     shared = Random(SHARED_SEED).choices(WORDS, k=shared_words)
     return " ".join(shared + random.choices(WORDS, k=own_words)).capitalize()

@@ -1,4 +1,4 @@
-"""A reader of streamed completions and chats that records when tokens arrive. Independent of the HTTP client."""
+"""Reads streamed completions and chat completions and records when tokens arrive. Independent of the HTTP client."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
 Clock = Callable[[], float]
-Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # exact as a float, too
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # number of tokens; up to the bound a float is exact
 
 
-# ---------------------------------------------------------------- the fields of a chunk; servers may write null
+# ---------------------------------------------------------------- the fields of a stream's chunk; each may be null
 class Details(Struct):
     cached_tokens: Count | None = None
 
@@ -50,18 +50,21 @@ CHUNK_DECODER = Decoder(Chunk)
 
 # ---------------------------------------------------------------- an answer
 class StreamError(Exception):
-    """The stream does not contain a whole answer."""
+    """The stream contains an error or something other than an answer, or ended before the answer did."""
 
 
 @dataclass
 class Reply:
-    """An answer: when its pieces arrived, and the server's counts. A piece may contain several tokens."""
+    """An answer: its pieces of text with their arrival times, and the numbers of tokens that the server reports.
+
+    A piece is the text of one chunk of the stream and may contain several tokens. Times are in seconds.
+    """
 
     arrival_times: list[float] = field(default_factory=list)
-    end_time: float | None = None  # when the stream ended with [DONE]
+    end_time: float | None = None  # time at which [DONE] ended the stream; None if it has not
     pieces: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
-    cached_tokens: int | None = None  # not every server reports it
+    cached_tokens: int | None = None  # number of prompt tokens found in the cache; None if not reported
     completion_tokens: int = 0
 
     @property
@@ -69,17 +72,17 @@ class Reply:
         return "".join(self.pieces)
 
     def gaps(self) -> list[float]:
-        """Return the seconds from piece to piece."""
+        """Return the seconds between each two consecutive pieces."""
         return [later - earlier for earlier, later in pairwise(self.arrival_times)]
 
     def compute_tokens_per_second(self) -> float | None:
-        """Return the tokens a second after the first one; None if there was no second token."""
+        """Return the tokens per second after the first token; None if there was no second token."""
         seconds = self.arrival_times[-1] - self.arrival_times[0] if self.arrival_times else 0.0
         return (self.completion_tokens - 1) / seconds if seconds and self.completion_tokens > 1 else None
 
     def take(self, line: bytes, clock: Clock = perf_counter) -> None:
-        """Process the stream's next line. Raises StreamError if it is not a part of an answer."""
-        # other lines are blank, or comments that keep the connection alive
+        """Add the stream's next line to the answer. Raises StreamError if it is an error or not a part of an answer."""
+        # lines without data are blank, or comments that keep the connection alive
         if self.end_time is not None or not line.startswith(b"data:"):
             return
         data = line[len(b"data:") :].strip()
@@ -99,7 +102,8 @@ class Reply:
         for choice in chunk.choices or ():
             delta = choice.delta or Delta()
             text = choice.text or delta.content or delta.reasoning_content or ""
-            if text or (choice.finish_reason is None and delta.role is None):  # the first and the last may be empty
+            # no piece: the first chunk (role) and the last (finish_reason) if they have no text
+            if text or (choice.finish_reason is None and delta.role is None):
                 self.arrival_times.append(clock())
                 self.pieces.append(text)
 
@@ -110,9 +114,9 @@ class Reply:
 
 
 def read_reply(lines: Iterable[bytes], clock: Clock = perf_counter, max_pieces: int | None = None) -> Reply:
-    """Return the answer in a stream's lines, or its first `max_pieces` pieces.
+    """Return the answer in a stream's lines; stop reading after `max_pieces` pieces, if given.
 
-    Raises StreamError if the stream has an error or ends early.
+    Raises StreamError if the stream has an error or ends before [DONE].
     """
     reply = Reply()
     for line in lines:
@@ -124,7 +128,7 @@ def read_reply(lines: Iterable[bytes], clock: Clock = perf_counter, max_pieces: 
 
 
 def format_http_error(status: int, answer: str) -> str:
-    """Return why a request failed: "HTTP 404: message", the same text for the same cause."""
+    """Return a message for a failed request, such as "HTTP 404: ..." with the error message of the server's answer."""
     try:
         return f"HTTP {status}: {_get_error_message(json.loads(answer)['error'])}"
     except (ValueError, KeyError, TypeError):
@@ -132,7 +136,7 @@ def format_http_error(status: int, answer: str) -> str:
 
 
 def _get_error_message(error: Any) -> Any:
-    """Return the message of an error object like OpenAI's; of any other value the value itself."""
+    """Return the message of an error object in OpenAI's format; any other value is returned as it is."""
     return error["message"] if isinstance(error, dict) and "message" in error else error
 
 

@@ -1,6 +1,6 @@
-"""The base class of locust's users: chooses a strategy, sends requests, reads streams, reports times.
+"""The base class of locust users: chooses a strategy, sends requests, reads streams, reports times.
 
-In locust's report it adds the rows TTFT, ITL and tok/s, which README.md explains.
+To locust's report it adds rows for TTFT (milliseconds to the first token), ITL (milliseconds between tokens) and tok/s.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from loadtest import listing
 from loadtest.listing import ListingError, parse_weights, read_listing, select_models
 from loadtest.stream import Reply, StreamError, format_http_error, read_reply
 
-CONTEXT = 4096  # tokens, if the server does not report it
+CONTEXT = 4096  # length of the model's context in tokens, if the server does not report it
 
 
 def make_option_type(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Return an argparse type that accepts text that `parse` can read, and keeps it text for locust's web page."""
+    """Return an argparse type that accepts each text for which `parse` raises no ValueError.
+
+    The value stays a text, as locust's web page needs it.
+    """
 
     def check(text: str) -> str:
         try:
@@ -41,48 +44,60 @@ def make_option_type(parse: Callable[[str], object]) -> Callable[[str], str]:
 @events.init_command_line_parser.add_listener  # type: ignore[untyped-decorator]
 def _add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument
-    add("--models", env_var="LOCUST_MODELS", default="", help="comma-separated; default: the first the server lists")
+    add(
+        "--models",
+        env_var="LOCUST_MODELS",
+        default="",
+        help="model names, separated by commas; default: the first that the server lists",
+    )
     add(
         "--strategies",
         env_var="LOCUST_STRATEGIES",
         type=make_option_type(parse_weights),
         default="",
-        help="by weight: 'paged=3,contiguous=1'; default: all that the server lists, each as often as the others",
+        help="strategies with weights, such as 'paged=3,contiguous=1'; default: all listed ones, equally often",
     )
     add(
         "--rows",
         env_var="LOCUST_ROWS",
         default="strategy",
         choices=list(ROW_NAMES),
-        help="what the report has a row for",
+        help="what has a row of its own in the report: each strategy, each class of users, or each pair of both",
     )
-    add("--temperature", env_var="LOCUST_TEMPERATURE", type=float, default=0.0, help="0 is greedy")
+    add(
+        "--temperature",
+        env_var="LOCUST_TEMPERATURE",
+        type=float,
+        default=0.0,
+        help="temperature of sampling; 0: greedy",
+    )
     add(
         "--body",
         env_var="LOCUST_BODY",
         type=make_option_type(parse_json_object),
         default="{}",
-        help="JSON added to every request",
+        help="JSON object with fields to add to every request",
     )
-    add("--api-key", env_var="OPENAI_API_KEY", default="", help="sent as a bearer token", is_secret=True)
+    add("--api-key", env_var="OPENAI_API_KEY", default="", help="API key to send as a bearer token", is_secret=True)
 
 
 def parse_json_object(text: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises ValueError."""
+    """Parse a JSON object. Raises ValueError if the text is something else."""
     return decode(text, type=dict[str, Any])
 
 
-ROW_NAMES = {"strategy": "{model}", "class": "{kind}", "both": "{model} {kind}"}  # of rows, by --rows
+# Names of the report's rows, by value of the option --rows.
+ROW_NAMES = {"strategy": "{model}", "class": "{kind}", "both": "{model} {kind}"}
 
 
 class Client(FastHttpUser):
-    """A client that sends requests, and reads each answer to its end or hangs up after a few pieces."""
+    """A locust user that sends requests and reads each answer to its end, or to a given number of pieces."""
 
     abstract = True
-    network_timeout = 600.0  # a request may wait long for its first token
+    network_timeout = 600.0  # seconds; long, as a request may wait for its first token
     connection_timeout = 10.0
-    models: dict[str, float]  # weights by model name
-    max_model_len = CONTEXT  # tokens of prompt and answer that fit into every model
+    models: dict[str, float]  # weight of each model name, with which choose_model() draws it
+    max_model_len = CONTEXT  # maximum number of tokens of prompt and answer together that fits into every model
 
     def __init__(self, environment: Environment) -> None:
         super().__init__(environment)
@@ -103,7 +118,7 @@ class Client(FastHttpUser):
         self.models = self._fetch_models()
 
     def _fetch_models(self) -> dict[str, float]:
-        """Return weights by model name. End the load test if no model can be chosen."""
+        """Return the weight of each model name to request. End the load test if the server lists no suitable model."""
         with self.client.get(
             listing.PATH, params=listing.PARAMS, headers=self.headers, catch_response=True
         ) as response:
@@ -118,14 +133,17 @@ class Client(FastHttpUser):
                 response.failure(f"cannot choose a model: {error}")
         assert self.environment.runner is not None
         gevent.spawn(self.environment.runner.quit)
-        raise gevent.GreenletExit  # ends this client as if it had been stopped
+        raise gevent.GreenletExit  # ends this user as if locust had stopped it
 
     def choose_model(self) -> str:
-        """Draw the name of a model, under one of its strategies, by weight."""
+        """Return a random model name such as "tiny:paged"; its probability is proportional to its weight."""
         return self.random.choices(list(self.models), list(self.models.values()))[0]
 
     def send_request(self, path: str, model: str, body: dict[str, Any], max_pieces: int | None = None) -> Reply | None:
-        """Send a request; return the answer, or its first `max_pieces` pieces; None if it failed."""
+        """Send a request and report its times to locust; return the answer, or None if the request failed.
+
+        After `max_pieces` pieces of the answer, if given, the connection is closed.
+        """
         row = ROW_NAMES[self.options.rows].format(model=model, kind=type(self).__name__)
         body = {"model": model, **body, **self.body}
         send_time = perf_counter()
@@ -141,16 +159,16 @@ class Client(FastHttpUser):
                 response.failure(str(error) or type(error).__name__)
                 return None
             finally:
-                response.stream.release()  # hangs up if the answer has not ended
+                response.stream.release()  # closes the connection if the answer has not ended
             if reply.end_time is None:
                 response.request_meta["request_type"] = "CANCEL"
-            response.request_meta["response_time"] = (perf_counter() - send_time) * 1000  # of the whole answer
+            response.request_meta["response_time"] = (perf_counter() - send_time) * 1000  # ms until the answer's end
             response.request_meta["response_length"] = reply.completion_tokens or len(reply.arrival_times)
         self._report(row, send_time, reply)
         return reply
 
     def _report(self, row: str, send_time: float, reply: Reply) -> None:
-        if reply.arrival_times:  # the first token may have been the end of the text
+        if reply.arrival_times:  # empty if the first token was the end of the text
             self._fire("TTFT", row, (reply.arrival_times[0] - send_time) * 1000, reply.prompt_tokens)
         for gap in reply.gaps():
             self._fire("ITL", row, gap * 1000, 1)
@@ -164,7 +182,7 @@ class Client(FastHttpUser):
 
 
 def _iter_lines(response: ResponseContextManager) -> Iterator[bytes]:
-    """Yield each line as soon as it has arrived."""
+    """Yield each line of a response's stream as soon as it has arrived."""
     while line := response.stream.readline(b"\n"):
         yield line
 

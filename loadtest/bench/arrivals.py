@@ -15,19 +15,22 @@ Result = TypeVar("Result")
 
 
 class Arrivals(Protocol):
-    """A schedule of requests."""
+    """When the requests of a workload are sent: the time of each, and how many may run at once."""
 
     @property
     def max_concurrency(self) -> int | None:
-        """Return how many requests may run at a time, while others that are due wait; None: any number."""
+        """Return the maximum number of requests that run at a time; None: no maximum.
+
+        Further requests wait, even if their time to be sent has come.
+        """
 
     def times(self, random: Random) -> Iterator[float]:
-        """Yield when each request is due, in seconds since the start."""
+        """Yield the time at which each request is to be sent, in seconds since the start."""
 
 
 @dataclass(frozen=True)
 class Closed:
-    """A closed loop: `max_concurrency` clients, each of which sends its next request when it has its answer."""
+    """A closed loop: `max_concurrency` clients, each of which sends its next request after its last answer."""
 
     max_concurrency: int
 
@@ -40,7 +43,7 @@ class Closed:
 
 @dataclass(frozen=True)
 class Poisson:
-    """An open loop of independent clients: `rate` requests a second on average, however many still run."""
+    """An open loop: requests at random times, `rate` a second on average, no matter how many are still running."""
 
     rate: float
     max_concurrency: None = None
@@ -57,7 +60,7 @@ class Poisson:
 
 @dataclass(frozen=True)
 class Bursts:
-    """Bursts of `size` requests at the same moment, every `interval` seconds."""
+    """Bursts: `size` requests at the same moment, again after every `interval` seconds."""
 
     size: int
     interval: float
@@ -72,7 +75,7 @@ class Bursts:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The times of a trace, relative to its first request and `speed_up` times as fast."""
+    """The times recorded in a trace, counted from its first request and divided by `speed_up`."""
 
     timestamps: Sequence[float]
     speed_up: float = 1.0
@@ -93,7 +96,7 @@ async def send_requests(
     clock: Callable[[], float] = perf_counter,
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> list[Result]:
-    """Send each request when it is due; return the results in the order of `requests`."""
+    """Send each request at the time that `arrivals` gives it; return the results in the order of `requests`."""
     places = asyncio.Semaphore(arrivals.max_concurrency or max(1, len(requests)))
     start = clock()
 

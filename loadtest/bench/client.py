@@ -1,4 +1,4 @@
-"""The HTTP client of a benchmark: reads what the server is, sends completions and times their tokens."""
+"""The HTTP client of a benchmark: reads the server's model list and version, sends completions, times their tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loadtest.listing import ListingError, read_listing
 from loadtest.prompts import TEXT
 from loadtest.stream import Reply, StreamError, format_http_error
 
-TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # a request may wait for its first token for long
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # seconds; long, as a request may wait for its first token
 PORTS = range(1 << 16)
 
 
@@ -27,7 +27,7 @@ class Version(Struct):
 
 
 class TokenIds(Struct):
-    tokens: list[Annotated[int, Meta(ge=0, lt=1 << 22)]]  # no vocabulary is as large
+    tokens: list[Annotated[int, Meta(ge=0, lt=1 << 22)]]  # token ids; the bound refuses nonsense
 
 
 class ServerError(Exception):
@@ -36,11 +36,12 @@ class ServerError(Exception):
 
 @asynccontextmanager
 async def open_client(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncClient]:
-    """Open a client of a URL, with or without /v1. Ignore proxies in the environment: they would be measured too.
+    """Open an HTTP client for a server's URL, with or without /v1 at its end.
 
-    Raises ServerError.
+    Ignores proxies in the environment: they would be measured, too. Raises ServerError if the URL or the API key cannot
+    be used.
     """
-    if not all("!" <= each <= "~" for each in api_key):  # what a header can hold
+    if not all("!" <= each <= "~" for each in api_key):  # other characters cannot be sent in an HTTP header
         raise ServerError(
             "--api-key or OPENAI_API_KEY: a key consists of ASCII letters, digits and signs, no spaces or line breaks"
         )
@@ -50,7 +51,7 @@ async def open_client(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncC
     try:
         client = httpx.AsyncClient(base_url=base, headers=headers, timeout=TIMEOUT, limits=limits, trust_env=False)
         if (port := client.base_url.port) is not None and port not in PORTS:
-            raise ValueError(f"there is no port {port}")
+            raise ValueError(f"{port} is not a port: ports are 0 to 65535")
     except (httpx.InvalidURL, ValueError) as error:
         raise ServerError(f"--url {url!r}: {error}") from None
     async with client:
@@ -58,7 +59,10 @@ async def open_client(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncC
 
 
 async def read_server_info(client: httpx.AsyncClient, model: str = "") -> ServerInfo:
-    """Return what the server reports about itself, and about that model or its first one. Raises ServerError."""
+    """Return what the server reports about itself and about a model; its first one if `model` is empty.
+
+    Raises ServerError if the server does not answer, is not OpenAI-compatible or does not list the model.
+    """
     url = str(client.base_url).rstrip("/")
     try:
         answer = await client.get(listing.PATH, params=listing.PARAMS)
@@ -84,7 +88,7 @@ async def read_server_info(client: httpx.AsyncClient, model: str = "") -> Server
 
 
 async def _read_version(client: httpx.AsyncClient) -> str:
-    """Return the server's version from the route of kvmux and vLLM; empty if there is none."""
+    """Return the server's version from GET /version (kvmux, vLLM); empty if the server has no such route."""
     answer = await client.get("/version")
     try:
         return decode(answer.content, type=Version).version if answer.status_code == 200 else ""
@@ -93,7 +97,10 @@ async def _read_version(client: httpx.AsyncClient) -> str:
 
 
 async def _tokenize_sample(client: httpx.AsyncClient, model: str) -> list[int]:
-    """Return the token ids of TEXT, by the route of kvmux and vLLM or that of llama.cpp; empty if there is neither."""
+    """Return the token ids of the sample TEXT from POST /tokenize; empty if the server has no such route.
+
+    Tries the request body of kvmux and vLLM first, then that of llama.cpp.
+    """
     bodies: tuple[dict[str, Any], ...] = (
         {"model": model, "prompt": TEXT, "add_special_tokens": False},
         {"content": TEXT, "add_special": False},
@@ -111,7 +118,10 @@ async def _tokenize_sample(client: httpx.AsyncClient, model: str) -> list[int]:
 async def send_completion(
     client: httpx.AsyncClient, model: str, request: BenchRequest, extra_body: Mapping[str, Any] | None = None
 ) -> Outcome:
-    """Send a greedy completion of exactly the requested length; `extra_body` adds fields, a null removes one."""
+    """Send a request for a greedy completion of exactly `request.max_tokens` tokens; return its outcome.
+
+    `extra_body` has fields to add to the request's body; a value of None removes the field.
+    """
     body: dict[str, Any] = {
         "model": model,
         "prompt": request.prompt,
@@ -138,7 +148,7 @@ async def send_completion(
 
 
 async def _iter_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield lines that end with line feeds alone; httpx's aiter_lines also splits JSON at other Unicode separators."""
+    """Yield the lines of a stream, split at line feeds only; httpx's aiter_lines also splits at U+2028 within JSON."""
     rest = b""
     async for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")

@@ -1,4 +1,4 @@
-"""`kvmux bench`: runs a benchmark and writes its report. Connects plan, client, rounds and report."""
+"""`kvmux bench`: runs a benchmark and writes its report. Connects the plan, the client, the rounds and the report."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from loadtest.bench.types import BenchRequest, Outcome
 from loadtest.bench.workloads import Workload, WorkloadError
 from loadtest.listing import ListingError
 
-USER_ERROR = 2  # exit code: the user can fix the cause
+USER_ERROR = 2  # exit code for an error that the user can fix, such as a wrong flag
 STANDARD_OUTPUT = Path("-")
 MAX_ERROR_MESSAGES = 3
 
 
 def run(flags: dict[str, Any]) -> int:
-    """Run a benchmark; `flags` are the given flags, by field of BenchOptions. Return the exit code."""
+    """Run a benchmark and return the exit code; `flags` are the values of given flags, by field of BenchOptions."""
     options = BenchOptions(**{"api_key": os.environ.get("OPENAI_API_KEY", ""), **flags})
     options = replace(options, seed=SystemRandom().randrange(1 << 32) if options.seed is None else options.seed)
     try:
@@ -47,11 +47,14 @@ def run(flags: dict[str, Any]) -> int:
 
 
 class FileError(Exception):
-    """The report's file cannot be written."""
+    """The report cannot be written to the file of --json; the message says why."""
 
 
 def check_writable(file: Path | None) -> None:
-    """Check, before anything slow, that a file can be written, without changing it. Raises FileError."""
+    """Raise FileError if a file cannot be written, before the slow part; does not change its contents.
+
+    Checks nothing for None (no file) and "-" (standard output).
+    """
     if file not in (None, STANDARD_OUTPUT):
         with wrap_os_errors(file):
             file.open("a").close()
@@ -59,7 +62,7 @@ def check_writable(file: Path | None) -> None:
 
 @contextmanager
 def wrap_os_errors(file: Path) -> Iterator[None]:
-    """Turn an OSError into a FileError."""
+    """Raise a FileError that names the file in place of any OSError of the `with` block."""
     try:
         yield
     except OSError as error:
@@ -68,7 +71,11 @@ def wrap_os_errors(file: Path) -> Iterator[None]:
 
 # ---------------------------------------------------------------- measuring
 async def run_benchmark(options: BenchOptions, workloads: Sequence[Workload]) -> BenchReport:
-    """Measure the workloads. Raises ServerError, WorkloadError and ListingError."""
+    """Measure the workloads on the server of the options; return the report.
+
+    Raises ServerError if the server cannot be measured, WorkloadError if its context is too short for a workload, and
+    ListingError if it does not list a requested strategy.
+    """
     date, seed = datetime.now().astimezone(), options.seed or 0
     async with open_client(options.url, options.api_key) as client:
         server = await read_server_info(client, options.model)
@@ -102,7 +109,7 @@ def make_notes(figures: Mapping[Key, Figures]) -> list[str]:
 
 
 def get_report_options(options: BenchOptions, rounds: int) -> dict[str, Any]:
-    """Return the options for the report, without the API key."""
+    """Return the options as they are shown in the report: without the API key."""
     shown = {name: value for name, value in vars(options).items() if name not in ("api_key", "json")}
     return shown | {"rounds": rounds, "trace": options.trace and str(options.trace)}
 
@@ -116,7 +123,10 @@ def make_progress_bar() -> Progress:
 
 # ---------------------------------------------------------------- reporting
 def write_report(report: BenchReport, file: Path | None) -> int:
-    """Print and write the report; return the exit code. Raises FileError."""
+    """Print the report, and write it to `file` if given; return the exit code, 1 if a request failed.
+
+    Raises FileError if the file cannot be written.
+    """
     text = json.dumps(as_json(report), indent=2, allow_nan=False)
     if file == STANDARD_OUTPUT:
         print(text)
@@ -131,7 +141,7 @@ def write_report(report: BenchReport, file: Path | None) -> int:
 
 
 def format_failures(report: BenchReport) -> list[str]:
-    """Return lines with the number of failed requests and the most frequent reasons; none if no request failed."""
+    """Return lines of text: the number of failed requests and the most frequent reasons; [] if no request failed."""
     errors = sum((each.error_counts for each in report.figures.values()), Counter[str]())
     reasons = [f"  {count}x {message}" for message, count in errors.most_common(MAX_ERROR_MESSAGES)]
     return [f"kvmux: {report.num_failed} requests failed:", *reasons] if reasons else []

@@ -14,7 +14,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 
 def compute_percentiles(values: Sequence[float]) -> dict[int, float]:
-    """Return PERCENTILES of the values, interpolated linearly as numpy does."""
+    """Return the PERCENTILES (50, 90, 95, 99) of the values, interpolated linearly as by numpy.percentile."""
     if len(values) == 1:
         return dict.fromkeys(PERCENTILES, values[0])
     cuts = quantiles(values, n=100, method="inclusive")
@@ -22,7 +22,7 @@ def compute_percentiles(values: Sequence[float]) -> dict[int, float]:
 
 
 def summarize_latency(seconds: Iterable[float]) -> dict[str, float] | None:
-    """Return mean, percentiles and maximum in milliseconds; None if there are no values."""
+    """Return mean, percentiles and maximum, in milliseconds, of times in seconds; None if there are no times."""
     values = [each * 1000 for each in seconds]
     if not values:
         return None
@@ -31,22 +31,22 @@ def summarize_latency(seconds: Iterable[float]) -> dict[str, float] | None:
 
 
 class Key(NamedTuple):
-    """A row of the report: what its figures were measured for."""
+    """Identifies a row of the report: the workload, phase and strategy that its figures belong to."""
 
     workload: str
-    phase: str  # cold or warm, or empty
-    strategy: str  # the model, if the server has no strategies
+    phase: str  # phase of the workload: "cold" or "warm"; empty for a workload without phases
+    strategy: str  # name of the strategy; the model's name if the server has no strategies
 
 
 @dataclass
 class Figures:
-    """The outcomes of all rounds of one workload, or of one of its phases, under one strategy."""
+    """The outcomes of all requests of one workload, or of one of its phases, under one strategy; and their figures."""
 
     rounds: list[list[Outcome]] = field(default_factory=list)
-    round_seconds: list[float] = field(default_factory=list)  # the duration of each round
+    round_seconds: list[float] = field(default_factory=list)  # duration of each round, in seconds
 
     def add_round(self, outcomes: list[Outcome]) -> None:
-        """Add a round; it lasts from the first request that is sent to the end of the last answer."""
+        """Add a round's outcomes, and its duration from the first request sent to the end of the last answer."""
         self.rounds.append(outcomes)
         ends = [outcome.reply.end_time for outcome in outcomes if outcome.reply.end_time is not None]
         self.round_seconds.append(max(ends) - min(outcome.send_time for outcome in outcomes) if ends else 0.0)
@@ -65,21 +65,21 @@ class Figures:
 
     @property
     def num_wrong_length(self) -> int:
-        """Return the number of answers that do not have the requested length."""
+        """Return the number of answers whose number of tokens is not the requested one."""
         return sum(outcome.reply.completion_tokens != outcome.requested_tokens for outcome in self.successes)
 
     def ttft(self) -> dict[str, float] | None:
-        """Summarize the times from the request to the first piece of the answer."""
+        """Return mean, percentiles and maximum (ms) of the times to the first token: from request to first piece."""
         return summarize_latency(
             o.reply.arrival_times[0] - o.send_time for o in self.successes if o.reply.arrival_times
         )
 
     def itl(self) -> dict[str, float] | None:
-        """Summarize the times from piece to piece."""
+        """Return mean, percentiles and maximum (ms) of the times between consecutive pieces of an answer."""
         return summarize_latency(gap for o in self.successes for gap in o.reply.gaps())
 
     def e2e(self) -> dict[str, float] | None:
-        """Summarize the times from the request to the end of the answer."""
+        """Return mean, percentiles and maximum (ms) of the times from a request to the end of its answer."""
         return summarize_latency(o.reply.end_time - o.send_time for o in self.successes if o.reply.end_time is not None)
 
     @property
@@ -96,18 +96,18 @@ class Figures:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Return the tokens of prompts that were found in a cache; None if the server does not report them."""
+        """Return the number of prompt tokens that were found in a cache; None if the server does not report it."""
         reported = [o.reply.cached_tokens for o in self.successes if o.reply.cached_tokens is not None]
         return sum(reported) if reported else None
 
     @property
     def cache_hit_rate(self) -> float | None:
-        """Return the share of the prompts' tokens that were found in a cache; None if the server does not report it."""
+        """Return the share, 0 to 1, of prompt tokens found in a cache; None if the server does not report it."""
         cached = self.cached_tokens
         return None if cached is None or not self.prompt_tokens else cached / self.prompt_tokens
 
     def output_throughput_by_round(self) -> list[float]:
-        """Return the tokens of answers a second, of each round that took any time."""
+        """Return each round's generated tokens per second; rounds without a finished answer are left out."""
         counts = [sum(o.reply.completion_tokens for o in each if o.error is None) for each in self.rounds]
         return [tokens / seconds for tokens, seconds in zip(counts, self.round_seconds, strict=True) if seconds]
 

@@ -1,4 +1,4 @@
-"""The flags of `kvmux bench`. Imports the standard library alone, so that help comes at once."""
+"""The flags of `kvmux bench`. Imports only the standard library, so that `--help` prints without delay."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WORKLOAD_NAMES = ("a", "b", "c8", "c16", "d")
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The options of a benchmark. None: as the workload defines it."""
+    """The options of a benchmark. If a field is None, the value of the chosen workload applies."""
 
     url: str = URL
     model: str = ""
@@ -78,70 +78,113 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--json",
         type=Path,
         metavar="FILE",
-        help="write all figures to this file; -: to standard output, instead of the table",
+        help="file to which all figures are written as JSON; -: write them to standard output, instead of the table",
     )
 
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--url", metavar="URL", help=f"address of the server (default: {URL})")
-    add("--model", metavar="NAME", help="the model's name (default: the first that the server lists)")
+    add("--model", metavar="NAME", help="name of the model to measure (default: the first that the server lists)")
     add("--strategies", nargs="+", metavar="NAME", help="strategies to measure (default: all that the server lists)")
     add("--mixed", action="store_true", help="add a row in which requests are distributed among the strategies")
-    add("--api-key", metavar="KEY", help="sent as a bearer token [OPENAI_API_KEY]")
-    add("--body", type=_json_object, metavar="JSON", help="fields to add to every request; null removes a field")
+    add("--api-key", metavar="KEY", help="API key to send as a bearer token (default: $OPENAI_API_KEY)")
+    add(
+        "--body",
+        type=_json_object,
+        metavar="JSON",
+        help="JSON object with fields to add to every request; null removes a field",
+    )
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add(
-        "--workload", nargs="+", choices=WORKLOAD_NAMES, metavar="NAME", help="workloads, see below (default: a b c8 d)"
+        "--workload",
+        nargs="+",
+        choices=WORKLOAD_NAMES,
+        metavar="NAME",
+        help="workloads to run, of those listed below (default: a b c8 d)",
     )
     arrivals = group.add_mutually_exclusive_group().add_argument
     arrivals(
-        "--concurrency", type=_positive_int, metavar="N", help="number of clients, each with one request at a time"
+        "--concurrency",
+        type=_positive_int,
+        metavar="N",
+        help="number of clients, each of which sends one request at a time",
     )
-    arrivals("--rate", type=_positive_float, metavar="X", help="requests a second, arriving at random (Poisson)")
     arrivals(
-        "--burst", type=_positive_int, metavar="N", help="requests that arrive at the same moment, again and again"
+        "--rate",
+        type=_positive_float,
+        metavar="X",
+        help="mean number of requests a second, sent at random times (Poisson)",
     )
     arrivals(
-        "--trace", type=Path, metavar="FILE", help="requests and times, as `python -m loadtest.traces` writes them"
+        "--burst",
+        type=_positive_int,
+        metavar="N",
+        help="number of requests in a burst; bursts are sent every --every seconds",
+    )
+    arrivals(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="file of requests and their times, as `python -m loadtest.traces` writes it",
     )
     add(
         "--every",
         type=_positive_float,
         metavar="SECONDS",
-        help=f"time between bursts (default: {BenchOptions.every:g})",
+        help=f"seconds between the bursts of --burst (default: {BenchOptions.every:g})",
     )
-    add("--speed-up", type=_positive_float, metavar="X", help="factor by which a trace is sent faster (default: 1)")
-    add("--requests", type=_positive_int, metavar="N", help="requests per strategy and round; of a trace, the first N")
-    add("--rounds", type=_positive_int, metavar="N", help="number of rounds (default: 3; 1 for a trace)")
-    add("--prompt-tokens", type=_positive_int, metavar="N", help="tokens of a prompt that no other prompt has")
+    add(
+        "--speed-up",
+        type=_positive_float,
+        metavar="X",
+        help="factor by which a trace is sent faster than recorded (default: 1)",
+    )
+    add(
+        "--requests",
+        type=_positive_int,
+        metavar="N",
+        help="number of requests per strategy and round; with --trace: its first N",
+    )
+    add(
+        "--rounds",
+        type=_positive_int,
+        metavar="N",
+        help="number of rounds of each workload (default: 3; 1 for a trace)",
+    )
+    add(
+        "--prompt-tokens",
+        type=_positive_int,
+        metavar="N",
+        help="number of random tokens of each prompt, different in every prompt",
+    )
     add(
         "--shared-tokens",
         type=_non_negative_int,
         metavar="N",
-        help="tokens before these that all prompts of a round have",
+        help="number of tokens with which all prompts of a round begin, before those of --prompt-tokens",
     )
-    add("--max-tokens", type=_positive_int, metavar="N", help="tokens of an answer")
+    add("--max-tokens", type=_positive_int, metavar="N", help="number of tokens of each answer")
     add(
         "--seed",
         type=_non_negative_int,
         metavar="N",
-        help="seed of the prompts (default: random, so that no cache knows them)",
+        help="seed of the random prompts (default: a new one each time, so that no cache has the prompts)",
     )
 
 
 def _positive_int(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 
 def _non_negative_int(text: str) -> int:
     if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
     return int(text)
 
 
@@ -158,7 +201,7 @@ def _positive_float(text: str) -> float:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # as it will be sent
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # raises ValueError if it cannot be sent
     except ValueError:
         value = None
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The plan of a benchmark: workloads and strategies, from the options and what the server offers."""
+"""Plans a benchmark: chooses workloads and strategies from the options and from what the server lists."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from loadtest.bench.workloads import (
 from loadtest.listing import select_models
 
 DEFAULT_ROUNDS = 3
-CUSTOM = replace(NAMED_WORKLOADS["c8"], name="own")  # the workload that flags change if none is named
-MIXED = "mixed"  # the row of the report for all strategies at once
-MAX_WORDS_PERCENT = 75  # of the context's tokens: a prompt of so many words fits into it
+CUSTOM = replace(NAMED_WORKLOADS["c8"], name="own")  # workload that flags change if none is named
+MIXED = "mixed"  # name of the report's row for requests that are distributed among all strategies
+MAX_WORDS_PERCENT = 75  # maximum length of a prompt in words, in percent of the model's context in tokens
 
 
 def plan_workloads(options: BenchOptions) -> list[Workload]:
-    """Return the requested workloads, changed by the flags. Raises WorkloadError."""
+    """Return the workloads of the options, with the lengths and arrivals that flags change.
+
+    Raises WorkloadError if --trace is combined with --workload, or if its file cannot be read.
+    """
     if options.trace:
         if options.workload:
-            raise WorkloadError("--trace is a workload of its own: leave --workload out")
+            raise WorkloadError("--trace cannot be combined with --workload: leave one of them out")
         return [read_trace(options.trace, options.requests, options.speed_up)]
     lengths = {name: getattr(options, name) for name in ("prompt_tokens", "shared_tokens", "max_tokens")}
     changes: dict[str, Any] = {name: value for name, value in lengths.items() if value is not None}
@@ -54,7 +57,11 @@ def make_arrivals(options: BenchOptions) -> Arrivals | None:
 
 
 def apply_overrides(workload: Drawn, changes: Mapping[str, Any], requests: int | None) -> Drawn:
-    """Return a changed workload; if `requests` is None it gets enough of them to show the effect of new arrivals."""
+    """Return the workload with fields replaced by `changes` and with `requests` requests.
+
+    If `requests` is None, their number depends on the new arrivals: three bursts, one request per client, four times
+    the workload's own number for random arrivals, the workload's own number if arrivals do not change.
+    """
     match changes.get("arrivals"):
         case Bursts(size=size):
             enough = 3 * size
@@ -68,12 +75,15 @@ def apply_overrides(workload: Drawn, changes: Mapping[str, Any], requests: int |
 
 
 def get_num_rounds(options: BenchOptions) -> int:
-    """Return the number of rounds; a trace is long enough for one."""
+    """Return the number of rounds: as the options say, else 1 for a trace and 3 for other workloads."""
     return options.rounds or (1 if options.trace else DEFAULT_ROUNDS)
 
 
 def fit_workloads(workloads: Sequence[Workload], server: ServerInfo) -> tuple[list[Workload], list[str]]:
-    """Return the workloads as they fit into the model's context, and notes on the changes. Raises WorkloadError."""
+    """Return (the workloads, shortened to fit into the model's context; notes for the report on what was changed).
+
+    Raises WorkloadError if the context is too short to be measured.
+    """
     context, notes = server.listing.max_model_len, []
     if not server.vocabulary.has_token_ids:
         notes.append("the server has no /tokenize: prompts are words, and their lengths in tokens are not exact")
@@ -83,9 +93,10 @@ def fit_workloads(workloads: Sequence[Workload], server: ServerInfo) -> tuple[li
 
 
 def select_strategies(server: ServerInfo, wanted: Sequence[str], *, mixed: bool = False) -> dict[str, Sequence[str]]:
-    """Return the model's name under each strategy; the model alone if there are none. Raises ListingError.
+    """Return the model names to send requests to (such as "tiny:paged"), by the strategy that the report names.
 
-    `mixed` adds a row with the names of all strategies.
+    Without strategies it is the model's name alone. `mixed` adds an entry with the names of all strategies. Raises
+    ListingError if the server does not list one of the strategies `wanted`.
     """
     listing = server.listing
     models = select_models(listing, dict.fromkeys(wanted, 1.0))

@@ -32,7 +32,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class BenchReport:
-    """The results of a benchmark, and how they were measured."""
+    """The figures of a benchmark, and how they were measured: server, date, options, workloads and notes."""
 
     server: ServerInfo
     date: datetime
@@ -46,7 +46,7 @@ class BenchReport:
         return sum(len(each.outcomes) - len(each.successes) for each in self.figures.values())
 
     def describe_workload(self, workload: str) -> str:
-        """Return a description of the workload of that name, for readers who do not know the names."""
+        """Return a description of the workload of that name, such as "8 at once, 256 tokens in, 128 out"."""
         return next(str(each) for each in self.workloads if each.name == workload)
 
 
@@ -95,7 +95,7 @@ def _format_cells(figures: Figures) -> list[str]:
 
 
 def _format_number(value: float | None) -> str:
-    """Return a number with three significant digits, or with all digits before the point; "-" for None."""
+    """Return a number as text, rounded to three significant digits, or to an integer from 100 on; "-" for None."""
     if value is None:
         return "-"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,8 +1,8 @@
 """Rounds of a benchmark, in which the strategies take turns at a workload.
 
-Within a round every strategy gets the same requests, since instances share no cache. Each round has new requests, which
-no cache has from an earlier round, and begins with another strategy. A mixed row distributes requests of its own among
-the strategies, since each of them has already seen the requests of its own turn.
+Within a round every strategy gets the same requests: they share no cached tokens. Each round has new requests, so that
+no cache has them from an earlier round, and begins with another strategy. The mixed measurement, which distributes
+requests among all strategies, has requests of its own, which no strategy has in its cache.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from loadtest.bench.types import BenchRequest, Outcome
 from loadtest.bench.vocabulary import PromptVocabulary
 from loadtest.bench.workloads import Workload
 
-MAX_WARM_UP_REQUESTS = 8  # sent before a strategy is measured
-MAX_WARM_UP_TOKENS = 8  # of each of their answers
+MAX_WARM_UP_REQUESTS = 8  # maximum number of requests that are sent before a strategy is measured
+MAX_WARM_UP_TOKENS = 8  # maximum number of tokens of the answer to each warm-up request
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """The measurement of workloads under all strategies."""
+    """Measures workloads under all strategies in `rounds` rounds."""
 
-    strategies: Mapping[str, Sequence[str]]  # the model's name under each; several names for the mixed row
+    strategies: Mapping[str, Sequence[str]]  # model names to send requests to ("tiny:paged"), by strategy or "mixed"
     vocabulary: PromptVocabulary
     seed: int
     rounds: int
-    send: Callable[[str, BenchRequest, bool], Awaitable[Outcome]]  # (model, request, whether it counts for progress)
-    show_status: Callable[[str], None]  # gets a description of the current measurement
+    # sends a request; arguments: model name, request, whether the progress bar counts it
+    send: Callable[[str, BenchRequest, bool], Awaitable[Outcome]]
+    show_status: Callable[[str], None]  # called with a text that describes the current measurement
 
     async def measure(self, workload: Workload) -> dict[Key, Figures]:
-        """Measure a workload; return the figures of each phase under each strategy."""
+        """Measure a workload; return the figures of each of its phases under each strategy."""
         figures = {Key(workload.name, phase, name): Figures() for phase in workload.phases for name in self.strategies}
         for models in self.strategies.values():
             if len(models) == 1:
@@ -66,7 +67,7 @@ class Rounds:
         return await send_requests(dealt, arrivals, lambda each: self.send(*each, counts), random)
 
     async def _warm_up(self, workload: Workload, models: Sequence[str]) -> None:
-        """Send requests as long as the workload's, but with other beginnings and short answers."""
+        """Send a few unmeasured requests with prompts as long as the workload's, but other tokens and short answers."""
         requests = workload.make_requests(self.vocabulary, f"{self.seed}/{workload.name}/warm-up", workload.phases[0])
         few = [
             BenchRequest(request.prompt, min(request.max_tokens, MAX_WARM_UP_TOKENS))

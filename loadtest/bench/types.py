@@ -12,16 +12,16 @@ from loadtest.stream import Reply
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """The server that is measured."""
+    """The server that is measured: its URL, its model, its version, and the vocabulary for random prompts."""
 
     url: str
     listing: Listing
-    version: str  # empty if the server does not report it
+    version: str  # the server's version; empty if it does not report one
     vocabulary: PromptVocabulary
 
 
 class BenchRequest(NamedTuple):
-    """A request of a workload."""
+    """A request of a benchmark: a prompt, and the exact number of tokens of its answer."""
 
     prompt: Prompt
     max_tokens: int
@@ -29,7 +29,7 @@ class BenchRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a request: its answer as far as it came, and an error if it failed."""
+    """The outcome of a request: the part of its answer that arrived, and an error message if it failed."""
 
     requested_tokens: int
     send_time: float

@@ -1,7 +1,7 @@
-"""The vocabulary that prompts are drawn from: ids of ordinary tokens, or words if the server cannot tokenize.
+"""The vocabulary for random prompts: ids of ordinary tokens, or words if the server has no /tokenize.
 
-Between the least and the greatest token id of a text of common words there are only ordinary tokens: special tokens
-have smaller or greater ids.
+The token ids are those between the smallest and the largest id in a text of common words. Special tokens have smaller
+or larger ids.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Prompt = Sequence[Piece] | str
 
 @dataclass(frozen=True)
 class PromptVocabulary:
-    """Pieces to draw from: either token ids or words."""
+    """The pieces that random prompts consist of: either token ids or words."""
 
     pieces: Sequence[Piece]
 
@@ -34,10 +34,10 @@ class PromptVocabulary:
         return random.sample(self.pieces, len(self.pieces))
 
     def make_prompt(self, pieces: Sequence[Piece]) -> Prompt:
-        """Return pieces as a prompt in a request: a list of ids, or a text."""
+        """Return the prompt of a request made of these pieces: a list of token ids, or words joined to a text."""
         return list(pieces) if self.has_token_ids else " ".join(map(str, pieces))
 
 
 def make_vocabulary(token_ids: Sequence[int]) -> PromptVocabulary:
-    """Return a vocabulary with the ids of an ordinary text and those between; one of words if there are no ids."""
+    """Return a vocabulary of all ids from the smallest to the largest of `token_ids`; one of words if that is empty."""
     return PromptVocabulary(range(min(token_ids), max(token_ids) + 1) if token_ids else WORDS)

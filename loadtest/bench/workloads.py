@@ -1,6 +1,6 @@
-"""Workloads: prompts and answers of given lengths, random or recorded.
+"""Workloads: requests with random prompts of a given length, or those of a recorded trace.
 
-A workload makes the same requests for the same salt, and others for another.
+A workload makes its requests from a salt (a text): the same requests for the same salt, other ones for another salt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loadtest.bench.arrivals import Arrivals, Closed, Recorded
 from loadtest.bench.types import BenchRequest
 from loadtest.bench.vocabulary import PromptVocabulary
 
-MIN_CONTEXT = 16  # tokens; a smaller context is not worth measuring
+MIN_CONTEXT = 16  # minimum context of a model, in tokens; a model with less is not measured
 
 
 class WorkloadError(Exception):
@@ -28,15 +28,16 @@ class WorkloadError(Exception):
 
 @dataclass(frozen=True)
 class Drawn:
-    """Random prompts: `shared_tokens` tokens that all begin with, then `prompt_tokens` tokens of their own."""
+    """A workload of random prompts: `shared_tokens` tokens that begin all of them, then `prompt_tokens` own tokens."""
 
     name: str
     arrivals: Arrivals
-    requests: int  # in a round, and in each of its phases
+    requests: int  # number of requests in each phase of a round
     prompt_tokens: int
     max_tokens: int
     shared_tokens: int = 0
-    phases: Sequence[str] = ("",)  # of a round; their prompts begin alike, and the first phase has to compute that
+    # the phases of a round, such as cold and warm: their prompts begin with the same tokens, which the first computes
+    phases: Sequence[str] = ("",)
 
     def make_requests(self, vocabulary: PromptVocabulary, salt: str, phase: str) -> list[BenchRequest]:
         shared = vocabulary.draw(Random(salt), self.shared_tokens)
@@ -45,7 +46,7 @@ class Drawn:
         return [BenchRequest(vocabulary.make_prompt(each), self.max_tokens) for each in prompts]
 
     def fit_to_context(self, context: int | None) -> Drawn:
-        """Return the workload with prompts and answers short enough for the context."""
+        """Return the workload with prompts and answers shortened to fit into `context` tokens; None: no limit."""
         if context is None or self.prompt_tokens + self.shared_tokens + self.max_tokens <= context:
             return self
         max_tokens = min(self.max_tokens, context // 2)
@@ -61,7 +62,7 @@ class Drawn:
 
 
 class TraceTurn(NamedTuple):
-    """A request of a trace; its ids belong to no vocabulary, but equal ids stand for equal tokens."""
+    """A request of a trace. The ids of its prompt belong to no vocabulary; equal ids stand for equal tokens."""
 
     prompt: Sequence[int]
     max_tokens: int
@@ -69,14 +70,14 @@ class TraceTurn(NamedTuple):
 
 @dataclass(frozen=True)
 class Replayed:
-    """A trace, as `python -m loadtest.traces` writes it.
+    """A workload that sends the requests of a trace, as `python -m loadtest.traces` writes it.
 
-    A later turn repeats the trace's answers, not those of the model.
+    A prompt with earlier turns of a conversation has the answers of the trace, not those of the measured model.
     """
 
     arrivals: Arrivals
     turns: Sequence[TraceTurn]
-    num_truncated: int = 0  # prompts that were cut to fit into the context
+    num_truncated: int = 0  # number of prompts that were cut to fit into the model's context
     name: str = "trace"
     phases: Sequence[str] = ("",)
 
@@ -85,7 +86,7 @@ class Replayed:
         return len(self.turns)
 
     def make_requests(self, vocabulary: PromptVocabulary, salt: str, phase: str) -> list[BenchRequest]:
-        """Return the requests, with equal ids as equal pieces; which pieces depends on the salt."""
+        """Return the trace's requests with each id replaced by a piece of the vocabulary, which depends on `salt`."""
         pieces = vocabulary.shuffled(Random(salt))
         prompts = ([pieces[each % len(pieces)] for each in turn.prompt] for turn in self.turns)
         return [
@@ -94,7 +95,10 @@ class Replayed:
         ]
 
     def fit_to_context(self, context: int | None) -> Replayed:
-        """Return the trace with long prompts cut at their ends, so that they still begin as others do."""
+        """Return the trace with prompts and answers cut to fit into `context` tokens; None: no limit.
+
+        Prompts are cut at their ends, so that they still begin with the same tokens as other prompts.
+        """
         if context is None:
             return self
         turns = [TraceTurn(t.prompt, min(t.max_tokens, context // 2)) for t in self.turns]
@@ -122,7 +126,10 @@ DEFAULT_WORKLOADS = ("a", "b", "c8", "d")
 
 
 def fit_workload(workload: Workload, context: int | None) -> tuple[Workload, str]:
-    """Return the workload as it fits into the context, and a note on the change, or "". Raises WorkloadError."""
+    """Return (the workload, shortened to fit into `context` tokens; a note on the change, "" if there is none).
+
+    Raises WorkloadError if the context has fewer than MIN_CONTEXT tokens.
+    """
     if context is not None and context < MIN_CONTEXT:
         raise WorkloadError(f"the model's context of {context} tokens is too short to be measured")
     fitted = workload.fit_to_context(context)
@@ -135,7 +142,7 @@ def fit_workload(workload: Workload, context: int | None) -> tuple[Workload, str
 
 
 class Line(Struct):
-    """The fields of a trace's line that are read."""
+    """The fields that are read from a line (a JSON object) of a trace."""
 
     time: float
     prompt: list[int]
@@ -143,7 +150,10 @@ class Line(Struct):
 
 
 def read_trace(file: Path, max_requests: int | None, speed_up: float) -> Replayed:
-    """Read the first `max_requests` requests of a file of JSON lines. Raises WorkloadError."""
+    """Read the first `max_requests` requests (None: all) of a trace, a file of JSON lines.
+
+    Raises WorkloadError if the file cannot be read, is not a trace, or has no request or an empty one.
+    """
     try:
         with file.open() as lines:
             entries = [decode(line, type=Line) for line in islice(_skip_blank_lines(lines), max_requests)]
@@ -152,7 +162,7 @@ def read_trace(file: Path, max_requests: int | None, speed_up: float) -> Replaye
     except ValueError:
         raise WorkloadError(f"--trace: {file} is not a trace; `python -m loadtest.traces` writes one") from None
     if not entries or not all(line.prompt and line.answer for line in entries):
-        raise WorkloadError(f"--trace: {file} holds no request, or an empty one")
+        raise WorkloadError(f"--trace: {file} has no request, or one with an empty prompt or answer")
     turns = [TraceTurn(line.prompt, len(line.answer)) for line in entries]
     return Replayed(Recorded([line.time for line in entries], speed_up), turns)
 

@@ -149,7 +149,7 @@ def test_prompts_of_a_trace_lose_their_end(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "holds no request"),
+        ("", "has no request"),
         ("{", "is not a trace"),
         ("[]", "is not a trace"),
         ('{"time": 0, "prompt": [Infinity, 2], "answer": [1]}', "is not a trace"),
@@ -158,7 +158,7 @@ def test_prompts_of_a_trace_lose_their_end(file: Path) -> None:
         ('{"time": NaN, "prompt": [1], "answer": [1]}', "is not a trace"),
         ('{"time": 1e999, "prompt": [1], "answer": [1]}', "is not a trace"),
         ('{"prompt": [1], "answer": [1]}', "is not a trace"),
-        (json.dumps({"time": 0, "prompt": [], "answer": [1]}), "an empty one"),
+        (json.dumps({"time": 0, "prompt": [], "answer": [1]}), "an empty prompt"),
     ],
 )
 def test_what_is_no_trace(tmp_path: Path, text: str, message: str) -> None:
