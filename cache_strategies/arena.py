@@ -1,7 +1,7 @@
-"""All KV memory of a device: one allocation, cut into pages that each have one owner.
+"""All KV memory of a device: one allocation, divided into pages that each have one owner (a strategy instance).
 
-Knows bytes and owners; neither layers, nor tokens, nor strategies. An owner has a floor (the number of pages reserved
-for it) and a limit (the maximum number of pages it may hold). Both can change while the server runs: nothing is copied.
+Knows bytes and owners; neither layers nor tokens. An owner has a floor (the number of pages reserved for it) and a
+limit (the maximum number of pages it may hold). Both can change while the server runs, without copying anything.
 
 A gradual arena can be used before the operating system has provided all of its memory. Untouched pages cannot be
 allocated yet; floors and limits are computed as if they could. If the system runs out of memory, the arena shrinks to
@@ -26,7 +26,7 @@ PAGES_PER_STRETCH = 1024
 
 
 class Owner(Protocol):
-    """An object that allocates pages, some of which may be idle: unused, but kept for reuse."""
+    """A cache that allocates pages from the arena, some of which may be idle: unused, but kept for reuse."""
 
     def idle_pages(self) -> int:
         """Return the number of pages that reclaim() could free."""
@@ -37,36 +37,39 @@ class Owner(Protocol):
         ...
 
     def pinned_pages(self) -> Collection[int]:
-        """Return the page numbers that pins keep from being reclaimed."""
+        """Return the numbers of the pages with pinned blocks, which cannot be reclaimed."""
         ...
 
 
 @dataclass
 class _Share:
-    """One owner's share of the arena, in pages."""
+    """One owner's share of the arena: its floor, its limit and the pages it holds. All sizes are in pages."""
 
     owner: Owner
     floor: int
     limit: int
     held: int = 0
-    max_sequence_pages: int = 0  # pages of its longest sequence, which must always fit
-    run: int = 1  # number of consecutive pages in each of its blocks
-    drain_limit: int = 0  # limit while running sequences need more than a lowered `limit`; 0: `limit` applies
-    num_reclaimed: int = 0  # idle pages reclaimed from it so far
+    max_sequence_pages: int = 0  # number of pages of the owner's longest sequence, which must always fit
+    run: int = 1  # number of consecutive pages of a block
+    drain_limit: int = 0  # temporary limit while running sequences hold more than a lowered `limit`; 0: none
+    num_reclaimed: int = 0  # number of idle pages that have been reclaimed from the owner so far
 
     @property
     def max_pages(self) -> int:
-        """The maximum number of pages it may hold now."""
+        """The maximum number of pages that the owner may hold now."""
         return self.drain_limit or self.limit
 
     @property
     def num_reclaimable(self) -> int:
-        """The number of idle pages above its floor, which other owners may reclaim."""
+        """The number of the owner's idle pages beyond its floor, which may be reclaimed for other owners."""
         return min(self.owner.idle_pages(), max(0, self.held - self.floor))
 
 
 class Arena:
-    """Memory in pages. Single pages come from the low end and runs from the high end, to limit fragmentation."""
+    """The pages of the KV memory, and their owners.
+
+    Single pages are allocated from the low end and runs of consecutive pages from the high end, to limit fragmentation.
+    """
 
     def __init__(
         self,
@@ -92,10 +95,10 @@ class Arena:
             memory = self._reserved.memory if self._reserved else allocate(pages * page_bytes, device)
         self.memory = memory
         assert self.memory.nbytes == pages * page_bytes
-        self._low, self._high = (0, pages) if gradual else (pages, pages)  # pages between them are untouched
-        self.total_pages = pages  # usable pages, and untouched ones that are expected to become usable
-        self._taken = bytearray(pages)  # one byte per page: find() and rfind() then search at memory speed
-        # One byte for each PAGES_PER_STRETCH pages: 1 if none is free. A search skips these.
+        self._low, self._high = (0, pages) if gradual else (pages, pages)  # pages [low, high) are untouched
+        self.total_pages = pages  # number of usable pages, and of untouched ones that are expected to become usable
+        self._taken = bytearray(pages)  # a byte per page, 0 if it is free: find() and rfind() search it quickly
+        # A byte for each stretch of PAGES_PER_STRETCH pages, 1 if no page in it is free: a search skips the stretch.
         self._full_stretches = bytearray(-(-pages // PAGES_PER_STRETCH))
         self._num_free = pages
         self._shares: dict[str, _Share] = {}
@@ -105,9 +108,10 @@ class Arena:
 
     # ---------------------------------------------------------------- gradual memory
     def touch(self, pages: int) -> None:
-        """Make at least `pages` pages usable at each end that owners allocate from. Raises MemoryError.
+        """Make at least `pages` pages usable at each end that owners allocate from.
 
-        Blocks of one page are allocated at the low end and runs at the high end; an unused end is not touched.
+        Blocks of one page are allocated at the low end and runs at the high end; an unused end is not touched. Raises
+        MemoryError if the operating system has not enough memory.
         """
         if self._reserved is None:
             return
@@ -117,9 +121,9 @@ class Arena:
         self.add_touched_pages()
 
     def touch_rest(self, get_free_memory: Callable[[], int]) -> None:
-        """Touch the other pages in a background thread, while `get_free_memory` returns enough free bytes.
+        """Touch the remaining pages in a background thread, as long as `get_free_memory` returns enough free bytes.
 
-        The next add_touched_pages() makes them available for allocation.
+        Touched pages can be allocated after the next call of add_touched_pages().
         """
         if self._reserved is not None:
             self._reserved.touch_rest(get_free_memory)
@@ -131,7 +135,7 @@ class Arena:
         """
         if self._reserved is None:
             return False
-        is_finished = self._reserved.is_finished  # read before the ends, which may still move while it is False
+        is_finished = self._reserved.is_finished  # read first: until it is True, a thread moves low_end and high_start
         low, high = self._reserved.low_end // self.page_bytes, -(-self._reserved.high_start // self.page_bytes)
         if self._reserved.low_end == self._reserved.high_start:
             low = high = self.pages
@@ -146,7 +150,7 @@ class Arena:
         return changed
 
     def _shrink(self) -> None:
-        """Drop the untouched pages, and lower floors and limits in proportion; longest sequences must still fit."""
+        """Drop the untouched pages, and lower floors and limits in proportion, so that longest sequences still fit."""
         old_total, self.total_pages = self.total_pages, self.num_usable_pages
         for share in self._shares.values():
             share.floor = share.floor * self.total_pages // old_total
@@ -159,12 +163,12 @@ class Arena:
 
     @property
     def num_usable_pages(self) -> int:
-        """The number of pages that the system has provided: free or allocated."""
+        """The number of pages that the operating system has provided: free or allocated."""
         return self.pages - (self._high - self._low)
 
     @property
     def num_untouched_pages(self) -> int:
-        """The number of pages that the system has yet to provide."""
+        """The number of pages that the operating system has not provided yet."""
         return self.total_pages - self.num_usable_pages
 
     # ---------------------------------------------------------------- owners and their pages
@@ -175,7 +179,7 @@ class Arena:
         self._shares[name] = _Share(owner, floor, self.total_pages if limit is None else limit)
 
     def allocate(self, owner: str, run: int = 1) -> int | None:
-        """Allocate `run` consecutive pages, reclaiming idle ones if needed; return the first, or None without room."""
+        """Allocate `run` consecutive pages, reclaiming idle ones if needed; return the first, or None if none fit."""
         share = self._shares[owner]
         while True:
             page = self._find_free_run(run) if self._is_within_share(share, run) else -1
@@ -186,7 +190,7 @@ class Arena:
                 return None
 
     def set_longest_sequence(self, owner: str, longest: int, run: int) -> None:
-        """Set the number of pages of an owner's longest sequence, and of each of its blocks (consecutive pages)."""
+        """Set the number of pages of an owner's longest sequence, and `run`, the consecutive pages of each block."""
         self._shares[owner].max_sequence_pages, self._shares[owner].run = longest, run
 
     def release(self, owner: str, page: int, run: int = 1) -> None:
@@ -208,20 +212,20 @@ class Arena:
             self._reclaim_from(share, share.held - share.limit)
 
     def draining(self, owner: str) -> bool:
-        """Return whether an owner may hold more than its limit, as running sequences need it."""
+        """Return whether an owner may hold more pages than its (lowered) limit until its running sequences end."""
         return self._shares[owner].drain_limit > 0
 
     def at_limit(self, owner: str) -> bool:
-        """Return whether an owner can only get another block if its own sequences free memory."""
+        """Return whether an owner's limit allows no further block until its own sequences free memory."""
         share = self._shares[owner]
         return share.held - share.owner.idle_pages() + share.run > share.max_pages
 
     def has_room(self, owner: str, run: int) -> bool:
-        """Return whether `run` consecutive pages are free, without reclaiming idle ones."""
+        """Return whether an owner could allocate `run` consecutive pages without reclaiming idle ones."""
         return self._is_within_share(self._shares[owner], run) and self._find_free_run(run) >= 0
 
     def can_allocate(self, owner: str, pages: int) -> bool:
-        """Return whether `pages` single pages could be allocated, if idle ones are reclaimed. Changes nothing."""
+        """Return whether an owner could allocate `pages` single pages if idle ones were reclaimed. Changes nothing."""
         share = self._shares[owner]
         others = [s for s in self._shares.values() if s is not share]
         own_idle = share.owner.idle_pages()
@@ -233,9 +237,10 @@ class Arena:
     def explain_refusal(
         self, owner: str, *, floor: int | None = None, limit: int | None = None, pinned: Collection[int] | None = None
     ) -> str | None:
-        """Return why an owner cannot have this floor and limit, or pin these pages; None if it can.
+        """Return why an owner cannot get this floor and limit, or pin these pages; None if it can.
 
-        It cannot if the longest sequence of any owner would then not fit. Arguments of None keep their current value.
+        The reason is that the longest sequence of some owner would not fit. For an argument of None the current value
+        is kept.
         """
         shares, pins = dict(self._shares), {name: s.owner.pinned_pages() for name, s in self._shares.items()}
         shares[owner] = replace(
@@ -254,7 +259,7 @@ class Arena:
         return None
 
     def _count_pages_in_runs(self, pinned: Collection[int], shares: Collection[_Share]) -> dict[int, int]:
-        """Return, for each owner's run length, the usable pages in whole runs if only `pinned` pages were allocated."""
+        """Return, by number of pages in a run, how many usable pages form whole runs between the `pinned` pages."""
         gaps: list[int] = []
         for first, end in ((0, self._low), (self._high, self.pages)):
             edges = [first - 1, *sorted(page for page in pinned if first <= page < end), end]
@@ -262,7 +267,7 @@ class Arena:
         return {run: sum(gap // run * run for gap in gaps) for run in {share.run for share in shares}}
 
     def get_share(self, owner: str) -> tuple[int, int]:
-        """Return an owner's floor and limit."""
+        """Return (floor, limit) of an owner, in pages."""
         return self._shares[owner].floor, self._shares[owner].limit
 
     def num_reclaimed_pages(self, owner: str) -> int:
@@ -302,7 +307,7 @@ class Arena:
         share.held += run if taken else -run
 
     def _set_free(self, first: int, end: int, *, free: bool) -> None:
-        """Mark the pages [first, end) as free or allocated, which must change each of them; the range may be empty."""
+        """Mark the pages [first, end) as free or allocated. All of them must change; the range may be empty."""
         if end <= first:
             return
         self._taken[first:end] = (b"\0" if free else b"\1") * (end - first)
@@ -315,9 +320,9 @@ class Arena:
     def _reclaim(self, share: _Share, run: int) -> int:
         """Reclaim up to `run` idle pages for the owner of `share`; return the number freed.
 
-        At its limit only its own idle pages are reclaimed, else those of all owners above their floors. If enough pages
-        are free but not consecutive, other owners' idle pages within their floors are reclaimed, too: a floor
-        guarantees a number of pages, not their contents.
+        If the owner is at its limit, only its own idle pages are reclaimed; else also those that other owners hold
+        beyond their floors. If enough pages are free but not consecutive, even other owners' idle pages within their
+        floors are reclaimed: a floor guarantees a number of pages, not their contents.
         """
         if share.held + run > share.max_pages:
             return self._reclaim_from(share, run)
@@ -334,7 +339,7 @@ class Arena:
         return num_freed
 
     def check_integrity(self) -> None:
-        """Assert that the page counts are consistent with each other."""
+        """Assert that the numbers of free, held and untouched pages are consistent."""
         assert self._num_free == self._taken.count(0)
         stretches = [self._taken[at : at + PAGES_PER_STRETCH] for at in range(0, self.pages, PAGES_PER_STRETCH)]
         assert list(self._full_stretches) == [0 not in stretch for stretch in stretches]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, runtim
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
-from typing_extensions import TypeVar  # with defaults; of typing from Python 3.13 on
+from typing_extensions import TypeVar  # with `default`, which typing.TypeVar has from Python 3.13 on
 
 from cache_strategies.arena import Arena
 from kernels.ops import KVLocation, Ops
@@ -35,7 +35,7 @@ salt: cached under another salt of the same tenant; bypass: the request limited 
 
 
 class Salt(NamedTuple):
-    """Separates sequences that must not share cached tokens: only sequences with equal salts share."""
+    """Keeps sequences from sharing cached tokens: only sequences with equal salts share them."""
 
     tenant: str = ""  # identifies an API key; empty for requests without a key
     cache_salt: str = ""  # the request's `cache_salt`, which separates requests of one tenant
@@ -45,7 +45,7 @@ NO_SALT = Salt()
 
 
 class SaltScope(NamedTuple):
-    """A set of salts, given by tenant and cache_salt; None stands for every value."""
+    """A set of salts: those with this tenant and this cache_salt; None stands for every value."""
 
     tenant: str | None = None
     cache_salt: str | None = None
@@ -72,7 +72,7 @@ class Seat:
     def __init__(self, length: int = 0) -> None:
         self.length = length  # number of committed tokens: the next row starts at this position
         self.cached = length  # committed tokens that open() found; may shrink until the seat's first row has run
-        self.miss: Miss | None = "cold"  # why open() did not find more; None: all reusable tokens were found
+        self.miss: Miss | None = "cold"  # why open() did not find more cached tokens; None: it found all reusable ones
 
 
 SeatT = TypeVar("SeatT", bound=Seat, default=Seat)
@@ -86,14 +86,14 @@ class Row(NamedTuple, Generic[SeatT]):
 
 
 class Contract(NamedTuple):
-    """The properties that an instance guarantees; derived from its options and the model's layers."""
+    """The properties that a strategy instance guarantees, given its options and the model's layers."""
 
-    exact: bool  # every key that the model may see is kept as it was computed
+    exact: bool  # every key that the model's own attention uses is kept as it was computed
     shareable: bool  # sequences with a common prefix can share memory
-    forkable: bool  # fork() may return a seat
+    forkable: bool  # fork() can duplicate a seat if there is memory
     rewind: int | None  # maximum number of committed tokens that crop() may drop; None: any number
-    replayable: bool  # recomputing all tokens from the first gives the same state
-    chunk_invariant: bool  # the state does not depend on how the tokens were split into rows
+    replayable: bool  # a seat that is closed and computed again from its first token gets the same state
+    chunk_invariant: bool  # a seat's state does not depend on how its tokens were split into rows
     max_row: int | None  # maximum number of tokens in a row, to which the scheduler splits prompts; None: no maximum
     reusable: bool = False  # a sequence can reuse the tokens of a closed one with the same prefix
 
@@ -110,7 +110,7 @@ KEEPS_EVERYTHING = Contract(
 
 
 class CacheUsage(NamedTuple):
-    """An instance's memory by use, in bytes; reserved = used + idle + wasted."""
+    """The memory of an instance by use, in bytes; reserved = used + idle + wasted."""
 
     seats: int  # number of open seats
     tokens: int  # number of committed tokens in open seats; shared tokens count once
@@ -125,8 +125,8 @@ class Blocks(NamedTuple):
     """The numbers of an instance's blocks by state: in use, idle or pinned. A pinned block may also be in use."""
 
     in_use: int = 0  # referenced by open seats
-    shared: int = 0  # of those in use: referenced by several seats
-    pending: int = 0  # of those in use: already findable by hash, but not computed yet
+    shared: int = 0  # blocks in use that several seats reference
+    pending: int = 0  # blocks in use that can be found by hash, but are not computed yet
     pinned: int = 0
     idle: int = 0
 
@@ -135,9 +135,9 @@ class BlockEvents(NamedTuple):
     """The events of an instance's blocks since the last collect_block_events(). Times are in seconds, as in vLLM."""
 
     copies: int = 0  # number of shared blocks that were copied before a write (copy-on-write)
-    lifetimes: Sequence[float] = ()  # of each evicted block: from its allocation to its eviction
-    idle_times: Sequence[float] = ()  # of each evicted block: from its last use to its eviction
-    reuse_gaps: Sequence[float] = ()  # of each idle block that was reused: from its last use to the reuse
+    lifetimes: Sequence[float] = ()  # seconds from allocation to eviction, of each evicted block
+    idle_times: Sequence[float] = ()  # seconds from the last use to eviction, of each evicted block
+    reuse_gaps: Sequence[float] = ()  # seconds from the last use to the reuse, of each idle block that was reused
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ class Geometry:
 
 @dataclass(frozen=True)
 class CacheSetup:
-    """The arguments, beside its options, from which every strategy instance is built."""
+    """The arguments from which a strategy instance is built, in addition to its options."""
 
-    name: str  # of the instance, and of its pages' owner in the arena
+    name: str  # name of the instance, also as an owner of the arena's pages
     geometry: Geometry
     arena: Arena
     ops: Ops
@@ -170,47 +170,47 @@ class Options(BaseModel):
 
 
 class SeatShape(NamedTuple):
-    """The arena memory of one sequence."""
+    """The arena memory that one sequence needs: the size and the number of its blocks."""
 
     block_bytes: int  # bytes of a block, which is allocated as consecutive pages
     blocks: int  # maximum number of blocks of a sequence; 0: the strategy does not use the arena
 
 
 class Plan(ABC, Generic[SeatT]):
-    """One instance's part of a step. Valid until the next plan() of its cache."""
+    """One instance's part of a step. Valid until plan() of its cache is called again."""
 
     rows: Sequence[Row[SeatT]]  # the rows that were passed to plan()
 
     @property
     def kv_location(self) -> KVLocation | None:
-        """The store and slots of the rows, if a fused kernel may write and attend there in place of attend()."""
+        """The store and slots of the rows, for a fused kernel in place of attend(); None: only attend() may be used."""
         return None
 
     @abstractmethod
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Write k and v, then compute attention: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> out [N,Hq,Dv].
 
-        N counts the tokens of rows[0], then those of rows[1], and so on. All rows write before any row reads; calling
-        it again gives the same result. q, k and v may be strided (only the last dimension is contiguous); `out` is
-        uninitialised memory that is overwritten.
+        N is the number of tokens of all rows: first those of rows[0], then those of rows[1], and so on. All keys and
+        values are written before any are read; a second call gives the same result. q, k and v may be strided (only
+        the last dimension is contiguous). `out` is overwritten.
         """
 
     @abstractmethod
     def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return K [S,H,D], V [S,H,Dv] and their positions [S], ascending, that the last token of a row attends to."""
+        """Return (K [S,H,D], V [S,H,Dv], their positions [S], ascending) that the last token of a row attends to."""
 
 
 class KVCache(ABC, Generic[SeatT]):
     """Base class of all strategies: keeps the keys and values of one instance's sequences. SeatT is its type of seat.
 
-    The scheduler calls the first group of methods: they handle token ids and seats on the host and start no device
-    work. The engine calls the second group from its only device thread, once per step. Before a seat is in a plan,
-    ready() and grow() must have returned True for it.
+    The scheduler calls the methods from seat_shape() to pinned_pages(): they handle token ids and seats on the host and
+    start no device work. The engine calls the methods from poll() on, in its only device thread. Before a
+    seat is in a plan, ready() and grow() must have returned True for it.
     """
 
     options_type: ClassVar[type[Options]] = Options
     contract: Contract  # set by __init__
-    store: KVStore | None = None  # the keys and values in the arena; None for strategies without a `kernels.store`
+    store: KVStore | None = None  # the keys and values in the arena; None if the strategy stores them in another way
 
     def __init__(self, setup: CacheSetup, options: Options) -> None:
         """Register as an owner in the arena. No page may be allocated yet: the instance's share is set later."""
@@ -229,23 +229,23 @@ class KVCache(ABC, Generic[SeatT]):
 
     @property
     def at_limit(self) -> bool:
-        """Whether the instance can only grow if its own sequences free memory."""
+        """Whether the instance can hold more memory only after its own sequences have freed some."""
         return self.setup.arena.at_limit(self.name)
 
     @property
     def draining(self) -> bool:
-        """Whether the instance may hold more than its lowered limit until running requests end; none may start."""
+        """Whether the instance may exceed its lowered limit until its running requests end; no new ones start then."""
         return self.setup.arena.draining(self.name)
 
     # ---------------------------------------------------------------- scheduler
     @classmethod
     @abstractmethod
     def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
-        """Return the arena memory of one sequence; called before the arena is allocated, to choose its page size."""
+        """Return the arena memory that one sequence needs; called before the arena is made, to choose its pages."""
 
     @abstractmethod
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the peak bytes of a sequence of `num_tokens` tokens; requests above the limit are rejected at once."""
+        """Return the peak bytes of a sequence of `num_tokens` tokens; a request for more than the limit is rejected."""
 
     def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
         """Return how many leading tokens open() would find cached now, without changing anything."""
@@ -255,15 +255,15 @@ class KVCache(ABC, Generic[SeatT]):
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> SeatT | None:
         """Return a seat for a sequence that begins with `tokens`; None if there is not enough memory now.
 
-        The seat's first `length` tokens (== `cached`, at most max_cached) were found in the cache and need not be
-        computed; the last of `tokens` always is. Only tokens of sequences with an equal `salt` are found.
+        The seat's first `length` tokens (at most max_cached, and never all of `tokens`) were found in the cache and
+        need not be computed. Only tokens of sequences with an equal `salt` are found.
         """
 
     def retain(self, seat: SeatT, *, priority: int, ttl: float | None) -> None:
         """Set how long the seat's tokens stay cached after close().
 
-        Tokens of higher priority are evicted later; tokens idle for more than `ttl` seconds (None: the value of the
-        options) are evicted first.
+        Tokens of higher priority are evicted later. Tokens that have been idle for `ttl` seconds (None: the instance's
+        option `ttl`) are evicted before all others.
         """
 
     def ready(self, seat: SeatT) -> bool:
@@ -279,21 +279,21 @@ class KVCache(ABC, Generic[SeatT]):
 
     @abstractmethod
     def crop(self, seat: SeatT, length: int) -> None:
-        """Drop the committed tokens from position `length` on: at most contract.rewind tokens.
+        """Drop the committed tokens from position `length` on. They may be at most contract.rewind tokens.
 
         During prefill, seat.length may become lower than `length`, as a strategy may drop whole blocks.
         """
 
     def fork(self, seat: SeatT) -> SeatT | None:
-        """Return a second seat with the same tokens; None if it cannot, and open() should be called instead."""
+        """Return a second seat with the same tokens; None if the cache cannot do that now: then call open() instead."""
         return None
 
     def discard(self, seat: SeatT) -> None:
-        """Keep later sequences from reusing the seat's NaN or infinite keys and values; called before close()."""
+        """Keep other sequences from reusing this seat's NaN or infinite keys and values; called before close()."""
 
     @abstractmethod
     def close(self, seat: SeatT) -> None:
-        """Free the seat's memory or keep it idle. If other seats wait for tokens of it, one of them computes these."""
+        """Free the seat's memory or keep it idle. If other seats wait for tokens that it computes, one takes over."""
 
     def idle_pages(self) -> int:
         """Return the number of pages that reclaim() could free: held, but not used by a seat or a pin."""
@@ -304,12 +304,12 @@ class KVCache(ABC, Generic[SeatT]):
         return 0
 
     def pinned_pages(self) -> Collection[int]:
-        """Return the page numbers that pins keep from being reclaimed."""
+        """Return the numbers of the pages with pinned blocks, which cannot be reclaimed."""
         return ()
 
     # ---------------------------------------------------------------- engine
     def poll(self) -> None:
-        """Prepare for the next step: drop expired pins, finish loads. Called before each step; must not block."""
+        """Prepare for the next step, such as by dropping expired pins. Called before each step; must not block."""
 
     @abstractmethod
     def plan(self, rows: Sequence[Row[SeatT]]) -> Plan[SeatT]:
@@ -320,10 +320,10 @@ class KVCache(ABC, Generic[SeatT]):
 
     @abstractmethod
     def commit(self, plan: Plan[SeatT], tokens: Sequence[Sequence[int]]) -> None:
-        """Advance the seats of a plan that was computed. Must not fail.
+        """Advance the seats of a plan after its step was computed. Must not fail.
 
-        tokens[i] are the ids that entered in plan.rows[i]: possibly fewer than planned, if draft tokens were rejected.
-        seat.length grows by their number. A negative id marks an embedding without a token id: kept, but never shared.
+        tokens[i] are the ids that stay in the seat of plan.rows[i]: fewer than planned if draft tokens were rejected.
+        seat.length grows by their number. A negative id marks an embedding without a token id, which is never shared.
         """
 
     @abstractmethod
@@ -342,7 +342,7 @@ class KVCache(ABC, Generic[SeatT]):
         return None
 
     def collect_block_events(self) -> BlockEvents | None:
-        """Return the events since the last call and clear them; None if there were none. Called after each step."""
+        """Return the block events since the last call, and clear them; None if there were none."""
         return None
 
     @abstractmethod
@@ -356,7 +356,7 @@ class PinError(Exception):
 
 
 class Pin(NamedTuple):
-    """A prefix that stays in memory until a time, even while no sequence uses it."""
+    """A prefix that stays in memory until the time `expires`, even while no sequence uses it."""
 
     id: str
     num_tokens: int
@@ -367,12 +367,12 @@ class Pin(NamedTuple):
 
 @runtime_checkable
 class Clearing(Protocol):
-    """A cache with clear()."""
+    """A cache whose idle memory can be freed by an operator."""
 
     def clear(self, scope: SaltScope = EVERYTHING) -> int:
-        """Free the idle memory of the salts in a scope, and its pins; return the number of bytes freed.
+        """Remove the pins of the salts in a scope, and free their idle memory; return the number of bytes freed.
 
-        Memory in use stays until its sequences end, but later sequences do not find it.
+        Memory in use stays until its sequences end, but later sequences cannot reuse it.
         """
 
 
@@ -381,7 +381,10 @@ class Pinning(Protocol):
     """A cache in which prefixes can be pinned."""
 
     def pin(self, tokens: Sequence[int], *, salt: Salt, ttl: float) -> Pin:
-        """Pin the longest cached prefix of `tokens` for `ttl` seconds. Raises PinError."""
+        """Pin the longest cached prefix of `tokens` for `ttl` seconds.
+
+        Raises PinError if no block of it is cached, or if the longest sequence would no longer fit into the memory.
+        """
 
     def unpin(self, pin_id: str) -> bool:
         """Remove a pin; return whether there was a pin with that id."""

@@ -1,7 +1,7 @@
-"""The block table, and the base class of strategies that address keys through one (`BlockTableCache`).
+"""The block table, and `BlockTableCache`, the base class of strategies that locate keys and values through one.
 
 Knows the `Slots` argument of the kernels; not how blocks are allocated. All host arrays are int32 and allocated once.
-On the CPU they share memory with the tensors that kernels read; elsewhere they are copied to the device once per step.
+If kernels run on the CPU they read the same memory; for another device the arrays are copied once per step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class TableOptions(Options):
 
 
 def resolve_kv_dtype(options: Options, geometry: Geometry) -> torch.dtype:
-    """Return the dtype in which keys and values are stored. Raises SettingsError if int8 cannot store these heads."""
+    """Return the dtype in which keys and values are stored.
+
+    Raises SettingsError for int8 if a head dimension is not a multiple of 4.
+    """
     if getattr(options, "kv_dtype", "model") == "model":
         return geometry.kv_dtype
     if unsupported := {dim for spec in geometry.layers for dim in (spec.head_dim, spec.v_head_dim) if dim % 4}:
@@ -51,7 +54,7 @@ def resolve_kv_dtype(options: Options, geometry: Geometry) -> torch.dtype:
 
 
 class TableSeat(Seat):
-    """A seat with a row in the block table."""
+    """A seat with a row of the block table: `index` is the row's number, `blocks` are the numbers of its blocks."""
 
     __slots__ = ("blocks", "index")
 
@@ -65,15 +68,15 @@ TableSeatT = TypeVar("TableSeatT", bound=TableSeat, default=TableSeat)
 
 
 class BlockTable:
-    """The block table [max seats, max blocks per seat] and the arrays of a step, on the host and on the device."""
+    """The block table [max seats, max blocks per seat] and a step's arrays for `Slots`, on the host and the device."""
 
     def __init__(self, seats: int, width: int, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._host_table: Int32 = np.zeros((seats, width), np.int32)
         self._host_steps: Int32 = np.zeros((4, seats + 1), np.int32)  # row_seat, q_start, start, kept
-        self._table = torch.from_numpy(self._host_table).to(device)  # on the CPU the same memory
+        self._table = torch.from_numpy(self._host_table).to(device)  # a device of "cpu" shares the host's memory
         self._steps = torch.from_numpy(self._host_steps).to(device)
-        self._views_by_num_rows: dict[int, tuple[Tensor, ...]] = {}  # row_seat, q_start, start, kept of a step
+        self._views_by_num_rows: dict[int, tuple[Tensor, ...]] = {}  # views of _steps: (row_seat, q_start, start, kept)
         self._is_dirty = False  # whether the host's table has changed since it was copied to the device
         self._free = list(range(seats))[::-1]  # indices of unused table rows
 
@@ -97,9 +100,10 @@ class BlockTable:
             self._is_dirty = True
 
     def make_slots(self, rows: Sequence[Row[TableSeatT]], *, sinks: int = 0, ring: int = 0) -> Slots:
-        """Return the slots of a step's rows, of which decode rows (one token) come first.
+        """Return the `Slots` of a step's rows, of which decode rows (one token) must come first.
 
-        With a `ring`, a seat's block is a ring buffer of `ring` slots after `sinks` slots for its first tokens.
+        If `ring` is not 0, each seat has one block: `sinks` slots for its first tokens, then a ring buffer of `ring`
+        slots.
         """
         lengths = [row.num_tokens for row in rows]
         starts = [row.seat.length for row in rows]
@@ -130,14 +134,14 @@ class BlockTable:
         )
 
     def _get_row_views(self, rows: int) -> tuple[Tensor, ...]:
-        """Return views of the step's arrays for `rows` rows; they are made once for each number of rows."""
+        """Return (row_seat, q_start, start, kept): views of the device's arrays for `rows` rows, made only once."""
         if rows not in self._views_by_num_rows:
             steps = self._steps
             self._views_by_num_rows[rows] = steps[0, :rows], steps[1, : rows + 1], steps[2, :rows], steps[3, :rows]
         return self._views_by_num_rows[rows]
 
     def _copy_to_device(self) -> None:
-        """Copy the host arrays to the device, blocking: the next step overwrites the same host memory."""
+        """Copy the host arrays to the device and wait for it, since the next step overwrites the same host memory."""
         if self._table.device.type == "cpu":
             return
         self._steps.copy_(torch.from_numpy(self._host_steps))
@@ -173,10 +177,13 @@ class TablePlan(Plan[TableSeatT]):
 
 
 class BlockTableCache(KVCache[TableSeatT]):
-    """A cache with a block table over one `KVStore`. Subclasses choose the size of blocks and allocate them."""
+    """A cache that keeps its keys and values in the blocks of a `KVStore`, which it finds through a block table.
 
-    sinks = 0  # first tokens of a sequence that a ring buffer never overwrites
-    ring = 0  # slots of the ring buffer after the sinks; 0: there is none
+    Subclasses choose the size of blocks and allocate them.
+    """
+
+    sinks = 0  # number of first tokens of a sequence that a ring buffer never overwrites
+    ring = 0  # number of slots of the ring buffer after the sinks; 0: there is no ring buffer
     store: KVStore
     window: int | None = None  # maximum number of keys that a query attends to, beside the sinks; None: all keys
 
@@ -192,7 +199,7 @@ class BlockTableCache(KVCache[TableSeatT]):
     @classmethod
     @abstractmethod
     def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
-        """Return the number of tokens in a block and the number of blocks of the longest sequence."""
+        """Return (number of tokens in a block, number of blocks of the longest sequence)."""
 
     @classmethod
     def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
@@ -224,10 +231,10 @@ class BlockTableCache(KVCache[TableSeatT]):
 
     @property
     def bytes_per_block(self) -> int:
-        """The bytes of the pages of a block, including unused bytes at the end of its last page."""
+        """The bytes that a block takes in the arena, including unused bytes at the end of its last page."""
         return self.store.pages_per_block * self.setup.arena.page_bytes
 
     @property
     def bytes_per_token(self) -> float:
-        """The bytes of a token in a full block."""
+        """The bytes that a token's keys and values take in a full block, in all layers together."""
         return self.store.block_bytes / self.store.block_size

@@ -1,8 +1,8 @@
-"""contiguous: one block per sequence, long enough for max_seq_len. The baseline: exact and simple, but memory-hungry.
+"""contiguous: a KV cache with one block of max_seq_len tokens per sequence. Simple, but needs the most memory.
 
 The block of a closed sequence stays in memory with its tokens until the memory is needed. A later sequence reuses the
 idle block with which it has the longest common prefix, and computes only the tokens after that prefix (as llama.cpp's
-slots do). Sequences that run at the same time share nothing.
+slots do). Sequences that run at the same time share no memory.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class ContiguousSeat(TableSeat):
     def __init__(self, index: int, blocks: list[int], length: int = 0) -> None:
         super().__init__(index, blocks, length)
         self.tokens: list[int] = []
-        self.salt: Salt | None = None  # None: no later sequence may reuse its block
-        self.priority = 0  # eviction priority of its block after close(): higher ones stay longer
-        self.ttl = math.inf  # seconds after close() until the block is evicted first
+        self.salt: Salt | None = None  # None: no later sequence may reuse the seat's block
+        self.priority = 0  # eviction priority of the block after close(): blocks of higher priority stay longer
+        self.ttl = math.inf  # seconds after close() from which the block is evicted before all others
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +79,8 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         self.prefix_cache = options.prefix_cache
         self._ttl = math.inf if options.ttl is None else options.ttl
         self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized, reusable=self.prefix_cache)
-        self._idle: dict[int, IdleSequence] = {}  # by block, least recently used first
-        self._eviction_queue = EvictionQueue(LRU, setup.clock)  # the same blocks, in order of eviction
+        self._idle: dict[int, IdleSequence] = {}  # idle sequences by block, the least recently used first
+        self._eviction_queue = EvictionQueue(LRU, setup.clock)  # the idle blocks in the order of their eviction
         self._block_metrics = BlockMetrics(setup.clock)
 
     @classmethod
@@ -112,7 +112,8 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
 
     def close(self, seat: ContiguousSeat) -> None:
         tokens = np.array(seat.tokens[: seat.length], np.int64)
-        num_reusable = _common_prefix_length(tokens >= 0, np.ones(len(tokens), bool))  # up to the first embedding
+        # only tokens before the first embedding (a negative id) can be reused
+        num_reusable = _common_prefix_length(tokens >= 0, np.ones(len(tokens), bool))
         if seat.salt is None or not num_reusable:
             self._block_metrics.on_block_removed(seat.blocks[0])
             super().close(seat)
@@ -138,9 +139,10 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
 
     def _find_reusable_block(self, tokens: Sequence[int], salt: Salt, max_cached: int | None) -> tuple[int | None, int]:
-        """Return the idle block with the longest common prefix (then the latest) and the prefix's length; else None, 0.
+        """Return (idle block with the longest common prefix, the prefix's length in tokens), or (None, 0).
 
-        A block that would lose more than half of its tokens is not reused while there is free memory.
+        Of several such blocks it is the most recently used one. A block that would lose more than half of its tokens is
+        not reused while there is free memory.
         """
         ids, max_common = np.array(tokens, np.int64), count_reusable_tokens(tokens, max_cached)
         best, longest = None, 0
@@ -217,7 +219,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         return len(cleared) * self.bytes_per_block
 
     def usage(self) -> CacheUsage:
-        """Return the memory by use; an idle block counts in full, however few tokens it holds."""
+        """Return the memory by use; an idle block counts as idle in full, however few tokens it holds."""
         usage, idle = super().usage(), len(self._idle) * self.bytes_per_block
         return usage._replace(reserved=usage.reserved + idle, idle=idle)
 

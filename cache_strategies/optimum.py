@@ -3,8 +3,8 @@
 Belady's rule (1966): with the future known, evict the entry whose next use is farthest away. All blocks of a request
 are used at the same time here. The result is an upper bound for PagedCache under any eviction policy, because the
 optimum gets three advantages:
- - Blocks need no room while their request runs. Only afterwards the cache is cut to `capacity` blocks, which may be any
-   (none of the request's own, if others are more useful).
+ - Blocks of a running request take no room. After the request, any `capacity` blocks are kept (none of the request's
+   own, if others are more useful).
  - A cached block counts as a hit even if a block before it is missing.
  - Any block may be dropped at any time; a block can only be kept if it was cached or computed before.
 So the choices of every policy are among those considered here, and evicting the farthest next use is the best of them:
@@ -34,7 +34,7 @@ class Visit(NamedTuple):
     """One request of a trace: the hashes of the full blocks of its prompt and answer."""
 
     blocks: Sequence[BlockHash]
-    num_reusable: int  # leading blocks that it could find cached; the last token of a prompt is always computed
+    num_reusable: int  # number of leading blocks that can be hits; the prompt's last token is always computed
 
 
 def make_visits(requests: Iterable[tuple[Sequence[int], Sequence[int]]], block_size: int) -> list[Visit]:
@@ -53,8 +53,8 @@ def count_distinct_blocks(visits: Iterable[Visit]) -> int:
 
 def compute_max_hits(visits: Sequence[Visit], capacity: int) -> int:
     """Return the maximum number of block hits with a cache of `capacity` blocks, in O(n log n) for n blocks."""
-    kept: dict[BlockHash, int] = {}  # cached blocks, each with the index of its next visit
-    # A heap of (-next visit, -place, block); an item whose visit differs from that in `kept` is outdated.
+    kept: dict[BlockHash, int] = {}  # index of the next visit of each cached block
+    # A heap of (-next visit, -place in the request, block); if `kept` has another next visit, the item is outdated.
     eviction_heap: list[tuple[int, int, BlockHash]] = []
     hits = 0
     for visit, next_visits in zip(visits, _find_next_visits(visits), strict=True):
@@ -73,9 +73,9 @@ def compute_max_hits(visits: Sequence[Visit], capacity: int) -> int:
 
 
 def _find_next_visits(visits: Sequence[Visit]) -> list[list[int]]:
-    """Return, for every block of every visit, the index of the next visit that could hit it, else NEVER.
+    """Return, for every block of every visit, the index of the next visit that can find it cached, or NEVER.
 
-    It is NEVER also if the next visit with this block has to compute it anyway: then keeping it earns no hit.
+    It is NEVER, too, if the next visit with this block has to compute it in any case: then keeping it gains no hit.
     """
     next_visit: dict[BlockHash, int] = {}
     next_visits = []

@@ -1,6 +1,6 @@
-"""Loads classes by name: built-in ones, and those that installed packages declare as entry points.
+"""Loads classes by name: built-in ones, and those that installed packages declare as entry points (plug-ins).
 
-Knows nothing of what the classes do.
+Does not know what the classes do.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ def list_plugins(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
 
 
 def load_class(name: str, known: Mapping[str, str], base: type[T], *, what: str, plural: str) -> type[T]:
-    """Return the class `name` of `known`. Raises SettingsError if it is unknown, or is not a subclass of `base`.
+    """Import and return the class of a name; `known` maps names to "module:Class".
 
-    `what` and `plural` name the kind of class in error messages.
+    `what` and `plural` say in error messages what the classes are. Raises SettingsError if the name is unknown, or if
+    the class cannot be imported or is not a subclass of `base`.
     """
     if name not in known:
         raise SettingsError(f"there is no {what} {name!r}; {plural} are {', '.join(sorted(known))}")

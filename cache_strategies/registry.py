@@ -1,4 +1,4 @@
-"""Finds strategy kinds by name, and builds the instances that the settings declare. Knows nothing of how they work.
+"""Finds strategy kinds by name, and builds the instances that the settings declare. Does not know how they work.
 
 A third-party kind is a package with an entry point in the group `kvmux.cache_strategies` naming a KVCache subclass.
 """
@@ -78,9 +78,10 @@ def _format_option_error(name: str, options: type[Options], problem: Any) -> str
 
 # -------------------------------------------------------------------- sizes of the arena, its pages and shares
 def page_bytes(instances: Sequence[Instance], geometry: Geometry) -> int:
-    """Return the arena's page size in bytes: the smallest block of the strategies with several blocks per sequence.
+    """Return the arena's page size in bytes: the size of the smallest block of any instance.
 
-    A strategy with one block per sequence wastes less than a page per sequence, whatever the page size.
+    Instances with one large block per sequence are left out, unless all are such: they waste less than one page per
+    sequence whatever the page size.
     """
     shapes = [i.cls.seat_shape(i.options, geometry) for i in instances]
     shapes = [s for s in shapes if s.blocks > 1] or [s for s in shapes if s.blocks]
@@ -88,15 +89,15 @@ def page_bytes(instances: Sequence[Instance], geometry: Geometry) -> int:
 
 
 def sequence_pages(instances: Sequence[Instance], geometry: Geometry) -> int:
-    """Return the number of pages that a sequence of max_seq_len needs under the instance that needs most."""
+    """Return the number of pages of a sequence of max_seq_len tokens, in the instance that needs the most for it."""
     page = page_bytes(instances, geometry)
     return max(_pages_per_sequence(i, geometry, page) for i in instances)
 
 
 def compute_min_pages(instances: Sequence[Instance], geometry: Geometry) -> int:
-    """Return the smallest number of pages with which each instance's share can hold a sequence of max_seq_len.
+    """Return the smallest number of pages of an arena in which every instance can hold a sequence of max_seq_len.
 
-    Raises SettingsError if floors and limits make that impossible.
+    Raises SettingsError if the floors and limits of the instances make that impossible.
     """
     page = page_bytes(instances, geometry)
     needs = [_pages_per_sequence(i, geometry, page) for i in instances]
@@ -124,7 +125,7 @@ def _fits(instances: Sequence[Instance], needs: Sequence[int], pages: int, page:
 
 
 def compute_share(instance: Instance, pages: int, page: int) -> tuple[int, int]:
-    """Return an instance's floor and limit in pages, for an arena of `pages` pages of `page` bytes each."""
+    """Return (floor, limit) of an instance in pages, for an arena of `pages` pages of `page` bytes each."""
     total = pages * page
     return min(share_to_bytes(instance.floor, total), total) // page, min(
         share_to_bytes(instance.limit, total), total
@@ -134,7 +135,7 @@ def compute_share(instance: Instance, pages: int, page: int) -> tuple[int, int]:
 def build_caches(
     instances: Sequence[Instance], geometry: Geometry, arena: Arena, ops: Ops, model: str = ""
 ) -> dict[str, KVCache]:
-    """Build the instances' caches and set their shares of the arena; return them by name.
+    """Build the cache of each instance and set its share (floor and limit) of the arena; return the caches by name.
 
     `model` identifies the model in block hashes, so that no keys of another model are reused.
     """

@@ -1,8 +1,8 @@
 """`python -m cache_strategies.replay`: the prefix-cache hit rate of a trace of requests under each eviction policy.
 
 Runs the requests one after another through a real PagedCache with a given number of blocks, without a model: no keys
-are computed. Beside each hit rate stands the optimum (`optimum.py`). Reads requests as JSON lines, such as those of
-`python -m loadtest.traces`; knows neither how they were made nor how the policies work.
+are computed. Prints next to each hit rate the highest possible one (`optimum.py`). Reads requests as JSON lines, such
+as those of `python -m loadtest.traces`. Does not know how the policies work.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ class RecordedRequest(NamedTuple):
 
 
 class ReplayCounts(NamedTuple):
-    """The totals of a replay."""
+    """The totals of a replay: prompt tokens, those of them that were found in the cache, and evicted blocks."""
 
     prompt_tokens: int
     cached_tokens: int  # prompt tokens that were found in the cache
-    evictions: int  # evicted blocks
+    evictions: int  # number of evicted blocks
 
 
 class ReplayRow(NamedTuple):
-    """A row of the table. Hit rates are cached tokens divided by prompt tokens."""
+    """A row of the table of results: the hit rate (cached tokens / prompt tokens) of one policy and cache size."""
 
     policy: str
-    share: float  # the cache's size as a share of the distinct blocks of all requests
-    blocks: int  # the cache's size
-    evictions: int  # evicted blocks
+    share: float  # size of the cache, as a share of the number of distinct blocks of all requests
+    blocks: int  # size of the cache, in blocks
+    evictions: int  # number of evicted blocks
     rate: float
-    best_rate: float  # upper bound for any policy with this number of blocks
+    best_rate: float  # upper bound of the hit rate of any policy with this number of blocks
 
     @property
     def hit_rate_gap(self) -> float:
-        """The difference between the best hit rate and this one, in percentage points."""
+        """The difference between the highest possible hit rate and the policy's, in percentage points."""
         return 100 * (self.best_rate - self.rate)
 
 
@@ -74,7 +74,7 @@ class Replay:
         options = PagedOptions(block_size=block_size, eviction=policy)
         geometry = Geometry([LAYER], torch.float32, max_seats=1, max_seq_len=longest, max_num_batched_tokens=longest)
         self._arena = Arena(blocks, PagedCache.seat_shape(options, geometry).block_bytes)
-        # The operations are never called: nothing is computed, and a single seat never needs a copy-on-write.
+        # The operations are never called: the replay computes no keys, and a single seat never needs a copy-on-write.
         setup = CacheSetup(NAME, geometry, self._arena, ReferenceOps(), clock=lambda: self._now)
         self._cache = PagedCache(setup, options)
 
@@ -90,7 +90,7 @@ class Replay:
         return cached
 
     def _append_tokens(self, seat: PagedSeat, tokens: Sequence[int]) -> None:
-        """Run the host's part of a step in which `tokens` enter the seat."""
+        """Do the cache's bookkeeping of a step in which `tokens` are added to the seat; nothing is computed."""
         self._cache.poll()
         grown = self._cache.grow(seat, len(tokens))
         assert grown, "the longest request fits"
@@ -102,7 +102,10 @@ class Replay:
 
 
 def replay(requests: Sequence[RecordedRequest], blocks: int, policy: str, block_size: int = 32) -> ReplayCounts:
-    """Run requests through a new cache and return the totals. Raises SettingsError if the longest does not fit."""
+    """Run requests through a new cache of `blocks` blocks; return the totals.
+
+    Raises SettingsError if the longest request does not fit into the cache.
+    """
     longest = max(len(request.prompt) + len(request.answer) for request in requests)
     cache = Replay(blocks, longest, policy, block_size)
     cached = sum(cache.replay_request(request) for request in requests)
@@ -112,16 +115,26 @@ def replay(requests: Sequence[RecordedRequest], blocks: int, policy: str, block_
 # -------------------------------------------------------------------- the command
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m cache_strategies.replay", description=__doc__)
-    parser.add_argument("--trace", type=argparse.FileType(), default="-", help="JSON lines (default: standard input)")
-    parser.add_argument("--policy", nargs="+", default=sorted(list_policies()), help="default: all that are installed")
+    parser.add_argument(
+        "--trace",
+        type=argparse.FileType(),
+        default="-",
+        help="trace to read, one JSON object per line (default: standard input)",
+    )
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        default=sorted(list_policies()),
+        help="eviction policies to compare (default: all installed ones)",
+    )
     parser.add_argument(
         "--blocks-share",
         type=float,
         nargs="+",
         default=DEFAULT_BLOCKS_SHARES,
-        help="sizes of the cache, as shares of the trace's distinct blocks",
+        help="sizes of the cache, as shares of the number of distinct blocks in the trace",
     )
-    parser.add_argument("--block-size", type=int, default=32, help="tokens of a block (default: 32)")
+    parser.add_argument("--block-size", type=int, default=32, help="number of tokens per block (default: 32)")
     parser.add_argument("--json", action="store_true", help="print JSON lines, one per row, instead of a table")
     options = parser.parse_args(arguments)
     try:
@@ -136,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def read_requests(lines: Iterable[str]) -> Iterator[RecordedRequest]:
-    """Yield the requests of a trace. Raises ValueError for a line that is not a request."""
+    """Yield the requests of a trace, given as lines of JSON. Raises ValueError for a line that is not a request."""
     for number, line in enumerate(lines, 1):
         try:
             entry = json.loads(line)
@@ -148,11 +161,14 @@ def read_requests(lines: Iterable[str]) -> Iterator[RecordedRequest]:
 def compare_policies(
     requests: Sequence[RecordedRequest], policies: Sequence[str], shares: Sequence[float], block_size: int = 32
 ) -> Iterator[ReplayRow]:
-    """Replay every policy at every size and yield the rows of the table; print the progress to stderr."""
+    """Replay the requests under every policy and every size of the cache; yield the rows of the table of results.
+
+    Prints the progress to stderr. Raises ValueError if there are no requests.
+    """
     if not requests:
         raise ValueError("the trace is empty")
     for policy in policies:
-        load_policy(policy)  # raise for an unknown policy before the slow part
+        load_policy(policy)  # raises SettingsError for an unknown policy, before the slow part
     visits = make_visits(((request.prompt, request.answer) for request in requests), block_size)
     for share in shares:
         blocks = round(share * count_distinct_blocks(visits))
@@ -164,7 +180,7 @@ def compare_policies(
 
 
 def format_table(results: Sequence[ReplayRow]) -> str:
-    """Return the rows as a Markdown table."""
+    """Return the results as a Markdown table."""
     lines = ["| policy | share of the blocks | hit rate | Belady | difference |", "|---|" + "---:|" * 4]
     for r in results:
         rates = f"{100 * r.rate:.1f} % | {100 * r.best_rate:.1f} % | {r.hit_rate_gap:.1f} points"

@@ -1,6 +1,6 @@
 """The base class of caches with one block per seat, allocated when the seat opens and freed when it closes.
 
-contiguous and sliding_window share it. Knows nothing of windows: a block has all the slots that its seat ever uses.
+The strategies contiguous and sliding_window are subclasses. A block has all the slots that its seat ever uses.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cache_strategies.block_table import BlockTableCache, TableSeat, TableSeatT
 
 
 class SingleBlockCache(BlockTableCache[TableSeatT]):
-    """A cache with one block per seat. A subclass sets the block's size, and in its contract max_row and rewind."""
+    """A cache with one block per seat. A subclass sets the block's size, and max_row and rewind of its contract."""
 
     seat_type: type[TableSeatT] = TableSeat  # type: ignore[assignment]  # default; a subclass may set its own
 

@@ -1,11 +1,12 @@
-"""sliding_window: a ring buffer per sequence, which keeps the first few tokens (sinks) and the latest `window` tokens.
+"""sliding_window: a KV cache that keeps a sequence's first few tokens (sinks) and its latest `window` tokens.
 
-Memory does not grow with the sequence. Tokens that leave the window are overwritten, so the cache is exact only where
-the model's own attention window is no larger. Attention sinks are from Xiao et al., "Efficient Streaming Language
-Models with Attention Sinks" (2023), here without re-rotation: keys keep the absolute positions they were computed at.
+Each sequence has a ring buffer, so its memory does not grow. Tokens that leave the window are overwritten, so the cache
+is exact only if the model's own attention window is no larger. Attention sinks are from Xiao et al., "Efficient
+Streaming Language Models with Attention Sinks" (2023), here without re-rotation: keys keep the absolute positions they
+were computed at.
 
-All tokens of a row are written before any is read, and the row's first query needs the window - 1 tokens before it. So
-the ring has window + max_row - 1 slots, and the scheduler puts at most max_row tokens into a row:
+All tokens of a row (those that enter in a step) are written before any is read, and the row's first query needs the
+window - 1 tokens before it. So the ring has window + max_row - 1 slots, where max_row is the maximum length of a row:
 
     slots   | sinks | ring: window + max_row - 1                  |
     token p   p < sinks: p;  otherwise: sinks + (p - sinks) % ring
@@ -27,15 +28,19 @@ INT32_MAX = 2**31 - 1  # positions are int32 on the device
 class WindowOptions(TableOptions):
     """Options of a sliding window."""
 
-    window: int = Field(512, ge=1, le=INT32_MAX, description="latest tokens a query attends to, itself included")
-    sinks: int = Field(4, ge=0, le=INT32_MAX, description="first tokens of a sequence that stay visible to all queries")
+    window: int = Field(
+        512, ge=1, le=INT32_MAX, description="number of latest tokens that a query attends to, itself included"
+    )
+    sinks: int = Field(
+        4, ge=0, le=INT32_MAX, description="number of first tokens of a sequence that all queries attend to"
+    )
     max_row: int | None = Field(
         None, ge=1, le=INT32_MAX, description="maximum number of tokens of a sequence in one step; default: the window"
     )
 
 
 class SlidingWindowCache(SingleBlockCache[TableSeat]):
-    """A cache with one ring buffer per seat."""
+    """A cache with one block per seat: slots for the sinks, then a ring buffer for the window."""
 
     options_type = WindowOptions
 
@@ -73,5 +78,5 @@ def _compute_max_row(options: WindowOptions, geometry: Geometry) -> int:
 
 
 def _compute_ring_size(options: WindowOptions, geometry: Geometry) -> int:
-    """Return the number of slots of the ring: no more than the longest sequence needs."""
+    """Return the number of slots of the ring buffer, which is no larger than the longest sequence needs."""
     return max(1, min(options.window + _compute_max_row(options, geometry) - 1, geometry.max_seq_len - options.sinks))

@@ -1,6 +1,6 @@
-"""Builds one strategy outside the server, with an arena of its own; the caller computes attention.
+"""Builds the cache of one strategy for use outside the server, with an arena of its own; the caller computes attention.
 
-Knows strategies by the registry; neither models nor how attention is computed.
+Finds strategies through the registry; knows neither models nor how attention is computed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kernels.ops import Ops
 
 
 def build_standalone_cache(kind: str, options: dict[str, Any], geometry: Geometry, device: torch.device) -> KVCache:
-    """Build a cache with memory for all seats at full length, whose plans' `attend` only writes keys and values.
+    """Build a cache with memory for all seats at full length; `attend` of its plans only writes keys and values.
 
     Raises SettingsError for an unknown kind or option.
     """

@@ -1,1 +1,1 @@
-"""KV caches for programs without this server: for transformers' `generate`, and the textbook's own GPT."""
+"""KV caches for use without the server: one for transformers' `generate`, and a simple one to learn from."""

@@ -51,8 +51,9 @@ class KVCache:
         self.num_heads = num_heads
         self.head_dim = head_dim
         self.dtype = dtype
-        self._memory: dict[int, tuple[Tensor, Tensor]] = {}  # K and V per layer, each [max B, H, max_seq_len, D]
-        self._filled: dict[int, tuple[int, int]] = {}  # B and S per layer
+        # K and V by layer, each [max_batch_size, H, max_seq_len, D]
+        self._memory: dict[int, tuple[Tensor, Tensor]] = {}
+        self._filled: dict[int, tuple[int, int]] = {}  # (sequences B, tokens S) stored so far, by layer
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Append n tokens to a layer: key and value [B, H, n, D] -> views of K and V [B, H, S + n, D].
@@ -88,7 +89,7 @@ class KVCache:
         self._filled = {layer: (batch, min(held, length)) for layer, (batch, held) in self._filled.items()}
 
     def clear(self) -> None:
-        """Drop all tokens and keep the memory for the next text."""
+        """Drop all tokens of all layers; keep the allocated memory for the next text."""
         self._filled = dict.fromkeys(self._memory, (0, 0))
 
     # ---------------------------------------------------------------- sizes
@@ -109,7 +110,7 @@ class KVCache:
     def bytes_for(
         num_layers: int, batch_size: int, seq_len: int, num_heads: int, head_dim: int, itemsize: int = 4
     ) -> int:
-        """Return the bytes that K and V take together; `itemsize` is the size of one number, 4 for float32."""
+        """Return the bytes that the keys and values of all layers take; `itemsize` is the bytes of one number."""
         return 2 * num_layers * batch_size * num_heads * seq_len * head_dim * itemsize
 
     # ---------------------------------------------------------------- details
@@ -119,7 +120,7 @@ class KVCache:
             return torch.zeros(sizes, dtype=self.dtype, device=device)
 
     def _check(self, key: Tensor, value: Tensor, layer_idx: int) -> None:
-        """Raise ValueError if the tokens do not fit into the cache, with a message that says what to change."""
+        """Raise ValueError if new keys and values do not fit into the cache; the message says what to change."""
         for name, x in (("key", key), ("value", value)):
             if x.dim() != 4 or (x.shape[1], x.shape[3]) != (self.num_heads, self.head_dim):
                 expected = f"[batch, {self.num_heads}, tokens, {self.head_dim}]"
@@ -188,9 +189,9 @@ class CausalAttentionWithCache(nn.Module):
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)  # [B, H, S, D] with S = start_pos + n
 
-        # [B, H, n, S]; q is divided before the product, which could exceed 65504, the largest float16
+        # scores [B, H, n, S]; q is divided first, since the product could exceed 65504, the largest float16
         scores = (q / math.sqrt(self.head_dim)) @ keys.transpose(-2, -1)
-        # Query i is at position start_pos + i and sees the keys up to there: a causal mask shifted right by start_pos.
+        # Query i is at position start_pos + i and attends to keys 0 to start_pos + i: a causal mask.
         seen = torch.ones(n, start_pos + n, dtype=torch.bool, device=x.device).tril(start_pos)
         weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
         mixed = (weights @ values).transpose(1, 2).reshape(B, n, d_model)  # concatenate the heads
@@ -199,7 +200,7 @@ class CausalAttentionWithCache(nn.Module):
 
 
 def _format_start_pos_error(start_pos: int, held: int, layer_idx: int, cache: KVCache | None) -> str:
-    """Return the error message for a start_pos that differs from the number of tokens in the cache, `held`."""
+    """Return the error message for a start_pos that differs from `held`, the number of tokens in the cache."""
     if cache is None:
         return f"start_pos is {start_pos}, but there is no cache: pass the whole text and start_pos=0, or a cache"
     return (
@@ -218,7 +219,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(d_model, 4 * d_model), nn.GELU(), nn.Linear(4 * d_model, d_model))
 
     def forward(self, x: Tensor, cache: KVCache | None = None, start_pos: int = 0) -> Tensor:
-        """Add attention and the MLP to x [B, n, d_model] -> [B, n, d_model]."""
+        """Return x plus the outputs of attention and of the MLP: [B, n, d_model] -> [B, n, d_model]."""
         x = x + self.attention(self.norm_1(x), cache, start_pos)
         mixed: Tensor = x + self.mlp(self.norm_2(x))
         return mixed
@@ -228,7 +229,7 @@ class GPTWithCache(nn.Module):
     """A small GPT with learned position embeddings."""
 
     def __init__(self, vocab_size: int, d_model: int, num_heads: int, num_layers: int, max_seq_len: int) -> None:
-        """Make the model. Raises ValueError if d_model is not a multiple of num_heads."""
+        """Make the GPT with random weights. Raises ValueError if d_model is not a multiple of num_heads."""
         super().__init__()
         self.num_heads, self.head_dim, self.max_seq_len = num_heads, d_model // num_heads, max_seq_len
         self.tokens = nn.Embedding(vocab_size, d_model)

@@ -19,7 +19,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class GenerationTiming(NamedTuple):
-    """The CPU seconds that it took to append `tokens` tokens to a prompt of one, with and without the cache."""
+    """The CPU seconds that it took to append `tokens` tokens to a prompt of one token, with and without the cache."""
 
     tokens: int
     cached: float

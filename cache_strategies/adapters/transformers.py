@@ -1,4 +1,4 @@
-"""`StrategyCache`: a strategy as `past_key_values` of transformers, so that it stores what `model.generate` computes.
+"""`StrategyCache`: lets a KV-cache strategy store the keys and values of `model.generate`, as its `past_key_values`.
 
 For use without the server, which never imports this file: it needs transformers, and it gathers the keys over which
 transformers then computes attention. Knows strategies by the interface `KVCache`, and models by their config.
@@ -31,7 +31,7 @@ KV = tuple[Tensor, Tensor]
 
 
 class StrategyCacheError(ValueError):
-    """The strategy, or transformers with it, does not support an operation. The message says what to use instead."""
+    """The strategy does not support an operation, or not within transformers. The message says what to use instead."""
 
 
 class StrategyCache(Cache):
@@ -49,12 +49,12 @@ class StrategyCache(Cache):
         equal_lengths: bool = False,
         **options: Any,
     ) -> None:
-        """Allocate a cache for `max_batch_size` sequences (beams count) of up to `max_seq_len` tokens.
+        """Allocate a cache for `max_batch_size` sequences (each beam counts) of up to `max_seq_len` tokens.
 
         `strategy` is the kind, and `options` are its options as in the server's settings. `dtype` (default: the
         config's) may be narrower than the model's, which saves memory and rounds. Set `equal_lengths` if no prompt of a
-        batch is padded, which the cache cannot see. Raises SettingsError for an unknown kind or option, and
-        StrategyCacheError for a model whose layers it cannot store.
+        batch is padded: the cache cannot see padding. Raises SettingsError for an unknown kind or option, and
+        StrategyCacheError for a model with layers that are neither full nor sliding-window attention.
         """
         text = config.get_text_config(decoder=True)
         self.max_seq_len = max_seq_len
@@ -70,8 +70,8 @@ class StrategyCache(Cache):
         self._cache = build_standalone_cache(strategy, options, geometry, torch.device(device))
         self._exact = self._cache.contract.exact
         self._has_gaps = not self._exact and any(map(self._leaves_gaps, set(self._specs)))
-        self._seats: list[Seat] = []  # one per row of the batch, all of the same length
-        self._forward_pass: _ForwardPass | None = None  # from the first layer's update to the last layer's
+        self._seats: list[Seat] = []  # one seat per sequence of the batch, all of the same length
+        self._forward_pass: _ForwardPass | None = None  # the forward pass in which not all layers are updated yet
         croppable = self._cache.contract.rewind is None
         layers: list[Any] = [StrategyLayer(self, i, spec.window, croppable) for i, spec in enumerate(self._specs)]
         super().__init__(layers=layers)
@@ -79,7 +79,7 @@ class StrategyCache(Cache):
     # ---------------------------------------------------------------- the interface of transformers
     @property
     def length(self) -> int:
-        """The number of tokens of each sequence that went through all layers."""
+        """The number of tokens per sequence that have gone through all layers."""
         return self._seats[0].length if self._seats else 0
 
     @property
@@ -87,17 +87,17 @@ class StrategyCache(Cache):
         return len(self._seats) or -1  # in transformers -1 means that the cache is unused
 
     def usage(self) -> CacheUsage:
-        """Return the memory by use, in bytes."""
+        """Return the cache's memory in bytes: reserved, used by tokens, idle and wasted."""
         return self._cache.usage()
 
     def reset(self) -> None:
-        """Drop all sequences and keep the memory for the next batch."""
+        """Drop all sequences; keep the allocated memory for the next batch."""
         self._forward_pass = None
         while self._seats:
             self._cache.close(self._seats.pop())
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the latest tokens, whose negative number is given, as in transformers; 0 drops a failed forward pass."""
+        """Drop the latest tokens; their number is given negated, as in transformers. 0 drops a failed forward pass."""
         if tokens_to_remove > 0 or -tokens_to_remove > self.length:
             raise ValueError(
                 f"crop({tokens_to_remove}): pass the number of tokens to remove as a negative number, "
@@ -116,15 +116,15 @@ class StrategyCache(Cache):
             assert seat.length == length, "a seat without shared blocks is cropped exactly"
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace row i of the batch by row beam_idx[i], for beam search."""
+        """Replace sequence i of the batch by sequence beam_idx[i], for beam search."""
         self._select_rows(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows of the batch, in this order."""
+        """Keep only the sequences of the batch at these indices, in this order."""
         self._select_rows(torch.arange(len(self._seats))[indices.cpu()].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row of the batch `repeats` times; copies of a row are adjacent."""
+        """Repeat every sequence of the batch `repeats` times; its copies are adjacent."""
         self._select_rows([row for row in range(len(self._seats)) for _ in range(repeats)])
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -133,7 +133,10 @@ class StrategyCache(Cache):
         )
 
     def _select_rows(self, rows: Sequence[int]) -> None:
-        """Keep the seats of these rows, in this order; fork the seats of repeated rows and close the others."""
+        """Make the batch consist of the sequences at the indices `rows`: fork repeated ones, close missing ones.
+
+        Raises ValueError if they are more than max_batch_size, and StrategyCacheError if the strategy cannot fork.
+        """
         self._check_no_partial_pass()
         if not self._seats:
             return
@@ -141,7 +144,7 @@ class StrategyCache(Cache):
             raise ValueError(f"{len(rows)} rows exceed max_batch_size={self.max_batch_size}: raise it")
         if len(set(rows)) < len(rows) and not self._cache.contract.forkable:
             self._refuse("cannot fork a sequence", "use paged, or num_beams=1 and num_return_sequences=1")
-        for i in set(range(len(self._seats))) - set(rows):  # free memory before forks need it
+        for i in set(range(len(self._seats))) - set(rows):  # closed first, so that forks can use their memory
             self._cache.close(self._seats[i])
         self._seats = [
             self._seats[row] if row not in rows[:i] else self._fork_seat(self._seats[row]) for i, row in enumerate(rows)
@@ -155,13 +158,13 @@ class StrategyCache(Cache):
 
     # ---------------------------------------------------------------- called by the layers
     def mask_sizes(self, layer: int, num_new_tokens: int) -> tuple[int, int]:
-        """Return the number of keys that `update_layer` will return for new tokens, and the first key's position."""
+        """Return (number of keys that `update_layer` will return for the new tokens, position of the first key)."""
         num_keys = self._count_visible(self._specs[layer], self.length + 1) + num_new_tokens - 1
         return num_keys, self.length + num_new_tokens - num_keys
 
     @torch.no_grad()
     def update_layer(self, layer: int, key: Tensor, value: Tensor) -> KV:
-        """Write key and value [B, H, n, D] of new tokens -> K and V [B, H, S, D] of all tokens they may attend to."""
+        """Write key and value [B, H, n, D] of n new tokens -> K and V [B, H, S, D] of all tokens they may attend to."""
         self._check_update(layer, key, value)
         B, _, n, _ = key.shape
         if self._forward_pass is None:
@@ -186,7 +189,11 @@ class StrategyCache(Cache):
 
     # ---------------------------------------------------------------- steps
     def _begin_forward_pass(self, B: int, n: int) -> _ForwardPass:
-        """Plan a step of n new tokens for each of B rows. Raises ValueError if they do not fit or cannot be masked."""
+        """Plan a step of n new tokens for each of B sequences.
+
+        Raises ValueError if they do not fit or if transformers cannot mask the keys that the strategy keeps, and
+        MemoryError if the strategy has not enough memory.
+        """
         self._check_batch(B, n)
         if not self._seats:
             self._open_seats(B)
@@ -206,16 +213,16 @@ class StrategyCache(Cache):
     def _grow_seat(self, seat: Seat, num_tokens: int) -> None:
         if self._cache.grow(seat, num_tokens):
             return
-        # The sources of copied blocks stay referenced until a step has run: an empty step frees them.
+        # The sources of copy-on-write stay referenced until a step has run; a step without rows frees their memory.
         self._cache.commit(self._cache.plan([]), [])
         if not self._cache.grow(seat, num_tokens):
             raise MemoryError(f"strategy {self._kind!r} has not enough memory for {num_tokens} more tokens")
 
     def _gather_past(self, n: int) -> dict[int, KV]:
-        """Return, by layer, the K and V that the first of n new tokens attends to, if the last one sees fewer of them.
+        """Return K and V of all past tokens that any of n new tokens attends to, by layer.
 
-        A plan only gathers what a row's last token attends to, so this plans a step of one token that is never
-        committed.
+        Has only the layers whose window moves past some of them before the last new token. A plan gathers only what a
+        row's last token attends to, so this plans a step with the first new token alone, which is never committed.
         """
         S = self.length
         layers = [
@@ -229,7 +236,7 @@ class StrategyCache(Cache):
         return {i: self._gather_layer_past(plan, i) for i in layers}
 
     def _gather_layer_past(self, plan: Plan, layer: int) -> KV:
-        """Return K and V [B, H, S, D] that the next token of each row attends to, without the token itself."""
+        """Return K and V [B, H, S, D] of the past tokens that the next token of each sequence attends to."""
         spec, setup, B = self._specs[layer], self._cache.setup, len(self._seats)
         shape, device = (B, spec.num_kv_heads, spec.head_dim), setup.arena.memory.device
         zeros = torch.zeros(shape, dtype=setup.geometry.kv_dtype, device=device)
@@ -239,11 +246,11 @@ class StrategyCache(Cache):
 
     # ---------------------------------------------------------------- visible keys
     def _count_visible(self, spec: LayerSpec, length: int) -> int:
-        """Return the number of keys that the last of `length` tokens attends to."""
+        """Return the number of keys that the last of `length` tokens attends to in a layer."""
         return self._count_visible_if_exact(spec, length) if self._exact else len(self._visible_positions(spec, length))
 
     def _count_visible_if_exact(self, spec: LayerSpec, length: int) -> int:
-        """Return the number of keys that the last of `length` tokens would attend to if the strategy dropped none."""
+        """Return the number of keys that the last of `length` tokens would attend to in a layer if none was dropped."""
         return length if spec.window is None else min(length, spec.window)
 
     def _visible_positions(self, spec: LayerSpec, length: int) -> Tensor:
@@ -278,7 +285,7 @@ class StrategyCache(Cache):
     def _check_batch(self, rows: int, n: int) -> None:
         S, max_row = self.length, self._cache.contract.max_row
         if rows > self.max_batch_size:
-            raise ValueError(f"{rows} rows exceed max_batch_size={self.max_batch_size}: raise it (beams count)")
+            raise ValueError(f"{rows} rows exceed max_batch_size={self.max_batch_size}: raise it (each beam is a row)")
         if self._seats and rows != len(self._seats):
             raise ValueError(
                 f"the cache has {len(self._seats)} rows and the input has {rows}: keep the batch size, or call reset()"
@@ -306,7 +313,7 @@ class StrategyCache(Cache):
             )
 
     def _check_no_partial_pass(self) -> None:
-        """Raise StrategyCacheError if a forward pass has updated some layers but not all: its tokens do not count."""
+        """Raise StrategyCacheError if a forward pass has updated some layers but not all of them."""
         if self._forward_pass is not None:
             updated, layers = len(self._forward_pass.updated_layers), len(self._specs)
             raise StrategyCacheError(
@@ -325,7 +332,7 @@ class StrategyLayer(CacheLayerMixin):
 
     def __init__(self, owner: StrategyCache, index: int, window: int | None, croppable: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.is_sliding = window is not None  # transformers makes one mask for sliding layers and one for the others
+        self.is_sliding = window is not None  # read by transformers, which makes a different mask for sliding layers
         self.is_croppable = croppable
         self._owner = owner
         self._index = index
@@ -348,16 +355,16 @@ class StrategyLayer(CacheLayerMixin):
 
 @dataclass
 class _ForwardPass:
-    """A forward pass that has updated some layers and not yet all."""
+    """A forward pass in which some layers have passed their keys and values to the cache, and others not yet."""
 
-    num_new_tokens: int  # per row
-    past: dict[int, KV]  # K and V by layer, see StrategyCache._gather_past
+    num_new_tokens: int  # number of new tokens per sequence
+    past: dict[int, KV]  # K and V of past tokens by layer, for layers whose window drops some of them in this pass
     plan: Plan
     updated_layers: set[int] = field(default_factory=set)
 
 
 def _resolve_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """Return the dtype of a model's config, which may hold a torch.dtype, a name or nothing (float32)."""
+    """Return the torch.dtype of a model's config, which may have a torch.dtype, its name, or none (then float32)."""
     dtype = getattr(config, "dtype", None) or torch.float32
     resolved: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     return resolved
@@ -371,7 +378,7 @@ def _stack_kv(plan: Plan, layer: int, rows: int) -> KV:
 
 
 def _make_layer_specs(config: Any) -> list[LayerSpec]:
-    """Return the layers of a config, as transformers' DynamicCache reads them.
+    """Return the specification of each layer of a model's config, with the windows that DynamicCache reads from it.
 
     Raises StrategyCacheError if a layer is neither full nor sliding-window attention.
     """
@@ -381,7 +388,7 @@ def _make_layer_specs(config: Any) -> list[LayerSpec]:
         query_heads = getattr(config, "num_attention_heads", None)
         heads = getattr(config, "num_key_value_heads", None) or query_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
-    except (AttributeError, TypeError):  # it differs between layers, or has another name
+    except (AttributeError, TypeError):  # the number or size of heads differs between layers, or has another name
         heads = None
     if not plain or not isinstance(heads, int) or getattr(config, "attention_chunk_size", None):
         raise StrategyCacheError(

@@ -8,7 +8,7 @@ from cache_strategies.eviction.base import EvictionPolicy, Key
 
 
 class LRU(EvictionPolicy):
-    """A queue of idle entries, in the order in which they became idle."""
+    """A policy with a queue of idle entries, in the order in which they became idle; evicts the first."""
 
     def __init__(self) -> None:
         self._idle: OrderedDict[Key, None] = OrderedDict()

@@ -1,6 +1,6 @@
-"""The order of eviction: expired entries first, then those of the lowest priority, among these as the policy decides.
+"""The order of eviction: expired entries first, then those of the lowest priority, in the order of an eviction policy.
 
-Knows entries by key, like the policies; neither blocks nor seats.
+An entry is a cached block, known by its key. Knows neither blocks nor seats.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from cache_strategies.eviction.base import EvictionPolicy, Key
 
 
 class Retention(NamedTuple):
-    """An entry's priority and time to live."""
+    """How long an idle entry is kept: its priority and the time at which it expires."""
 
     priority: int  # entries of higher priority are evicted later
     expires: float  # time, in seconds on the queue's clock, from which the entry is evicted before all others
 
 
 class EvictionQueue:
-    """The idle entries in the order of their eviction, with one instance of the policy for each priority."""
+    """The idle entries in the order of their eviction; uses one policy object for each priority."""
 
     def __init__(self, policy: Callable[[], EvictionPolicy], clock: Callable[[], float] = time.monotonic) -> None:
         self._new_policy = policy
         self._clock = clock
         self._policies: dict[int, EvictionPolicy] = {}
-        self._retention: dict[Key, Retention] = {}  # of all entries, in use and idle
+        self._retention: dict[Key, Retention] = {}  # retention of all entries, in use and idle
         self._idle: set[Key] = set()
         self._expiry = _ExpiryHeap(self._retention)
 
     def update_retention(self, key: Key, priority: int = 0, ttl: float = math.inf) -> None:
-        """Raise the priority of an entry in use, and its expiry to `ttl` seconds from now; never lower either.
+        """Raise the priority of an entry in use to `priority`, and its expiry to `ttl` seconds from now.
 
-        Called for each user that releases the entry: the highest values apply.
+        Neither is ever lowered. Called each time that a seat or a pin releases the entry, so that the highest values
+        apply.
         """
         assert key not in self._idle
         new = Retention(priority, self._clock() + ttl)
@@ -52,12 +53,12 @@ class EvictionQueue:
         self._expiry.watch(key)
 
     def touch(self, key: Key) -> None:
-        """Record a hit on an idle entry, which is in use until it is inserted again."""
+        """Record that an idle entry is reused; it is in use until it is inserted again."""
         self._idle.remove(key)
         self._get_policy(key).touch(key, self._clock())
 
     def evict(self) -> Key:
-        """Remove the idle entry to evict next and return its key. Called only if there is one."""
+        """Remove the idle entry that is to be evicted next; return its key. Called only if an entry is idle."""
         for key in self._expiry.pop_expired(self._clock()):
             if key in self._idle:
                 self.discard(key)
@@ -69,7 +70,7 @@ class EvictionQueue:
         return key
 
     def discard(self, key: Key) -> None:
-        """Remove an entry, idle or in use, that is freed for another reason. Unknown keys are ignored."""
+        """Remove an entry, idle or in use, that is freed without being evicted. Unknown keys are ignored."""
         if key in self._retention:
             self._get_policy(key).discard(key)
             del self._retention[key]
@@ -93,19 +94,19 @@ class EvictionQueue:
 
 
 class _ExpiryHeap:
-    """A heap of the entries' expiry times, with lazy deletion: an entry's later heap items are outdated and skipped."""
+    """A heap of the entries' expiry times with lazy deletion: outdated items of an entry are skipped when popped."""
 
     def __init__(self, retention: Mapping[Key, Retention]) -> None:
         self._retention = retention
-        self._heap: list[tuple[float, int, Key]] = []  # (time, counter, key); the counter avoids comparing keys
-        self._due_times: dict[Key, float] = {}  # the time of each key's current heap item
+        self._heap: list[tuple[float, int, Key]] = []  # (expiry time, counter, key); the counter orders equal times
+        self._due_times: dict[Key, float] = {}  # expiry time in the current heap item of each key
         self._num_pushed = 0
 
     def watch(self, key: Key) -> None:
         expires = self._retention[key].expires
         if expires >= self._due_times.get(key, math.inf):
             return
-        if len(self._heap) > 2 * len(self._retention) + 64:  # most items are of removed entries
+        if len(self._heap) > 2 * len(self._retention) + 64:  # most heap items belong to removed entries
             self._heap = [item for item in self._heap if item[2] in self._retention and self._is_current(item)]
             self._due_times = {key: due for due, _, key in self._heap}
             heapq.heapify(self._heap)
@@ -122,7 +123,7 @@ class _ExpiryHeap:
             expires = self._retention[key].expires if key in self._retention else math.inf
             if expires <= now:
                 yield key
-            elif expires < math.inf:  # its expiry was moved to a later time after the push
+            elif expires < math.inf:  # the entry's expiry was raised after this heap item was pushed
                 self._push(expires, key)
 
     def _push(self, expires: float, key: Key) -> None:

@@ -1,4 +1,6 @@
-"""s3fifo: evicts entries that were used only once early, so that many unique prompts do not evict reused prefixes.
+"""s3fifo: an eviction policy that evicts blocks that were used only once before blocks that were reused.
+
+Prompts that occur only once, however many, do not evict the prefixes that are used again.
 
 After Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023). New entries enter a small queue; those
 that are hit there move to the main queue. Keys evicted from the small queue are remembered for a while (ghosts), and
@@ -13,7 +15,7 @@ from collections import OrderedDict
 
 from cache_strategies.eviction.base import EvictionPolicy, Key
 
-SMALL_QUEUE_SHARE = 0.3  # share of idle bytes for the small queue; values between 0.25 and 0.4 hardly differ
+SMALL_QUEUE_SHARE = 0.3  # share of the idle bytes in the small queue; hit rates hardly differ from 0.25 to 0.4
 
 
 class S3FIFO(EvictionPolicy):
@@ -23,7 +25,7 @@ class S3FIFO(EvictionPolicy):
         self._small: OrderedDict[Key, int] = OrderedDict()  # bytes of each entry
         self._main: OrderedDict[Key, int] = OrderedDict()  # bytes of each entry
         self._small_bytes = self._main_bytes = 0
-        self._main_keys: set[Key] = set()  # entries in the main queue, and entries in use that will return to it
+        self._main_keys: set[Key] = set()  # keys in the main queue, and of entries in use that will return to it
         self._ghosts: OrderedDict[Key, None] = OrderedDict()  # keys evicted from the small queue, oldest first
 
     def insert(self, key: Key, size: int, now: float) -> None:
@@ -66,7 +68,7 @@ class S3FIFO(EvictionPolicy):
         self._main_bytes -= self._main.pop(key, 0)
 
     def _add_ghost(self, key: Key) -> None:
-        """Remember an evicted key, and forget the oldest ones beyond the number of idle entries."""
+        """Remember the key of an evicted entry; forget the oldest of them if they are more than the idle entries."""
         self._ghosts[key] = None
         while len(self._ghosts) > len(self):
             self._ghosts.popitem(last=False)

@@ -1,6 +1,6 @@
 """Measures an instance's blocks: their lifetimes, idle times and reuse gaps in seconds, and the number of copies.
 
-Knows entries by key, like the eviction policies: a block's number or its hash.
+Knows a block by a key, which is its number or its hash.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Hashable, Set
 from cache_strategies.base import BlockEvents
 
 Key = Hashable
-MAX_SAMPLES = 1024  # samples of each kind that are kept between two collect() calls; older ones are dropped
+MAX_SAMPLES = 1024  # maximum number of times of each kind between two calls of collect(); older ones are dropped
 
 
 class BlockMetrics:
-    """Records events of entries: each is allocated, then alternately idle and reused, then evicted or removed."""
+    """Records events of blocks: each is allocated, then alternately idle and reused, then evicted or removed."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -41,7 +41,7 @@ class BlockMetrics:
         self._idle_times.append(now - self._idle_since.pop(key))
 
     def on_block_removed(self, key: Key) -> None:
-        """Record that an entry, idle or in use, was removed for another reason than eviction."""
+        """Record that a block, idle or in use, was removed without being evicted."""
         del self._allocated_at[key]
         self._idle_since.pop(key, None)
 
@@ -50,7 +50,7 @@ class BlockMetrics:
         self._copies += 1
 
     def collect(self) -> BlockEvents | None:
-        """Return the events since the last call and clear them; None if there were none."""
+        """Return the block events since the last call, and clear them; None if there were none."""
         if not (self._lifetimes or self._reuse_gaps or self._copies):
             return None
         events = BlockEvents(self._copies, tuple(self._lifetimes), tuple(self._idle_times), tuple(self._reuse_gaps))
@@ -60,6 +60,6 @@ class BlockMetrics:
         return events
 
     def check_integrity(self, known: Set[Key], idle: Set[Key]) -> None:
-        """Assert that `known` is the set of all entries, and `idle` that of the idle ones."""
+        """Assert that `known` has the keys of all blocks that are being measured, and `idle` those of the idle ones."""
         assert self._allocated_at.keys() == known
         assert self._idle_since.keys() == idle

@@ -1,4 +1,4 @@
-"""An instance's pool of blocks: each is in use, or idle and findable by its hash until it is evicted.
+"""The pool of an instance's blocks. A block is in use, or idle; an idle one can be found by its hash until eviction.
 
 Combines `RefCounts` (references to a block), `PrefixIndex` (its hash) and `EvictionQueue` (the order of eviction), and
 reports to `BlockMetrics`. A block that loses its last reference is freed at once if it has no hash, else it becomes
@@ -17,7 +17,7 @@ from cache_strategies.paged.ref_counts import RefCounts
 
 
 class BlockPool:
-    """Allocates, shares and evicts blocks. A caller must drop every reference that it adds, once."""
+    """Allocates, shares and evicts blocks. For each reference that a caller adds it must call decref() once."""
 
     def __init__(
         self, ref_counts: RefCounts, eviction_queue: EvictionQueue, block_metrics: BlockMetrics, block_bytes: int
@@ -42,9 +42,9 @@ class BlockPool:
             self._block_metrics.on_block_reused(block_hash)
 
     def decref(self, block: int, *, priority: int = 0, ttl: float = 0.0) -> None:
-        """Drop a reference to a block; without references it is idle, with at least this priority and `ttl` seconds.
+        """Drop a reference to a block; when the last is dropped, the block is idle, or freed if it has no hash.
 
-        A block without a hash is freed when its last reference is dropped.
+        An idle block is kept with the highest `priority` and the latest expiry (`ttl` seconds from now) of these calls.
         """
         block_hash = self._index.find_hash(block)
         if block_hash is not None:
@@ -69,7 +69,7 @@ class BlockPool:
         return block in self._index
 
     def publish(self, block_hash: BlockHash, block: int) -> None:
-        """Make a block findable by a hash that no other block has."""
+        """Give a block a hash, which no other block has, so that it can be found by it."""
         self._index.publish(block_hash, block)
         self._block_metrics.on_block_allocated(block_hash)
 
@@ -85,7 +85,7 @@ class BlockPool:
             self._ref_counts.release(block)
 
     def clear(self, scope: SaltScope) -> None:
-        """Remove the hashes of all blocks whose salts a scope includes, and free the idle blocks among them."""
+        """Remove the hashes of all blocks whose salts are in a scope, and free those of them that are idle."""
         for block_hash in self._index.list_hashes():
             if scope.includes(block_hash.salt):
                 block = self._index.find(block_hash)
@@ -111,7 +111,7 @@ class BlockPool:
         return len(self._ref_counts)
 
     def check_integrity(self, references: Mapping[int, int]) -> None:
-        """Assert that the bookkeeping is consistent; `references` are the numbers the caller holds, by block."""
+        """Assert that the bookkeeping is consistent; `references` has the callers' number of references by block."""
         self._ref_counts.check_integrity(references, self.num_idle)
         self._index.check_integrity()
         self._eviction_queue.check_integrity()

@@ -1,12 +1,12 @@
-"""paged: blocks of a few tokens, allocated as a sequence grows and shared by sequences with a common prefix.
+"""paged: a KV cache of small blocks, allocated as a sequence grows and shared by sequences with a common prefix.
 
 After vLLM's PagedAttention (Kwon et al., 2023). This file combines `PagedSeat` (a sequence's tokens and block hashes),
 `BlockPool` (reference counts, prefix index and eviction), `BlockHasher`, `PendingBlocks` (blocks that one seat computes
 and others wait for) and `Pins`.
 
-Only full blocks are found by hash. A block with several references is never written: the writer gets a copy first
-(copy-on-write), and the source keeps its reference until the copy has run. A computed block loses its hash before it is
-written again.
+Only full blocks can be found by hash. A block with several references is never written: the writer gets a copy first
+(copy-on-write), and the seat's reference to the original is kept until the copy has run. A computed block loses its
+hash before it is written again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from config.errors import SettingsError
 class PagedOptions(TableOptions):
     """Options of a paged cache."""
 
-    block_size: int = Field(32, ge=1, le=1024, description="tokens per block")
+    block_size: int = Field(32, ge=1, le=1024, description="number of tokens per block")
     prefix_cache: bool = Field(True, description="share blocks between sequences with a common prefix")
     eviction: str = Field("lru", description="eviction policy of idle blocks: lru, s3fifo, or one from a plug-in")
     ttl: float | None = Field(None, gt=0, description="seconds after which an idle block is evicted before all others")
@@ -83,8 +83,8 @@ class PagedCache(BlockTableCache[PagedSeat]):
         self.pinned = Pins(setup.clock)
         self._ttl = math.inf if options.ttl is None else options.ttl
         self._hasher = BlockHasher(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
-        self._blocks_to_complete: set[int] = set()  # pending blocks that the rows of this step compute to the end
-        self._copies: dict[int, int] = {}  # source by destination of block copies to run before the next step's writes
+        self._blocks_to_complete: set[int] = set()  # pending blocks that are fully computed after this step
+        self._copies: dict[int, int] = {}  # copies of blocks to run before the next step writes: source by destination
         shared = self.prefix_cache
         self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized, shareable=shared, reusable=shared)
 
@@ -106,7 +106,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
             return None
         hashes = self._hash_blocks(tokens, salt)
         blocks = self._find_cached_blocks(hashes, count_reusable_tokens(tokens, max_cached))
-        for block in blocks:  # reference them before anything is allocated: allocation may evict idle blocks
+        for block in blocks:  # found blocks are referenced before any allocation, which could evict them
             self.pool.incref(block)
         seat = PagedSeat(self.table.allocate_row(), blocks, len(blocks) * self.block_size, list(tokens), salt)
         seat.block_hashes, seat.ttl = list(hashes), self._ttl
@@ -115,7 +115,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
         for block in blocks:
             self.pending.add_waiter(block, seat)
         if not self._allocate_blocks(seat, len(tokens)):
-            seat.ttl = 0.0  # so that close() does not raise the retention of the blocks it found
+            seat.ttl = 0.0  # close() must not prolong the time for which the found blocks are kept
             self.close(seat)
             return None
         for i in range(seat.length // self.block_size, len(hashes)):
@@ -126,7 +126,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
         return seat
 
     def close(self, seat: PagedSeat) -> None:
-        while seat.blocks:  # the last block first, so that the ends of sequences are evicted before their prefixes
+        while seat.blocks:  # the last block is released first, so that a sequence's end is evicted before its prefix
             self._release_block(seat.blocks.pop(), seat)
         self.seats.remove(seat)
         self.table.release_row(seat.index)
@@ -136,7 +136,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
         bad = {block for block, finite in zip(full, self.store.find_finite_blocks(full), strict=True) if not finite}
         for other in self.seats:
             first = next((i for i, block in enumerate(other.blocks) if block in bad), None)
-            if first is not None:  # all later blocks of the sequence depend on the bad one
+            if first is not None:  # the blocks after one with NaN or infinite values depend on it
                 other.salt = None
                 for block in other.blocks[first:]:
                     self.pool.unpublish(block)
@@ -145,7 +145,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
         return list(self._hasher.hash_blocks(tokens, salt)) if self.prefix_cache else []
 
     def _find_cached_blocks(self, hashes: Sequence[BlockHash], limit: int) -> list[int]:
-        """Return the blocks of the longest cached prefix of these hashes, of at most `limit` tokens."""
+        """Return the blocks of the longest cached prefix, at most `limit` tokens, of a sequence with these hashes."""
         blocks: list[int] = []
         for block_hash in hashes[: limit // self.block_size]:
             block = self.pool.find(block_hash)
@@ -155,7 +155,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
         return blocks
 
     def _release_block(self, block: int, seat: PagedSeat) -> None:
-        """Drop the seat's reference to a block; if the seat had to compute the block, the next waiting seat does."""
+        """Drop the seat's reference to a block. If the seat had to compute it, the next waiting seat takes over."""
         owned = self.pending.owner(block) is seat
         new_owner = self.pending.remove_seat(block, seat)
         if owned:
@@ -164,13 +164,13 @@ class PagedCache(BlockTableCache[PagedSeat]):
             new_owner.length = new_owner.cached = min(new_owner.length, new_owner.blocks.index(block) * self.block_size)
             new_owner.miss = "cold"
         elif owned:
-            self.pool.unpublish(block)  # it will not be computed
+            self.pool.unpublish(block)  # no seat will compute the block, so it must not be found by its hash
         if not self.pool.is_shared(block) and block in self._copies:
             self.pool.decref(self._copies.pop(block))
         self.pool.decref(block, priority=seat.priority, ttl=seat.ttl)
 
     def _find_miss_reason(self, seat: PagedSeat, tokens: Sequence[int], max_cached: int | None) -> Miss | None:
-        """Return why the first reusable block of the prompt was not found; None if all were found."""
+        """Return why no more blocks of the prompt were found in the cache; None if all reusable ones were found."""
         found, findable = seat.length // self.block_size, count_reusable_tokens(tokens) // self.block_size
         if not self.prefix_cache:
             return "bypass"
@@ -192,7 +192,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
         end = seat.length + num_tokens
         assert end <= self.setup.geometry.max_seq_len
         first = seat.length // self.block_size
-        # All blocks of the row: a seat that took over pending work may also write later blocks that others share.
+        # All blocks of the row are checked: a seat that took over a pending block may also write later, shared ones.
         for i in range(first, self._blocks_for(end)):
             if not self._make_writable(seat, i):
                 return False
@@ -220,7 +220,10 @@ class PagedCache(BlockTableCache[PagedSeat]):
         return True
 
     def _make_writable(self, seat: PagedSeat, i: int) -> bool:
-        """Make the seat's i-th block writable, unshared and without a hash; return False if a copy does not fit."""
+        """Make the seat's i-th block unshared and without a hash, so that it can be written.
+
+        Return False if a copy is needed and there is not enough memory.
+        """
         if i >= len(seat.blocks) or seat.blocks[i] in self.pending:
             return True
         block = seat.blocks[i]
@@ -231,7 +234,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
         if copy is None:
             return False
         self._block_metrics.on_block_copied()
-        self._copies[copy] = block  # the seat's reference to the source is dropped when the copy has run
+        self._copies[copy] = block  # the seat's reference to the original is dropped after the copy has run
         seat.blocks[i] = copy
         return True
 
@@ -239,7 +242,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
         assert length <= seat.length
         partial = length % self.block_size
         if partial and seat.blocks[length // self.block_size] in self.pending:
-            length -= partial  # the pending block is findable by a hash over tokens that are dropped now
+            length -= partial  # drop the whole pending block: its hash covers tokens that are dropped
         while len(seat.blocks) > self._blocks_for(length):
             self._release_block(seat.blocks.pop(), seat)
         seat.truncate(length, length // self.block_size)
@@ -247,7 +250,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
     def fork(self, seat: PagedSeat) -> PagedSeat | None:
         blocks = seat.blocks[: self._blocks_for(seat.length)]
         if self.table.is_full or any(block in self.pending or block in self._copies for block in blocks):
-            return None  # during prefill or a copy, open() with the same tokens shares more
+            return None  # blocks are still being computed or copied: open() with the same tokens shares more
         for block in blocks:
             self.pool.incref(block)
         child = seat.fork(self.table.allocate_row(), blocks, seat.length // self.block_size)
@@ -336,7 +339,7 @@ class PagedCache(BlockTableCache[PagedSeat]):
             self._commit_tokens(row.seat, ids)
 
     def _commit_tokens(self, seat: PagedSeat, ids: Sequence[int]) -> None:
-        """Append tokens that entered to the seat, and make the blocks that they filled findable by hash."""
+        """Append computed tokens to the seat, and give hashes to the blocks that they filled, for prefix caching."""
         before = seat.length
         seat.commit_tokens(ids)
         for i in range(before // self.block_size, seat.length // self.block_size):

@@ -1,4 +1,4 @@
-"""The pins of a paged cache: prefixes that stay in memory for a time. Knows blocks by number; not their contents."""
+"""The pins of a paged cache: prefixes that stay in memory until a time. Knows numbers of blocks; not their contents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cache_strategies.base import Pin, Salt, SaltScope
 
 @dataclass
 class Pins:
-    """The pins of an instance, each with the blocks to which it holds a reference."""
+    """The pins of an instance, each with the numbers of the blocks that it keeps in memory."""
 
     clock: Callable[[], float]
     _pins: dict[str, tuple[Pin, list[int]]] = field(default_factory=dict)  # by id
@@ -29,7 +29,7 @@ class Pins:
         """Remove a pin; return the blocks it held, or an empty list if there is no such pin."""
         _, blocks = self._pins.pop(pin_id, (None, []))
         self._blocks.subtract(blocks)
-        self._blocks += Counter()  # drops the blocks whose count is 0
+        self._blocks += Counter()  # removes the blocks that no pin holds any more
         return blocks
 
     def find_expired(self) -> list[str]:
@@ -38,7 +38,7 @@ class Pins:
         return [pin.id for pin, _ in self._pins.values() if pin.expires <= now]
 
     def find_in_scope(self, scope: SaltScope) -> list[str]:
-        """Return the ids of the pins whose salts a scope includes."""
+        """Return the ids of the pins whose salts are in a scope."""
         return [pin.id for pin, _ in self._pins.values() if scope.includes(pin.salt)]
 
     def list_pins(self) -> list[Pin]:

@@ -1,6 +1,6 @@
-"""Finds blocks by the tokens in them: block hashes, the index from hash to block, and blocks still to be computed.
+"""Finds blocks by their tokens: the hashes of blocks, the index from hash to block, and blocks yet to be computed.
 
-Knows neither memory nor reference counts; seats are opaque to it.
+Knows neither memory nor reference counts, nor what a seat contains.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ MAX_EVICTED_HASHES = 1 << 16  # number of evicted blocks' hashes that are rememb
 class BlockHash(NamedTuple):
     """A block's hash, which covers all tokens up to its end, and the salt of the sequences that may share it."""
 
-    content: bytes  # sha256 over parent, tokens, instance, dtype, model: Python's hash() collides (GHSA-rm76-4mrf-v9r8)
+    content: bytes  # sha256 of parent hash and tokens; not Python's hash(), which can collide (GHSA-rm76-4mrf-v9r8)
     salt: Salt
 
 
 class BlockHasher:
-    """Computes block hashes over all tokens up to a block's end: equal hashes mean equal contents."""
+    """Computes block hashes, which cover all tokens up to a block's end. Equal hashes mean equal keys and values."""
 
     def __init__(self, block_size: int, scope: str) -> None:
-        """Make a hasher; `scope` names what else the keys and values depend on: instance, dtype, model."""
+        """Make a hasher; `scope` names what keys and values depend on besides tokens: instance, dtype and model."""
         self.block_size = block_size
         self._root = hashlib.sha256(scope.encode()).digest()
 
@@ -36,13 +36,16 @@ class BlockHasher:
         return BlockHash(self._root, salt)
 
     def hash_block_tokens(self, parent: BlockHash, tokens: Sequence[int]) -> BlockHash | None:
-        """Return the hash of the block of `tokens` after the block `parent`; None if an embedding is among them."""
+        """Return the hash of a block of `tokens`, given the hash of the block before it, `parent`.
+
+        None if one of the tokens is an embedding without a token id (a negative id).
+        """
         if min(tokens) < 0:
             return None
         return BlockHash(hashlib.sha256(parent.content + array("q", tokens).tobytes()).digest(), parent.salt)
 
     def hash_blocks(self, tokens: Sequence[int], salt: Salt) -> Iterator[BlockHash]:
-        """Yield the hashes of the full blocks of a sequence, up to the first embedding; each is computed on demand."""
+        """Yield the hashes of a sequence's full blocks, up to the first block with an embedding; computed lazily."""
         block_hash: BlockHash | None = self.root_hash(salt)
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
             assert block_hash is not None
@@ -58,7 +61,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
-        self._salts_by_content: dict[bytes, set[Salt]] = {}  # salts under which a content is indexed
+        self._salts_by_content: dict[bytes, set[Salt]] = {}  # salts of the indexed blocks with equal contents
         self._evicted: OrderedDict[BlockHash, None] = OrderedDict()  # oldest first
 
     def find(self, block_hash: BlockHash) -> int | None:
@@ -86,7 +89,7 @@ class PrefixIndex:
         return block_hash
 
     def evict(self, block_hash: BlockHash) -> int:
-        """Remove the block of a hash, remember that it was evicted, and return the block."""
+        """Remove a hash from the index, remember that its block was evicted, and return the block."""
         block = self._block_by_hash[block_hash]
         self.unpublish(block)
         self._evicted[block_hash] = None
@@ -117,7 +120,7 @@ class PrefixIndex:
 
 
 class PendingBlocks(Generic[SeatT]):
-    """Blocks that are findable by hash, but not computed yet, each with a queue of seats.
+    """The blocks that can be found by hash but are not computed yet, each with a queue of seats.
 
     The first seat in the queue computes the block; the others wait for it. If the first one closes, the next takes
     over.
@@ -145,9 +148,9 @@ class PendingBlocks(Generic[SeatT]):
         self._queues.pop(block, None)
 
     def remove_seat(self, block: int, seat: SeatT) -> SeatT | None:
-        """Remove a seat from a block's queue; return the seat that now has to compute the block, if that has changed.
+        """Remove a seat from a block's queue; return the seat that must compute the block instead of it, or None.
 
-        A block whose queue is empty is no longer pending.
+        None if the seat was not the first in the queue or was the last one: then the block is no longer pending.
         """
         queue = self._queues.get(block)
         if not queue or seat not in queue:

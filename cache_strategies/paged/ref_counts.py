@@ -27,12 +27,12 @@ class RefCounts:
         return block
 
     def incref(self, block: int) -> bool:
-        """Add a reference to a block; return whether it is the only one."""
+        """Add a reference to a block; return whether the block had none before."""
         self._counts[block] += 1
         return self._counts[block] == 1
 
     def decref(self, block: int) -> bool:
-        """Drop a reference to a block; return whether it was the last. The block stays allocated until release()."""
+        """Drop a reference to a block; return whether that was its last. The block stays allocated until release()."""
         assert self._counts[block] > 0
         self._counts[block] -= 1
         return not self._counts[block]
@@ -50,7 +50,7 @@ class RefCounts:
         return len(self._counts)
 
     def check_integrity(self, references: Mapping[int, int], idle: int) -> None:
-        """Assert that the counts equal the caller's `references`, by block, and that `idle` blocks have none."""
+        """Assert that the counts equal `references` (by block), and that exactly `idle` blocks have no reference."""
         counted = {block: n for block, n in self._counts.items() if n}
         assert counted == {block: n for block, n in references.items() if n}
         assert len(self._counts) == len(counted) + idle

@@ -1,6 +1,6 @@
-"""The seat of a paged cache: its tokens, and the hashes of the blocks that they fill.
+"""The seat of a paged cache: a sequence's tokens, and the hashes of the blocks that they fill.
 
-Knows how blocks are hashed; neither which other seats share a block, nor whether the prefix index has its hash.
+Knows how blocks are hashed; does not know which other seats share a block, or whether the prefix index has its hash.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from cache_strategies.paged.prefix_index import BlockHash, BlockHasher
 
 
 class PagedSeat(TableSeat):
-    """A seat with its token ids. `tokens` are the committed ones and, during prefill, the rest of the prompt."""
+    """A seat with its token ids: `tokens` are the committed tokens and, during prefill, the rest of the prompt."""
 
     __slots__ = ("block_hashes", "priority", "salt", "tokens", "ttl")
 
     def __init__(self, index: int, blocks: list[int], length: int, tokens: list[int], salt: Salt | None) -> None:
         super().__init__(index, blocks, length)
         self.tokens = tokens
-        self.salt = salt  # None: blocks that it fills from now on get no hash, so they are not shared
-        self.block_hashes: list[BlockHash | None] = []  # of the full blocks of `tokens`; None: must not be shared
-        self.priority = 0  # eviction priority of its blocks after close(): higher ones stay longer
-        self.ttl = math.inf  # seconds after close() until its blocks are evicted first
+        self.salt = salt  # None: blocks that the seat fills from now on get no hash, so they are not shared
+        self.block_hashes: list[BlockHash | None] = []  # hashes of the full blocks; None: must not be shared
+        self.priority = 0  # eviction priority of the blocks after close(): blocks of higher priority stay longer
+        self.ttl = math.inf  # seconds after close() from which the blocks are evicted before all others
 
     def get_block_hash(self, i: int, hasher: BlockHasher) -> BlockHash | None:
         """Return the hash of the seat's i-th block, which must be full; None if the block must not be shared."""
@@ -38,7 +38,7 @@ class PagedSeat(TableSeat):
         return self.block_hashes[i]
 
     def commit_tokens(self, ids: Sequence[int]) -> None:
-        """Advance the length by `ids`, which replace the prompt tokens at these positions."""
+        """Commit the token ids `ids` at the end of the seat; they replace prompt tokens at the same positions."""
         before, self.length = self.length, self.length + len(ids)
         self.tokens[before : self.length] = ids
 
