@@ -34,7 +34,7 @@ Try it:
 
 
 def _format_strategies(strategies: Sequence[Mapping[str, Any]], default: str) -> str:
-    """Return a line for each strategy: name, room, kind and options."""
+    """Return a line for each strategy: its name, how many tokens it has room for, its kind and its options."""
     width = max(len(each["name"]) for each in strategies)
     lines = []
     for each in strategies:

@@ -1,7 +1,7 @@
 """`kvmux doctor`: reports on this machine, its kernels, whether they compute correctly, and how fast.
 
-Prints a report and writes the same as JSON, to attach to a bug report. Loads no model; uses a device from one thread
-only.
+Prints a report and writes the same as JSON, to attach to a bug report. Loads no model; calls a device from
+one thread only, as a Mac requires.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def doctor(out: Path = REPORT) -> int:
     error = _write_report(out, text)
     if error is None:
         console.print(f"\nWritten to {out}: please attach it when you report a problem.")
-    if torch.backends.mps.is_available():  # the kernels have not been run on every kind of Mac
+    if torch.backends.mps.is_available():  # every report is of use: the kernels have not been run on all kinds of Mac
         console.print("A report from a Mac is welcome even if nothing is wrong.")
     if error is not None or torch.backends.mps.is_available():
         print(f"\n```json\n{text}\n```")
@@ -69,7 +69,7 @@ def _write_report(out: Path, text: str) -> str | None:
 
 
 def make_report() -> dict[str, dict[str, str]]:
-    """Return the report: by heading, lines of name and text."""
+    """Return the report: under each heading, facts about this machine by their names."""
     return {
         "machine": dict(_describe_machine()),
         "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES},
@@ -119,14 +119,14 @@ def _check_kernels() -> Iterator[tuple[str, str]]:
     for backend in list_backends():
         if backend.missing is not None:
             yield backend.name, f"none: {backend.missing}"
-        elif backend.device.is_emulated:  # an engine checks it at start; a check here would only measure the emulator
+        elif backend.device.is_emulated:  # not checked here: an engine does it at start, and times would mean nothing
             yield backend.name, f"usable: --device {backend.device.name}"
         else:
             yield from _check_backend(backend)
 
 
 def _check_backend(backend: Backend) -> Iterator[tuple[str, str]]:
-    """Yield a line for each operation; its time is that of all its samples, compiling included."""
+    """Yield (name, verdict) for each operation of a backend; its time includes all its samples and compilation."""
     tracer, device = Tracer(), backend.device.tensors
     ops = trace_ops(backend.load(), tracer)
     by_dtype = []
@@ -139,7 +139,7 @@ def _check_backend(backend: Backend) -> Iterator[tuple[str, str]]:
 
 
 def _format_verdict(dtype: torch.dtype, verdict: Verdict, seconds: float | None) -> str:
-    """Return the verdict in words; an operation composed of others has no time of its own."""
+    """Return the verdict in words; `seconds` is None for an operation composed of others, which is not timed itself."""
     found = f"off by {verdict.error:.0e}" if verdict.fault is None else f"{FAULT} {verdict.fault}"
     took = "" if seconds is None else f" in {1e3 * seconds:.1f} ms"
     return f"{str(dtype).removeprefix('torch.')} {found}{took}"

@@ -89,8 +89,8 @@ METAVARS = {
 
 
 def add_settings(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[str]]) -> None:
-    """Add flags for the settings in `groups` (names by title), and --config."""
-    parser.add_argument("--config", metavar="FILE", help="settings file, TOML [KVMUX_CONFIG]")
+    """Add the flag --config, and flags for the settings in `groups`: {title of a group: names of settings}."""
+    parser.add_argument("--config", metavar="FILE", help="path of the settings file, in TOML [KVMUX_CONFIG]")
     for title, names in groups.items():
         group = parser.add_argument_group(title)
         for name in names:
@@ -100,7 +100,7 @@ def add_settings(parser: argparse.ArgumentParser, groups: Mapping[str, Sequence[
 
 
 def group_settings() -> dict[str, list[str]]:
-    """Return the names of the scalar settings by group; those that GROUPS lacks are under "other"."""
+    """Return the names of the scalar settings by group; settings that GROUPS does not list are under "other"."""
     groups: dict[str, list[str]] = {title: [] for title in GROUPS}
     title_of = {name: title for title, names in GROUPS.items() for name in names}
     for name, field in Settings.model_fields.items():
@@ -122,7 +122,7 @@ def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> No
 
 
 def is_scalar(annotation: Any) -> bool:
-    """Return whether a value of this type can be written as one word."""
+    """Return whether a setting of this type can be a flag: its values can be written as one argument."""
     if get_origin(annotation) in (Union, types.UnionType):
         return all(is_scalar(part) for part in get_args(annotation))
     return get_origin(annotation) is Literal or annotation in (str, int, float, bool, list[str], type(None))

@@ -17,11 +17,11 @@ from server.cli.standard_streams import print_safely
 from server.processes.runtime_directory import find_running_urls
 
 READY, NOT_READY = 0, 1  # exit codes
-TIMEOUT = 4.0  # seconds; a health check of the image may take 5
+TIMEOUT = 4.0  # seconds to wait for a response; the HEALTHCHECK of the Docker image may take 5
 
 
 def check_health(url: str | None = None, timeout: float = TIMEOUT) -> int:
-    """Print a line for each server; return 0 if there is one, and all are ready, else 1."""
+    """Print whether each server is ready; return 0 if there is at least one and all are ready, else 1."""
     urls = find_running_urls() if url is None else [url]
     if not urls:
         print_safely(

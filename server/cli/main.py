@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 # ---------------------------------------------------------------- kvmux serve
 def serve(options: dict[str, Any]) -> int:
-    """Serve until a signal stops the server; `options` are the given flags, by setting. Return the exit code."""
+    """Serve until a signal stops the server; `options` are the values of the flags given. Return the exit code."""
     settings = load_settings(pop_settings_file(options), options)
     multiprocessing.current_process().name = "kvmux"  # in the log
     configure_logging(settings)
@@ -145,7 +145,7 @@ def serve(options: dict[str, Any]) -> int:
 
 
 def _run_supervisor(settings: Settings, listener: socket.socket, metrics_listener: socket.socket | None = None) -> int:
-    """Run the supervisor; announce the server on stdout, or in the log where that is JSON."""
+    """Run the supervisor; announce the server on stdout, or in the log if its format is JSON."""
     url, in_log = get_url(listener), settings.log_format == "json"
     loads = f"kvmux {get_version()} loads {settings.model}"
     if in_log:
@@ -167,7 +167,7 @@ def _run_supervisor(settings: Settings, listener: socket.socket, metrics_listene
 
 
 def check_open_files() -> None:
-    """Raise SettingsError if the system allows a process fewer than MIN_OPEN_FILES."""
+    """Raise SettingsError if the system allows a process fewer than MIN_OPEN_FILES open files."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < MIN_OPEN_FILES:
         raise SettingsError(
@@ -177,7 +177,7 @@ def check_open_files() -> None:
 
 
 def check_kernels_package() -> None:
-    """Check that `import kernels` finds this project's folder and not Hugging Face's package. Raises SettingsError."""
+    """Raise SettingsError if `import kernels` finds Hugging Face's package of that name, not this project's folder."""
     ours = Path(server.__file__).parent.parent
     spec = importlib.util.find_spec("kernels")
     if spec is None or spec.origin is None or not Path(spec.origin).is_relative_to(ours / "kernels"):
@@ -186,7 +186,9 @@ def check_kernels_package() -> None:
         metadata.distribution("kernels")
     except metadata.PackageNotFoundError:
         return
-    log.warning("the package `kernels` is installed beside this project's folder of that name: pip uninstall kernels")
+    log.warning(
+        "a package `kernels` is installed, which is not this project's folder of that name: pip uninstall kernels"
+    )
 
 
 def check_api_keys(settings: Settings) -> None:
@@ -204,7 +206,7 @@ def health(options: dict[str, Any]) -> int:
 
 # ---------------------------------------------------------------- kvmux bench
 def bench(options: dict[str, Any]) -> int:
-    """Benchmark a running server. The code is imported by name when it runs; at the top only its flags are."""
+    """Benchmark a running server. Its code is imported here, by name, so that other commands do not load it."""
     return int(pkgutil.resolve_name("loadtest.bench.command:run")(options))
 
 
@@ -220,7 +222,7 @@ def evaluate(options: dict[str, Any]) -> int:
 
 # ---------------------------------------------------------------- kvmux profile
 def profile(options: dict[str, Any]) -> int:
-    """Measure steps, in this process or of a running server. As for `evaluate`, the code is imported by name."""
+    """Measure model steps in this process or, with --url, in a running server. Its code is imported here, by name."""
     if "url" in options:
         return int(pkgutil.resolve_name("server.profiling.remote:run")(pop_settings_file(options), options))
     check_kernels_package()
@@ -236,7 +238,7 @@ def doctor(options: dict[str, Any]) -> int:
 
 # ---------------------------------------------------------------- what the commands share
 def pop_settings_file(options: dict[str, Any]) -> Path | None:
-    """Remove `config` from the options and return it, or the environment's; None if neither names a settings file."""
+    """Remove --config from the options and return its file, or that of KVMUX_CONFIG; None if neither is given."""
     file = options.pop("config", None) or os.environ.get("KVMUX_CONFIG")
     return Path(file) if file else None
 
@@ -293,7 +295,10 @@ def _add_health(commands: Commands) -> None:
     )
     parser.add_argument("--url", help="check the server at this URL instead")
     parser.add_argument(
-        "--timeout", type=_parse_seconds, metavar="SECONDS", help=f"time limit for the answer (default: {TIMEOUT:g})"
+        "--timeout",
+        type=_parse_seconds,
+        metavar="SECONDS",
+        help=f"seconds to wait for a response (default: {TIMEOUT:g})",
     )
 
 
@@ -330,7 +335,7 @@ def _add_profile(commands: Commands) -> None:
         "profile",
         profile,
         "[--model MODEL | --url URL] [--sequences N ...] [--context N] [more flags]",
-        help="show where the time of a step goes, beside what this machine allows",
+        help="show where the time of a model step goes, compared with the limits of this machine",
         description=profiling_flags.DESCRIPTION,
         epilog=profiling_flags.EPILOG,
     )
@@ -348,17 +353,19 @@ def _add_doctor(commands: Commands) -> None:
         description="Prints a report on this machine and its kernels, and writes it to a file\n"
         "to attach to a bug report.",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file of the report (default: kvmux-doctor.json)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the report to this file (default: kvmux-doctor.json)"
+    )
 
 
 def _parse_seconds(text: str) -> float:
-    """Return a timeout in seconds. Raises ArgumentTypeError."""
+    """Return a timeout in seconds. Raises ArgumentTypeError unless it is above 0 and at most MAX_TIMEOUT."""
     try:
         if 0 < (seconds := float(text)) <= MAX_TIMEOUT:
             return seconds
     except ValueError:
         pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to {MAX_TIMEOUT:,.0f}")
 
 
 def _add_command(
@@ -371,7 +378,7 @@ def _add_command(
     description: str,
     epilog: str = "",
 ) -> Parser:
-    """Add a command's parser; the options that `run` gets have only the flags that are given."""
+    """Add the parser of a command; the dict that `run` gets has only the flags that the user gave."""
     parser = commands.add_parser(
         name,
         usage=f"kvmux {name} {usage}",

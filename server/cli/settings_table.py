@@ -1,6 +1,6 @@
 """The table of every setting in Markdown: name, flag, environment variable, default, meaning.
 
-It is made from the fields of `Settings`, in the groups of the flags, so that a new setting joins it by its field.
+It is made from the fields of `Settings`, in the groups of the flags, so that it always contains every setting.
 
 `python -m server.cli.settings_table` prints the tables of docs/reference/settings.md.
 """
@@ -17,14 +17,14 @@ from config.sources import env_name, flag_name
 from server.cli.flags import group_settings, is_scalar
 
 HEADER = ("setting", "flag", "environment variable", "default", "meaning")
-TABLES = "tables of the settings file"  # settings that have no flag
-DEFAULT_MARK = "; default: "  # in a description, before what holds if the setting is left out
+TABLES = "tables of the settings file"  # title of the group of settings that have no flag
+DEFAULT_MARK = "; default: "  # in a setting's description, the words before the description of its default
 
-BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}  # of a number, by pydantic's names
+BOUNDS = {"gt": "above", "ge": "from", "lt": "below", "le": "to"}  # words for pydantic's bounds of a number
 
 
 class Description(NamedTuple):
-    """What the table says of a setting beside its names."""
+    """The default and the meaning of a setting, as they are printed in the table."""
 
     default: str
     meaning: str
@@ -56,7 +56,8 @@ def _make_row(name: str) -> tuple[str, ...]:
 def describe(field: FieldInfo) -> Description:
     """Return the default and the meaning of a setting.
 
-    Where None is the default, the words that end the description say what holds; without such words it is "none".
+    If the default is None, the end of the setting's description, after "; default: ", says what is used instead; if the
+    description has no such end, the default is "none".
     """
     meaning, _, default = (field.description or "").partition(DEFAULT_MARK)
     if field.default_factory is not None:
@@ -76,7 +77,7 @@ def _describe_values(field: FieldInfo) -> str:
 
 
 def _format_number(value: float) -> str:
-    """Return a bound in digits; a large power of two as a power."""
+    """Return a bound in digits, but a power of two from 2^20 on as "2^n"."""
     power = abs(int(value)).bit_length() - 1
     if power >= 20 and abs(value) == 2**power:
         return f"{'-' if value < 0 else ''}2^{power}"

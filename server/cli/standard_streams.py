@@ -13,7 +13,7 @@ STDERR = 2
 
 
 def open_missing_streams() -> None:
-    """Open /dev/null in place of the streams that are closed, before a socket or a file gets one of their numbers."""
+    """Open /dev/null for each standard stream that is closed, so that no socket or file gets its descriptor number."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(number, True)
     os.close(number)

@@ -1,4 +1,4 @@
-"""A process of the server as its supervisor sees it: when it has to start, whether it is alive, and how it ended.
+"""A child process as its supervisor sees it: when it has to start, whether it is alive, and how it ended.
 
 Does not know what the process does.
 """
@@ -18,18 +18,18 @@ import psutil
 from server.processes import child_process
 from server.processes.heartbeat import Watchdog
 
-STACK_DUMP_TIMEOUT = 2.0  # seconds in which a hanging process has to write its stacks
+STACK_DUMP_TIMEOUT = 2.0  # seconds that a hanging process has to write its stack traces to a file
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Delays and limits, in seconds."""
+    """Delays and time limits for restarting and stopping child processes, in seconds."""
 
-    min_restart_delay: float = 0.5  # before a dead child is started again; doubles while it keeps dying
+    min_restart_delay: float = 0.5  # delay before a dead child is started again; doubles each time it dies again
     max_restart_delay: float = 30.0
-    healthy_after: float = 60.0  # after this uptime a child that dies is restarted after min_restart_delay again
-    worker_margin: float = 5.0  # beyond drain_seconds, for its last messages
-    engine_grace: float = 10.0
+    healthy_after: float = 60.0  # a child that has run for this long and dies is restarted after min_restart_delay
+    worker_margin: float = 5.0  # a worker is killed this long after drain_seconds, which leaves time for last messages
+    engine_grace: float = 10.0  # an engine that was asked to stop is killed after this time
 
 
 DEFAULT_TIMING = Timing()
@@ -41,16 +41,16 @@ class Child:
     def __init__(self, name: str, start: Callable[[str], tuple[SpawnProcess, Watchdog]], timing: Timing) -> None:
         self.name = name
         self.process: SpawnProcess | None = None
-        self.start_at = 0.0  # monotonic seconds; when to start it, if it is not running
-        self.watchdog: Watchdog | None = None  # of the running process, or the last one
-        self.killed = False  # because its heartbeat stopped
+        self.start_at = 0.0  # time.monotonic() at which to start the process, if it is not running
+        self.watchdog: Watchdog | None = None  # watchdog of the running process, or of the latest one
+        self.killed = False  # whether the process was killed because its heartbeat had stopped
         self._start = start
         self._timing = timing
         self._delay = 0.0
 
     def start(self) -> None:
-        """Start the process. Raises OSError when the system refuses."""
-        self.watchdog = None  # the one of the process before
+        """Start the process. Raises OSError if the system cannot create it, for lack of memory for example."""
+        self.watchdog = None  # forget the previous process: its uptime must not count if this start fails
         self.process, self.watchdog = self._start(self.name)
         self.killed = False
 
@@ -80,7 +80,7 @@ class Child:
         return self._delay
 
     def request_stop(self) -> None:
-        """Ask the process to finish its work and end."""
+        """Send the process the signal to finish its work and end; do nothing if it is not running."""
         if self.process is not None:
             child_process.request_stop(self.process)
 
@@ -90,7 +90,7 @@ class Child:
             self.reap()
 
     def kill_stuck(self, stacks: Path) -> list[str]:
-        """Kill a process whose heartbeat has stopped; return the reason, then the lines of its stacks if it hung."""
+        """Kill a process whose heartbeat has stopped; return lines: why it stopped, then stack traces if it hung."""
         assert self.process is not None, self.name
         assert self.process.pid is not None, self.name
         why = _explain_silence(self.process.pid, stacks)
@@ -100,7 +100,7 @@ class Child:
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """Return a description of how a process ended."""
+    """Return in words how a process ended: its exit code, or the signal that killed it."""
     if exitcode is None or exitcode >= 0:
         return f"exit code {exitcode}"
     try:
@@ -119,13 +119,13 @@ def _explain_silence(pid: int, stacks: Path) -> list[str]:
         lines = _read_stacks(stacks)
     except psutil.Error:
         return ["it has just ended"]
-    except OSError:  # no descriptors, or the file was removed
+    except OSError:  # its stack traces cannot be read: no descriptors are free, or the file was removed
         lines = []
     return ["its threads were here:", *lines] if lines else ["it did not write where its threads were"]
 
 
 def _read_stacks(stacks: Path) -> list[str]:
-    """Return the lines of a file that is being written, once it no longer grows; none if that takes too long."""
+    """Return the lines of a file of stack traces once it no longer grows; none if it grows for STACK_DUMP_TIMEOUT."""
     text, end = "", monotonic() + STACK_DUMP_TIMEOUT
     while monotonic() < end:
         time.sleep(0.05)

@@ -5,11 +5,12 @@ The code that the process then runs is named by an import string, so that the su
 Signals, for every process below the supervisor, at any depth:
 
 - Only the supervisor handles SIGINT, SIGTERM and SIGHUP. systemd and a terminal send them to all processes at once, and
-  a child that ended then would cut off requests that the supervisor lets finish. They are blocked in each child from
-  before it starts (`block_signals`), and in all processes that a child starts: `request_stop` or SIGKILL end these.
+  a child that ended then would cut off requests that the supervisor lets finish. They are blocked in each child
+  already before it starts (`block_signals`), and in all processes that a child starts; to end such a process, use
+  `request_stop` or SIGKILL.
 - STOP_SIGNAL (SIGUSR2) asks a child to finish its requests and end; `request_stop` sends it. A child that has not yet
   installed a handler (`signal.signal(STOP_SIGNAL, ...)`) ends at once.
-- DUMP_SIGNAL (SIGUSR1) makes it write the Python stacks of its threads to a file beside the engine's socket.
+- DUMP_SIGNAL (SIGUSR1) makes a child write the Python stack traces of its threads to a file beside the engine's socket.
 - A child ends at once when its parent ends, even by SIGKILL (`end_with_parent`); on Linux even a stopped child does.
 """
 
@@ -40,15 +41,16 @@ from server.processes.parent_death import die_with_parent
 log = logging.getLogger(__name__)
 
 FAILED, USER_ERROR = 1, 2  # exit codes; USER_ERROR: the user can fix the cause
-SUPERVISOR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})  # handled by the supervisor alone
+# Only the supervisor handles these; they are blocked in its children.
+SUPERVISOR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 STOP_SIGNAL, DUMP_SIGNAL = signal.SIGUSR2, signal.SIGUSR1
 
 
 def run_child(target: str, settings: Settings, socket_path: str, heartbeat: Heartbeat, *rest: Any) -> None:
     """Call `target` ("package.module:function") with the settings, the socket's path and `rest`.
 
-    A thread beats until the target calls `heartbeat.beat` itself. A SettingsError or an OSError of the target ends the
-    process with one line in the log and the exit code USER_ERROR.
+    A thread sends heartbeats until the target calls `heartbeat.beat` itself. A SettingsError or an OSError
+    of the target ends the process with one line in the log and the exit code USER_ERROR.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
     end_with_parent()
@@ -61,7 +63,7 @@ def run_child(target: str, settings: Settings, socket_path: str, heartbeat: Hear
     except SettingsError as error:
         log.error("%s", error)
         sys.exit(USER_ERROR)
-    except OSError as error:  # no memory, no disk, no descriptors, no permission
+    except OSError as error:  # the system has no memory, disk space or descriptors left, or denies permission
         log.error("%s", format_error(error))
         log.debug("%s failed", target, exc_info=True)
         sys.exit(USER_ERROR)
@@ -71,7 +73,7 @@ def run_child(target: str, settings: Settings, socket_path: str, heartbeat: Hear
 
 
 def import_target(target: str) -> Callable[..., None]:
-    """Import "module:function" with garbage collection paused, then freeze: modules stay, and need not be scanned."""
+    """Import "module:function" with garbage collection paused; exempt the loaded objects from later collections."""
     gc.disable()
     try:
         function: Callable[..., None] = pkgutil.resolve_name(target)
@@ -89,7 +91,7 @@ def end_with_parent() -> None:
     die_with_parent()
 
     def watch() -> None:
-        parent.join()  # waits for the end of a pipe that only the parent holds open
+        parent.join()  # returns when the parent has ended, as that closes a pipe that only it holds open
         os._exit(1)
 
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
@@ -97,10 +99,10 @@ def end_with_parent() -> None:
 
 @contextlib.contextmanager
 def block_signals() -> Iterator[None]:
-    """Block SUPERVISOR_SIGNALS in the processes that are started within the block."""
+    """Block SUPERVISOR_SIGNALS in the processes that are started within the `with` block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
-        resource_tracker.ensure_running()  # else the first process starts it, which unblocks SIGINT (Python 3.11)
+        resource_tracker.ensure_running()  # process.start() would start it and unblock SIGINT (Python 3.11)
         signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
         yield
     finally:
@@ -108,11 +110,11 @@ def block_signals() -> Iterator[None]:
 
 
 def request_stop(process: BaseProcess) -> None:
-    """Ask a process to finish its work and end."""
+    """Send a process STOP_SIGNAL, so that it finishes its work and ends; do nothing if it has ended."""
     if process.pid is not None and process.is_alive():
         os.kill(process.pid, STOP_SIGNAL)
 
 
 def stacks_file(socket_path: str, name: str) -> Path:
-    """Return the file to which the process of that name writes its stacks."""
+    """Return the path of the file to which the process called `name` writes its stack traces."""
     return Path(socket_path).with_name(f"{name}.stacks")

@@ -19,13 +19,13 @@ _LENGTH = struct.Struct(">I")
 
 
 class WireError(Exception):
-    """The bytes are not messages of this protocol; the connection cannot be used any more."""
+    """A message is too long, or bytes received are not messages of this protocol and the connection must be closed."""
 
 
 def encode_frame(body: bytes) -> bytes:
-    """Return `body` preceded by its length. Raises WireError when it is longer than MAX_FRAME_BYTES."""
+    """Return `body` preceded by its length. Raises WireError if it is longer than MAX_FRAME_BYTES."""
     if len(body) > MAX_FRAME_BYTES:
-        raise WireError(f"a message of {len(body)} bytes is longer than {MAX_FRAME_BYTES}")
+        raise WireError(f"a message of {len(body)} bytes is longer than the maximum, {MAX_FRAME_BYTES}")
     return _LENGTH.pack(len(body)) + body
 
 
@@ -35,10 +35,10 @@ class FrameDecoder(Generic[T]):
     def __init__(self, decode: Callable[[memoryview], T]) -> None:
         self._decode = decode
         self._buffer = bytearray()  # the bytes of an incomplete frame
-        self._frame_size = 0  # bytes of that frame; of its head until its length is known
+        self._frame_size = 0  # bytes of that whole frame; of its head alone while that is incomplete
 
     def feed(self, data: bytes) -> Iterator[T]:
-        """Yield the messages that `data` completes. Raises WireError."""
+        """Yield the messages that `data` completes. Raises WireError if a frame is too long or cannot be decoded."""
         if self._buffer:
             self._buffer += data
             if len(self._buffer) < self._frame_size:
@@ -55,14 +55,14 @@ class FrameDecoder(Generic[T]):
         try:
             return self._decode(body)
         except msgspec.DecodeError as error:
-            raise WireError(f"a frame holds no message: {error}") from None
+            raise WireError(f"a frame holds no message of this protocol: {error}") from None
 
 
 def _read_length(data: bytes, start: int) -> int:
-    """Return the length of the frame that begins at `start`; of its head if the head is incomplete."""
+    """Return the bytes of the frame that begins at `start`, with its head; those of the head while it is incomplete."""
     if len(data) - start < _LENGTH.size:
         return _LENGTH.size
     (length,) = _LENGTH.unpack_from(data, start)
     if length > MAX_FRAME_BYTES:
-        raise WireError(f"a frame of {length} bytes is longer than {MAX_FRAME_BYTES}")
+        raise WireError(f"a frame of {length} bytes is longer than the maximum, {MAX_FRAME_BYTES}")
     return _LENGTH.size + int(length)

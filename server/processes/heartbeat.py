@@ -1,6 +1,6 @@
 """State that the supervisor and its children share while they run: heartbeats, and when the engine is expected back.
 
-Both are numbers in shared memory: writing one takes a tenth of a microsecond and wakes no process.
+It consists of numbers in shared memory: writing one takes a tenth of a microsecond and wakes no process.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from multiprocessing.context import SpawnContext
 from time import monotonic, sleep
 from typing import Any
 
-BOOT_SECONDS = 20.0  # seconds to a process' first beat, in addition: Python starts and imports the settings
-LOADING_BEAT_INTERVAL = 0.25  # seconds between two beats of a process that loads
+BOOT_SECONDS = 20.0  # extra time for the first heartbeat of a process: Python starts and imports the settings
+LOADING_BEAT_INTERVAL = 0.25  # seconds between two heartbeats of a process that is still loading
 
 
 class Heartbeat:
@@ -27,7 +27,7 @@ class Heartbeat:
     def beat_while_loading(self) -> None:
         """Start a thread that beats until the first call of `beat`.
 
-        It shows that the process is not stopped and that no thread keeps the GIL; loading may take any time.
+        These beats show that the process is not stopped and that no thread keeps the GIL; loading has no time limit.
         """
 
         def run() -> None:
@@ -47,24 +47,24 @@ class Heartbeat:
 
     @property
     def total_beats(self) -> int:
-        """Return the number of all beats."""
+        """Return the number of all beats, while loading and since then."""
         return int(self._loading.value) + self.serving_beats
 
 
 class Watchdog:
-    """A timer of how long a child's heartbeat has been silent; before its first beat it has BOOT_SECONDS more.
+    """A timer of the seconds since a child's latest heartbeat; for the first one a child has BOOT_SECONDS more.
 
     Call `check_heartbeat` every `interval` seconds. A longer pause between two calls counts as two intervals: while the
     supervisor did not run, as on a suspended machine, the child may not have run either.
     """
 
     def __init__(self, heartbeat: Heartbeat, interval: float) -> None:
-        self.silent_seconds = -BOOT_SECONDS  # seconds since the latest beat
-        self.uptime = 0.0  # seconds from the first beat to the latest, without loading
+        self.silent_seconds = -BOOT_SECONDS  # seconds since the latest beat; negative while the process boots
+        self.uptime = 0.0  # seconds from the first beat after loading to the latest beat
         self._heartbeat = heartbeat
         self._interval = interval
         self._count = 0
-        self._was_serving = False  # at the latest beat seen
+        self._was_serving = False  # whether the child had finished loading at the latest beat seen
         self._checked_at = monotonic()
 
     def check_heartbeat(self) -> None:
@@ -81,15 +81,14 @@ class Recovery:
     """An estimate of when the engine will serve (again). The supervisor writes it, API processes read it."""
 
     def __init__(self, context: SpawnContext) -> None:
-        self._expected_at: Any = context.RawValue("d", 0.0)  # monotonic seconds; 0: it serves
-        self._start_seconds: Any = context.RawValue(
-            "d", 0.0
-        )  # seconds from the latest start of an engine until it served
+        # time.monotonic() at which the engine is expected to serve; 0 while it serves
+        self._expected_at: Any = context.RawValue("d", 0.0)
+        self._start_seconds: Any = context.RawValue("d", 0.0)  # seconds that the latest start of an engine took
         self._started_at = 0.0
 
     # ------------------------------------------------------------ the supervisor
     def record_start(self, start: float) -> None:
-        """Note that an engine starts at `start`, which may lie in the future."""
+        """Note that an engine starts at `start`, a value of time.monotonic() that may lie in the future."""
         self._started_at = start
         self._expected_at.value = start + self._start_seconds.value
 
@@ -100,7 +99,7 @@ class Recovery:
             self._expected_at.value = now + (now - self._started_at)
 
     def record_ready(self) -> None:
-        """Note that the engine serves."""
+        """Note that the engine serves now, and how long its start took."""
         self._start_seconds.value = monotonic() - self._started_at
         self._expected_at.value = 0.0
 

@@ -1,4 +1,4 @@
-"""Kills a process when its parent dies, by the kernel, since a stopped process cannot end itself."""
+"""Has the Linux kernel kill a process when its parent dies, since a process stopped by SIGSTOP cannot end itself."""
 
 from __future__ import annotations
 

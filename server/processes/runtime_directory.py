@@ -1,4 +1,4 @@
-"""The directory of a running server: its Unix socket, and the URL where it listens, for `kvmux health`.
+"""The directory of a running server, with its Unix socket and, for `kvmux health`, the URL where it listens.
 
 A server holds a lock on a file in its directory while it runs; the system releases the lock however the server ends. So
 directories that killed servers left behind are recognised and removed.
@@ -18,7 +18,7 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 PREFIX, LOCK_FILE, URL_FILE = "kvmux-", "lock", "url"
-MAX_SOCKET_PATH = 103  # bytes; macOS has room for 104 with the closing zero
+MAX_SOCKET_PATH = 103  # bytes of a socket's path; macOS has room for 104, with the closing zero
 
 
 @contextlib.contextmanager
@@ -46,13 +46,13 @@ def find_running_urls() -> list[str]:
 
 
 def _choose_parent() -> Path:
-    """Return the directory for temporary files, or /tmp where the socket's path would be too long."""
+    """Return the directory for temporary files, or /tmp if the path of a socket in it would be too long."""
     parent = Path(tempfile.gettempdir())
     return parent if len(os.fsencode(parent / f"{PREFIX}12345678" / "engine.sock")) <= MAX_SOCKET_PATH else Path("/tmp")
 
 
 def _list_directories(parent: Path) -> list[Path]:
-    """Return the directories whose names are those of servers, running or not."""
+    """Return the directories in `parent` that are named like those of servers, which may run or not."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         return [Path(e.path) for e in entries if e.name.startswith(PREFIX) and e.is_dir(follow_symlinks=False)]
     return []
@@ -64,7 +64,7 @@ def _is_own(directory: Path) -> bool:
 
 
 def _is_locked(directory: Path) -> bool:
-    """Return whether a server holds the directory's lock. Raises OSError if there is none."""
+    """Return whether a server holds the lock of a directory. Raises OSError if the directory has no lock file."""
     descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -77,7 +77,7 @@ def _is_locked(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def _hold_lock(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock. The file is renamed after it is locked, so that no other server finds it unlocked.
+    """Hold the directory's lock. The lock file gets its name once it is locked, so that no server finds it unlocked.
 
     The directory itself is locked against systemd-tmpfiles, which would remove files that are some days old.
     """
@@ -102,13 +102,12 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def _remove_if_unlocked(directory: Path) -> None:
-    """Remove a directory if no server holds its lock. Raises OSError if there is no lock, or a server holds it."""
+    """Remove a directory if no server holds its lock. Raises OSError if a server does, or if there is no lock file."""
     descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(
-            os.fstat(descriptor), (directory / LOCK_FILE).lstat()
-        ):  # else another server has removed it
+        # Another server may have removed the directory before this one locked the file.
+        if os.path.samestat(os.fstat(descriptor), (directory / LOCK_FILE).lstat()):
             shutil.rmtree(directory)
             log.info("removed %s, left behind by a server that was killed", directory)
     finally:

@@ -1,11 +1,11 @@
-"""The model's files as the supervisor sees them: read ahead of the engine, and compared after SIGBUS has killed it.
+"""The model's files as the supervisor sees them: read ahead for the engine, and checked after SIGBUS has killed it.
 
-Weights are mapped. When a mapped file is truncated, the next read beyond its end kills the process with SIGBUS, which
-leaves no time to log the reason. So the supervisor records the files before the engine starts, and compares them
-afterwards. Renaming another file over one of them is harmless: the mapping keeps the old file.
+The engine maps the weights (mmap). When a mapped file is truncated, the next read beyond its end kills the process
+with SIGBUS, which leaves no time to log the reason. So the supervisor records the files before the engine starts, and
+compares them afterwards. Renaming another file over one of them is harmless: the mapping keeps the old file.
 
-Pages of a mapping are read one by one as they are needed, which is slow if the file is not in the page cache. An engine
-first imports for a second or two, in which the system can read. Imports no torch.
+Pages of a mapping are read one by one as they are needed, which is slow if the file is not in the page cache. While a
+starting engine imports its modules, for a second or two, the system can read them ahead. Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 MAPPED_SUFFIXES = (".safetensors", ".gguf")
-READ_AHEAD_BYTES = 1 << 20  # the system reads no more for one call
+READ_AHEAD_BYTES = 1 << 20  # bytes to read ahead in one call; the system reads no more
 ADVICE = "files must not change while they are served: write a new file and rename it over the old one"
 
 
@@ -39,7 +39,7 @@ class ServedFiles:
         if size > psutil.virtual_memory().available // 2:
             return
         for file, now in self._files.items():
-            with suppress(OSError), file.open("rb") as opened:  # the engine will report the error
+            with suppress(OSError), file.open("rb") as opened:  # ignored here: the engine will report the error
                 for start in range(0, now.st_size, READ_AHEAD_BYTES):
                     os.posix_fadvise(opened.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
@@ -56,7 +56,7 @@ class ServedFiles:
 def _list_mapped_files(directory: Path) -> list[Path]:
     try:
         return sorted(file for file in directory.iterdir() if file.suffix in MAPPED_SUFFIXES)
-    except OSError:  # the engine will report the error
+    except OSError:  # ignored here: the engine will report the error
         return []
 
 
@@ -68,7 +68,7 @@ def _stat(file: Path) -> os.stat_result | None:
 
 
 def _describe_change(file: Path, then: os.stat_result) -> str | None:
-    """Return what happened to the file that was mapped; None if nothing did, or another file has its name now."""
+    """Return how a mapped file has changed since `then`; None if it has not, or if another file has its name now."""
     now = _stat(file)
     if now is None or (now.st_dev, now.st_ino) != (then.st_dev, then.st_ino):
         return None

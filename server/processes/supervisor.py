@@ -1,8 +1,9 @@
 """The supervisor: keeps one engine and the API workers running, and stops them in order.
 
-    starting -> serving            the engine's {"ready": ...}
-    starting -> stopping           its {"error": ...} or any child's SettingsError: exit code 2; any other death: 1
-    serving  -> stopping           SIGTERM, SIGHUP or SIGINT: 0; workers first, then the engine
+    starting -> serving     when the engine sends {"ready": ...}
+    starting -> stopping    when the engine sends {"error": ...} or a child ends with a SettingsError (exit code 2), or
+                            when a child ends otherwise (exit code 1)
+    any      -> stopping    on SIGTERM, SIGHUP or SIGINT (exit code 0); the workers end first, then the engine
 
 A child that dies while serving is restarted, with growing delays while it keeps dying; a child whose heartbeat stops
 for watchdog_timeout seconds is killed and restarted. Imports neither torch nor transformers: the children's code is
@@ -37,16 +38,16 @@ from server.processes.served_files import ServedFiles
 log = logging.getLogger(__name__)
 
 STOPPED, DIED, REFUSED, INTERRUPTED = 0, 1, USER_ERROR, 130  # exit codes
-CHECKS_PER_TIMEOUT = 8  # checks of the heartbeats within watchdog_timeout
-MAX_CHECK_INTERVAL = 1.0  # seconds between two checks
+CHECKS_PER_TIMEOUT = 8  # number of checks of the heartbeats within watchdog_timeout
+MAX_CHECK_INTERVAL = 1.0  # most seconds between two checks of the heartbeats
 
 
 @dataclass(frozen=True)
 class Targets:
     """The functions that the children run, as "package.module:function"."""
 
-    engine: str = "server.processes.engine:run"  # (settings, socket_path, status, restarts)
-    worker: str = "server.api.worker:serve_worker"  # (settings, socket_path, listening_socket, handles)
+    engine: str = "server.processes.engine:run"  # called with (settings, socket_path, status, restarts)
+    worker: str = "server.api.worker:serve_worker"  # called with (settings, socket_path, listening_socket, handles)
 
 
 class Supervisor:
@@ -72,12 +73,12 @@ class Supervisor:
         self._targets = targets
         self._timing = timing
         self._spawn_context = multiprocessing.get_context("spawn")
-        self._socket_path = ""  # this and _signals are set by run()
+        self._socket_path = ""  # path of the engine's socket; run() sets it and _signals
         self._signals: socket.socket
-        self._files: ServedFiles  # the files that the engine maps; set whenever it is started
-        self._status_pipe: Connection | None = None  # the engine sends {"ready": ...} or {"error": ...}
+        self._files: ServedFiles  # the model's files that the engine maps; set whenever the engine is started
+        self._status_pipe: Connection | None = None  # pipe on which the engine sends {"ready": ...} or {"error": ...}
         self._serving = False
-        self._exit_code: int | None = None  # set once it is time to stop
+        self._exit_code: int | None = None  # exit code of the server; set when it has to stop
         self._num_engine_starts = 0
         self._check_interval = min(MAX_CHECK_INTERVAL, settings.watchdog_timeout / CHECKS_PER_TIMEOUT)
         self._recovery = Recovery(self._spawn_context)
@@ -103,15 +104,13 @@ class Supervisor:
 
     # ------------------------------------------------------------ starting
     def _start_engine(self, name: str) -> tuple[SpawnProcess, Watchdog]:
-        Path(self._socket_path).unlink(missing_ok=True)  # a killed engine leaves it behind
+        Path(self._socket_path).unlink(missing_ok=True)  # a killed engine leaves its socket behind
         self._status_pipe, theirs = self._spawn_context.Pipe(duplex=False)
         self._recovery.record_start(monotonic())
         heartbeat = Heartbeat(self._spawn_context)
         self._files = ServedFiles(Path(self._settings.model))
-        if self._settings.weights not in (
-            "int8",
-            "int4",
-        ):  # else the weights may be those of the cache of quantized weights
+        # int8 and int4 weights may be read from the cache of quantized weights instead of the model's files.
+        if self._settings.weights not in ("int8", "int4"):
             threading.Thread(target=self._files.read_ahead, name="read-ahead", daemon=True).start()
         with theirs:
             status = EngineStatus(theirs, heartbeat)
@@ -140,7 +139,7 @@ class Supervisor:
             self._signals.recv(64)
             self._exit_code = STOPPED
             return
-        if self._status_pipe in happened:  # before the engine's end: its last message explains it
+        if self._status_pipe in happened:  # handled before the engine's end, which its last message explains
             self._read_engine_message()
         for child in self._children():
             if child.process is None:
@@ -156,10 +155,10 @@ class Supervisor:
         self._recovery.extend_if_late()
 
     def _restart(self, child: Child) -> None:
-        """Start a child that has died; if the system refuses, try again later while the others go on."""
+        """Start a child that has died; if the system cannot start it, try later, while the other children go on."""
         try:
             child.start()
-        except OSError as error:  # no processes, no descriptors, no memory
+        except OSError as error:  # the system has no processes, descriptors or memory left
             again = child.schedule_restart()
             log.error("%s cannot be restarted (%s); trying again in %.1f s", child.name, error, again)
             if child is self._engine:
@@ -178,7 +177,7 @@ class Supervisor:
         assert self._status_pipe is not None
         try:
             message = self._status_pipe.recv()
-        except (EOFError, OSError):  # the engine ended, as its sentinel shows too
+        except (EOFError, OSError):  # the engine has ended; its sentinel becomes ready, too, and calls _on_death
             self._status_pipe.close()
             self._status_pipe = None
             return
@@ -208,7 +207,7 @@ class Supervisor:
             log.error("%s ended: %s; it is restarted in %.1f s", child.name, how, child.schedule_restart())
             if child is self._engine:
                 self._recovery.record_start(child.start_at)
-        elif exitcode == USER_ERROR:  # its own message says why
+        elif exitcode == USER_ERROR:  # the child has logged why it cannot start
             self._exit_code = REFUSED
         else:
             log.error("%s ended before the server was ready: %s; see its messages above", child.name, how)
@@ -216,7 +215,7 @@ class Supervisor:
 
     # ------------------------------------------------------------ stopping
     def _stop(self, outcome: int) -> int:
-        """Stop the workers, then the engine, which the workers' requests need; return the exit code."""
+        """Stop the workers, then the engine, which running requests need until then; return the exit code."""
         self._listener.close()
         if self._metrics_listener is not None:
             self._metrics_listener.close()
@@ -248,9 +247,9 @@ class Supervisor:
 
 @contextlib.contextmanager
 def _open_signal_socket() -> Iterator[socket.socket]:
-    """Yield a socket on which each of SUPERVISOR_SIGNALS arrives as a byte, its number, so that `wait` can wait for it.
+    """Yield a socket on which each of SUPERVISOR_SIGNALS arrives as a byte, so that `wait` can wait for signals, too.
 
-    A SIGHUP that is ignored already, as under nohup, stays ignored.
+    The byte is the number of the signal. A SIGHUP that is ignored already, as under nohup, stays ignored.
     """
     numbers = SUPERVISOR_SIGNALS - ({signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set())
     reader, writer = socket.socketpair()

@@ -1,1 +1,1 @@
-"""Where the time of a step goes, beside what this machine allows: `kvmux profile`."""
+"""`kvmux profile`: shows where the time of a model step goes, and how near it comes to the limits of the machine."""

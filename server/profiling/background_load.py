@@ -1,4 +1,4 @@
-"""Measures how much other processes used the processors during a benchmark: on two cores, one halves every figure."""
+"""Measures how much other processes used the processors during a benchmark: a busy one can halve all figures."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from time import monotonic
 
 import psutil
 
-BUSY_THRESHOLD = 0.05  # share of all processors; figures with more load from others are not reliable
-IDLE_STATES = ("idle", "iowait", "guest", "guest_nice")  # guest time is also counted as user time
+BUSY_THRESHOLD = 0.05  # share of all processors; if other processes use more, figures are not reliable
+IDLE_STATES = ("idle", "iowait", "guest", "guest_nice")  # CPU times to leave out; guest time is contained in user time
 
 
 class Neighbours:
-    """The CPU time of other processes, from the making of this object on."""
+    """Measures the CPU time that other processes use from the creation of this object on."""
 
     def __init__(self) -> None:
         self._start_times = _read_cpu_times()
@@ -34,5 +34,5 @@ def _read_cpu_times() -> tuple[float, float, float]:
 
 
 def format_warning(share: float) -> str:
-    """Return a warning for the reader of the figures; empty if there was little other load."""
+    """Return a warning to print with the figures; empty if other processes used at most BUSY_THRESHOLD."""
     return f"other processes used {share:.0%} of the machine meanwhile: measure again" if share > BUSY_THRESHOLD else ""

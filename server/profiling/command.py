@@ -1,4 +1,4 @@
-"""`kvmux profile`: measures steps in this process, at the socket and over HTTP, and prints a report."""
+"""`kvmux profile`: measures steps in this process, at an engine's socket and over HTTP, and prints a report."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from server.profiling.served import measure_at_socket, measure_over_http
 from server.profiling.steps import WARMUP_STEPS, Steps, measure_decode, measure_prefill
 
 MAX_PREFILL_STEPS = 8
-EXTRA_STEPS = 2 * WARMUP_STEPS  # steps of a sequence beside those that are measured
+EXTRA_STEPS = 2 * WARMUP_STEPS  # steps that each sequence runs in addition to those that are measured
 
 
 def run(file: Path | None, options: dict[str, Any]) -> int:
     """Profile steps and print where their time goes.
 
-    `file` holds settings; `options` are the flags given. Raises SettingsError.
+    `file` holds settings; `options` are the flags given. Raises SettingsError for wrong settings or flags, or if the
+    engine or the server does not start.
     """
     if apart := [name for name in ("seconds", "trace") if name in options]:
         raise SettingsError(f"--{apart[0]}: for a running server only; give its --url")
@@ -41,7 +42,7 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
     settings, neighbours = resolve_model_settings(load_settings(file, options)), Neighbours()
     if wanted.json:
         with convert_write_errors(wanted.json):
-            wanted.json.open("a").close()  # fails before anything slow; does not change an older report
+            wanted.json.open("a").close()  # check before any slow work that the file is writable; keep an older report
     with sigterm_as_ctrl_c(), Console(stderr=True).status("loading the model") as status:
         model, profiles = profile_in_process(settings, wanted)
         if not wanted.engine_only:
@@ -60,7 +61,7 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
 
 
 def profile_in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict[str, Any], list[StepProfile]]:
-    """Return a description of what is profiled, and steps of each kind, prefill last. Raises SettingsError."""
+    """Return (settings of the engine, a profile of each kind of step); prefill is last. Raises SettingsError."""
     engine = build_engine(settings)
     check_options(engine, wanted)
     core = engine.core
@@ -76,7 +77,7 @@ def profile_in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict
 
 
 def measure_limits(engine: Engine, steps: Sequence[Steps]) -> MachineLimits:
-    """Measure the memory bandwidth over as many bytes as a step reads, and the speed of large products."""
+    """Measure the memory bandwidth over the bytes of the largest decode step, and the speed of large matrix products."""
     threads = torch.get_num_threads()
     size = max(sum(each.bytes.values()) for each in steps if each.sequences)
     return MachineLimits(
@@ -85,11 +86,13 @@ def measure_limits(engine: Engine, steps: Sequence[Steps]) -> MachineLimits:
 
 
 def check_options(engine: Engine, wanted: ProfileOptions) -> None:
-    """Raise SettingsError if the engine cannot run the steps that are wanted."""
+    """Raise SettingsError if the engine cannot run the steps that the options describe."""
     if wanted.kv_cache not in engine.core.caches:
-        raise SettingsError(f"--kv-cache: there are {', '.join(engine.core.caches)}")
+        raise SettingsError(
+            f"--kv-cache: no instance is named {wanted.kv_cache!r}; there are {', '.join(engine.core.caches)}"
+        )
     if max(wanted.sequences) > engine.settings.max_num_seqs:
-        raise SettingsError(f"--sequences: at most {engine.settings.max_num_seqs}, or raise --max-num-seqs")
+        raise SettingsError(f"--sequences: at most {engine.settings.max_num_seqs}; for more, raise --max-num-seqs")
     room = engine.max_seq_len - wanted.steps - EXTRA_STEPS - max(wanted.sequences)
     if wanted.context > room:
         raise SettingsError(f"--context: must be from 1 to {room}, to leave room for --steps")
@@ -98,7 +101,7 @@ def check_options(engine: Engine, wanted: ProfileOptions) -> None:
 def add_served_steps(
     profiles: Sequence[StepProfile], socket: Sequence[float], http: Sequence[float]
 ) -> list[StepProfile]:
-    """Return the profiles; those of decoding get what was measured at the socket and over HTTP."""
+    """Return the profiles, those of decoding with the seconds per step measured at the socket and over HTTP."""
     served = [ServedSteps(*each) for each in zip(socket, http, strict=True)]
     near = profiles[: len(served)]
     return [*(replace(p, served=s) for p, s in zip(near, served, strict=True)), *profiles[len(served) :]]
@@ -121,7 +124,7 @@ def _measure_http(
 
 @contextmanager
 def convert_write_errors(file: Path) -> Iterator[None]:
-    """Raise SettingsError if writing the file fails within the block."""
+    """Raise SettingsError in place of an OSError within the block, which writes the file of --json."""
     try:
         yield
     except OSError as error:

@@ -28,7 +28,7 @@ examples:
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """The options of a profile."""
+    """The options of `kvmux profile`; each is a flag, described by its help text."""
 
     sequences: Sequence[int] = (1, 8, 16)
     context: int = 128
@@ -37,48 +37,63 @@ class ProfileOptions:
     kv_cache: str = "paged"
     engine_only: bool = False
     json: Path | None = None
-    url: str | None = None  # of a running server
+    url: str | None = None  # the address of a running server, to profile its steps
     seconds: float | None = None
     trace: Path = Path("kvmux-trace.json")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each field of ProfileOptions; flags that are not given do not appear in the result."""
+    """Add a flag for each field of ProfileOptions; flags that are not given are absent from the parsed options."""
     add = parser.add_argument_group("profile").add_argument
-    add("--sequences", type=_parse_positive, nargs="+", metavar="N", help="decoded together (default: 1 8 16)")
+    add(
+        "--sequences",
+        type=_parse_positive,
+        nargs="+",
+        metavar="N",
+        help="numbers of sequences to decode together; each number is profiled in turn (default: 1 8 16)",
+    )
     add(
         "--context",
         type=_parse_positive,
         metavar="N",
-        help=f"tokens in the cache of each (default: {ProfileOptions.context})",
+        help=f"tokens in the cache of each sequence before it decodes (default: {ProfileOptions.context})",
     )
     add(
         "--prefill",
         type=_parse_positive,
         metavar="N",
-        help="tokens of a prompt in one step (default: the most that a step takes)",
+        help="tokens of the prompt that a prefill step computes (default: as many as fit into one step)",
     )
-    add("--steps", type=_parse_positive, metavar="N", help=f"of each kind (default: {ProfileOptions.steps})")
-    add("--kv-cache", metavar="NAME", help=f"strategy of all sequences (default: {ProfileOptions.kv_cache})")
-    add("--engine-only", action="store_true", help="leave out the socket and HTTP, for which the model is loaded again")
-    add("--json", type=Path, metavar="FILE", help="write the figures there")
+    add(
+        "--steps",
+        type=_parse_positive,
+        metavar="N",
+        help=f"number of steps to measure or record (default: {ProfileOptions.steps})",
+    )
+    add("--kv-cache", metavar="NAME", help=f"cache strategy of all sequences (default: {ProfileOptions.kv_cache})")
+    add(
+        "--engine-only",
+        action="store_true",
+        help="do not measure at the socket and over HTTP, for which the model is loaded again",
+    )
+    add("--json", type=Path, metavar="FILE", help="write the figures to this file as JSON")
     add = parser.add_argument_group("profile of a running server").add_argument
     add(
         "--url",
         metavar="URL",
-        help="of the server: record its next steps, with its --admin-token, instead of steps here",
+        help="record the next steps of the server at this URL, with its --admin-token, instead of running steps here",
     )
     add(
         "--seconds",
         type=_parse_seconds,
         metavar="S",
-        help="after which the recording ends, even with fewer steps (default: 10)",
+        help="seconds after which a recording ends, even if it has fewer steps (default: 10)",
     )
     add(
         "--trace",
         type=Path,
         metavar="FILE",
-        help=f"where the chrome trace is written (default: {ProfileOptions.trace})",
+        help=f"write the Chrome trace of a recording to this file (default: {ProfileOptions.trace})",
     )
 
 

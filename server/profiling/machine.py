@@ -1,4 +1,4 @@
-"""Measures how fast this machine reads memory and multiplies matrices, the bounds for every kernel."""
+"""Measures how fast this machine reads memory and multiplies matrices, which bounds the speed of every kernel."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from kernels.cpu.library import find_memory_reader
 from kernels.memory import allocate
 
-PASSES = 3  # of which the fastest counts
-ROWS, WIDTH, OUT = 512, 896, 9728  # of a large product: gate and up of Qwen2.5-0.5B
+PASSES = 3  # number of timed calls, of which the fastest counts
+ROWS, WIDTH, OUT = 512, 896, 9728  # sizes of a large matrix product: 512 tokens, gate and up of Qwen2.5-0.5B
 
 
 def measure_fastest(run: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of PASSES calls, after one that does not count."""
+    """Return the seconds of the fastest of PASSES calls, after a first call that is not timed."""
     run()
     best = float("inf")
     for _ in range(PASSES):
@@ -31,20 +31,20 @@ def measure_fastest(run: Callable[[], object]) -> float:
 def measure_read_bandwidth(memory: Tensor) -> float:
     """Return the bytes per second that all threads together read from `memory`, a tensor of floats.
 
-    Reads with plain loads; without the C++ library, by torch's sum of squares, which comes nearest to that.
+    Reads with plain loads in C++; if the C++ library is missing, with torch's vector norm, which comes closest to that.
     """
     read = find_memory_reader() or torch.linalg.vector_norm
     return memory.nbytes / measure_fastest(lambda: read(memory))
 
 
 def measure_bandwidth(size: int, threads: int) -> float:
-    """Return the bytes per second that `threads` threads read of `size` bytes, the bound of such a step."""
+    """Return the bytes per second at which `threads` threads read `size` bytes, as a bound for steps that do so."""
     with use_threads(threads):
         return measure_read_bandwidth(allocate(size // 4 * 4).view(torch.float32))
 
 
 def measure_matmul_flops(dtype: torch.dtype, threads: int) -> float:
-    """Return the floating-point operations per second of a large product by torch in `dtype`, in `threads` threads."""
+    """Return the floating-point operations per second of torch in a large matrix product, with `threads` threads."""
     x, weight = torch.ones(ROWS, WIDTH, dtype=dtype), torch.ones(OUT, WIDTH, dtype=dtype)
     with use_threads(threads):
         return 2 * ROWS * WIDTH * OUT / measure_fastest(lambda: F.linear(x, weight))

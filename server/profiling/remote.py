@@ -1,6 +1,6 @@
-"""`kvmux profile --url`: has a running server record its next steps, keeps the trace and prints the table.
+"""`kvmux profile --url`: has a running server record its next steps, saves the trace and prints a table.
 
-Knows the route and its answer; loads neither torch nor a model.
+Depends on the route /v1/profile and its response alone; loads neither torch nor a model.
 """
 
 from __future__ import annotations
@@ -22,28 +22,30 @@ from server.profiling.flags import ProfileOptions
 
 PROFILE_OPTIONS = ("url", "steps", "seconds", "trace")
 TOKEN = "admin_token"
-DEFAULT_SECONDS = 10.0  # of a recording, unless --seconds is given
-EXTRA_TIMEOUT = 150.0  # seconds that the answer may take after the recording
+DEFAULT_SECONDS = 10.0  # longest time of a recording, unless --seconds is given
+EXTRA_TIMEOUT = 150.0  # seconds that the response may take after the recording has ended
 ROWS = 25
 
 
 def run(file: Path | None, options: dict[str, Any]) -> int:
-    """Record the next steps of a running server; write the trace and print its table.
+    """Record the next steps of a running server; write the trace and print a table of the times in it.
 
-    `file` may hold the admin token; `options` are the flags given. Raises SettingsError.
+    `file` may hold the admin token; `options` are the flags given. Raises SettingsError for wrong flags, or if the
+    server refuses or does not answer.
     """
     wanted = {name: options.pop(name) for name in PROFILE_OPTIONS if name in options}
     if others := sorted(options.keys() - {TOKEN}):
         flags = ", ".join("--" + name.replace("_", "-") for name in others)
-        raise SettingsError(f"{flags}: a running server has its own; with --url only --steps, --seconds and --trace do")
+        raise SettingsError(
+            f"{flags}: a running server has its own settings; with --url only --steps, --seconds and --trace apply"
+        )
     trace: Path = wanted.pop("trace", ProfileOptions.trace)
     token = load_settings(file, options).admin_token
     if token is None:
         raise SettingsError("--url: give the server's admin token: KVMUX_ADMIN_TOKEN, --admin-token or a settings file")
     is_new = not trace.exists()
-    with _check_trace_folder(trace).open(
-        "ab"
-    ):  # before anything slow; what an older one holds stays until there is another
+    # Check that the file can be written before any slow work; an older trace in it is kept until there is a new one.
+    with _check_trace_folder(trace).open("ab"):
         pass
     try:
         answer = _request_profile(wanted.pop("url"), token, wanted)
@@ -59,14 +61,14 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
 
 
 def _check_trace_folder(trace: Path) -> Path:
-    """Return the file. Raises SettingsError if its folder does not exist."""
+    """Return `trace`, the file to write. Raises SettingsError if its folder does not exist."""
     if not trace.absolute().parent.is_dir():
         raise SettingsError(f"--trace: there is no folder {trace.parent}")
     return trace
 
 
 def _request_profile(url: str, token: str, wanted: Mapping[str, Any]) -> bytes:
-    """Return the trace that the server answers with. Raises SettingsError with the server's message if it refuses."""
+    """Return the trace that the server sends. Raises SettingsError if it refuses or cannot be reached."""
     timeout = wanted.get("seconds", DEFAULT_SECONDS) + EXTRA_TIMEOUT
     headers = {"Authorization": f"Bearer {token}"}
     try:
@@ -80,7 +82,7 @@ def _request_profile(url: str, token: str, wanted: Mapping[str, Any]) -> bytes:
 
 
 def _read_summary(answer: bytes) -> Mapping[str, Any]:
-    """Return the summary in a trace. Raises SettingsError if it is not a trace of kvmux."""
+    """Return the summary that a trace of kvmux contains. Raises SettingsError if it is not such a trace."""
     match _decode_json(answer):
         case {"kvmux": dict(summary)}:
             return summary
@@ -95,7 +97,7 @@ def _get_error_message(answer: httpx.Response) -> str:
 
 
 def _decode_json(answer: bytes) -> Any:
-    """Return decoded JSON; None if it is not JSON."""
+    """Return the decoded response; None if it is not JSON."""
     try:
         return json.loads(answer)
     except ValueError:

@@ -19,16 +19,16 @@ HTTP = "API process and HTTP"
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """The limits of this machine, measured in the same run."""
+    """The speed limits of this machine, measured in the same run as the steps."""
 
-    bandwidth: float  # bytes a second that the engine's threads read
-    products: float  # floating-point operations a second of large products
+    bandwidth: float  # bytes per second that the engine's threads can read from memory
+    products: float  # floating-point operations per second in large matrix products
     threads: int
 
 
 @dataclass(frozen=True)
 class ServedSteps:
-    """Seconds of a step as measured at the engine's socket and at an HTTP client."""
+    """Median seconds of a decode step, measured at the engine's socket and at an HTTP client."""
 
     socket: float
     http: float
@@ -36,13 +36,13 @@ class ServedSteps:
 
 @dataclass(frozen=True)
 class Part:
-    """A line of the table: an operation, another part of a step, or what serving adds."""
+    """A line of the table: an operation, another part of a step, or the time that the socket or HTTP adds."""
 
     what: str
     seconds: float
-    calls: int | None = None  # of an operation, in a step
-    bytes: int | None = None  # that the operation must move
-    serving: bool = False  # a difference of two runs
+    calls: int | None = None  # calls of the operation in a step
+    bytes: int | None = None  # bytes that the operation must read and write in a step
+    serving: bool = False  # whether `seconds` is a difference between two runs
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class StepProfile:
 
     @property
     def parts(self) -> list[Part]:
-        """Operations, then other parts of a step, each with the longest first; then what serving adds."""
+        """Operations, then other parts of a step, each with the longest first; then the times that serving adds."""
         steps = self.steps
         taken = sorted(steps.seconds.items(), key=lambda each: -each[1])
         operations = [Part(name, t, steps.calls[name], steps.bytes[name]) for name, t in taken if name in steps.calls]
@@ -78,12 +78,12 @@ class StepProfile:
 
     @property
     def memory_seconds(self) -> float:
-        """The least seconds in which the bytes can be read."""
+        """The least seconds in which this machine can read the bytes that a step must read."""
         return self.num_bytes / self.limits.bandwidth
 
     @property
     def product_seconds(self) -> float | None:
-        """The least seconds for the products; None when decoding, where reading the memory takes longer."""
+        """The least seconds for the matrix products; None if unknown, or for decoding, as reading takes longer."""
         steps = self.steps
         return None if steps.flops is None or steps.sequences else steps.flops / self.limits.products
 
@@ -100,7 +100,7 @@ class StepProfile:
 
 
 def as_text(model: Mapping[str, Any], profiles: Sequence[StepProfile], note: str) -> str:
-    """Return a description of what was profiled, and tables in GitHub's Markdown."""
+    """Return a description of what was profiled, and a table for each kind of step, in GitHub's Markdown."""
     limits = profiles[0].limits
     what = f"{model['model']}, {model['dtype']}, weights in {model['weights']}, {model['kv_cache']}, {model['kernels']}"
     machine = (
@@ -136,7 +136,7 @@ def _format_traffic(part: Part) -> tuple[str, str, str]:
 
 
 def as_json(model: Mapping[str, Any], profiles: Sequence[StepProfile], busy: float) -> dict[str, Any]:
-    """Return the profile as JSON; `busy` is the share of the machine that other processes used."""
+    """Return the profile as JSON; `busy` is the share of all processors that other processes used."""
     return {
         "model": dict(model),
         "limits": vars(profiles[0].limits),

@@ -22,8 +22,8 @@ import httpx
 import psutil
 
 URL_PATTERN = re.compile(r"serves .* on (http://[^\s\"]+)")
-START_TIMEOUT = 300.0  # seconds until a server is ready
-TERMINATE_TIMEOUT = 10.0  # seconds until SIGTERM is sent again
+START_TIMEOUT = 300.0  # seconds that a server may take to become ready
+TERMINATE_TIMEOUT = 10.0  # seconds that a process may take to end before it gets SIGTERM again
 POLL_INTERVAL = 0.01
 
 
@@ -37,18 +37,18 @@ class RunningServer:
 
     url: str
     process: psutil.Process
-    ready_seconds: float  # from its start
+    ready_seconds: float  # seconds from its start until it was ready
 
     @property
     def processes(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds of all its processes so far."""
+        """Return the CPU seconds that all processes of the server have used so far."""
         return sum(sum(each.cpu_times()[:2]) for each in self.processes)
 
     def peak_bytes(self) -> int | None:
-        """Return the sum of each process's highest memory; None where the system does not report it."""
+        """Return the sum of the peak memory of each process, in bytes; None if the system does not report it."""
         try:
             return sum(_read_peak_memory(each.pid) for each in self.processes)
         except OSError:
@@ -63,7 +63,7 @@ def _read_peak_memory(pid: int) -> int:
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Make SIGTERM raise KeyboardInterrupt within the block, so that `with` blocks clean up; for the main thread."""
+    """Make SIGTERM raise KeyboardInterrupt in the main thread within the block, so that `with` blocks clean up."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -73,7 +73,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 @contextmanager
 def start_process(command: Sequence[str], **how: Any) -> Iterator[subprocess.Popen[Any]]:
-    """Start a process, and end it with the block, even if the start is interrupted; `how` are arguments of Popen."""
+    """Start a process by Popen(command, **how); end it when the block ends, even if its start is interrupted."""
     this, process = psutil.Process(), None
     before = this.children()
     try:
@@ -81,10 +81,10 @@ def start_process(command: Sequence[str], **how: Any) -> Iterator[subprocess.Pop
         yield process
     finally:
         left = [child for child in this.children() if child not in before]
-        while left:  # repeated, as a process that was only forked so far ignores SIGTERM
+        while left:  # repeat: a process that is forked but has not yet loaded its program ignores SIGTERM
             for child in left:
                 with suppress(psutil.NoSuchProcess):
-                    child.terminate()  # not kill: the process may have children that it must end
+                    child.terminate()  # SIGTERM and not SIGKILL: the process may have children that it must end
             _, left = psutil.wait_procs(left, timeout=TERMINATE_TIMEOUT)
         if process is not None:
             with process:  # closes its pipes
@@ -93,7 +93,7 @@ def start_process(command: Sequence[str], **how: Any) -> Iterator[subprocess.Pop
 
 @contextmanager
 def run_server(flags: Sequence[str]) -> Iterator[RunningServer]:
-    """Run `kvmux serve` with these flags on a free port until the block ends. Raises RunError."""
+    """Run `kvmux serve` with these flags on a free port until the block ends. Raises RunError if it does not start."""
     command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
     with tempfile.TemporaryDirectory() as folder, (said := Path(folder) / "log").open("w") as log:
         began = time.monotonic()
@@ -103,12 +103,12 @@ def run_server(flags: Sequence[str]) -> Iterator[RunningServer]:
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path, deadline: float) -> str:
-    """Wait until the server is ready for requests; return its URL. Raises RunError."""
+    """Wait until the server is ready for requests; return its URL. Raises RunError if it ends or the time is up."""
     while time.monotonic() < deadline and process.poll() is None:
         if (found := URL_PATTERN.search(log.read_text())) and _is_ready(f"{found[1]}/ready"):
             return found[1]
         time.sleep(POLL_INTERVAL)
-    raise RunError(f"kvmux serve did not come up:\n{log.read_text()}")
+    raise RunError(f"kvmux serve did not become ready; its output:\n{log.read_text()}")
 
 
 def _is_ready(url: str) -> bool:
@@ -119,14 +119,14 @@ def _is_ready(url: str) -> bool:
 
 
 def run_bench(url: str, flags: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the results of `kvmux bench` against a server, by workload, phase and strategy. Raises RunError."""
+    """Return the results of `kvmux bench`, one for each workload, phase and strategy. Raises RunError if it fails."""
     report = json.loads(run_module("server", "bench", "--url", url, "--json", "-", *flags))
     results: list[dict[str, Any]] = report["results"]
     return results
 
 
 def run_module(module: str, *flags: str) -> str:
-    """Return what `python -m module` prints. Raises RunError."""
+    """Return the standard output of `python -m module`. Raises RunError if its exit code is not 0."""
     command = [sys.executable, "-m", module, *flags]
     pipe = subprocess.PIPE
     with start_process(command, stdout=pipe, stderr=pipe, text=True) as process:

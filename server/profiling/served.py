@@ -1,6 +1,6 @@
 """Measures the time between tokens from outside: at the engine's socket, and over HTTP behind a whole server.
 
-Knows no part of a step.
+It cannot tell how the time divides among the parts of a step.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from server.processes.heartbeat import EngineStatus, Heartbeat
 from server.profiling.running import run_bench, run_server
 
 ENGINE = "server.processes.engine:run"
-POLL_INTERVAL = 0.01  # seconds between two checks for the engine's hello
+POLL_INTERVAL = 0.01  # seconds between two checks whether the engine has sent Hello, its first message
 
 
 def measure_at_socket(
     settings: Settings, kv_cache: str, sequences: Sequence[int], context: int, steps: int
 ) -> list[float]:
-    """Return the median seconds between two tokens, for each number of sequences. Raises SettingsError."""
+    """Return the median seconds between two tokens at an engine's socket, for each number of sequences.
+
+    Raises SettingsError if the engine does not start.
+    """
     with _run_engine(settings) as path:
         return asyncio.run(_measure_token_gaps(path, kv_cache, sequences, context, steps))
 
 
 @contextmanager
 def _run_engine(settings: Settings) -> Iterator[str]:
-    """Run the engine's process until the block ends; yield the path of its socket. Raises SettingsError."""
+    """Run an engine's process until the block ends; yield its socket's path. Raises SettingsError if it fails."""
     context = multiprocessing.get_context("spawn")
     status, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +99,10 @@ def _compute_gaps(times: Sequence[float]) -> list[float]:
 def measure_over_http(
     flags: Sequence[str], kv_cache: str, sequences: Sequence[int], context: int, steps: int
 ) -> list[float]:
-    """Return the same as measured by an HTTP client of `kvmux serve` with these flags. Raises RunError."""
+    """Return the median seconds between two tokens at an HTTP client, for each number of sequences.
+
+    The client sends its requests to `kvmux serve` with these flags. Raises RunError if either fails.
+    """
     with run_server(flags) as server:
         return [
             run_bench(

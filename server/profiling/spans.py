@@ -1,4 +1,4 @@
-"""Divides the time of a step among its parts and the operations in them. Knows no engine."""
+"""Divides the time of a step among its parts and the operations in them. Depends on no engine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kernels.tracing import Recorder, get_synchronize
 
 
 class SpanTimer(Recorder):
-    """Seconds by name of all time between `begin` and `end`; each moment belongs to the innermost span or operation.
+    """Adds up seconds by name from `begin` to `end`; each moment counts for the innermost span or operation alone.
 
-    Time outside of all of them belongs to the name `rest`.
+    Time outside of all spans and operations counts for the name `rest`.
     """
 
     def __init__(self, rest: str, device: torch.device | str = "cpu") -> None:
@@ -27,7 +27,7 @@ class SpanTimer(Recorder):
         self._since = 0.0
 
     def begin(self) -> None:
-        """Set all seconds to zero, and start the clock."""
+        """Set the seconds of all names to zero, and start to measure."""
         self._seconds.clear()
         self._stack, self._since = [self._rest], perf_counter()
 
@@ -54,7 +54,7 @@ class SpanTimer(Recorder):
             self._synchronize()
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Move that many of the seconds since the last change from the innermost span to this name."""
+        """Count `seconds` of the time that has just passed for `name` instead of the innermost span."""
         self._add_elapsed()
         self._seconds[name] += seconds
         self._seconds[self._stack[-1]] -= seconds

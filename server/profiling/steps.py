@@ -1,4 +1,4 @@
-"""Runs steps of an engine in this process and measures each part of them. Knows neither a server nor a table."""
+"""Runs steps of an engine in this process and measures each part of them. Starts no server and formats nothing."""
 
 from __future__ import annotations
 
@@ -22,24 +22,20 @@ SAMPLING = "sampling"
 SCHEDULING = "scheduling"
 LAYOUT = "laying out the batch"
 BOOKKEEPING = "books and events"
-LABELS = {
-    "forward": MODEL,
-    "sample_and_verify": SAMPLING,
-    "schedule": SCHEDULING,
-    "plan": LAYOUT,
-}  # of the engine's spans
+# Names that a report uses for the spans of an engine's step.
+LABELS = {"forward": MODEL, "sample_and_verify": SAMPLING, "schedule": SCHEDULING, "plan": LAYOUT}
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Steps of one kind: means over the fastest fifth."""
+    """Measurements of one kind of step; its seconds are means over the fastest fifth of the steps."""
 
-    sequences: int  # decoding; 0: the steps compute a prompt
-    tokens: int  # of each sequence in the cache before the step; or those of the prompt
-    seconds: Mapping[str, float]  # by operation and by the labels above
-    calls: Mapping[str, int]  # of each operation in a step
-    bytes: Mapping[str, int]  # that the calls of each operation must move
-    flops: int | None  # floating-point operations in products; None: not known for this model
+    sequences: int  # number of sequences that decode; 0: the steps compute a prompt
+    tokens: int  # tokens of each sequence in the cache before the step; or tokens of the prompt
+    seconds: Mapping[str, float]  # seconds of each operation and each other part (LABELS)
+    calls: Mapping[str, int]  # calls of each operation in a step
+    bytes: Mapping[str, int]  # bytes that each operation must read and write in a step
+    flops: int | None  # floating-point operations of a step in matrix products; None: not known for this model
 
     @property
     def total(self) -> float:
@@ -126,7 +122,7 @@ def _make_steps(
 
 
 def average_fastest(taken: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return means over the fastest fifth of the steps, which other processes disturbed least."""
+    """Return the mean seconds of each part over the fastest fifth of steps, which other processes disturbed least."""
     kept = sorted(taken, key=lambda parts: sum(parts.values()))[: -(-len(taken) // 5)]
     names = dict.fromkeys(name for parts in kept for name in parts)
     return {name: fmean(parts.get(name, 0.0) for parts in kept) for name in names}

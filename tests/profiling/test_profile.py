@@ -121,7 +121,10 @@ def test_a_server_gets_the_same_settings() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--kv-cache", "none"], "--kv-cache: there are paged, contiguous, sliding_window"),
+        (
+            ["--kv-cache", "none"],
+            "--kv-cache: no instance is named 'none'; there are paged, contiguous, sliding_window",
+        ),
         (["--sequences", "65"], "--sequences: at most 64"),
         (["--context", "9000"], "--context: must be from 1 to"),
         (["--model", "nowhere"], "nowhere"),
