@@ -1,1 +1,1 @@
-"""Measures the quality of cache strategies: runs the same texts under several, and compares with exact caching."""
+"""Measures the quality of cache strategies: runs the same texts under each, and compares with exact caching."""

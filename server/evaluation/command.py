@@ -30,16 +30,17 @@ from server.models.files.directory import resolve_model_settings
 from server.models.load import read_model_info
 from server.text.tokenizer import Tokenizer
 
-DEFAULT_MAX_LENGTH = 2048  # tokens of a document without --length, at most
-BASELINE = "exact_caching"  # the instance to compare with if no chosen strategy is exact
-WHOLE = {"floor": "0%", "limit": "100%"}  # each strategy may use all memory: there is room for one document under each
-MAX_LOGITS = 1 << 26  # numbers in the logits of a step, whose softmax takes a few times their memory
+DEFAULT_MAX_LENGTH = 2048  # most tokens of a document if --length is not given
+BASELINE = "exact_caching"  # name of an instance to compare with, added if no chosen strategy is exact
+# Every strategy may use all memory; together they hold one document at a time, each its own copy.
+WHOLE = {"floor": "0%", "limit": "100%"}
+MAX_LOGITS = 1 << 26  # most logits of a step, over all its tokens; their softmax takes a few times their memory
 
 
 def run(file: Path | None, flags: dict[str, Any]) -> int:
     """Run an evaluation; `flags` are fields of EvaluateOptions and settings. Return the exit status.
 
-    Raises SettingsError.
+    Raises SettingsError for wrong flags or settings, for files that cannot be read or written, or for lack of memory.
     """
     options = EvaluateOptions(**{f.name: flags.pop(f.name) for f in fields(EvaluateOptions) if f.name in flags})
     check_files(options)
@@ -56,7 +57,7 @@ def run(file: Path | None, flags: dict[str, Any]) -> int:
 
 
 def check_files(options: EvaluateOptions) -> None:
-    """Check that the input and output files can be opened, before any slow work. Raises SettingsError."""
+    """Raise SettingsError, before any slow work, if an input or output file cannot be opened."""
     outputs = {"--json": options.json, "--plot": options.plot}
     for flag, file in outputs.items():
         if file:
@@ -76,7 +77,7 @@ def check_files(options: EvaluateOptions) -> None:
 
 
 def write_outputs(report: EvaluationReport, options: EvaluateOptions) -> list[str]:
-    """Write the files of --json and --plot; return a message for each that could not be written."""
+    """Write the files of --json and --plot, if given; return a message for each that could not be written."""
     unsaved = []
     for flag, file, write in (("--json", options.json, write_json), ("--plot", options.plot, save_plot)):
         if file:
@@ -94,8 +95,8 @@ def write_json(report: EvaluationReport, file: Path) -> None:
 def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
     """Return the name and options of a --strategy argument.
 
-    "paged" is the name of an instance, without options; "sliding_window:window=64,sinks=0" is a new instance, which is
-    named by its options. Raises SettingsError.
+    "paged" is the name of an instance, without options; "sliding_window:window=64,sinks=0" is a new instance, whose
+    name is made of its kind and options. Raises SettingsError if the options are not written as in this example.
     """
     kind, colon, given = text.partition(":")
     if not colon:
@@ -111,7 +112,7 @@ def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
 def select_strategies(settings: Settings, wanted: Sequence[str]) -> dict[str, StrategySettings]:
     """Return the strategies that `wanted` lists, by name, or all instances in the settings if it is empty.
 
-    Raises SettingsError.
+    Raises SettingsError if a name is unknown, or if a new instance would get the name of another one.
     """
     strategies = {}
     for text in wanted or settings.strategies:
@@ -128,9 +129,9 @@ def select_strategies(settings: Settings, wanted: Sequence[str]) -> dict[str, St
 
 
 def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateOptions) -> tuple[Engine, list[str]]:
-    """Build an engine with room for one document under each strategy; return it with their names, an exact one first.
+    """Build an engine with room for one document under each strategy; return it and their names, an exact one first.
 
-    Raises SettingsError.
+    Raises SettingsError for wrong settings, or if --strategy or --length does not fit them.
     """
     settings = resolve_model_settings(load_settings(file, flags))
     strategies = select_strategies(settings, options.strategy)
@@ -154,7 +155,7 @@ def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateO
 
 
 def evaluate(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> EvaluationReport:
-    """Run the model on the text and the records under the named strategies, and compare them with the first one."""
+    """Run the model on all documents under the named strategies; compare their results with those of the first one."""
     core, length = engine.core, engine.max_seq_len
     caches = [core.caches[name] for name in names]
     row_tokens = compute_max_row_tokens(core, caches)
@@ -185,20 +186,20 @@ def evaluate(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> 
 
 
 def compute_max_row_tokens(core: Core, caches: Sequence[KVCache]) -> int:
-    """Return the largest number of a document's tokens that fit every cache and MAX_LOGITS in one step."""
+    """Return how many tokens of a document one step can compute under all strategies, within MAX_LOGITS logits."""
     rows = [cache.contract.max_row for cache in caches if cache.contract.max_row is not None]
     step_tokens = min(core.scheduler.limits.max_num_batched_tokens, MAX_LOGITS // core.model.info.vocab_size)
     return max(1, min([step_tokens // len(caches), *rows]))
 
 
 def order_strategies(caches: Mapping[str, KVCache], names: Sequence[str]) -> list[str]:
-    """Return the names with an exact strategy first, which is added if none of them is exact."""
+    """Return the names with an exact strategy first; add that of BASELINE if none of them is exact."""
     exact = next((name for name in names if caches[name].contract.exact), BASELINE)
     return list(dict.fromkeys([exact, *names]))
 
 
 def read_documents(engine: Engine, options: EvaluateOptions) -> tuple[list[Document], list[Document]]:
-    """Return the documents of running text, and the records, as tokens of the model. Raises SettingsError."""
+    """Return (documents of running text, records), as token ids. Raises SettingsError if they cannot be made."""
     tokenizer = Tokenizer.from_directory(engine.model_dir).backend
     info = engine.core.model.info
     marks = documents.find_special_tokens(tokenizer, info.eos_ids, info.vocab_size)

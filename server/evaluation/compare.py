@@ -27,9 +27,9 @@ class Fidelity:
 
     num_tokens: int = 0
     total_nll: float = 0.0  # negative log-likelihood of the documents' tokens, nats
-    num_agreed: int = 0  # positions at which the likeliest token is that of exact caching
-    total_kl: float = 0.0  # KL(exact || this), nats
-    # For each answer: tokens back to the latest mention, and whether all of its tokens were predicted.
+    num_agreed: int = 0  # positions at which the likeliest token is the same as with exact caching
+    total_kl: float = 0.0  # KL divergence from exact caching, KL(exact || this strategy), nats
+    # For each answer: (tokens back to its latest mention, whether all tokens of the answer were predicted).
     answer_recalls: list[tuple[int, bool]] = field(default_factory=list)
 
     @property
@@ -41,7 +41,7 @@ class Fidelity:
 
     @property
     def agreement(self) -> float:
-        """The share of positions at which the likeliest token is that of exact caching."""
+        """The share of positions at which the likeliest token is the same as with exact caching."""
         return self.num_agreed / self.num_tokens
 
     @property
@@ -50,9 +50,9 @@ class Fidelity:
         return self.total_kl / self.num_tokens
 
     def recall(self, nearest: int, farthest: int) -> tuple[int, int]:
-        """Return the numbers of right answers and of all answers whose latest mention is `nearest` to `farthest` back.
+        """Return the numbers of (right, all) answers whose latest mention is `nearest` to `farthest` tokens before them.
 
-        Both distances are in tokens and inclusive.
+        Both distances are inclusive.
         """
         known = [right for distance, right in self.answer_recalls if nearest <= distance <= farthest]
         return sum(known), len(known)
@@ -69,17 +69,17 @@ def compare(
 ) -> list[Fidelity]:
     """Run the documents under each cache, and return the fidelity of each cache to caches[0], which is exact.
 
-    `row_tokens` of a document enter in one step, at most the max_row of every cache; with 1 they enter as in decoding.
+    A step computes `row_tokens` tokens of a document, which is at most the max_row of every cache; 1 is as in decoding.
     `on_tokens_read` is called after each step with its number of tokens. Raises SettingsError if there is no room for
     the longest document under every cache, before any is computed, or if logits are NaN or infinite.
     """
     _check_room(caches, max(documents, key=lambda document: len(document.ids)))
     results = [Fidelity() for _ in caches]
     for document in documents:
-        known = torch.zeros(len(caches), len(document.ids), dtype=torch.bool)  # the token was predicted (greedily)
+        known = torch.zeros(len(caches), len(document.ids), dtype=torch.bool)  # whether a token was predicted
         with _open_seats(caches, document) as seats:
             for first in range(0, len(document.ids) - 1, row_tokens):
-                tokens = document.ids[first : first + row_tokens + 1]  # the last one is only a target
+                tokens = document.ids[first : first + row_tokens + 1]  # the last one is a target, but no input
                 logits = _run_step(model, caches, seats, tokens[:-1])
                 targets = torch.tensor(tokens[1:], device=logits.device)
                 known[:, first + 1 : first + len(tokens)] = update_fidelities(results, logits, targets)
@@ -90,7 +90,10 @@ def compare(
 
 
 def _run_step(model: Model, caches: Sequence[KVCache], seats: Sequence[Seat], tokens: Sequence[int]) -> Tensor:
-    """Compute n tokens under each of S caches in one batch; return logits [S, n, V]. Raises SettingsError."""
+    """Compute n tokens under each of S caches in one batch; return logits [S, n, V].
+
+    Raises SettingsError if the memory is full or logits are NaN or infinite.
+    """
     n = len(tokens)
     row_inputs = [
         RowInput(c, Row(_grow_seat(c, seat, n), n), tokens, num_logits=n) for c, seat in zip(caches, seats, strict=True)
@@ -125,13 +128,13 @@ def update_fidelities(results: Sequence[Fidelity], logits: Tensor, targets: Tens
 def _open_seats(caches: Sequence[KVCache], document: Document) -> Iterator[list[Seat]]:
     """Open a seat in each cache for a document, without using cached prefixes; at exit, empty the caches again.
 
-    Raises SettingsError if there is no room.
+    Raises SettingsError if there is no room for the document.
     """
     with ExitStack() as stack:
         seats = []
         for cache in caches:
             stack.callback(_reclaim_idle, cache)
-            seat = cache.open(document.ids[:-1], max_cached=0)  # the last token is only a target
+            seat = cache.open(document.ids[:-1], max_cached=0)  # the last token is a target, but no input
             if seat is None:
                 raise _no_room_error(cache)
             stack.callback(cache.close, seat)
@@ -140,7 +143,7 @@ def _open_seats(caches: Sequence[KVCache], document: Document) -> Iterator[list[
 
 
 def _reclaim_idle(cache: KVCache) -> None:
-    """Free a cache's idle blocks, so that the next document finds a run of pages."""
+    """Free a cache's idle blocks, so that the next document finds contiguous free pages."""
     cache.reclaim(cache.idle_pages())
 
 

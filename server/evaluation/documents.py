@@ -12,11 +12,11 @@ from config.errors import SettingsError
 from server.evaluation.corpus.packing import RECORDS, STORIES, MarkedAnswer, Mix, SpecialTokens, pack
 from server.evaluation.corpus.words import HELD_OUT, HELD_OUT_NAMES, TRAIN, Lexicon
 
-MAX_TOKEN_LENGTH = 16  # characters per token that are read from a file: more than enough
+MAX_TOKEN_LENGTH = 16  # characters to read from a file for each token needed: more than most tokens have
 
 
 class Document(NamedTuple):
-    """A text as tokens, the last one only as a target; `answers` are spans of them that also occur earlier."""
+    """A text as token ids, the last only as a target; `answers` are spans of it whose text also occurs earlier."""
 
     ids: Sequence[int]
     answers: Sequence[MarkedAnswer] = ()
@@ -53,7 +53,7 @@ def check_text_file(file: Path) -> None:
 
 
 def read_text_file(tokenizer: Tokenizer, marks: SpecialTokens, length: int, count: int, file: Path) -> list[Document]:
-    """Return the first `count` chunks of `length` tokens of a file. Raises SettingsError."""
+    """Return the first `count` chunks of `length` tokens of a file. Raises SettingsError if it has no readable text."""
     text = _read_beginning(file, MAX_TOKEN_LENGTH * length * count)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     if not ids or len(ids) + len(marks.begin_ids) < 2:
@@ -79,7 +79,7 @@ def _read_beginning(file: Path, max_characters: int) -> str:
 
 
 def find_special_tokens(tokenizer: Tokenizer, eos_ids: frozenset[int], vocab_size: int) -> SpecialTokens:
-    """Return the special tokens that the tokenizer puts before a text, and the model's EOS token or a newline."""
+    """Return the special tokens that the tokenizer puts before a text, and the EOS token (if none, a newline)."""
     plain = tokenizer.encode("a", add_special_tokens=False).ids
     marked = tokenizer.encode("a").ids
     begin = marked[: marked.index(plain[0])] if plain else marked

@@ -49,7 +49,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="instance to evaluate, or KIND:option=value,...; may be given several times (default: all instances)",
     )
-    add("--text", type=Path, metavar="FILE", help="file of running text, read from its start (default: stories)")
+    add(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="file with running text, read from its start (default: generated stories)",
+    )
     add(
         "--length",
         type=_parse_positive,
@@ -60,24 +65,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--texts",
         type=_parse_positive,
         metavar="N",
-        help=f"documents of running text (default: {EvaluateOptions.texts})",
+        help=f"number of documents of running text (default: {EvaluateOptions.texts})",
     )
     add(
         "--records",
         type=_parse_positive,
         metavar="N",
-        help=f"documents with answers to recall (default: {EvaluateOptions.records})",
+        help=f"number of documents with answers to recall (default: {EvaluateOptions.records})",
     )
     add(
         "--new-phrasings",
         action="store_true",
-        help="write the records also in sentences that the embedded model was not trained on",
+        help="state the facts of records in sentences that the embedded model was not trained on",
     )
     add(
         "--row-tokens",
         type=_parse_positive,
         metavar="N",
-        help="tokens of a document in one step; 1 is as in decoding (default and maximum: as many as fit)",
+        help="tokens of a document to compute in one step; 1 is as in decoding (default and maximum: as many as fit)",
     )
     add("--seed", type=_parse_text, metavar="TEXT", help="seed of the generated documents")
     add("--json", type=Path, metavar="FILE", help="write the results to this file as JSON")
@@ -91,6 +96,6 @@ def _parse_positive(text: str) -> int:
 
 
 def _parse_text(text: str) -> str:
-    if not text.isprintable():  # also false for bytes of the command line that cannot be decoded
+    if not text.isprintable():  # isprintable() is also false for arguments that are not UTF-8
         raise argparse.ArgumentTypeError(f"{text!r} is not printable text")
     return text

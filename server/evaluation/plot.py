@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ENDINGS = (".png", ".svg", ".pdf")
-MARKERS = "osD^vP*X"  # lines may coincide, and some readers cannot tell their colours
+MARKERS = "osD^vP*X"  # markers tell strategies apart, as lines may coincide and colours look alike to some
 
 
 def check_plot(file: Path) -> None:
@@ -25,7 +25,7 @@ def check_plot(file: Path) -> None:
 
 
 def save_plot(report: EvaluationReport, file: Path) -> None:
-    """Write the plot as PNG, SVG or PDF, by the file's ending. Raises OSError."""
+    """Write the plot as PNG, SVG or PDF, by the file's ending. Raises OSError if it cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")

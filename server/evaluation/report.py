@@ -14,7 +14,7 @@ from rich.table import Table
 
 from server.evaluation.compare import Fidelity
 
-NEAREST_BOUND = 64  # tokens; the end of the first distance range
+NEAREST_BOUND = 64  # end of the first distance range, in tokens
 
 
 class DistanceRange(NamedTuple):
@@ -24,18 +24,18 @@ class DistanceRange(NamedTuple):
     farthest: int
 
     def __str__(self) -> str:
-        return f"{self.nearest:,}-{self.farthest:,}"  # ASCII, as some terminals have no en dash
+        return f"{self.nearest:,}-{self.farthest:,}"  # a hyphen, as some terminals cannot print an en dash
 
 
 @dataclass(frozen=True)
 class StrategyResult:
-    """The results of one strategy."""
+    """The results of one strategy in an evaluation."""
 
     name: str
     kind: str
     options: dict[str, Any]
     exact: bool
-    kv_bytes: int  # KV memory of a document of full length
+    kv_bytes: int  # bytes of KV memory for a document of full length
     text: Fidelity
     records: Fidelity
 
@@ -47,10 +47,10 @@ class EvaluationReport:
     model: str
     device: str
     dtype: str
-    source: str  # of the running text: a file's name or "stories"
-    num_documents: tuple[int, int]  # of running text, and of records
+    source: str  # source of the running text: a file's name or "stories"
+    num_documents: tuple[int, int]  # (documents of running text, records)
     length: int  # tokens of a document
-    row_tokens: int  # tokens of a document in one step
+    row_tokens: int  # tokens of a document that one step computes
     results: Sequence[StrategyResult]
 
     @property

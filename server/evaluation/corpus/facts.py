@@ -1,7 +1,7 @@
 """The kinds of facts in records, with the phrasings that state them, ask for them and answer.
 
 In every phrasing the value, written `@`, is the last word or nearly so. In a training phrasing the answer is a whole
-sentence, with the key right before the value as in the statement ("... the blue lamp in the @"): a match of the last
+sentence, with the same words before the value as in the statement ("... the blue lamp in the @"): a match of the last
 few words finds the value, whatever the names. Each kind also has held-out phrasings, which only evaluation may use.
 Where in a text a fact is stated and asked is decided in generator.py.
 """
@@ -19,7 +19,10 @@ Draw = Callable[[Random, Sequence[Person]], str]
 
 @dataclass(frozen=True)
 class Phrasings:
-    """Sentence templates with the slots N (a person), o (an object), ob (its noun), p (a place) and an (an animal)."""
+    """Sentence templates for one kind of fact.
+
+    Their slots are N (a person), o (an object), ob (its noun), p (a place) and an (an animal).
+    """
 
     statements: tuple[str, ...]
     questions: tuple[str, ...]
@@ -29,7 +32,7 @@ class Phrasings:
 @dataclass(frozen=True)
 class FactKind:
     name: str
-    key_slots: tuple[str, ...]  # the slots that identify a fact of this kind: it has one value for them
+    key_slots: tuple[str, ...]  # slots that identify a fact of this kind, its key; a record has one value per key
     draw_value: Draw
     training: Phrasings
     held_out: Phrasings
@@ -174,13 +177,17 @@ SECRET = FactKind(
 )
 
 KINDS = (KEEPS, LIKES, COLOR, NUMBER, TOWN, PET, GAVE, SECRET)
-WEIGHTS = (4, 1, 1, 1, 1, 1, 1, 1)  # relative frequencies of KINDS; "who keeps what where" is the main task
+WEIGHTS = (4, 1, 1, 1, 1, 1, 1, 1)  # relative frequencies of KINDS; KEEPS ("who keeps what where") is the main task
 
 
 def draw_fact(
     rng: Random, lexicon: Lexicon, cast: Sequence[Person], noun: str, used: set[tuple[str, ...]]
 ) -> Fact | None:
-    """Draw a fact about a person of the cast and add its key to `used`; return None if its key is already there."""
+    """Draw a fact about a person of the cast; return None if it cannot be used.
+
+    `used` holds the keys (kind, words of its key slots) of earlier facts. A fact with such a key, or whose value is the
+    person's own name, cannot be used; the key of any other is added to `used`.
+    """
     kind = rng.choices(KINDS, WEIGHTS)[0]
     slots = {
         "N": rng.choice(cast).name,

@@ -22,22 +22,22 @@ T = TypeVar("T")
 STRANGERS_IN_RECORDS, STRANGERS_IN_STORIES = 0.4, 0.04  # share of people whose name is an invented word
 GUESTS_IN_STORIES = 0.1  # share of people with rare names, so that a model has to read names instead of guessing them
 INVENTED_OBJECTS = 0.25  # share of objects in records that are invented words
-NEAREST_QUESTION = 15  # characters between a fact and the first question about it, at least
+NEAREST_QUESTION = 15  # least number of characters between a fact and the first question about it
 ASKED_TWICE_SHARE = 0.5  # share of facts with a second question, if there is room for it
-SHORT_RECORD = 1500  # characters of a record that needs more facts, so that it has answers
+SHORT_RECORD = 1500  # a record with fewer characters gets more facts, so that it has answers
 
 
 class PieceKind(Enum):
     TEXT = auto()
     VALUE = auto()  # a fact's value where it is first stated, which cannot be predicted
     ANSWER = auto()  # a fact's value as an answer, which can be found earlier in the text
-    END = auto()  # the end token; has no text
+    END = auto()  # the end token of a document, without text
 
 
 class DocumentPiece(NamedTuple):
     text: str
     kind: PieceKind = PieceKind.TEXT
-    fact: int = -1  # of a VALUE or ANSWER: the number of its fact within the document
+    fact: int = -1  # index of the fact in its document that a VALUE or ANSWER belongs to; else -1
 
 
 Document = list[DocumentPiece]
@@ -49,7 +49,7 @@ def join_text(document: Document) -> str:
 
 
 class Deck(Generic[T]):
-    """Draws items in random order without replacement, and starts again when all were drawn."""
+    """Draws items in random order without replacement, and starts again when all have been drawn."""
 
     def __init__(self, rng: Random, cards: Sequence[T]) -> None:
         self._rng, self._cards = rng, cards
@@ -107,7 +107,8 @@ class DocumentGenerator:
         return [DocumentPiece(" ".join(self._sentences(slots))), END]
 
     def _sentences(self, slots: Mapping[str, str]) -> Iterator[str]:
-        asides = iter(self.rng.sample(plots.ASIDES, len(plots.ASIDES)))  # no repetition, or a model would learn to loop
+        # A story contains each aside at most once, or a model would learn to loop.
+        asides = iter(self.rng.sample(plots.ASIDES, len(plots.ASIDES)))
         yield expand(self.rng, self._openings.draw(), slots)
         if self.rng.random() < 0.4:
             yield expand(self.rng, next(asides), slots)
@@ -203,7 +204,7 @@ def _make_pieces(sentence: str, fact: Fact, index: int, kind: PieceKind) -> Docu
 
 
 class _Record:
-    """A record that is being written: the facts stated so far, and the positions of coming questions."""
+    """A record that is being written: the facts stated so far, and the positions of questions still to come."""
 
     def __init__(self, generator: DocumentGenerator, length: int) -> None:
         self.generator, self.rng, self.length = generator, generator.rng, length
@@ -211,14 +212,16 @@ class _Record:
         self.document: Document = []
         self.facts: list[Fact] = []
         self.used: set[tuple[str, ...]] = set()
-        self.due: list[tuple[int, int]] = []  # heap of (position in characters, fact)
+        self.due: list[tuple[int, int]] = []  # heap of planned questions: (position in characters, index of the fact)
         self.position = 0
         crowded = length < SHORT_RECORD
-        self.fact_share = self.rng.choice((0.6, 0.8) if crowded else (0.25, 0.5, 0.75))  # of sentences, questions aside
+        # The share of sentences that state a fact; questions are not counted.
+        self.fact_share = self.rng.choice((0.6, 0.8) if crowded else (0.25, 0.5, 0.75))
 
     def write(self) -> Document:
         filler = self.generator.iter_filler(self.cast)
-        self._state_fact()  # a record begins with a fact, so that a story's opening is always followed by a story
+        # A record begins with a fact, so that only stories begin with a story's opening, such as "Once upon a time".
+        self._state_fact()
         while self.position < self.length:
             if self.due and self.due[0][0] <= self.position:
                 self._ask_question(heapq.heappop(self.due)[1])
@@ -275,7 +278,8 @@ class _Record:
         elif form == 1:
             self._add(DocumentPiece(f"\n{fact.question} "), *answer, DocumentPiece("\n"))
         elif form == 2:
-            spoken_of = {*re.findall(r"\w+", fact.statement), fact.value}  # naming them would give the answer away
+            # People whom the fact names do not speak here, as that would give the answer away.
+            spoken_of = {*re.findall(r"\w+", fact.statement), fact.value}
             asking, telling = rng.sample([p for p in self.cast if p.name not in spoken_of], 2)
             spoken = [*answer[:-1], DocumentPiece(answer[-1].text.removesuffix(".") + ",")]
             self._add(
@@ -284,7 +288,7 @@ class _Record:
                 DocumentPiece(f'" said {telling.name}. '),
             )
         else:
-            again = rng.choice(("As before: ", "Do not forget: "))  # marks the repetition, so that it is not learnt
+            again = rng.choice(("As before: ", "Do not forget: "))  # without such a mark, a model would learn to repeat
             self._add(
                 DocumentPiece(again), *_make_pieces(fact.answers[-1], fact, index, PieceKind.ANSWER), DocumentPiece(" ")
             )

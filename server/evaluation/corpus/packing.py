@@ -15,16 +15,16 @@ from server.evaluation.corpus import words
 from server.evaluation.corpus.generator import Document, DocumentGenerator, PieceKind
 from server.evaluation.corpus.words import Lexicon
 
-BOS_ID, EOS_ID = 0, 1  # token ids of the embedded model's tokenizer
+BOS_ID, EOS_ID = 0, 1  # ids of these special tokens in the embedded model's tokenizer
 CHARACTERS_PER_TOKEN = 3.5
-CHAT_SHARE = 0.4  # share of chats among the documents of a story row; chats are short
+CHAT_SHARE = 0.4  # share of chats among the documents in a row of stories and chats; chats are short
 
 # Loss weights: answers count most, as they are rare and recall is the goal; unpredictable values count little.
 WEIGHTS = {PieceKind.TEXT: 1.0, PieceKind.VALUE: 0.3, PieceKind.ANSWER: 3.0, PieceKind.END: 1.0}
 
 
 class MarkedAnswer(NamedTuple):
-    """An answer, tokens [start, stop) of a row; its latest mention before begins `distance` tokens earlier."""
+    """An answer, tokens [start, stop) of a row; its latest earlier mention begins `distance` tokens before `start`."""
 
     start: int
     stop: int
@@ -94,7 +94,7 @@ def _encode_segment(tokenizer: Tokenizer, segment: Document, into: EncodedDocume
         return
     piece_ends = np.cumsum([len(piece.text) for piece in segment])
     token_ends = [end for _, end in encoding.offsets]
-    owners = np.searchsorted(piece_ends, token_ends)  # (tokens,): the piece in which each token ends
+    owners = np.searchsorted(piece_ends, token_ends)  # shape (tokens,): the index of the piece in which each token ends
     shift = len(into.ids)
     into.ids += encoding.ids
     into.weights += [WEIGHTS[segment[owner].kind] for owner in owners]
@@ -102,7 +102,8 @@ def _encode_segment(tokenizer: Tokenizer, segment: Document, into: EncodedDocume
         if piece.fact < 0:
             continue
         start, stop = (int(np.searchsorted(owners, index, side)) + shift for side in ("left", "right"))
-        if piece.kind is PieceKind.ANSWER and start < stop:  # a token of another tokenizer may swallow the whole piece
+        # No token ends in a piece (start == stop) if a longer token of another tokenizer contains all of the piece.
+        if piece.kind is PieceKind.ANSWER and start < stop:
             into.answers.append(MarkedAnswer(start, stop, start - seen[piece.fact]))
         seen[piece.fact] = start
 
@@ -116,7 +117,7 @@ def pack(
     lexicon: Lexicon = words.TRAIN,
     marks: SpecialTokens = TINY_SPECIAL_TOKENS,
 ) -> Rows:
-    """Return `rows` rows of context + 1 tokens: the model's inputs, and one more for the last target."""
+    """Return `rows` rows of context + 1 tokens: the model's `context` inputs, and one more as the last target."""
     generator = DocumentGenerator(seed, lexicon)
     ids = np.zeros((rows, context + 1), np.uint32)
     weights = np.zeros((rows, context + 1), np.float32)

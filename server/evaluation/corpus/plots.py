@@ -6,7 +6,7 @@ animals; t an adjective for a person, t2 and t3 for animals; spot where the town
 generator.py fills the slots.
 """
 
-# Many different first words, so that the model has seen a beginning similar to whatever a user types.
+# Openings have many different first words, so that a user's prompt begins like one that the model has seen.
 OPENINGS: tuple[str, ...] = (
     "[Once upon a time|Long ago|Once], there was a $t $kid named $H. $h lived in a [small|warm|quiet] [house|cottage] "
     "$spot.",
@@ -116,7 +116,7 @@ OPENINGS: tuple[str, ...] = (
     "The children of the town $spot liked $H, the $t $job.",
 )
 
-# No aside occurs twice in a story, and none repeats an opening.
+# Asides are inserted between a story's sentences: none occurs twice in a story, and none repeats an opening.
 ASIDES: tuple[str, ...] = (
     "On the way, $h [saw|met] a $t3 $an2.",
     "Then the weather changed: $w2.",

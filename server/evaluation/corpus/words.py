@@ -27,12 +27,12 @@ def _people(girls: Sequence[str], boys: Sequence[str]) -> tuple[Person, ...]:
     return tuple(Person(n, True) for n in girls) + tuple(Person(n, False) for n in boys)
 
 
-STORY_NAMES = 15  # the number of heroes of each sex, and of friends
+STORY_NAMES = 15  # number of heroes of each sex, and of their friends of each sex
 
 
 @dataclass(frozen=True)
 class Lexicon:
-    """The names of people and objects, and whether facts use the held-out phrasings."""
+    """The names of people and objects in texts, and whether facts use the phrasings that are held out from training."""
 
     girls: tuple[str, ...]
     boys: tuple[str, ...]
@@ -116,12 +116,12 @@ COLORS = _words("blue red green yellow black white purple gray brown pink orange
 ANIMALS = _words(
     "fox owl cat dog goat hen duck mouse pony rabbit bear frog crow goose sheep turtle hedgehog squirrel donkey otter"
 )
-BUILDINGS = _words(  # each one takes "in the" and "to the", and has a roof and a door
+BUILDINGS = _words(  # each noun fits after "in the" and "to the", and means a thing with a roof and a door
     "barn kitchen cellar attic school mill shop church tower stable bakery library cabin castle station shed hall "
     "cottage boathouse chapel greenhouse workshop inn palace hut lighthouse pantry museum"
 )
 PLACES = (*BUILDINGS, "garden", "cave", "forest", "harbor", "tent", "market", "orchard")
-FOODS = _words(  # each one takes "some" and can be eaten
+FOODS = _words(  # each noun fits after "some", and means a thing that can be eaten
     "bread soup cheese honey fruit cake rice beans nuts plums pancakes cherries carrots porridge butter jam corn "
     "grapes onions figs fish peas cookies lemons melons pears"
 )
@@ -142,7 +142,7 @@ WEATHER = _phrases(
     "the sky was full of clouds|a thick fog lay over the fields|the air smelled of rain|the air smelled of flowers"
 )
 
-# Parts of invented words: so many combinations occur in training that few syllables of a new name are unseen.
+# Parts of invented words; so many of their combinations occur in training that most syllables of a new name do.
 _ONSETS = _words(
     "b bl br c ch cl cr d dr f fl fr g gl gr h j k kl kn kr l m n "
     "p ph pl pr r s sh sk sl sm sn sp st t th tr tw v w y z"
@@ -159,7 +159,7 @@ _RESERVED = frozenset(word.lower() for word in HELD_OUT.girls + HELD_OUT.boys + 
 
 
 def invent_word(rng: Random) -> str:
-    """Return a random word of 1 to 3 syllables that is not in HELD_OUT, so that recall cannot rest on training."""
+    """Return a random word of 1 to 3 syllables, none of HELD_OUT, so that training texts do not contain those."""
     while True:
         syllables = rng.choice((1, 2, 2, 2, 3))
         word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables)) + rng.choice(_CODAS)
