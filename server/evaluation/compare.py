@@ -50,7 +50,7 @@ class Fidelity:
         return self.total_kl / self.num_tokens
 
     def recall(self, nearest: int, farthest: int) -> tuple[int, int]:
-        """Return the numbers of (right, all) answers whose latest mention is `nearest` to `farthest` tokens before them.
+        """Return the numbers of (right, all) answers whose latest mention is `nearest` to `farthest` tokens before.
 
         Both distances are inclusive.
         """
