@@ -119,14 +119,14 @@ def _check_kernels() -> Iterator[tuple[str, str]]:
     for backend in list_backends():
         if backend.missing is not None:
             yield backend.name, f"none: {backend.missing}"
-        elif backend.device.is_emulated:  # not checked here: an engine does it at start, and times would mean nothing
+        elif backend.device.is_emulated:  # not checked here: an engine checks it at start; its speed means nothing
             yield backend.name, f"usable: --device {backend.device.name}"
         else:
             yield from _check_backend(backend)
 
 
 def _check_backend(backend: Backend) -> Iterator[tuple[str, str]]:
-    """Yield (name, verdict) for each operation of a backend; its time includes all its samples and compilation."""
+    """Yield (name, verdict) for each operation of a backend; the time in it includes all samples and compilation."""
     tracer, device = Tracer(), backend.device.tensors
     ops = trace_ops(backend.load(), tracer)
     by_dtype = []
@@ -139,7 +139,7 @@ def _check_backend(backend: Backend) -> Iterator[tuple[str, str]]:
 
 
 def _format_verdict(dtype: torch.dtype, verdict: Verdict, seconds: float | None) -> str:
-    """Return the verdict in words; `seconds` is None for an operation composed of others, which is not timed itself."""
+    """Return the verdict in words; `seconds` is None for an operation composed of other ones, which is not timed."""
     found = f"off by {verdict.error:.0e}" if verdict.fault is None else f"{FAULT} {verdict.fault}"
     took = "" if seconds is None else f" in {1e3 * seconds:.1f} ms"
     return f"{str(dtype).removeprefix('torch.')} {found}{took}"

@@ -100,7 +100,7 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; return the exit code."""
+    """Run the command that the arguments (default: those of the process) name; return the exit code."""
     open_missing_streams()
     parser = _make_parser()
     try:
@@ -195,7 +195,9 @@ def check_api_keys(settings: Settings) -> None:
     """Warn about API keys that are short enough to be guessed, without logging them."""
     if settings.short_api_keys:
         which = ", ".join(map(str, settings.short_api_keys))
-        log.warning("api_keys: key %s has fewer than %d characters and may be guessed", which, MIN_API_KEY_LENGTH)
+        log.warning(
+            "api_keys: key number %s has fewer than %d characters and may be guessed", which, MIN_API_KEY_LENGTH
+        )
 
 
 # ---------------------------------------------------------------- kvmux health
@@ -222,7 +224,10 @@ def evaluate(options: dict[str, Any]) -> int:
 
 # ---------------------------------------------------------------- kvmux profile
 def profile(options: dict[str, Any]) -> int:
-    """Measure model steps in this process or, with --url, in a running server. Its code is imported here, by name."""
+    """Measure model steps in this process or, with --url, in a running server.
+
+    The code is imported by name when it runs: serving must not load torch into this process.
+    """
     if "url" in options:
         return int(pkgutil.resolve_name("server.profiling.remote:run")(pop_settings_file(options), options))
     check_kernels_package()

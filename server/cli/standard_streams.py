@@ -24,7 +24,7 @@ def open_missing_streams() -> None:
 
 
 def print_safely(text: str, stream: TextIO) -> None:
-    """Print a text; if it cannot be written, drop it and everything that follows."""
+    """Print a text; if it cannot be written, drop it and everything that is later printed to the stream."""
     try:
         encoding = stream.encoding or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)

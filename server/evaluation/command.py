@@ -31,8 +31,8 @@ from server.models.load import read_model_info
 from server.text.tokenizer import Tokenizer
 
 DEFAULT_MAX_LENGTH = 2048  # most tokens of a document if --length is not given
-BASELINE = "exact_caching"  # name of an instance to compare with, added if no chosen strategy is exact
-# Every strategy may use all memory; together they hold one document at a time, each its own copy.
+BASELINE = "exact_caching"  # name of the exact instance that is added if no chosen strategy is exact
+# Options of each strategy: none reserves memory, and each may use all of it, as it holds only one document at a time.
 WHOLE = {"floor": "0%", "limit": "100%"}
 MAX_LOGITS = 1 << 26  # most logits of a step, over all its tokens; their softmax takes a few times their memory
 
@@ -118,7 +118,9 @@ def select_strategies(settings: Settings, wanted: Sequence[str]) -> dict[str, St
     for text in wanted or settings.strategies:
         name, options = parse_strategy(text)
         if options and name in settings.strategies:
-            raise SettingsError(f"--strategy {text!r}: an instance {name} exists; give --strategy {name}, or rename it")
+            raise SettingsError(
+                f"--strategy {text!r}: an instance {name} already exists; give --strategy {name}, or rename it"
+            )
         if not options and name not in settings.strategies:
             there = ", ".join(sorted(settings.strategies))
             raise SettingsError(
@@ -199,7 +201,10 @@ def order_strategies(caches: Mapping[str, KVCache], names: Sequence[str]) -> lis
 
 
 def read_documents(engine: Engine, options: EvaluateOptions) -> tuple[list[Document], list[Document]]:
-    """Return (documents of running text, records), as token ids. Raises SettingsError if they cannot be made."""
+    """Return (documents of running text, records with facts and questions), as token ids.
+
+    Raises SettingsError if --text cannot be read, --length is too short or the tokenizer does not fit the model.
+    """
     tokenizer = Tokenizer.from_directory(engine.model_dir).backend
     info = engine.core.model.info
     marks = documents.find_special_tokens(tokenizer, info.eos_ids, info.vocab_size)

@@ -76,10 +76,10 @@ def compare(
     _check_room(caches, max(documents, key=lambda document: len(document.ids)))
     results = [Fidelity() for _ in caches]
     for document in documents:
-        known = torch.zeros(len(caches), len(document.ids), dtype=torch.bool)  # whether a token was predicted
+        known = torch.zeros(len(caches), len(document.ids), dtype=torch.bool)  # whether each predicted the token
         with _open_seats(caches, document) as seats:
             for first in range(0, len(document.ids) - 1, row_tokens):
-                tokens = document.ids[first : first + row_tokens + 1]  # the last one is a target, but no input
+                tokens = document.ids[first : first + row_tokens + 1]  # the last one is only a target, not an input
                 logits = _run_step(model, caches, seats, tokens[:-1])
                 targets = torch.tensor(tokens[1:], device=logits.device)
                 known[:, first + 1 : first + len(tokens)] = update_fidelities(results, logits, targets)
@@ -134,7 +134,7 @@ def _open_seats(caches: Sequence[KVCache], document: Document) -> Iterator[list[
         seats = []
         for cache in caches:
             stack.callback(_reclaim_idle, cache)
-            seat = cache.open(document.ids[:-1], max_cached=0)  # the last token is a target, but no input
+            seat = cache.open(document.ids[:-1], max_cached=0)  # the last token is only a target, not an input
             if seat is None:
                 raise _no_room_error(cache)
             stack.callback(cache.close, seat)

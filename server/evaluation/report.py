@@ -48,7 +48,7 @@ class EvaluationReport:
     device: str
     dtype: str
     source: str  # source of the running text: a file's name or "stories"
-    num_documents: tuple[int, int]  # (documents of running text, records)
+    num_documents: tuple[int, int]  # numbers of (documents of running text, records)
     length: int  # tokens of a document
     row_tokens: int  # tokens of a document that one step computes
     results: Sequence[StrategyResult]

@@ -25,11 +25,11 @@ STACK_DUMP_TIMEOUT = 2.0  # seconds that a hanging process has to write its stac
 class Timing:
     """Delays and time limits for restarting and stopping child processes, in seconds."""
 
-    min_restart_delay: float = 0.5  # delay before a dead child is started again; doubles each time it dies again
+    min_restart_delay: float = 0.5  # seconds before a dead child is started again; doubles each time it dies again
     max_restart_delay: float = 30.0
-    healthy_after: float = 60.0  # a child that has run for this long and dies is restarted after min_restart_delay
-    worker_margin: float = 5.0  # a worker is killed this long after drain_seconds, which leaves time for last messages
-    engine_grace: float = 10.0  # an engine that was asked to stop is killed after this time
+    healthy_after: float = 60.0  # a child that dies after this many seconds is restarted after min_restart_delay
+    worker_margin: float = 5.0  # seconds after drain_seconds at which a worker is killed; time for its last messages
+    engine_grace: float = 10.0  # seconds after which an engine that was asked to stop is killed
 
 
 DEFAULT_TIMING = Timing()

@@ -41,7 +41,7 @@ from server.processes.parent_death import die_with_parent
 log = logging.getLogger(__name__)
 
 FAILED, USER_ERROR = 1, 2  # exit codes; USER_ERROR: the user can fix the cause
-# Only the supervisor handles these; they are blocked in its children.
+# The signals that only the supervisor handles; they are blocked in its children.
 SUPERVISOR_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 STOP_SIGNAL, DUMP_SIGNAL = signal.SIGUSR2, signal.SIGUSR1
 
@@ -102,7 +102,8 @@ def block_signals() -> Iterator[None]:
     """Block SUPERVISOR_SIGNALS in the processes that are started within the `with` block."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     try:
-        resource_tracker.ensure_running()  # process.start() would start it and unblock SIGINT (Python 3.11)
+        # Start the resource tracker now: process.start() would do it and thereby unblock SIGINT (Python 3.11).
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
         yield
     finally:

@@ -35,7 +35,8 @@ class FrameDecoder(Generic[T]):
     def __init__(self, decode: Callable[[memoryview], T]) -> None:
         self._decode = decode
         self._buffer = bytearray()  # the bytes of an incomplete frame
-        self._frame_size = 0  # bytes of that whole frame; of its head alone while that is incomplete
+        # The bytes that the incomplete frame will have; while its head is incomplete, those of the head.
+        self._frame_size = 0
 
     def feed(self, data: bytes) -> Iterator[T]:
         """Yield the messages that `data` completes. Raises WireError if a frame is too long or cannot be decoded."""

@@ -13,7 +13,7 @@ from multiprocessing.context import SpawnContext
 from time import monotonic, sleep
 from typing import Any
 
-BOOT_SECONDS = 20.0  # extra time for the first heartbeat of a process: Python starts and imports the settings
+BOOT_SECONDS = 20.0  # extra seconds for the first heartbeat of a process: Python starts and imports the settings
 LOADING_BEAT_INTERVAL = 0.25  # seconds between two heartbeats of a process that is still loading
 
 

@@ -106,7 +106,7 @@ def _remove_if_unlocked(directory: Path) -> None:
     descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Another server may have removed the directory before this one locked the file.
+        # If not, another server has removed the directory before this one locked the file, and nothing is left to do.
         if os.path.samestat(os.fstat(descriptor), (directory / LOCK_FILE).lstat()):
             shutil.rmtree(directory)
             log.info("removed %s, left behind by a server that was killed", directory)

@@ -39,7 +39,7 @@ class ServedFiles:
         if size > psutil.virtual_memory().available // 2:
             return
         for file, now in self._files.items():
-            with suppress(OSError), file.open("rb") as opened:  # ignored here: the engine will report the error
+            with suppress(OSError), file.open("rb") as opened:  # errors are ignored: the engine will report them
                 for start in range(0, now.st_size, READ_AHEAD_BYTES):
                     os.posix_fadvise(opened.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
@@ -56,7 +56,7 @@ class ServedFiles:
 def _list_mapped_files(directory: Path) -> list[Path]:
     try:
         return sorted(file for file in directory.iterdir() if file.suffix in MAPPED_SUFFIXES)
-    except OSError:  # ignored here: the engine will report the error
+    except OSError:  # errors are ignored: the engine will report them
         return []
 
 

@@ -86,7 +86,7 @@ class Supervisor:
         self._workers = [Child(f"worker-{i}", self._start_worker, timing) for i in range(settings.workers)]
 
     def run(self) -> int:
-        """Run all processes until it is time to stop; return the exit code. Call it in the main thread (signals)."""
+        """Run all processes until it is time to stop; return the exit code. Call it in the main thread, for signals."""
         with runtime_directory(get_url(self._listener)) as directory, _open_signal_socket() as self._signals:
             self._socket_path = os.path.join(directory, "engine.sock")
             try:
@@ -109,7 +109,7 @@ class Supervisor:
         self._recovery.record_start(monotonic())
         heartbeat = Heartbeat(self._spawn_context)
         self._files = ServedFiles(Path(self._settings.model))
-        # int8 and int4 weights may be read from the cache of quantized weights instead of the model's files.
+        # Read ahead unless weights are int8 or int4, which may come from the cache of quantized weights instead.
         if self._settings.weights not in ("int8", "int4"):
             threading.Thread(target=self._files.read_ahead, name="read-ahead", daemon=True).start()
         with theirs:
@@ -177,7 +177,7 @@ class Supervisor:
         assert self._status_pipe is not None
         try:
             message = self._status_pipe.recv()
-        except (EOFError, OSError):  # the engine has ended; its sentinel becomes ready, too, and calls _on_death
+        except (EOFError, OSError):  # the engine has ended, which closes the pipe; _on_death handles its end
             self._status_pipe.close()
             self._status_pipe = None
             return

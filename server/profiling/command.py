@@ -61,7 +61,10 @@ def run(file: Path | None, options: dict[str, Any]) -> int:
 
 
 def profile_in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict[str, Any], list[StepProfile]]:
-    """Return (settings of the engine, a profile of each kind of step, prefill last). Raises SettingsError."""
+    """Return (settings of the engine, a profile of each kind of step, prefill last).
+
+    Raises SettingsError if the engine does not start, or cannot run the steps that the options describe.
+    """
     engine = build_engine(settings)
     check_options(engine, wanted)
     core = engine.core
@@ -77,7 +80,7 @@ def profile_in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict
 
 
 def measure_limits(engine: Engine, steps: Sequence[Steps]) -> MachineLimits:
-    """Measure the memory bandwidth over the bytes of the largest decode step, and large matrix products."""
+    """Measure the memory bandwidth for as many bytes as the largest decode step reads, and matrix products."""
     threads = torch.get_num_threads()
     size = max(sum(each.bytes.values()) for each in steps if each.sequences)
     return MachineLimits(

@@ -31,7 +31,7 @@ def measure_fastest(run: Callable[[], object]) -> float:
 def measure_read_bandwidth(memory: Tensor) -> float:
     """Return the bytes per second that all threads together read from `memory`, a tensor of floats.
 
-    Reads with plain loads in C++; if the C++ library is missing, with torch's vector norm, which comes closest to that.
+    Reads with plain loads in C++; if the C++ library is missing, with torch's vector norm, the closest that torch has.
     """
     read = find_memory_reader() or torch.linalg.vector_norm
     return memory.nbytes / measure_fastest(lambda: read(memory))

@@ -1,4 +1,4 @@
-"""Formats a profile as tables and as JSON. Knows figures, but not how they were measured."""
+"""Formats a profile as tables and as JSON. Does not depend on how the figures were measured."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class StepProfile:
 
     @property
     def product_seconds(self) -> float | None:
-        """The least seconds for the matrix products; None if unknown, or for decoding, as reading takes longer."""
+        """Least seconds for the matrix products; None if unknown, or for decoding, as reading memory takes longer."""
         steps = self.steps
         return None if steps.flops is None or steps.sequences else steps.flops / self.limits.products
 

@@ -43,7 +43,10 @@ def measure_at_socket(
 
 @contextmanager
 def _run_engine(settings: Settings) -> Iterator[str]:
-    """Run an engine's process until the block ends; yield its socket's path. Raises SettingsError if it fails."""
+    """Run an engine's process until the block ends; yield the path of its socket.
+
+    Raises SettingsError if the engine does not start.
+    """
     context = multiprocessing.get_context("spawn")
     status, theirs = context.Pipe()
     with tempfile.TemporaryDirectory() as folder:

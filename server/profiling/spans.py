@@ -1,4 +1,4 @@
-"""Divides the time of a step among its parts and the operations in them. Depends on no engine."""
+"""Divides the time of a step among its parts and the operations in them. Independent of the engine."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Steps:
 
     sequences: int  # number of sequences that decode; 0: the steps compute a prompt
     tokens: int  # tokens of each sequence in the cache before the step; or tokens of the prompt
-    seconds: Mapping[str, float]  # seconds of each operation and each other part (LABELS)
+    seconds: Mapping[str, float]  # seconds of each operation and each other part of a step (LABELS)
     calls: Mapping[str, int]  # calls of each operation in a step
     bytes: Mapping[str, int]  # bytes that each operation must read and write in a step
     flops: int | None  # floating-point operations of a step in matrix products; None: not known for this model

@@ -37,7 +37,7 @@ class PieceKind(Enum):
 class DocumentPiece(NamedTuple):
     text: str
     kind: PieceKind = PieceKind.TEXT
-    fact: int = -1  # index of the fact in its document that a VALUE or ANSWER belongs to; else -1
+    fact: int = -1  # for a VALUE or ANSWER, the index of its fact among those of the document; else -1
 
 
 Document = list[DocumentPiece]
@@ -278,7 +278,7 @@ class _Record:
         elif form == 1:
             self._add(DocumentPiece(f"\n{fact.question} "), *answer, DocumentPiece("\n"))
         elif form == 2:
-            # People whom the fact names do not speak here, as that would give the answer away.
+            # Choose speakers whom the fact does not name: otherwise their names would give the answer away.
             spoken_of = {*re.findall(r"\w+", fact.statement), fact.value}
             asking, telling = rng.sample([p for p in self.cast if p.name not in spoken_of], 2)
             spoken = [*answer[:-1], DocumentPiece(answer[-1].text.removesuffix(".") + ",")]

@@ -102,7 +102,7 @@ def _encode_segment(tokenizer: Tokenizer, segment: Document, into: EncodedDocume
         if piece.fact < 0:
             continue
         start, stop = (int(np.searchsorted(owners, index, side)) + shift for side in ("left", "right"))
-        # No token ends in a piece (start == stop) if a longer token of another tokenizer contains all of the piece.
+        # With start == stop no token ends in the answer, as another tokenizer's token contains all of it.
         if piece.kind is PieceKind.ANSWER and start < stop:
             into.answers.append(MarkedAnswer(start, stop, start - seen[piece.fact]))
         seen[piece.fact] = start

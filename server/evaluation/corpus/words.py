@@ -142,7 +142,7 @@ WEATHER = _phrases(
     "the sky was full of clouds|a thick fog lay over the fields|the air smelled of rain|the air smelled of flowers"
 )
 
-# Parts of invented words; so many of their combinations occur in training that most syllables of a new name do.
+# Parts of invented words; training texts contain so many combinations that few syllables of a new name are unseen.
 _ONSETS = _words(
     "b bl br c ch cl cr d dr f fl fr g gl gr h j k kl kn kr l m n "
     "p ph pl pr r s sh sk sl sm sn sp st t th tr tw v w y z"
@@ -159,7 +159,7 @@ _RESERVED = frozenset(word.lower() for word in HELD_OUT.girls + HELD_OUT.boys + 
 
 
 def invent_word(rng: Random) -> str:
-    """Return a random word of 1 to 3 syllables, none of HELD_OUT, so that training texts do not contain those."""
+    """Return a random word of 1 to 3 syllables, never one of HELD_OUT, as no training text may contain those."""
     while True:
         syllables = rng.choice((1, 2, 2, 2, 3))
         word = "".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables)) + rng.choice(_CODAS)
