@@ -14,7 +14,7 @@ from rich.table import Table
 
 from server.evaluation.compare import Fidelity
 
-NEAREST_BOUND = 64  # end of the first distance range, in tokens
+NEAREST_BOUND = 64  # end of the nearest range of distances between answer and mention, in tokens
 
 
 class DistanceRange(NamedTuple):

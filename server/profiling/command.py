@@ -80,7 +80,10 @@ def profile_in_process(settings: Settings, wanted: ProfileOptions) -> tuple[dict
 
 
 def measure_limits(engine: Engine, steps: Sequence[Steps]) -> MachineLimits:
-    """Measure the memory bandwidth for as many bytes as the largest decode step reads, and matrix products."""
+    """Measure the limits of this machine: its memory bandwidth, and its speed in large matrix products.
+
+    The bandwidth is measured for as many bytes as the largest decode step reads.
+    """
     threads = torch.get_num_threads()
     size = max(sum(each.bytes.values()) for each in steps if each.sequences)
     return MachineLimits(

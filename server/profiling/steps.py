@@ -31,7 +31,7 @@ class Steps:
     """Measurements of one kind of step; its seconds are means over the fastest fifth of the steps."""
 
     sequences: int  # number of sequences that decode; 0: the steps compute a prompt
-    tokens: int  # tokens of each sequence in the cache before the step; or tokens of the prompt
+    tokens: int  # tokens of each sequence in the cache before the step; in prefill, tokens of the prompt
     seconds: Mapping[str, float]  # seconds of each operation and each other part of a step (LABELS)
     calls: Mapping[str, int]  # calls of each operation in a step
     bytes: Mapping[str, int]  # bytes that each operation must read and write in a step

@@ -42,7 +42,7 @@ TINY_SPECIAL_TOKENS = SpecialTokens()
 
 
 class Mix(NamedTuple):
-    """Relative shares of rows with stories (and chats) and of rows with records."""
+    """Relative shares of two kinds of rows: with stories and chats, and with records of facts and questions."""
 
     stories: float
     records: float

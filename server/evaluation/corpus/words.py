@@ -50,7 +50,7 @@ class Lexicon:
 
     @property
     def friends(self) -> tuple[Person, ...]:
-        """The heroes' friends: other names, so that the likeliest hero and the likeliest friend differ."""
+        """The friends of heroes; their names differ from those of heroes, so that a model cannot confuse the two."""
         later = slice(STORY_NAMES, 2 * STORY_NAMES)
         return _people(self.girls[later], self.boys[later])
 
