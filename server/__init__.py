@@ -1,1 +1,1 @@
-"""The server: command line, API processes, engine, models. May import everything below it; nothing imports it."""
+"""The server: command line, API processes, engine, models. May import every other package; none of them imports it."""

@@ -1,4 +1,4 @@
-"""The listening socket of the server, and advice where an address cannot be listened on."""
+"""The listening socket of the server, and advice for errors such as a used port."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 
-BACKLOG = 2048  # connections the system holds while the workers are busy or still starting
+BACKLOG = 2048  # maximum number of connections that the system holds while the workers are busy or still starting
 
 
 class ListenError(Exception):
@@ -21,7 +21,8 @@ def listen(host: str, port: int, settings: str = "") -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        socket.getaddrinfo(host, port, family)  # create_server does not say that the name is wrong
+        # raises for an unknown host name, which create_server does not name as the cause
+        socket.getaddrinfo(host, port, family)
         return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:
         advice = _listen_advice(error, port, settings)
@@ -29,7 +30,8 @@ def listen(host: str, port: int, settings: str = "") -> socket.socket:
 
 
 def _listen_advice(error: OSError | UnicodeError, port: int, settings: str) -> str:
-    if isinstance(error, (socket.gaierror, UnicodeError)):  # UnicodeError: what cannot be part of a host name
+    # UnicodeError: the name has characters that host names cannot have
+    if isinstance(error, (socket.gaierror, UnicodeError)):
         return f"no such address; see --{settings}host"
     flag = f"--{settings}port"
     if error.errno == errno.EADDRINUSE:

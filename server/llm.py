@@ -25,7 +25,7 @@ from server.text.encoder import Encoder
 from server.text.errors import TokenizerError
 from server.text.output import Detokenizer, OutputText
 
-MAX_NUM_SEQS = 4  # streams that are open at a time; the server's default would reserve memory for many more
+MAX_NUM_SEQS = 4  # maximum number of streams open at a time; the server's default would reserve memory for many more
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -77,13 +77,14 @@ class _Job(NamedTuple):
 
 
 class LLM:
-    """A model with its tokenizer and its caches. For one thread, in which several streams may be open."""
+    """A model with its tokenizer and its caches, for use in one thread; several streams may be open at a time."""
 
     def __init__(self, model: str = "tiny", *, max_num_seqs: int = MAX_NUM_SEQS, **settings: Any) -> None:
         """Load a model: a directory, a name on the hub or a GGUF file, as for `kvmux serve`.
 
         `max_num_seqs` is the number of streams that may be open at a time. Other arguments are settings of the server
-        by their names in a settings file; those of HTTP have no effect. Raises SettingsError.
+        by their names in a settings file; those of HTTP have no effect. Raises SettingsError for settings that cannot
+        work.
         """
         given = {"model": model, "max_num_seqs": max_num_seqs} | settings
         self.engine = build_engine(load_settings(None, given, are_flags=False))
@@ -127,13 +128,16 @@ class LLM:
         return self._generate_pieces(self._make_job(prompt, max_tokens, kv_cache, sampling))
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, with the special tokens that the model expects. Raises TokenizerError."""
+        """Return the token ids of a text, with the special tokens that the model expects.
+
+        Raises TokenizerError if the tokenizer fails.
+        """
         return self._encoder.encode(text, add_special_tokens=True)
 
     def _make_job(
         self, prompt: str | Sequence[int], max_tokens: int, kv_cache: str | None, sampling: SamplingOptions
     ) -> _Job:
-        """Check the arguments of `generate`. Raises ValueError, and TypeError for unknown names and wrong types."""
+        """Check the arguments of `generate`. Raises ValueError for bad values, TypeError for bad names or types."""
         try:
             ids = self.encode(prompt) if isinstance(prompt, str) else [operator.index(token) for token in prompt]
         except TokenizerError as error:
@@ -149,7 +153,7 @@ class LLM:
         return _Job(ids, name, options, generate(core.model, core.caches[name], ids, params))
 
     def _generate_pieces(self, job: _Job) -> Generator[StreamedToken, None, None]:
-        """Yield the job's tokens with their text, up to a stop string."""
+        """Yield the job's tokens with their text, to the end or a stop string."""
         options = job.options
         detokenizer = Detokenizer(self._encoder.vocabulary, job.prompt, skip_special=options.skip_special_tokens)
         output = OutputText(

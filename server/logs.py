@@ -28,9 +28,9 @@ from config.settings import Settings
 
 TEXT_FORMAT = "%(asctime)s %(levelname)s %(processName)s: %(message)s"
 JSON_NAMES = {"asctime": "time", "levelname": "level", "name": "logger", "processName": "process", "message": "message"}
-MAX_QUEUED_LINES = 10_000  # lines that wait to be written; further ones are dropped
-FLUSH_TIMEOUT = 1.0  # seconds in which a process that ends writes the lines that still wait
-MAX_PARTIAL_LINE_BYTES = 8192  # bytes on stderr that wait for the end of their line
+MAX_QUEUED_LINES = 10_000  # maximum number of lines that wait to be written; further ones are dropped
+FLUSH_TIMEOUT = 1.0  # maximum seconds for which a process that ends writes the lines that still wait
+MAX_PARTIAL_LINE_BYTES = 8192  # maximum bytes printed to stderr that wait for the end of their line
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +38,18 @@ ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tupl
 
 
 def configure_logging(settings: Settings) -> None:
-    """Set up logging for the whole process, once: the log has what libraries log, warn of and print to stderr, too."""
+    """Set up logging for the whole process, once: messages, warnings and stderr output of libraries are included."""
     handler = QueuedHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if settings.log_format == "json" else TextFormatter(TEXT_FORMAT))
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper())
     logging.captureWarnings(True)
-    logging.raiseExceptions = False  # errors of logging itself would be printed beside the log
+    logging.raiseExceptions = False  # no output for errors of logging itself, which would be printed beside the log
     sys.excepthook = lambda kind, error, trace: log.critical("an exception ends the process", exc_info=error)
     sys.unraisablehook = lambda it: log.error("an exception was raised where none can be caught", exc_info=it.exc_value)
     threading.excepthook = lambda it: log.error("an exception ends a thread", exc_info=it.exc_value)
     if settings.log_format == "json":
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # progress bars are not lines
+        # progress bars, which are not lines, are switched off
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         sys.stderr = io.TextIOWrapper(StderrToLog(sys.stderr), "utf-8", "backslashreplace", write_through=True)
 
 
@@ -93,7 +94,8 @@ class JsonFormatter(ExceptionFormatter, BaseJsonFormatter):
 
     def __init__(self) -> None:
         names = JSON_NAMES | {"exc_info": "exception"}
-        reserved = [*RESERVED_ATTRS, "color_message"]  # uvicorn's, a message with escape codes for a terminal
+        # color_message is uvicorn's: a message with escape codes for a terminal
+        reserved = [*RESERVED_ATTRS, "color_message"]
         super().__init__(list(JSON_NAMES), rename_fields=names, reserved_attrs=reserved, json_default=str)
 
 
@@ -112,7 +114,7 @@ def format_traceback_types(error: BaseException | None) -> str:
 
 
 class QueuedHandler(QueueHandler):
-    """A handler that writes to a stream in another thread, so that no thread waits for a reader that does not read.
+    """A handler that writes to a stream in another thread, so that no thread waits for a slow or stuck reader.
 
     Lines beyond `max_lines` are dropped and counted. The queue is not a queue.Queue: a finalizer may log while its own
     thread is in put(), which would then wait for its own lock.
@@ -142,8 +144,8 @@ class QueuedHandler(QueueHandler):
 class LineWriter(QueueListener):
     """The thread that writes the queue's lines to a stream.
 
-    It calls no StreamHandler: logging.shutdown() waits for that one's lock, and a process whose stderr nobody reads
-    would never end.
+    It calls no StreamHandler: logging.shutdown() waits for a StreamHandler's lock, and a process whose stderr is not
+    read would never end.
     """
 
     def __init__(
@@ -151,12 +153,12 @@ class LineWriter(QueueListener):
     ) -> None:
         super().__init__(lines)
         self.num_dropped = 0
-        self._num_reported = 0  # of the dropped lines
+        self._num_reported = 0  # number of dropped lines already reported
         self._stream = stream
         self._format = format_record
 
     def handle(self, record: Any) -> None:
-        """Write a line, and behind it how many were dropped since."""
+        """Write a line, then a line with the number of lines that were dropped since the last such report, if any."""
         self._write(record)
         if dropped := self.num_dropped - self._num_reported:
             self._num_reported += dropped
@@ -164,13 +166,13 @@ class LineWriter(QueueListener):
             self._write(self._format(lost))
 
     def stop(self) -> None:
-        """Write what is queued; give up after FLUSH_TIMEOUT if the other end does not read it."""
+        """Write the queued lines; give up after FLUSH_TIMEOUT seconds if they are not read."""
         self.enqueue_sentinel()
         if self._thread is not None:
             self._thread.join(FLUSH_TIMEOUT)
 
     def _write(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the other end is closed
+        with contextlib.suppress(OSError, ValueError):  # lines are dropped if the reading end is closed
             self._stream.write(line + "\n")
             self._stream.flush()
 

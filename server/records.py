@@ -15,11 +15,12 @@ if TYPE_CHECKING:  # API workers must not import strategies
     from cache_strategies.base import BlockEvents, Blocks, CacheUsage
     from cache_strategies.registry import Instance
 
-# What a request waits for: max_num_seqs, memory, a sibling's prompt, or requests before it; see Scheduler.count_waiting
+# What a waiting request needs: a seat (of max_num_seqs), memory, the prompt that another choice (n > 1) computes, or
+# that earlier requests get theirs
 WaitReason = Literal["seats", "memory", "sibling", "turn"]
 Outcome = Literal["stop", "length", "cancelled", "error"]  # how a request ended
 Phase = Literal["prefill", "decode", "mixed"]  # the kind of a step's rows; mixed: both kinds
-Role = Literal["engine", "api", "supervisor"]  # of a process
+Role = Literal["engine", "api", "supervisor"]  # kind of process
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ class Admission:
     instance: str
     prompt_tokens: int
     cached_tokens: int  # prompt tokens that were found in the cache
-    miss: str | None  # as in RequestRecord
-    forked: bool  # as in RequestRecord
+    miss: str | None  # see RequestRecord
+    forked: bool  # see RequestRecord
 
 
 class DraftRecord(NamedTuple):
@@ -59,12 +60,14 @@ class StepReport:
     failures: Mapping[str, int]  # number of exceptions in a strategy's code
     generated_tokens: Mapping[str, int]  # number of sampled tokens
     drafts: Mapping[str, Sequence[DraftRecord]]
-    forks: Mapping[str, int]  # number of requests that took over a sibling's prompt
+    forks: Mapping[str, int]  # number of requests that took over the prompt of another choice (n > 1)
     admissions: Sequence[Admission]
     evicted_bytes: Mapping[str, int]  # bytes of idle memory that were evicted since the last step
-    inter_token_seconds: Mapping[str, Sequence[float]]  # seconds between each sampled token and its request's last one
+    # seconds between each sampled token and the token before it in its text
+    inter_token_seconds: Mapping[str, Sequence[float]]
     block_events: Mapping[str, BlockEvents]
-    op_seconds: Mapping[str, float] | None  # seconds by operation; None: operations were not timed in this step
+    # seconds of the step by operation; None: operations were not timed in this step
+    op_seconds: Mapping[str, float] | None
 
     @property
     def rows(self) -> int:
@@ -90,13 +93,14 @@ class RequestRecord(msgspec.Struct, frozen=True):
     outcome: Outcome
     prompt_tokens: int
     cached_tokens: int | None  # prompt tokens found in the cache; None: the request was never admitted
-    miss: str | None  # why no more were found (`cache_strategies.base.Miss`); None: all were found, or no lookup
-    forked: bool  # whether it took over a sibling's prompt, in which case the cache was not looked up
+    # why no more prompt tokens were found (`cache_strategies.base.Miss`); None: all were, or no lookup
+    miss: str | None
+    forked: bool  # whether it took over the prompt of another choice (n > 1) instead of looking it up in the cache
     generated_tokens: int
     drafted_tokens: int  # number of draft tokens that were verified
     accepted_tokens: int  # number of draft tokens that were accepted
     preemptions: int
-    kv_bytes: int  # peak KV memory of its text; shared blocks count in full
+    kv_bytes: int  # peak bytes of KV memory for its text; shared blocks count in full
     queue_seconds: float | None
     prefill_seconds: float | None
     decode_seconds: float | None
@@ -105,7 +109,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
 
 
 class DeviceMemory(NamedTuple):
-    """The memory of a device in bytes; for a CPU the machine's, or its container's."""
+    """The memory of a device in bytes; for a CPU that of the machine, or of the container."""
 
     used: int
     free: int
@@ -117,7 +121,7 @@ class EngineInfo:
 
     instances: Sequence[Instance]
     backends: Mapping[str, str]  # by operation
-    fallback_ops: Sequence[str]  # operations that failed their check
+    fallback_ops: Sequence[str]  # operations whose kernels failed their check; plain torch computes them
     versions: Mapping[str, str]
     settings: Mapping[str, Any]
     restarts: int  # number of engines that ran before this one
@@ -128,12 +132,12 @@ class EngineState:
     """Gauges of an engine: bytes and counts, by instance unless noted."""
 
     running: Mapping[str, int]  # requests
-    waiting: Mapping[tuple[str, WaitReason], int]  # requests, by instance and reason
+    waiting: Mapping[tuple[str, WaitReason], int]  # number of waiting requests by instance and by what they wait for
     usage: Mapping[str, CacheUsage]
     blocks: Mapping[str, Blocks]
     floor_bytes: Mapping[str, int]
-    pool_free: int  # KV memory that no instance holds
-    pool_held: int  # KV memory that an instance holds
-    pool_untouched: int  # KV memory that the system has not provided yet
+    pool_free: int  # bytes of KV memory that no instance holds
+    pool_held: int  # bytes of KV memory that instances hold
+    pool_untouched: int  # bytes of KV memory that the system has not provided yet
     device_memory: DeviceMemory
-    process_memory: Mapping[Role, int]  # resident memory, by role
+    process_memory: Mapping[Role, int]  # resident bytes by role of the process

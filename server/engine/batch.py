@@ -47,7 +47,7 @@ class Batch:
     """One step's input of the model, and its attention: implements `kernels.ops.Attention`."""
 
     def __init__(self, work: Sequence[RowInput], device: torch.device | str = "cpu") -> None:
-        """Plan the rows of every strategy and copy the ids to the device. Raises StrategyError."""
+        """Plan the rows of every strategy and copy token ids to the device. Raises StrategyError if a plan fails."""
         self.row_order = _order_rows(work)  # indices into `work`
         self._rows = [work[i] for i in self.row_order]
         ids: list[int] = []
@@ -64,7 +64,7 @@ class Batch:
 
     @property
     def kv_locations(self) -> Sequence[tuple[slice, KVLocation]] | None:
-        """Each strategy's range of tokens and where it stores their keys; None if any strategy does not expose that."""
+        """Each strategy's range of tokens and where it stores their keys; None if any strategy does not tell where."""
         locations = []
         for _, plan, tokens in self._slices:
             if (location := plan.kv_location) is None:
@@ -73,9 +73,13 @@ class Batch:
         return locations
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with each strategy's plan: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> [N,Hq,Dv]. Raises StrategyError."""
+        """Attend with each strategy's plan: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> [N,Hq,Dv].
+
+        Raises StrategyError if a strategy's code raises.
+        """
         out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-        is_single = len(self._slices) == 1  # then slicing is skipped, which costs time in every layer
+        # with one strategy the tensors are not sliced, which saves time in every layer
+        is_single = len(self._slices) == 1
         for cache, plan, at in self._slices:
             parts = (q, k, v, out) if is_single else (q[at], k[at], v[at], out[at])
             try:
@@ -86,7 +90,7 @@ class Batch:
 
     @property
     def logit_counts(self) -> list[int]:
-        """The number of rows of logits of each row of the batch."""
+        """For each row of the batch, the number of its tokens whose logits are computed."""
         return [item.num_logits for item in self._rows]
 
     def commit(self, num_entered: Sequence[int] | None = None) -> None:

@@ -65,7 +65,7 @@ class Engine:
 
 
 def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
-    """Load the model, allocate the KV memory and return the engine. Raises SettingsError.
+    """Load the model, allocate the KV memory and return the engine. Raises SettingsError for settings that cannot work.
 
     With `gradual`, only the part of a CPU's KV memory that the first steps need is touched now; the rest is touched in
     the background while the engine runs.
@@ -113,7 +113,7 @@ def _allocate_kv_memory(
     *,
     gradual: bool,
 ) -> tuple[Arena, Mapping[str, KVCache]]:
-    """Allocate the KV memory and make the caches that share it. Raises SettingsError."""
+    """Allocate the KV memory and make the caches that share it. Raises SettingsError if memory does not suffice."""
     page = registry.page_bytes(instances, geometry)
     pages = _choose_num_pages(settings, instances, geometry, page, device)
     with _translate_oom_errors(f"KV memory of {pages * page} bytes", "lower kv_memory"):
@@ -149,9 +149,9 @@ def _load_kernels(settings: Settings, device: Device, dtype: torch.dtype) -> Che
 
 @contextmanager
 def _translate_oom_errors(what: str, advice: str) -> Iterator[None]:
-    """Turn out-of-memory errors of the block into a SettingsError: `what` is too large, and `advice` says what to do.
+    """Turn an out-of-memory error of the `with` block into a SettingsError: `what` is too large; `advice` is appended.
 
-    On mps they are plain RuntimeErrors, so they are recognised by their message.
+    On mps out-of-memory errors are plain RuntimeErrors, so they are recognised by their message.
     """
     try:
         yield
@@ -168,7 +168,7 @@ def _translate_oom_errors(what: str, advice: str) -> Iterator[None]:
 def _load_model(
     settings: Settings, directory: Path, ops: Ops, dtype: torch.dtype, device: torch.device, max_seq_len: int
 ) -> Model:
-    """Load the model, and set the number of torch's CPU threads by its size. Raises SettingsError."""
+    """Load the model, and set the number of torch's CPU threads by its size. Raises SettingsError if loading fails."""
     if settings.threads is not None:  # applies to loading, too
         torch.set_num_threads(settings.threads)
     with _translate_oom_errors("the model", "use a smaller model, or a smaller format of its weights (--weights)"):
@@ -188,7 +188,10 @@ def _load_model(
 
 
 def _warm_up(settings: Settings, model: Model, max_num_batched_tokens: int, max_step_scores: int) -> None:
-    """Run the largest possible step: prompts that fill max_num_batched_tokens, and a token of every other sequence."""
+    """Run the largest possible step: max_num_batched_tokens prompt tokens and one token for each of max_num_seqs rows.
+
+    Raises SettingsError if the device's memory does not suffice.
+    """
     rows = settings.max_num_seqs
     with _translate_oom_errors(
         f"a step of {max_num_batched_tokens} tokens", "lower max_num_batched_tokens or max_num_seqs"
@@ -203,7 +206,7 @@ def _warm_up(settings: Settings, model: Model, max_num_batched_tokens: int, max_
 def _check_ops_in_kv_memory(
     caches: Mapping[str, KVCache], arena: Arena, geometry: Geometry, kernels: CheckedOps
 ) -> None:
-    """Raise SettingsError if the operations fail in the KV memory of a strategy, after passing in a small test memory.
+    """Raise SettingsError if operations that passed their check in a small memory fail in the KV memory of a strategy.
 
     They are tried in the first block that a strategy would allocate and, on accelerators, also in the last block of the
     arena, as large offsets are only tested there.

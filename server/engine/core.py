@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 NON_FINITE_LOGITS_MESSAGE = (
     "the model's logits are NaN or infinite: check its weights; if they are intact, --dtype float32 may help"
 )
-TIMING_INTERVAL = 61  # steps between two whose operations are timed; a prime, so as not to coincide with periodic work
+# operations are timed in one of so many steps; a prime number, so as not to coincide with periodic work
+TIMING_INTERVAL = 61
 
 
 class Event(NamedTuple):
@@ -64,10 +65,11 @@ class StepResult(NamedTuple):
 class _StepAccumulator:
     """Metrics and events since the last step's report; counters and dicts are by instance."""
 
-    failures: Counter[str] = field(default_factory=Counter)  # exceptions in a strategy's code
+    failures: Counter[str] = field(default_factory=Counter)  # number of exceptions in a strategy's code
     generated_tokens: Counter[str] = field(default_factory=Counter)
     drafts: defaultdict[str, list[DraftRecord]] = field(default_factory=lambda: defaultdict(list))
-    forks: Counter[str] = field(default_factory=Counter)  # requests that took over a sibling's prompt
+    # number of requests that took over the prompt of another choice (n > 1)
+    forks: Counter[str] = field(default_factory=Counter)
     admissions: list[Admission] = field(default_factory=list)
     inter_token_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     finished: list[RequestRecord] = field(default_factory=list)
@@ -95,8 +97,8 @@ class Core:
         self._selector = selector
         self._requests: dict[tuple[int, str], Request] = {}
         self._accumulator = _StepAccumulator()
-        self._evicted_pages: Counter[str] = Counter()  # by instance, up to the last step
-        self.timing_interval = TIMING_INTERVAL  # steps between two timed ones; 0: no step is timed
+        self._evicted_pages: Counter[str] = Counter()  # pages evicted from each instance until the last step
+        self.timing_interval = TIMING_INTERVAL  # operations are timed in one of so many steps; 0: in no step
         self.tracer = tracer
         self._runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample), tracer)
         self._steps = 0
@@ -128,7 +130,7 @@ class Core:
         return None
 
     def _make_request(self, worker: int, message: Submit) -> Request:
-        """Make the request of a message, with its strategy instance chosen. Raises RequestError."""
+        """Make the request of a message and choose its strategy instance. Raises RequestError if it is invalid."""
         name, reason = self._selector.choose(message, self.arena.usage)
         cache = self.caches[name]
         speculation = self.scheduler.limits.resolve_speculation(message.speculation)
@@ -145,13 +147,13 @@ class Core:
             siblings=self._find_siblings(worker, message, cache),
         )
         request.check_allowed_tokens(self.model.info.eos_ids)
-        # If a strategy's state depends on how tokens are split into rows, drafts would change the text.
+        # No drafts for a strategy whose state depends on how tokens are split into rows: they would change the text.
         if speculation.num_speculative_tokens and cache.contract.chunk_invariant:
             request.proposer = NgramProposer(speculation, request.max_total_tokens)
         return request
 
     def _find_siblings(self, worker: int, message: Submit, cache: KVCache) -> list[Request]:
-        """Return the list shared by all choices (n > 1) of one prompt; a new one for the first choice."""
+        """Return the list of requests that all choices (n > 1) of one prompt share; a new one for the first choice."""
         sibling = self._requests.get((worker, message.sibling_of)) if message.sibling_of is not None else None
         if sibling is None or sibling.cache is not cache or sibling.caching != message.caching:
             return []
@@ -169,7 +171,7 @@ class Core:
             self.cancel(*key)
 
     def set_share(self, name: str, *, floor: int, limit: int) -> None:
-        """Change an instance's floor and limit, in pages. Raises RequestError if a longest sequence would not fit.
+        """Change an instance's floor and limit, in pages. Raises RequestError if the arena has no room for them.
 
         Idle memory beyond the limit is freed now. Running requests go on; no other request of the instance starts until
         they need no more than the limit.
@@ -233,7 +235,7 @@ class Core:
         return StepResult(all_events, report, totals.finished)
 
     def _add_touched_memory(self) -> None:
-        """Make KV memory usable that was touched since the last step; go on with what there is if memory ran out."""
+        """Let caches use the KV memory touched since the last step; if the system has no more, lower all shares."""
         arena, total = self.arena, self.arena.total_pages
         if not arena.add_touched_pages():
             return
@@ -273,7 +275,10 @@ class Core:
         return merge_step_parts(parts), events
 
     def _update_from_output(self, output: StepOutput) -> list[Event]:
-        """Commit the tokens that entered, fork siblings and append the sampled tokens; return events for clients."""
+        """Commit the tokens that entered the caches, fork seats for other choices (n > 1), append the sampled tokens.
+
+        Return events for clients.
+        """
         _commit_output(output)
         events: list[Event] = []
         for request, _, _ in output.scheduled:
@@ -298,7 +303,7 @@ class Core:
         return events + self._append_tokens([each for each in inputs if each.request in results], output.sampled)
 
     def _record_admission(self, request: Request) -> list[Event]:
-        """Record the number of cached tokens of a request, final once its first row has run; return its Admitted."""
+        """Record the number of prompt tokens found in the cache, once a request's first row has run; return Admitted."""
         assert request.seat is not None
         seat, name = request.seat, request.cache.name
         request.num_cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)
@@ -347,7 +352,10 @@ class Core:
         return Event(worker, Tokens(request_id, [], "length"))
 
     def _fork_siblings(self, request: Request, siblings: Sequence[SamplerInput]) -> list[SamplerInput]:
-        """Fork the seat with the computed prompt for a request's siblings; return those for which memory sufficed."""
+        """Fork the seat of a request, whose prompt is computed, for its siblings (other choices of the prompt).
+
+        Return the siblings that were started; memory may not suffice for all.
+        """
         forked = [each for each in siblings if self.scheduler.fork(each.request, request)]
         self._accumulator.forks[request.cache.name] += len(forked)
         return forked
@@ -371,7 +379,7 @@ class Core:
 
 
 def _commit_output(output: StepOutput) -> None:
-    """Commit the tokens of a step that entered, and free the slots of rejected draft tokens."""
+    """Commit the tokens of a step that entered the caches, and free the slots of rejected draft tokens."""
     output.batch.commit(output.count_entered_tokens())
     for request in (s.request for s in output.scheduled if s.draft):
         assert request.seat is not None

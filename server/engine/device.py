@@ -20,10 +20,12 @@ from server.records import DeviceMemory
 log = logging.getLogger(__name__)
 
 CORES = torch.get_num_threads()  # torch's default number of threads, which respects OMP_NUM_THREADS
-SMALL_MODEL_BYTES = 16 << 20  # weights of up to this size leave a core to the API workers (see choose_threads)
-METAL_MARGIN = 256 << 20  # bytes that stay free on mps: attention's scratch, command buffers, the allocator's rounding
+SMALL_MODEL_BYTES = 16 << 20  # bytes; a model with weights of up to this size leaves one core to the API workers
+# bytes that stay free on mps, for attention's scratch, command buffers and the allocator's rounding
+METAL_MARGIN = 256 << 20
 WEIGHT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-WEIGHT_FORMATS = {"int8": WeightFormat(8), "int4": WeightFormat(4, 32)}  # see docs/guide/models.md for their accuracy
+# names of the setting `weights` and their formats; docs/guide/models.md compares their accuracy
+WEIGHT_FORMATS = {"int8": WeightFormat(8), "int4": WeightFormat(4, 32)}
 
 
 def choose_device(name: str) -> Device:
@@ -41,9 +43,9 @@ def choose_device(name: str) -> Device:
 
 
 def choose_dtype(name: str, checkpoint: str, device: Device) -> torch.dtype:
-    """Return the dtype of activations, keys and values. Raises SettingsError if the checkpoint's is not supported.
+    """Return the dtype of activations, keys and values. Raises SettingsError if `checkpoint` is not supported.
 
-    "auto" is the checkpoint's dtype, but float32 on a CPU without instructions for it.
+    "auto" is the checkpoint's dtype, but float32 on a CPU without instructions for that dtype.
     """
     if name == "auto":
         name = checkpoint
@@ -90,7 +92,7 @@ def choose_max_batched_tokens(setting: int | None, device: Device) -> int:
     """Return the maximum number of prompt tokens in a step; `setting` if it is given.
 
     Longer steps delay the tokens of all running requests. On a CPU (emulated devices included) 512 tokens per step
-    reach the full throughput and 256 a tenth less, as each step reads all weights once. An accelerator needs more.
+    reach the full throughput and 256 nine tenths of it, as each step reads all weights. An accelerator needs more.
     """
     return setting or (512 if device.tensors.type == "cpu" else 1024)
 
@@ -121,7 +123,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def limit_memory(device: torch.device) -> None:
-    """Make torch raise on mps above the memory that Metal recommends; by default torch allows 1.7 times as much."""
+    """Let torch allocate on mps no more memory than Metal recommends; by default torch allows 1.7 times as much."""
     if device.type == "mps":
         torch.mps.set_per_process_memory_fraction(1.0)
 
@@ -131,5 +133,5 @@ def _container_memory() -> tuple[int, int]:
     cgroup = Path("/sys/fs/cgroup")
     try:
         return int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # no such file, or "max"
+    except (OSError, ValueError):  # there is no such file, or it contains "max" (no limit)
         return sys.maxsize, 0

@@ -49,7 +49,7 @@ def get_versions() -> dict[str, str]:
     return {
         "version": get_version(),
         "python": platform.python_version(),
-        "torch": str(torch.__version__),  # TorchVersion is a subclass of str
+        "torch": str(torch.__version__),  # it is a TorchVersion, a subclass of str
         "transformers": metadata.version("transformers"),
     }
 
@@ -123,7 +123,10 @@ def describe_memory(arena: Arena) -> dict[str, int]:
 
 
 def describe_caches(engine: Engine) -> list[dict[str, Any]]:
-    """Return the instances as GET /v1/kv_cache shows them: options, floor and limit, contract and usage."""
+    """Return the instances for GET /v1/kv_cache: options, floor and limit in bytes, contract, memory by use.
+
+    The contract names the properties that a strategy guarantees, such as `exact`.
+    """
     return [
         {
             "name": d.name,
@@ -141,7 +144,7 @@ class ProcessMemory:
     """Reads the resident memory of the server's processes, in bytes; API workers report theirs."""
 
     def __init__(self) -> None:
-        self._workers: dict[int, int] = {}  # the last report of each
+        self._workers: dict[int, int] = {}  # resident bytes by API worker, as last reported
         self._engine = psutil.Process()
         self._supervisor = self._engine.parent() if multiprocessing.parent_process() else None
 
@@ -207,10 +210,10 @@ def compute_fingerprint(engine: Engine) -> str:
 
 
 def compute_digest(configuration: Any, directory: Path) -> str:
-    """Return 16 hexadecimal digits over a value that msgspec can encode and the files in a model's directory."""
+    """Return 16 hexadecimal digits of a hash of `configuration` (encoded by msgspec) and the files of a model."""
     digest = hashlib.sha256(msgspec.json.encode(configuration, order="deterministic"))
     for file in _iter_model_files(directory):
-        with contextlib.suppress(OSError):  # an unreadable file was not needed to load the model
+        with contextlib.suppress(OSError):  # skip an unreadable file: it was not needed to load the model
             stat = file.stat()
             large = stat.st_size > SMALL_FILE_BYTES
             content = f"{stat.st_size} {stat.st_mtime_ns}".encode() if large else file.read_bytes()

@@ -46,8 +46,8 @@ from server.records import EngineInfo, EngineState, RequestRecord, StepReport
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 0.5  # maximum time that an idle engine waits for a message before it checks whether to stop
-STALLED_SECONDS = 0.001  # pause after a step in which no running request could be scheduled
+IDLE_SECONDS = 0.5  # maximum seconds that an idle engine waits for a message before it checks whether to stop
+STALLED_SECONDS = 0.001  # seconds of pause after a step in which no running request could be scheduled
 
 
 class StepObserver(Protocol):
@@ -91,7 +91,8 @@ class Loop:
         self._info = make_engine_info(engine, restarts)
         self._observer = make_observer(self._info)
         self._processes = ProcessMemory()
-        self._answers: dict[Question, Answer] = {}  # the latest answer to each question
+        # latest answer to each question of the API workers, reused for ANSWER_TTL seconds
+        self._answers: dict[Question, Answer] = {}
         self._profiler = Profiler(engine.core.tracer, engine.device.tensors, summarize_engine(engine))
         self._stopping = False
 
@@ -148,7 +149,7 @@ class Loop:
     def _answer(self, query_id: int, payload: Question | Command) -> Answer:
         """Return the answer to a question or command. Answers to questions are reused for ANSWER_TTL seconds."""
         if not isinstance(payload, str):
-            self._answers.clear()  # a command may change the answers
+            self._answers.clear()  # kept answers are dropped: a command may change them
             return self._compute_answer(query_id, payload)
         cached = self._answers.get(payload)
         if cached is None or cached.created_at + ANSWER_TTL <= monotonic():

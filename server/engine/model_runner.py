@@ -34,10 +34,11 @@ class StepOutput(NamedTuple):
     """The results of a forward pass that has not been committed yet."""
 
     batch: Batch
-    scheduled: Sequence[Scheduled]  # in the order of the batch
-    to_sample: Sequence[SamplerInput]  # requests whose tokens have all entered: the next one is sampled
-    siblings: Mapping[Request, Sequence[SamplerInput]]  # for each of these, the other choices that wait to fork it
-    sampled: SamplerOutput  # for the requests of `to_sample` and `siblings`, except those with max_tokens=0
+    scheduled: Sequence[Scheduled]  # the rows of the step, in the order of the batch
+    to_sample: Sequence[SamplerInput]  # requests whose rows reach the end of their tokens, so that a new one is sampled
+    # for each request of `to_sample`, the other choices (n > 1) that wait to fork its seat
+    siblings: Mapping[Request, Sequence[SamplerInput]]
+    sampled: SamplerOutput  # new tokens of the requests in `to_sample` and `siblings`, except those with max_tokens=0
 
     def count_entered_tokens(self) -> list[int]:
         """Return the number of tokens of each row to commit; rejected draft tokens do not count."""
@@ -97,7 +98,7 @@ def _make_row_input(scheduled: Scheduled) -> RowInput:
 
 
 def _find_waiting_siblings(parent: SamplerInput) -> list[SamplerInput]:
-    """Return the other choices (n > 1) that wait for a request's prompt; they are sampled from the same logits."""
+    """Return the other choices (n > 1) that wait for the parent's prompt; they are sampled from the same logits."""
     if parent.request.num_output_tokens:
         return []
     return [
@@ -116,13 +117,13 @@ class RowsComputed(NamedTuple):
 
 
 class StrategyFailed(NamedTuple):
-    """A strategy's code raised. Its rows are repeated, or end with RequestsFailed the second time."""
+    """A strategy's code raised an exception. The step is repeated once; the second time its requests fail."""
 
     instance: str
 
 
 class RequestsFailed(NamedTuple):
-    """Requests that end with an error: its message, and the code for clients."""
+    """Requests that end with an error, whose message and code are sent to the clients."""
 
     requests: Sequence[Request]
     message: str
@@ -151,7 +152,8 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
     """Run the rows as one step; repeat it if a strategy fails, without that strategy's rows if it fails twice."""
     failed_before: set[str] = set()
     while scheduled:
-        parts = make_step_parts(scheduled)  # before the forward pass, which evicts requests from the CPU's caches
+        # made before the forward pass, which displaces the requests from the CPU's caches
+        parts = make_step_parts(scheduled)
         try:
             output = runner.execute(scheduled)
         except StrategyError as error:

@@ -12,7 +12,7 @@ from server.records import Outcome, RequestRecord, StepPart
 
 def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
     """Return the numbers of rows and tokens of a step by instance."""
-    counts: dict[str, list[int]] = {}  # decode rows, all rows, tokens
+    counts: dict[str, list[int]] = {}  # [decode rows, all rows, tokens] by instance
     for request, num_tokens, draft in scheduled:
         count = counts.setdefault(request.cache.name, [0, 0, 0])
         count[0] += num_tokens == 1 and request.num_output_tokens > 0

@@ -70,21 +70,22 @@ class EngineLost(Exception):
 
 
 class Stream:
-    """The events of requests that run together, until the last of them has ended. Made by `EngineClient.stream`."""
+    """The events of requests that were submitted together, until all have ended. Made by `EngineClient.stream`."""
 
     def __init__(self, submits: Iterable[Submit], send_cancel: Callable[[Cancel], None]) -> None:
         self._wants_explanation = {submit.request_id: submit.explain for submit in submits}
         self._running = set(self._wants_explanation)  # ids of requests whose last event was not read yet
-        self._stopped: set[str] = set()  # those of them of which only the explanation is still to be read
+        # ids of running requests that were stopped: only their Explained is still to be read
+        self._stopped: set[str] = set()
         self._send_cancel = send_cancel
         self._events: deque[RequestEvent | Exception] = deque()
-        self._arrival: asyncio.Future[None] | None = None  # resolved by the next event
+        self._arrival: asyncio.Future[None] | None = None  # what a waiting reader awaits; resolved by the next event
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> RequestEvent:
-        """Return the next event. Raises EngineLost when the connection is lost, and the error that `fail` was given."""
+        """Return the next event. Raises EngineLost when the connection is lost, and any error passed to `fail`."""
         while self._running:
             if (event := self.get_nowait()) is not None:
                 return event
@@ -96,12 +97,12 @@ class Stream:
     def get_nowait(self) -> RequestEvent | None:
         """Return the next event if it has arrived, else None.
 
-        Raises as `__anext__`; earlier events are delivered first.
+        Raises the errors that `__anext__` raises, after the events that arrived before them.
         """
         while self._running and self._events:
             event = self._events.popleft()
             if isinstance(event, EngineLost):
-                self._running.clear()  # there is no engine that could cancel them
+                self._running.clear()  # forget the requests: there is no engine that could cancel them
             if isinstance(event, Exception):
                 self.cancel_all("error")
                 raise event
@@ -146,22 +147,24 @@ class Stream:
 
 
 class EngineClient:
-    """The engine at the Unix socket `path`, from `start` (or `async with`) to `close`. One event loop only."""
+    """A client of the engine at the Unix socket `path` from `start` (or `async with`) to `close`, in one event loop."""
 
     def __init__(self, path: str | os.PathLike[str], estimate_retry_after: Callable[[], float] = lambda: 0.0) -> None:
         """Make an unconnected client; `estimate_retry_after` returns seconds until a lost engine is expected back."""
         self.hello: Hello | None = None  # what the engine serves; None while it is not connected
-        self.query_timeout = 10.0  # seconds; the engine answers a query between two steps
-        self.epoch = object()  # replaced after each command and with each engine: earlier answers are then out of date
+        self.query_timeout = 10.0  # seconds to wait for an answer, which the engine gives between two steps
+        # replaced after each command and for each new engine: answers from before are then out of date
+        self.epoch = object()
         self.estimate_retry_after = estimate_retry_after
         self._path = os.fspath(path)
         self._connection: _Connection | None = None
         self._streams: dict[str, Stream] = {}  # by request id
-        self._queue_seconds = 0.0  # of the request admitted last: an estimate of when a full queue has room
+        # seconds that the last admitted request had waited: an estimate of when a full queue has room
+        self._queue_seconds = 0.0
         self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._query_ids = itertools.count()
         self._task: asyncio.Task[None] | None = None
-        self._end_error: Exception | None = None  # raised for every further request
+        self._end_error: Exception | None = None  # the error passed to `fail_all`, raised for every further request
 
     def get_hello(self) -> Hello:
         """Return what the engine serves. Raises EngineLost while it is not connected."""
@@ -172,9 +175,9 @@ class EngineClient:
     # ------------------------------------------------------------ requests
     @contextlib.asynccontextmanager
     async def stream(self, submits: Sequence[Submit]) -> AsyncIterator[Stream]:
-        """Run requests; those that have not ended when the block is left, however it is left, are cancelled.
+        """Run requests; those that have not ended when the `with` block is left, also by an exception, are cancelled.
 
-        Raises EngineLost when there is no engine, and what `fail_all` was given.
+        Raises EngineLost when there is no engine, and the error passed to `fail_all` after that was called.
         """
         if self._end_error is not None:
             raise self._end_error
@@ -183,7 +186,7 @@ class EngineClient:
         self._streams |= {submit.request_id: stream for submit in submits}
         try:
             yield stream
-        except Exception:  # not when the client disconnects: that raises CancelledError
+        except Exception:  # an error; a client that disconnects raises CancelledError, which is no Exception
             stream.cancel_all("error")
             raise
         finally:
@@ -198,16 +201,16 @@ class EngineClient:
             stream.fail(error)
 
     async def query(self, what: Question | Command | Profile, timeout: float | None = None) -> bytes:
-        """Return the body of the engine's answer. Raises EngineRefused, and as `send_query`."""
+        """Return the body of the engine's answer. Raises EngineRefused for an error, and EngineLost as `send_query`."""
         answer = await self.send_query(what, timeout)
         if answer.error is not None:
             raise EngineRefused(answer.error)
         return answer.body
 
     async def send_query(self, what: Question | Command | Profile, timeout: float | None = None) -> Answer:
-        """Return the engine's answer, which may be a refusal. Raises EngineLost, also after `timeout` seconds.
+        """Return the engine's answer, which may be a refusal.
 
-        None stands for `query_timeout`.
+        Raises EngineLost if there is no engine, or none has answered after `timeout` seconds (None: `query_timeout`).
         """
         timeout = self.query_timeout if timeout is None else timeout
         query_id = next(self._query_ids)
@@ -224,7 +227,7 @@ class EngineClient:
                 self.epoch = object()
 
     def send_observed(self, observed: Observed) -> None:
-        """Send what this worker has observed. Raises EngineLost while there is no engine."""
+        """Send the engine this worker's response counts and memory. Raises EngineLost while there is no engine."""
         self._send(observed)
 
     def _cancel(self, message: Cancel) -> None:
@@ -232,10 +235,10 @@ class EngineClient:
             self._send(message)
 
     def _send(self, *messages: ToEngine) -> None:
-        """Send messages in one piece, so that requests that belong together arrive together."""
+        """Send messages in one write, so that the choices of one prompt arrive together."""
         self.get_hello()
         assert self._connection is not None, "a client with a Hello is connected"
-        if self._connection.transport.is_closing():  # the engine has just ended, and `hello` is about to go
+        if self._connection.transport.is_closing():  # the engine has just ended; `hello` is not None yet
             raise self._make_lost_error("the engine is not ready; try again")
         self._connection.transport.write(b"".join(map(encode_message, messages)))
 
@@ -272,7 +275,7 @@ class EngineClient:
         return self._connection
 
     async def _receive_until_closed(self, connection: _Connection) -> None:
-        """Receive events until the connection ends; then everything that waits for the engine ends, too."""
+        """Receive events until the connection ends; then all streams and queries fail with EngineLost."""
         try:
             await connection.closed
             log.warning("the engine hung up; connecting again")

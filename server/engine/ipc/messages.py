@@ -1,4 +1,4 @@
-"""The messages between API workers and the engine: token ids to it and back, and what operators ask for.
+"""The messages between API workers and the engine: requests and operators' commands, tokens and answers.
 
 Plain msgspec structs, so both sides read them and neither needs the other's libraries.
 """
@@ -15,50 +15,54 @@ from server.records import RequestRecord
 class SamplingParams(msgspec.Struct, frozen=True):
     """How tokens are drawn, and which log-probabilities are returned.
 
-    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 switch the filter off, penalties of 0 (repetition: 1) too.
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0, frequency and presence penalties of 0 and a repetition penalty
+    of 1 have no effect.
     """
 
-    max_tokens: int  # 0: the prompt is computed, and nothing drawn
+    max_tokens: int  # maximum number of output tokens; 0: only the prompt is computed
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
-    min_tokens: int = 0  # the first so many tokens are none that would end the text
-    stop_token_ids: tuple[int, ...] = ()  # end the text, as the model's own end tokens do
-    frequency_penalty: float = 0.0  # subtracted from a logit for each time its token was drawn
-    presence_penalty: float = 0.0  # subtracted from a logit once its token was drawn
-    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt and output, multiplies others
-    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of these tokens
+    min_tokens: int = 0  # number of output tokens before the text may end
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the text, beside the model's own end tokens
+    frequency_penalty: float = 0.0  # subtracted from a token's logit once for each time it was drawn
+    presence_penalty: float = 0.0  # subtracted from the logits of all tokens that were drawn
+    # for tokens in prompt and output: divides positive logits, multiplies negative ones
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # pairs of a token id and the number added to its logit
     allowed_token_ids: bytes = (
-        b""  # the only tokens that may be drawn, as 64-bit integers of this machine; none: all may
+        b""  # the only tokens that may be drawn, as 64-bit integers in this machine's byte order; empty: all tokens
     )
-    logprobs: int | None = None  # of each token drawn, and of this many of the likeliest; None: none
-    prompt_logprobs: int | None = None  # likewise of each token of the prompt
+    # number of likeliest tokens returned with each drawn token's log-probability; None: no log-probabilities
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None  # the same for each token of the prompt; None: no log-probabilities
 
 
 class Caching(msgspec.Struct, frozen=True):
-    """Which cached tokens a request may use, and how long those that it leaves are kept."""
+    """Which cached tokens a request may use, and how long the blocks that it leaves in the cache are kept."""
 
-    tenant: str = ""  # only requests with the same tenant and the same cache_salt share what is cached
+    tenant: str = ""  # only requests with the same tenant and the same cache_salt share cached tokens
     cache_salt: str = ""
-    max_cached: int | None = None  # prompt tokens that may be taken from the cache
-    priority: int = 0  # of the blocks it leaves; those of higher priority stay longer
-    ttl: float | None = None  # seconds after which these blocks are evicted first; None: as the instance has it
+    max_cached: int | None = None  # maximum number of prompt tokens that may be taken from the cache; None: no limit
+    # priority of the blocks that the request leaves in the cache; blocks of higher priority are evicted later
+    priority: int = 0
+    ttl: float | None = None  # seconds after which these blocks are evicted before others; None: the instance's setting
 
 
 class Speculation(msgspec.Struct, frozen=True):
-    """Drafts of the next tokens, looked up in the request's own text (`ngram_proposer.py`). Named as in vLLM."""
+    """Drafts of the next tokens, looked up in the request's own text (`ngram_proposer.py`). Names are those of vLLM."""
 
-    num_speculative_tokens: int = 0  # of a draft, at most; 0: no drafts
-    prompt_lookup_max: int = 3  # the longest end of the text that is looked up, in tokens
-    prompt_lookup_min: int = 1  # the shortest
+    num_speculative_tokens: int = 0  # maximum number of tokens in a draft; 0: no drafts
+    prompt_lookup_max: int = 3  # maximum number of last tokens of the text that are looked up
+    prompt_lookup_min: int = 1  # minimum number of last tokens that must match
 
 
 # ---------------------------------------------------------------- to the engine
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """A new request. `kv_cache`, `header`, `alias`: the instance that body, header, or the model's name ask for."""
+    """A new request. `kv_cache`, `header`, `alias`: the instance given by the body, the header or the model's name."""
 
     request_id: str
     prompt: list[int]
@@ -68,26 +72,28 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     alias: str | None = None
     priority: int = 0  # lower runs first
     caching: Caching = Caching()
-    sibling_of: str | None = None  # an earlier request with the same prompt, whose computed prompt it may take over
-    explain: bool = False  # the last event is an Explained, unless the request fails
-    speculation: Speculation | None = None  # None: that of the settings
+    # id of an earlier request with the same prompt, whose keys and values this one may take over
+    sibling_of: str | None = None
+    explain: bool = False  # whether the last event is an Explained, unless the request fails
+    speculation: Speculation | None = None  # None: speculation as in the settings
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """Ends a request now and frees its memory; no more of its events are sent. Unknown ids are ignored."""
+    """Ends a request now and frees its memory; only an Explained may follow (after "stop"). Unknown ids are ignored."""
 
     request_id: str
-    outcome: Literal["cancelled", "stop", "error"] = "cancelled"  # stop: at a stop string; error: by the worker
+    # stop: the text reached a stop string; error: the API worker failed
+    outcome: Literal["cancelled", "stop", "error"] = "cancelled"
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):
-    """Asks for an instance's requests, and what its memory holds."""
+    """Asks for an instance's requests and the contents of its memory."""
 
     instance: str
 
 
 class Clear(msgspec.Struct, tag=True, frozen=True):
-    """Clears what an instance has cached: for every tenant or one of them, and of it all or one cache_salt."""
+    """Clears an instance's idle cached tokens; `tenant` and `cache_salt`, if given, limit which."""
 
     instance: str
     tenant: str | None = None  # None: every tenant
@@ -95,7 +101,7 @@ class Clear(msgspec.Struct, tag=True, frozen=True):
 
 
 class PinPrefix(msgspec.Struct, tag=True, frozen=True):
-    """Pins what is cached of a prompt for `ttl` seconds."""
+    """Pins the cached beginning of a prompt, which is then not evicted for `ttl` seconds."""
 
     instance: str
     tokens: list[int]
@@ -112,7 +118,7 @@ class Unpin(msgspec.Struct, tag=True, frozen=True):
 
 
 class Share(msgspec.Struct, tag=True, frozen=True):
-    """Changes an instance's floor and limit, written as in the settings; None leaves one as it is."""
+    """Changes an instance's floor and limit (minimum and maximum KV memory), as in the settings; None: no change."""
 
     instance: str
     floor: str | None
@@ -120,14 +126,14 @@ class Share(msgspec.Struct, tag=True, frozen=True):
 
 
 class Profile(msgspec.Struct, tag=True, frozen=True):
-    """Records at most `steps` next steps with torch's profiler, for at most `seconds`; answered when that is over."""
+    """Records the next `steps` steps with torch's profiler, for at most `seconds` seconds; the answer is the trace."""
 
     steps: int
     seconds: float
 
 
 class Observed(msgspec.Struct, tag=True, frozen=True):
-    """The responses of an API worker by status since its last such message, and its resident memory in bytes."""
+    """The number of an API worker's responses by HTTP status since its last Observed, and its resident memory."""
 
     responses: dict[int, int]
     memory_bytes: int
@@ -136,12 +142,13 @@ class Observed(msgspec.Struct, tag=True, frozen=True):
 Command = Inspect | Clear | PinPrefix | Unpin | Share
 
 
-Question = Literal["kv_cache", "settings", "metrics"]  # answered as JSON; metrics as a `server.metrics` Snapshot
+# answered with JSON, except metrics: an encoded `server.metrics` Snapshot
+Question = Literal["kv_cache", "settings", "metrics"]
 ANSWER_TTL = 1.0  # seconds for which an answer to a question is reused
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):
-    """Asks for an Answer: to a question, the result of a command, or a profile."""
+    """Asks the engine for an Answer: to a question, the result of a command, or the trace of a Profile."""
 
     query_id: int
     payload: Question | Command | Profile
@@ -159,7 +166,7 @@ class Strategy(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
-    """First message on every connection: the engine is ready, and this is what it serves."""
+    """First message on every connection: the engine is ready; the fields tell what it serves."""
 
     model: str
     aliases: list[str]  # other names of it
@@ -170,7 +177,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Admitted(msgspec.Struct, tag=True, frozen=True):
-    """The request got its seat: in which instance and why, and how many prompt tokens were found in the cache."""
+    """The request got its seat. `reason`: why the instance was chosen; `cached_tokens`: prompt tokens in the cache."""
 
     request_id: str
     instance: str
@@ -181,7 +188,7 @@ class Admitted(msgspec.Struct, tag=True, frozen=True):
 
 
 class Preempted(msgspec.Struct, tag=True, frozen=True):
-    """The request lost its memory to others; it goes on later."""
+    """The request lost its memory to other requests; it waits and goes on later."""
 
     request_id: str
 
@@ -196,50 +203,50 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptScores(msgspec.Struct, tag=True, frozen=True):
-    """The scores of the prompt's tokens from the second on, in order; a long prompt's come in several of these."""
+    """Log-probabilities of the prompt's tokens from the second on, in order; a long prompt takes several messages."""
 
     request_id: str
     logprobs: list[TokenLogprob]
 
 
 class Tokens(msgspec.Struct, tag=True, frozen=True):
-    """New tokens; with a finish_reason ('stop', 'length') they are the last, and there may be none.
+    """New tokens of a request; if finish_reason ('stop' or 'length') is set, they are the last ones and may be none.
 
-    With 'stop' the last one is a token that ends texts.
+    With 'stop' the last token is one that ends texts.
     """
 
     request_id: str
     tokens: list[int]
     finish_reason: str | None = None
-    logprobs: list[TokenLogprob] | None = None  # one for each token; None if the request wants none
-    num_draft_tokens: int = 0  # that were verified; all of `tokens` but the last were among them
+    logprobs: list[TokenLogprob] | None = None  # one for each token; None if the request has no `logprobs`
+    num_draft_tokens: int = 0  # number of verified draft tokens; all of `tokens` except the last were in the draft
 
 
 class Explained(msgspec.Struct, tag=True, frozen=True):
-    """The record of a request with `explain`: comes after its last tokens, or after it was stopped."""
+    """The record of a request with `explain`: follows its last tokens, or its Cancel with "stop"."""
 
     request_id: str
     record: RequestRecord
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The request failed. `status` is the HTTP status of the response, if that has not begun."""
+    """The request failed. `status` is the HTTP status of the response, if the response has not begun."""
 
     request_id: str
     status: int
     message: str
     code: str | None = None
     param: str | None = None
-    retry_after: float | None = None  # seconds after which another attempt may succeed, where that is known
+    retry_after: float | None = None  # seconds after which another attempt may succeed; None: unknown
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
-    """The reply to a Query; with `error` if it was refused or failed."""
+    """The reply to a Query; `error` is set if the query was refused or failed."""
 
     query_id: int
     body: bytes
     error: Failed | None = None
-    created_at: float = 0.0  # monotonic seconds, on the clock of all processes of this machine
+    created_at: float = 0.0  # seconds of the monotonic clock, which all processes of this machine share
 
 
 RequestEvent = Admitted | Preempted | PromptScores | Tokens | Explained | Failed

@@ -26,9 +26,9 @@ from server.processes.framing import FrameDecoder, WireError, encode_frame
 
 log = logging.getLogger(__name__)
 
-MAX_READ_BYTES = 2**18  # bytes, in one call
-ACCEPT_RETRY_DELAY = 0.1  # seconds, after a connection that failed
-MAX_UNREAD_BYTES = 64 * 2**20  # of a worker; one that leaves more is taken for stuck, and its connection is closed
+MAX_READ_BYTES = 2**18  # maximum bytes that one call of recv() returns
+ACCEPT_RETRY_DELAY = 0.1  # seconds from a failed accept() to the next
+MAX_UNREAD_BYTES = 64 * 2**20  # a worker that leaves more bytes unread is taken for stuck, and its connection is closed
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -46,18 +46,18 @@ def make_message_decoder() -> FrameDecoder[ToEngine]:
 
 
 class WorkerDisconnected(msgspec.Struct, frozen=True):
-    """The worker's connection has ended: its requests need no more events."""
+    """The worker's connection has ended: its requests can be cancelled."""
 
 
 class EngineServer:
-    """Serves the Unix socket `path` from `start` (or `with`) to `close`. Each worker is greeted with `hello`."""
+    """Serves the Unix socket `path` from `start` (or `with`) to `close`. Each worker first receives `hello`."""
 
     def __init__(self, path: str | os.PathLike[str], hello: Hello) -> None:
         self.inbox: queue.SimpleQueue[tuple[int, ToEngine | WorkerDisconnected]] = queue.SimpleQueue()
         self._path = os.fspath(path)
         self._greeting = encode_events([hello])
         self._worker_ids = itertools.count()
-        self._workers: dict[int, WorkerConnection] = {}  # changed by the server's thread only
+        self._workers: dict[int, WorkerConnection] = {}  # by worker id; only the server's thread changes it
         self._worker_tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
@@ -73,7 +73,7 @@ class EngineServer:
     def send(self, worker_id: int, events: list[FromEngine]) -> None:
         """Send one frame without waiting. Does nothing if the worker is gone or the server is closed.
 
-        The caller's thread writes: waking another for each step costs a step more than the writing.
+        The caller's thread writes to the socket itself: waking another thread for every step takes longer than that.
         """
         worker = self._workers.get(worker_id)
         if worker is None:
@@ -101,7 +101,7 @@ class EngineServer:
         self.close()
 
     def _call_soon_threadsafe(self, function: Callable[..., None], *args: object) -> None:
-        """Have the server's thread call a function."""
+        """Have the server's thread call a function; do nothing if the server is closed."""
         assert self._loop is not None, "start() comes first"
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *args)
@@ -127,7 +127,8 @@ class EngineServer:
         while self._worker_tasks:
             for worker in self._workers.values():
                 worker.hang_up()
-            await asyncio.wait(self._worker_tasks, timeout=0.01)  # again: one may just have been accepted
+            # then again: another worker may just have been accepted
+            await asyncio.wait(self._worker_tasks, timeout=0.01)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
 
@@ -136,7 +137,7 @@ class EngineServer:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # too many open files; the worker waits
+            except OSError as error:  # such as too many open files; the worker waits to be accepted
                 log.warning("an API worker cannot connect: %s", error)
                 await asyncio.sleep(ACCEPT_RETRY_DELAY)
                 continue
@@ -161,7 +162,7 @@ class EngineServer:
             self.inbox.put((worker_id, WorkerDisconnected()))
 
     def _flush_when_writable(self, worker_id: int) -> None:
-        """Send what the socket had no room for, as it gets room."""
+        """Send a worker's unsent bytes as soon as its socket has room."""
         if (worker := self._workers.get(worker_id)) is not None:
             asyncio.get_running_loop().add_writer(worker.socket, self._flush, worker)
 
@@ -171,7 +172,7 @@ class EngineServer:
 
 
 class WorkerConnection:
-    """A worker's socket, and the bytes that it had no room for. Any thread may write; none waits."""
+    """A worker's socket, and the bytes that did not fit into it yet. Any thread may write; none waits."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -180,9 +181,9 @@ class WorkerConnection:
         connection.setblocking(False)
 
     def send(self, data: bytes) -> int:
-        """Send as many of these bytes, and of those before them, as there is room for; return how many remain.
+        """Send the bytes that remain from earlier calls, then `data`, as far as they fit; return how many remain.
 
-        A worker that has gone takes all of them: what reads from its socket finds that it has ended.
+        If the connection is lost, all are dropped, and 0 is returned; the thread that reads the socket handles that.
         """
         with self._lock:
             try:
@@ -199,7 +200,7 @@ class WorkerConnection:
             return len(self._unsent)
 
     def hang_up(self) -> None:
-        """Shut the socket down: its reader finds the end."""
+        """Shut the socket down, so that both ends read the end of the connection."""
         with self._lock, contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -217,7 +218,7 @@ def _listen(path: str) -> socket.socket:
     listener.setblocking(False)
     try:
         listener.bind(path)
-        os.chmod(path, 0o600)  # before listen(): no worker can have connected
+        os.chmod(path, 0o600)  # set before listen(), so no process can have connected with other permissions
         listener.listen()
     except OSError:
         listener.close()

@@ -1,6 +1,6 @@
 """Records what the engine's first steps launch on Apple's GPU, as a trace for Xcode's Metal debugger.
 
-torch writes it, into the folder that the server was started in. Knows neither steps nor kernels.
+torch writes the trace into the folder in which the server was started. Knows neither steps nor kernels.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kernels.device import Device
 log = logging.getLogger(__name__)
 
 TRACE_NAME = "kvmux"
-TRACE_FILE = f"0000-{TRACE_NAME}.gputrace"  # the file that torch makes of the name
+TRACE_FILE = f"0000-{TRACE_NAME}.gputrace"  # the file that torch writes for a capture named TRACE_NAME
 
 
 class Capture:
-    """A capture that ends after a number of steps, or with its `with` block."""
+    """A capture of Metal launches that ends after a number of steps, or with its `with` block."""
 
     def __init__(self, steps: int, capturing: AbstractContextManager[None] | None) -> None:
-        """Begin to capture by `capturing`, if given. Only steps that compute something are counted."""
+        """Begin to capture by entering `capturing`, if given; it is left after `steps` calls of count_step."""
         self._steps_left = steps
         self._exit_stack = ExitStack()
         if capturing is not None:
@@ -32,7 +32,7 @@ class Capture:
 
     @classmethod
     def begin(cls, steps: int | None, device: Device) -> Self:
-        """Return a capture of that many steps; one that does nothing if `steps` is None. Raises SettingsError."""
+        """Return a capture of `steps` steps; one that does nothing for None. Raises SettingsError if Metal refuses."""
         if steps is None:
             return cls(0, None)
         if device.name != "mps":
@@ -44,7 +44,7 @@ class Capture:
             )
         try:
             return cls(steps, torch.mps.profiler.metal_capture(TRACE_NAME))
-        except RuntimeError as error:  # a file of that name, no room on the disk
+        except RuntimeError as error:  # the file already exists, the disk is full
             raise SettingsError(f"metal_capture_steps: {TRACE_FILE} cannot be captured: {error}") from None
 
     def count_step(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.autograd.profiler import profile  # not torch.profiler's, which imports torch's compiler
+from torch.autograd.profiler import profile  # instead of torch.profiler.profile, which imports torch's compiler
 from torch.profiler import record_function
 
 from kernels.selfcheck.layer_ops import FORWARD_LAYERS
@@ -37,14 +37,15 @@ STEP = "step"  # the name of a step in the trace
 MAX_TRACE_BYTES = 256 * 2**20
 FAILED_MESSAGE = "profiling failed; the server's log has the cause, and requests go on"
 BUSY_MESSAGE = "steps are being profiled, or their trace is written; try again when that is done"
-QUIET_KINETO_LEVEL = "99"  # otherwise torch's profiler prints lines of its own into the log
+QUIET_KINETO_LEVEL = "99"  # KINETO_LOG_LEVEL at which torch's profiler prints no lines of its own into the log
 
 
 class OpAnnotator(Recorder):
     """Names each call of an operation in the trace of torch's profiler."""
 
     def __init__(self) -> None:
-        self.layer_op_seconds: defaultdict[str, float] = defaultdict(float)  # of operations within compiled layers
+        # by name, of operations within compiled layers
+        self.layer_op_seconds: defaultdict[str, float] = defaultdict(float)
 
     def op(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
         return record_function(name)
@@ -58,7 +59,7 @@ class OpAnnotator(Recorder):
 
 @dataclass
 class Recording:
-    """A recording in progress, for a query of a worker."""
+    """A recording in progress, which answers a query of an API worker."""
 
     worker: int
     query_id: int
@@ -74,20 +75,21 @@ class Recording:
 
 
 class Profiler:
-    """Records steps on request. Without a recording, a step only reads an attribute twice."""
+    """Records steps on request. A step without a recording only reads an attribute twice."""
 
     def __init__(self, tracer: Tracer, device: torch.device, about: Mapping[str, Any]) -> None:
         """Make the profiler of an engine; `about` describes the engine in each trace."""
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_KINETO_LEVEL)
         self._tracer = tracer
-        self._device = "cuda" if device.type == "cuda" else None  # then the GPU's kernels are recorded, too
+        self._device = "cuda" if device.type == "cuda" else None  # with "cuda" the GPU's kernels are recorded, too
         self._about = about
-        self._busy = False  # from the query to its answer
+        self._busy = False  # True from a query for a recording to its answer
         self._recording: Recording | None = None
-        self._done: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()  # workers, and the answers to them
+        # finished answers, each with its API worker
+        self._done: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
 
     def begin(self, worker: int, query_id: int, wanted: Profile) -> Answer | None:
-        """Record steps from the next one on; return the answer if the recording is refused, else None."""
+        """Begin to record with the next step; return an answer only if the recording is refused, else None."""
         if self._busy:
             return _make_refusal(query_id, RequestError(409, BUSY_MESSAGE, code="profile_running"))
         self._busy = True
@@ -109,9 +111,9 @@ class Profiler:
         return record_function(STEP) if recording is not None and busy else NULL_CONTEXT
 
     def after_step(self, rows: int) -> tuple[int, Answer] | None:
-        """End a recording that is over; return a worker and the answer to it, once there is one.
+        """End the recording if it is over; return (API worker, answer) once an answer is ready, else None.
 
-        `rows` is the number of rows of the step before.
+        `rows` is the number of rows of the step that has just run.
         """
         if not self._busy:
             return None
@@ -138,7 +140,7 @@ class Profiler:
             self._fail(recording.worker, recording.query_id)
 
     def _fail(self, worker: int, query_id: int, exit_stack: ExitStack | None = None) -> None:
-        """Answer that profiling failed, and log the exception that is being handled."""
+        """Answer the query with an error, and log the exception that is being handled."""
         log.exception("profiling failed")
         self._done.put((worker, _make_refusal(query_id, RequestError(500, FAILED_MESSAGE))))
         if exit_stack is not None:
@@ -148,7 +150,7 @@ class Profiler:
                 log.exception("torch's profiler could not be stopped")
 
     def _write(self, recording: Recording, seconds: float) -> None:
-        """Write the trace and answer; runs in a helper thread."""
+        """Write the trace and answer the query; runs in a helper thread."""
         try:
             answer = Answer(recording.query_id, self._pack_trace(recording, seconds), created_at=monotonic())
         except RequestError as error:
@@ -159,7 +161,7 @@ class Profiler:
         self._done.put((recording.worker, answer))
 
     def _pack_trace(self, recording: Recording, seconds: float) -> bytes:
-        """Return the trace with a summary, packed. Raises RequestError if it is too large."""
+        """Return the trace with a summary, as gzip. Raises RequestError if the trace exceeds MAX_TRACE_BYTES."""
         trace = _export_trace(recording.torch_profiler)
         summary = {
             **self._about,
@@ -172,7 +174,7 @@ class Profiler:
 
 
 def _export_trace(torch_profiler: profile) -> bytes:
-    """Return a chrome trace as JSON. Raises RequestError if it is too large."""
+    """Return a chrome trace as JSON. Raises RequestError if it has more than MAX_TRACE_BYTES."""
     with tempfile.TemporaryDirectory(prefix="kvmux-profile-") as folder:
         file = Path(folder) / "trace.json"
         torch_profiler.export_chrome_trace(str(file))
@@ -187,7 +189,7 @@ def _export_trace(torch_profiler: profile) -> bytes:
 
 
 def _insert_member(trace: bytes, name: str, value: object) -> bytes:
-    """Return a JSON object with one more member, without reading it: a trace may have millions of events."""
+    """Return a JSON object with one more member, without parsing it: a trace may have millions of events."""
     brace = trace.index(b"{") + 1
     return trace[:brace] + msgspec.json.encode(name) + b":" + msgspec.json.encode(value) + b"," + trace[brace:]
 

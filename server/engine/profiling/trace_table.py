@@ -1,4 +1,4 @@
-"""Makes a table of a chrome trace: calls and time by name. Knows the format's complete events, not their source.
+"""Makes a table of a chrome trace: calls and time by name. Reads events with a duration (phase X), whatever wrote them.
 
 torch's own table takes minutes of Python for a large trace, and would slow down the steps meanwhile.
 """
@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 
 MAX_ROWS = 60
-TIMESTAMP_TOLERANCE = 1e-3  # microseconds; ends of nested spans may differ by this
+TIMESTAMP_TOLERANCE = 1e-3  # microseconds by which a nested span may end after the span around it
 
 
 class TraceSpan(msgspec.Struct):
-    """An event of the trace; only those of phase X have a duration."""
+    """An event of the trace; only events of phase X (`ph`) have a duration."""
 
     ph: str = ""
     name: str = ""
@@ -29,22 +29,22 @@ class TraceSpan(msgspec.Struct):
 
 
 class Trace(msgspec.Struct):
-    """A trace, without the members that are not read."""
+    """A chrome trace; only the members that are needed are decoded."""
 
     traceEvents: list[TraceSpan]
 
 
 class TraceRow:
-    """The sums over the events of one name."""
+    """The number of calls and the times of all events with one name and category."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.total_time = 0.0  # microseconds
-        self.self_time = 0.0  # without nested events
+        self.self_time = 0.0  # microseconds without nested events
 
 
 def make_table(trace: bytes) -> list[dict[str, Any]]:
-    """Return rows for the names with the most self time: calls, total and own seconds. Raises DecodeError."""
+    """Return rows for the names with most self time: calls, total and own seconds. Raises DecodeError for bad JSON."""
     spans = [s for s in msgspec.json.decode(trace, type=Trace).traceEvents if s.ph == "X"]
     spans.sort(key=lambda s: (str(s.pid), str(s.tid), s.ts, -s.dur))
     rows: defaultdict[tuple[str, str], TraceRow] = defaultdict(TraceRow)
@@ -64,8 +64,8 @@ def make_table(trace: bytes) -> list[dict[str, Any]]:
 
 
 def _add_spans(spans: Iterable[TraceSpan], rows: defaultdict[tuple[str, str], TraceRow]) -> None:
-    """Add the spans of a thread, ordered by their beginnings, to the rows."""
-    around: list[tuple[float, TraceRow]] = []  # ends and rows of the spans that the next one may be nested in
+    """Add the spans of a thread, sorted by start time, to the rows of the table."""
+    around: list[tuple[float, TraceRow]] = []  # (end, row) of each span in which the next one may be nested
     for span in spans:
         while around and around[-1][0] <= span.ts + TIMESTAMP_TOLERANCE:
             around.pop()

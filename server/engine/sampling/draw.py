@@ -31,7 +31,7 @@ class Draw(NamedTuple):
 
     sampling: SamplingParams
     position: int  # index of the token in prompt + output
-    history: TokenHistory = EMPTY_HISTORY  # the tokens before it; may be empty if there are no penalties
+    history: TokenHistory = EMPTY_HISTORY  # the tokens before this one; may be empty if no penalty is set
     banned_token_ids: Collection[int] = ()  # tokens that may not be drawn
 
 
@@ -74,12 +74,12 @@ class Noise:
 
     def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)
-        self._state = self._bits.state  # saved before the first draw, so its buffer of unused numbers is empty
+        self._state = self._bits.state  # state before the first draw, when the buffer of unused numbers is empty
         self._random = np.random.Generator(self._bits).random
 
     def draw_uniform(self, seed: int, position: int) -> float:
         """Return a number in [0, 1), the same in every call with this seed and position."""
         words = self._state["state"]
         words["key"][0], words["counter"][0] = seed & MAX_SEED, position
-        self._bits.state = self._state  # takes a sixth of the time of making a new generator
+        self._bits.state = self._state  # setting the state takes a sixth of the time of making a new generator
         return self._random()

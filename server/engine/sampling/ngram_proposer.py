@@ -17,7 +17,7 @@ from server.engine.ipc.messages import Speculation
 class NgramProposer:
     """Proposes drafts for the growing text of one request.
 
-    It searches an array of the text's ids, at 4 bytes per token. numpy compares all of them with one id in
+    It searches an array of the text's token ids, at 4 bytes per token. numpy compares all of them with one id in
     microseconds, so no index is needed.
     """
 
@@ -32,7 +32,7 @@ class NgramProposer:
         """Return up to `max_tokens` draft tokens to follow the text; an empty list if its end has no earlier match.
 
         `text` must extend the text of the last call. The longest match is used, and of equally long ones the last. A
-        draft that reaches the text's end continues with its own first tokens, as a loop in the text would.
+        draft that reaches the text's end continues with its own first tokens, as if the text repeated itself.
         """
         self._ids[self._length : len(text)] = text[self._length :]
         self._length = len(text)
@@ -49,7 +49,7 @@ class NgramProposer:
         """Return the index after the longest (then latest) earlier match of the last tokens; None if there is none."""
         ids, config = self._ids[: self._length], self._config
         ends = np.flatnonzero(ids[:-1] == ids[-1]) + 1  # indices after earlier occurrences of the last token
-        length = min(1, len(ends))  # length of the matches that end there
+        length = min(1, len(ends))  # number of tokens before each index in `ends` that are known to match
         while len(ends) and length < config.prompt_lookup_max:
             longer = ends[ends > length]
             longer = longer[ids[longer - length - 1] == ids[-length - 1]]

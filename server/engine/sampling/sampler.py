@@ -29,11 +29,11 @@ from server.engine.scheduling.request import Request
 
 
 class SamplerInput(NamedTuple):
-    """A request to sample, whose tokens and draft have entered, and its rows in a step's logits."""
+    """A request whose next token is sampled, its draft, and its rows in the step's logits."""
 
     request: Request
     draft: Sequence[int]
-    first_logit_row: int  # index of the logits after its last token; those after each draft token follow
+    first_logit_row: int  # index of the logits after the request's last token; the logits after each draft token follow
 
     @property
     def logit_rows(self) -> range:
@@ -41,7 +41,7 @@ class SamplerInput(NamedTuple):
 
 
 class PromptInput(NamedTuple):
-    """A request with prompt_logprobs, and its rows of logits: one for each token of its row."""
+    """A request with prompt_logprobs, and its rows of logits: one for each of its tokens in the step."""
 
     request: Request
     logit_rows: slice
@@ -63,7 +63,7 @@ class SamplerOutput(NamedTuple):
     """The sampled tokens and log-probabilities of a step, by request."""
 
     results: Mapping[Request, SampleResult]
-    logprobs: Mapping[Request, list[TokenLogprob] | None]  # of the new tokens; None: not requested
+    logprobs: Mapping[Request, list[TokenLogprob] | None]  # log-probabilities of the new tokens; None: not requested
     prompt_logprobs: Mapping[Request, PromptScores]
 
 
@@ -117,7 +117,7 @@ def _make_draw(request: Request, eos_ids: Collection[int], accepted: Sequence[in
 def verify_draft(draft: Sequence[int], tokens: Sequence[int | None], end_token_ids: Collection[int]) -> SampleResult:
     """Return the drawn `tokens`, up to and including the first that differs from the draft or ends the text.
 
-    There are 1 + len(draft) drawn tokens; one is None if its logits were not finite, and then the result ends before.
+    There are 1 + len(draft) drawn tokens; one is None if its logits were not finite; then the result ends before it.
     """
     kept: list[int] = []
     for token, draft_token in zip_longest(tokens, draft):
@@ -147,7 +147,7 @@ def _compute_token_logprobs(
 
 
 def score_prompt(request: Request, logits: Tensor) -> PromptScores:
-    """Return the log-probabilities of the prompt tokens after each token of a request's row, from logits [n, V].
+    """Return log-probabilities of prompt tokens: logits [n, V] follow the n tokens of the request in this step.
 
     Tokens that were scored before a preemption, and are computed again, are left out.
     """

@@ -54,22 +54,24 @@ class Request:
     tokens: list[int]  # prompt and output
     sampling: SamplingParams
     cache: KVCache
-    reason: str  # what chose the cache, see Selector.choose
+    reason: str  # what chose the cache: "request", "header", "model", "rule <i>" or "default"
     salt: Salt  # only sequences with an equal salt share cached tokens with it
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
-    explain: bool = False  # whether the client gets its RequestRecord
-    siblings: list[Request] = field(default_factory=list)  # the choices (n > 1) of its prompt, itself included
-    proposer: DraftProposer | None = None  # None: the request has no drafts
+    explain: bool = False  # whether the client gets this request's RequestRecord
+    # all choices (n > 1) of the same prompt, this request included
+    siblings: list[Request] = field(default_factory=list)
+    proposer: DraftProposer | None = None  # proposes draft tokens; None: the request gets no drafts
     due: float = 0.0  # sort key of the queue, in monotonic seconds: its arrival, shifted by its priority
-    arrival_index: int = 0  # orders requests with the same `due`
+    arrival_index: int = 0  # counts all requests in order of arrival: sorts those with the same `due`
     seat: Seat | None = None
     num_cached_tokens: int | None = None  # prompt tokens found in the cache; None until its first row has run
     miss: str | None = None  # why no more prompt tokens were found (`cache_strategies.base.Miss`)
-    forked: bool = False  # whether it took over a sibling's prompt
+    forked: bool = False  # whether it took over the prompt that another choice (n > 1) had computed
     num_preemptions: int = 0
-    refused_at: int = -1  # value of the scheduler's _room_changes when no seat was last available; -1: not yet
-    passed_over: int = 0  # number of later requests that were admitted while this one had no room
+    # value of Scheduler._room_changes when this request last found no room; -1: it has not been refused
+    refused_at: int = -1
+    passed_over: int = 0  # number of later requests that were admitted while this request found no room
     num_scored_tokens: int = 0  # prompt tokens whose log-probabilities have been sent
     num_draft_tokens: int = 0  # draft tokens that were verified
     num_accepted_tokens: int = 0  # draft tokens that were accepted
@@ -91,14 +93,14 @@ class Request:
 
     @property
     def waits_for_sibling(self) -> bool:
-        """Whether it waits to fork the seat of a sibling that computes, or will compute, their prompt."""
+        """Whether it waits for another choice (n > 1) of its prompt, the first, which computes the prompt for all."""
         if self.num_output_tokens or not self.cache.contract.forkable:
             return False
         return next((sibling for sibling in self.siblings if not sibling.num_output_tokens), self) is not self
 
     @property
     def num_remaining_tokens(self) -> int:
-        """The number of tokens that have not entered the cache yet."""
+        """The number of tokens of prompt and output that have not entered the cache yet."""
         assert self.seat is not None
         return len(self.tokens) - self.seat.length
 
@@ -114,14 +116,14 @@ class Request:
 
     @property
     def max_cached(self) -> int | None:
-        """The maximum number of tokens that it may reuse from the cache; None: any number."""
+        """The maximum number of prompt tokens that the request may take from the cache; None: any number."""
         return 0 if self.needs_prompt_logprobs else self.caching.max_cached
 
     def propose_draft(self, max_tokens: int) -> list[int]:
         """Return up to `max_tokens` draft tokens; an empty list if the request does not decode or has no proposer."""
         if self.proposer is None or not self.num_output_tokens or self.num_remaining_tokens > 1:
             return []
-        # One token is sampled after the draft.
+        # The draft leaves room for the token that is sampled after it.
         max_tokens = min(max_tokens, self.sampling.max_tokens - self.num_output_tokens - 1)
         return self.proposer.propose(self.tokens, max_tokens) if max_tokens > 0 else []
 

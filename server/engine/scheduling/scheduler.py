@@ -44,14 +44,14 @@ class Limits(NamedTuple):
     kv_bytes: int
     kv_overcommit: float
     max_logprob_tokens: int = 2**62  # maximum number of prompt tokens per step whose log-probabilities are computed
-    max_passed_over: int = 64  # maximum number of admissions that may overtake a request without room
-    num_speculative_tokens: int = 0  # maximum length of a draft, for requests that do not set it
+    max_passed_over: int = 64  # maximum number of later requests that are admitted before a request that finds no room
+    num_speculative_tokens: int = 0  # maximum length of a draft in tokens, for requests that do not set it
     max_speculative_tokens: int = 16  # highest num_speculative_tokens that a request may set
     priority_aging: float = 10.0  # seconds of waiting that are worth one level of priority
     max_priority_wait: float = 600.0  # maximum seconds by which a priority moves a request in the queue
 
     def resolve_speculation(self, requested: Speculation | None) -> Speculation:
-        """Return the requested speculation; for None the settings' default. Raises RequestError above the limit."""
+        """Return the requested speculation; for None the settings' default. Raises RequestError for too long drafts."""
         if requested is None:
             return Speculation(self.num_speculative_tokens)
         if (value := requested.num_speculative_tokens) > (maximum := self.max_speculative_tokens):
@@ -61,7 +61,7 @@ class Limits(NamedTuple):
 
 
 class Scheduled(NamedTuple):
-    """A request's row of the step: `num_tokens` tokens of its text, then draft tokens if these reach its end."""
+    """A row of a step: `num_tokens` tokens of the request's text and, if they reach its end, draft tokens."""
 
     request: Request
     num_tokens: int
@@ -70,10 +70,10 @@ class Scheduled(NamedTuple):
 
 @dataclass
 class _Step:
-    """A step while it is scheduled."""
+    """A step that is being scheduled: its rows so far and what is left of its budgets."""
 
-    token_budget: int  # tokens left for prompts and drafts
-    logprob_budget: int  # tokens left for prompts whose log-probabilities are computed
+    token_budget: int  # number of prompt and draft tokens that may still be added
+    logprob_budget: int  # number of prompt tokens with log-probabilities that may still be added
     rows: list[Scheduled] = field(default_factory=list)
     scheduled_requests: set[Request] = field(default_factory=set)
     preempted: list[Request] = field(default_factory=list)
@@ -129,7 +129,8 @@ class Scheduler:
             )
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
         free_seats = max(0, limits.max_num_seqs - len(self.running))
-        if len(self.waiting) >= limits.max_queued_requests + free_seats:  # free seats are filled in the next step
+        # requests that fill free seats in the next step do not count
+        if len(self.waiting) >= limits.max_queued_requests + free_seats:
             message = f"{len(self.waiting)} requests are already waiting: try again later"
             raise RequestError(429, message, code="queue_full")
         self._num_arrivals += 1
@@ -154,7 +155,10 @@ class Scheduler:
             self._remove_waiting(request)
 
     def fork(self, request: Request, sibling: Request) -> bool:
-        """Start a waiting request with a fork of its sibling's seat; return False if it cannot run or has no room."""
+        """Start a waiting request in a fork of the seat of `sibling`, another choice (n > 1) of its prompt.
+
+        Return False if the request cannot run now or there is no room.
+        """
         assert sibling.seat is not None
         if self._can_run(request, self.running):
             request.seat = request.cache.fork(sibling.seat)
@@ -165,7 +169,7 @@ class Scheduler:
         return True
 
     def count_waiting(self) -> Counter[tuple[str, WaitReason]]:
-        """Count the waiting requests by instance and by what they wait for, such as memory or a sibling's prompt.
+        """Count the waiting requests by instance and by what they wait for, such as memory or a prompt.
 
         If a request found no memory when it was last tried, all requests of its instance count as waiting for memory.
         """
@@ -248,7 +252,8 @@ class Scheduler:
     def _find_victim(self, request: Request, step: _Step) -> Request | None:
         """Return the request to preempt for `request`, from those after it in the queue; None if there is none.
 
-        Requests of replayable strategies are preferred, then those of its own instance, then the last in the queue.
+        Preferred are requests whose strategy gets the same state when tokens are recomputed (replayable), then those of
+        the same instance as `request`, then the last in the queue.
         """
         later = [r for r in self.running if r.queue_key > request.queue_key and r not in step.scheduled_requests]
         if request.cache.at_limit:
@@ -272,7 +277,7 @@ class Scheduler:
                 return
             while not self._try_seat(request):
                 if not lower:
-                    # Else the preempted requests would be admitted before it, and be preempted again.
+                    # No request may overtake it now: the preempted ones would be admitted and preempted again.
                     request.passed_over = self.limits.max_passed_over
                     return
                 self._preempt(lower.pop(), step)
@@ -328,7 +333,7 @@ class Scheduler:
         return True
 
     def _iter_candidates(self) -> Iterator[Request]:
-        """Return the waiting requests in order, without those that wait for a sibling's prompt."""
+        """Return the waiting requests in order, without those that wait for another choice (n > 1) of their prompt."""
         return (request for request in self.waiting.copy() if not request.waits_for_sibling)
 
     def _start_running(self, request: Request) -> None:
