@@ -21,7 +21,7 @@ def listen(host: str, port: int, settings: str = "") -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        # raises for an unknown host name, which create_server does not name as the cause
+        # Raises for an unknown host name, which create_server does not name as the cause
         socket.getaddrinfo(host, port, family)
         return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:

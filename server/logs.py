@@ -48,7 +48,7 @@ def configure_logging(settings: Settings) -> None:
     sys.unraisablehook = lambda it: log.error("an exception was raised where none can be caught", exc_info=it.exc_value)
     threading.excepthook = lambda it: log.error("an exception ends a thread", exc_info=it.exc_value)
     if settings.log_format == "json":
-        # progress bars, which are not lines, are switched off
+        # Progress bars, which are not lines, are switched off
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         sys.stderr = io.TextIOWrapper(StderrToLog(sys.stderr), "utf-8", "backslashreplace", write_through=True)
 

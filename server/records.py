@@ -63,10 +63,10 @@ class StepReport:
     forks: Mapping[str, int]  # number of requests that took over the prompt of another choice (n > 1)
     admissions: Sequence[Admission]
     evicted_bytes: Mapping[str, int]  # bytes of idle memory that were evicted since the last step
-    # seconds between each sampled token and the token before it in its text
+    # Seconds between each sampled token and the token before it in its text
     inter_token_seconds: Mapping[str, Sequence[float]]
     block_events: Mapping[str, BlockEvents]
-    # seconds of the step by operation; None: operations were not timed in this step
+    # Seconds of the step by operation; None: operations were not timed in this step
     op_seconds: Mapping[str, float] | None
 
     @property
@@ -93,7 +93,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     outcome: Outcome
     prompt_tokens: int
     cached_tokens: int | None  # prompt tokens found in the cache; None: the request was never admitted
-    # why no more prompt tokens were found (`cache_strategies.base.Miss`); None: all were, or no lookup
+    # Why no more prompt tokens were found (`cache_strategies.base.Miss`); None: all were, or no lookup
     miss: str | None
     forked: bool  # whether it took over the prompt of another choice (n > 1) instead of looking it up in the cache
     generated_tokens: int

@@ -78,7 +78,7 @@ class Batch:
         Raises StrategyError if a strategy's code raises.
         """
         out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
-        # with one strategy the tensors are not sliced, which saves time in every layer
+        # With one strategy the tensors are not sliced, which saves time in every layer
         is_single = len(self._slices) == 1
         for cache, plan, at in self._slices:
             parts = (q, k, v, out) if is_single else (q[at], k[at], v[at], out[at])

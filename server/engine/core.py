@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 NON_FINITE_LOGITS_MESSAGE = (
     "the model's logits are NaN or infinite: check its weights; if they are intact, --dtype float32 may help"
 )
-# operations are timed in one of so many steps; a prime number, so as not to coincide with periodic work
+# Operations are timed in one of so many steps; a prime number, so as not to coincide with periodic work
 TIMING_INTERVAL = 61
 
 
@@ -68,7 +68,7 @@ class _StepAccumulator:
     failures: Counter[str] = field(default_factory=Counter)  # number of exceptions in a strategy's code
     generated_tokens: Counter[str] = field(default_factory=Counter)
     drafts: defaultdict[str, list[DraftRecord]] = field(default_factory=lambda: defaultdict(list))
-    # number of requests that took over the prompt of another choice (n > 1)
+    # Number of requests that took over the prompt of another choice (n > 1)
     forks: Counter[str] = field(default_factory=Counter)
     admissions: list[Admission] = field(default_factory=list)
     inter_token_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -303,7 +303,7 @@ class Core:
         return events + self._append_tokens([each for each in inputs if each.request in results], output.sampled)
 
     def _record_admission(self, request: Request) -> list[Event]:
-        """Record the number of prompt tokens found in the cache, once a request's first row has run; return Admitted."""
+        """Record the number of prompt tokens found in the cache, after a request's first row; return its Admitted."""
         assert request.seat is not None
         seat, name = request.seat, request.cache.name
         request.num_cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)

@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 CORES = torch.get_num_threads()  # torch's default number of threads, which respects OMP_NUM_THREADS
 SMALL_MODEL_BYTES = 16 << 20  # bytes; a model with weights of up to this size leaves one core to the API workers
-# bytes that stay free on mps, for attention's scratch, command buffers and the allocator's rounding
+# Bytes that stay free on mps, for attention's scratch, command buffers and the allocator's rounding
 METAL_MARGIN = 256 << 20
 WEIGHT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
-# names of the setting `weights` and their formats; docs/guide/models.md compares their accuracy
+# Names of the setting `weights` and their formats; docs/guide/models.md compares their accuracy
 WEIGHT_FORMATS = {"int8": WeightFormat(8), "int4": WeightFormat(4, 32)}
 
 

@@ -91,7 +91,7 @@ class Loop:
         self._info = make_engine_info(engine, restarts)
         self._observer = make_observer(self._info)
         self._processes = ProcessMemory()
-        # latest answer to each question of the API workers, reused for ANSWER_TTL seconds
+        # Latest answer to each question of the API workers, reused for ANSWER_TTL seconds
         self._answers: dict[Question, Answer] = {}
         self._profiler = Profiler(engine.core.tracer, engine.device.tensors, summarize_engine(engine))
         self._stopping = False

@@ -36,7 +36,7 @@ class StepOutput(NamedTuple):
     batch: Batch
     scheduled: Sequence[Scheduled]  # the rows of the step, in the order of the batch
     to_sample: Sequence[SamplerInput]  # requests whose rows reach the end of their tokens, so that a new one is sampled
-    # for each request of `to_sample`, the other choices (n > 1) that wait to fork its seat
+    # For each request of `to_sample`, the other choices (n > 1) that wait to fork its seat
     siblings: Mapping[Request, Sequence[SamplerInput]]
     sampled: SamplerOutput  # new tokens of the requests in `to_sample` and `siblings`, except those with max_tokens=0
 
@@ -152,7 +152,7 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
     """Run the rows as one step; repeat it if a strategy fails, without that strategy's rows if it fails twice."""
     failed_before: set[str] = set()
     while scheduled:
-        # made before the forward pass, which displaces the requests from the CPU's caches
+        # Made before the forward pass, which displaces the requests from the CPU's caches
         parts = make_step_parts(scheduled)
         try:
             output = runner.execute(scheduled)

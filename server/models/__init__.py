@@ -1,1 +1,1 @@
-"""Models: reading their configs and weights, and the forward pass. Imports `kernels`, but no strategy."""
+"""Models: reading their configs and weights, and the forward pass. Imports `kernels`, but no cache strategies."""

@@ -15,7 +15,7 @@ from server.models.config import ModelInfo
 
 
 class Model(Protocol):
-    """A model that computes the logits of K of N tokens; the tokens may belong to any number of sequences."""
+    """A model that computes N tokens of any number of sequences, and logits for K of them."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -32,7 +32,7 @@ class Model(Protocol):
 
     @property
     def layer_specs(self) -> Sequence[LayerSpec]:
-        """The attention parameters of every layer, in order."""
+        """The attention parameters of every layer, from first to last."""
         ...
 
     @property
@@ -57,7 +57,7 @@ class Model(Protocol):
         ...
 
     def count_flops(self, num_tokens: int, num_logits: int) -> int | None:
-        """Return the floating-point operations of multiplying with the weights in a step; None: not known."""
+        """Return the number of floating-point operations of a step's matrix products with weights; None: unknown."""
         ...
 
     def forward_step(self, token_embedding: Tensor, current_pos: int, cache: SequenceCache) -> Tensor:

@@ -49,7 +49,7 @@ class ModelInfo(NamedTuple):
     vocab_size: int
     max_positions: int
     eos_ids: frozenset[int]
-    dtype: str  # of the checkpoint: "float32", "bfloat16", "float16"
+    dtype: str  # dtype of the checkpoint: "float32", "bfloat16", "float16"
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Rope:
     """The rotary position embedding of a layer."""
 
     theta: float
-    dim: int  # leading dimensions of a head that are rotated; the others stay
+    dim: int  # number of leading dimensions of a head that are rotated; the others stay as they are
     max_positions: int
-    original_max_positions: int  # those of pretraining, before the context was extended
+    original_max_positions: int  # number of positions in pretraining, before the context was extended
     scaling: str = "default"
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
     file: Path = field(default=Path("config.json"), compare=False)  # the source of these values, for error messages
@@ -73,7 +73,7 @@ class MixtureOfExperts:
     projections: tuple[str, str, str]  # the names of an expert's gate, up and down matrices
     num_experts: int
     num_experts_per_tok: int
-    intermediate_size: int  # of one expert
+    intermediate_size: int  # rows of an expert's gate matrix
     norm_topk_prob: bool  # whether the weights of the chosen experts are scaled to sum to 1
 
 
@@ -81,9 +81,9 @@ class MixtureOfExperts:
 class LayerConfig:
     """The parts of a model's configuration that may differ from layer to layer."""
 
-    window: int | None  # of sliding-window attention; None: full attention
-    rope: Rope | None  # None: queries and keys are not rotated (NoPE)
-    experts: MixtureOfExperts | None  # None: a dense feed-forward
+    window: int | None  # tokens that a sliding window lets each token see; None: full attention
+    rope: Rope | None  # position embedding of queries and keys; None: they are not rotated (NoPE)
+    experts: MixtureOfExperts | None  # mixture of experts; None: a dense feed-forward network
 
 
 @dataclass(frozen=True)
@@ -105,14 +105,14 @@ class ModelConfig:
     mlp_bias: bool
     layers: tuple[LayerConfig, ...]
     eos_ids: frozenset[int]
-    dtype: str  # of the checkpoint: "float32", "bfloat16", "float16"
-    scale: float  # of attention scores
+    dtype: str  # dtype of the checkpoint: "float32", "bfloat16", "float16"
+    scale: float  # factor of attention scores before softmax
     activation: Activation = "silu"
     qk_norm: bool = False
     sandwich_norm: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
-    softcap: float | None = None  # of attention scores
+    softcap: float | None = None  # bound of attention scores: cap * tanh(score / cap)
     logit_softcap: float | None = None
 
     @property
@@ -145,7 +145,7 @@ class ModelConfig:
 
 
 def load_config(directory: Path) -> ModelConfig:
-    """Read config.json and generation_config.json. Raises ModelError for a model that the decoder cannot compute."""
+    """Read config.json and generation_config.json. Raises ModelError for a model that `Decoder` cannot compute."""
     file = directory / "config.json"
     config = parse_config(read_json(file), file)
     return replace(config, eos_ids=read_eos_ids(directory, config.vocab_size))
@@ -232,7 +232,7 @@ def _check_supported(raw: RawConfig, file: Path) -> None:
 
 
 def _parse_layers(raw: RawConfig, family: ModelFamily, head_dim: int, file: Path) -> tuple[LayerConfig, ...]:
-    """Return the layers; the family's sliding rule is used only if layer_types is not given (vllm#49795)."""
+    """Return each layer's config; the family's sliding rule is used only if layer_types is missing (vllm#49795)."""
     count = raw["num_hidden_layers"]
     kinds = raw.get("layer_types") or [
         SLIDING_ATTENTION if sliding else FULL_ATTENTION for sliding in family.sliding_rule(raw, count)
@@ -277,7 +277,7 @@ def _parse_rope(raw: RawConfig, family: ModelFamily, head_dim: int, kind: str, f
             f"{file}: RoPE scaling {shorten_repr(scaling)}; the decoder knows {', '.join(ROPE_SCALINGS)}"
         )
     max_positions = raw["max_position_embeddings"]
-    # Phi-3 has original_max_position_embeddings beside rope_scaling, not in it.
+    # Phi-3's config.json has original_max_position_embeddings beside rope_scaling, not in it.
     trained = (
         given.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings") or max_positions
     )
@@ -318,7 +318,7 @@ def _parse_experts(raw: RawConfig, experts: MoENames | None, file: Path) -> Mixt
 
 # ---------------------------------------------------------------- the ends of texts
 def read_eos_ids(directory: Path, vocab_size: int) -> frozenset[int]:
-    """Return the valid token ids in eos_token_id, which end a text. Raises ModelError."""
+    """Return the valid token ids in eos_token_id, which end a text. Raises ModelError for other values."""
     return frozenset(end for end in _read_raw_eos_ids(directory) if _is_token(end, vocab_size))
 
 

@@ -15,14 +15,15 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationErr
 from server.models.errors import ModelError, first_line
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-MAX_VALUE_LENGTH = 80  # characters of a value in a message
-# Bounds far beyond any model, so that no list or table of gigabytes is made before the weights' shapes are compared.
+MAX_VALUE_LENGTH = 80  # maximum number of characters of a value that an error message shows
+# Bounds far beyond any model: config.json cannot make the server build gigabytes of lists before weights are checked.
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 100_000
 Count = Annotated[int, Field(gt=0, lt=2**31)]
 NumLayers = Annotated[int, Field(gt=0, le=MAX_LAYERS)]
-NumExperts = Annotated[int, Field(ge=0, le=MAX_EXPERTS)]  # 0 in some dense models
-Real = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # its square and inverse fit float32
+NumExperts = Annotated[int, Field(ge=0, le=MAX_EXPERTS)]  # number of experts; 0 in some dense models
+# Positive numbers whose square and inverse fit float32
+Real = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]
 RealOrZero = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Theta = Annotated[float, Field(gt=1, le=1e12, allow_inf_nan=False)]
 Epsilon = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
@@ -57,7 +58,7 @@ class RopeFile(_Strict):
 
 
 class ConfigFile(_Strict):
-    """The keys of config.json that are checked; others are ignored."""
+    """The keys of config.json that are checked, with their types and ranges; other keys are ignored."""
 
     vocab_size: Count
     hidden_size: Count
@@ -130,16 +131,16 @@ def _format_validation_error(error: ValidationError) -> str:
 
 
 def shorten_repr(value: Any) -> str:
-    """Return a value as Python writes it, cut so that it fits into a message of one line."""
+    """Return the repr of a value, cut to MAX_VALUE_LENGTH characters for an error message."""
     try:
         written = repr(value)
-    except ValueError:  # a whole number of thousands of digits
+    except ValueError:  # Python refuses to print an int of thousands of digits
         return "a number of thousands of digits"
     return written if len(written) <= MAX_VALUE_LENGTH else f"{written[:MAX_VALUE_LENGTH]}..."
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ModelError."""
+    """Return the JSON object in a file. Raises ModelError if the file cannot be read or holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

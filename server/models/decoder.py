@@ -1,4 +1,4 @@
-"""The forward pass of Llama-like models, driven by their config. Knows no cache and no request.
+"""The forward pass of Llama-like models, as their config describes it. Knows no cache and no request.
 
 All arithmetic is done by `Ops`; keys and values are stored and read only by the `Attention` of the step.
 """
@@ -35,14 +35,15 @@ class Decoder(ForwardStepMixin):
     ) -> None:
         """Load the model. `dtype` is that of activations, keys and values; weights keep the one they were read with.
 
-        `positions`: the length of the longest text, by default the model's max_position_embeddings. Raises ModelError.
+        `positions`: the length of the longest text, by default the model's max_position_embeddings. Raises ModelError
+        if weights are missing or do not fit the config.
         """
         self.config = config
         self.info = config.info
         self.dtype = dtype
         self._ops = ops
         self._embedding, self._lm_head = load_embedding_and_head(config, weights, ops)
-        # Gemma: the factor is rounded to the activations' dtype, as it was in training.
+        # Gemma's factor of embeddings is rounded to the activations' dtype, as it was in training.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         tables = cache(partial(compute_rope_tables, positions=positions or config.max_positions, device=self.device))
         self.layer_specs = [self._make_layer_spec(i, layer.window) for i, layer in enumerate(config.layers)]
@@ -95,7 +96,7 @@ class Decoder(ForwardStepMixin):
         return apply_softcap(self._ops.linear(hidden, self._lm_head), self.config.logit_softcap)
 
     def count_flops(self, num_tokens: int, num_logits: int) -> int:
-        """Return the floating-point operations of multiplying with the weights in a step, without the routers."""
+        """Return the number of floating-point operations of a step's matrix products with weights, without routers."""
         c = self.config
         d, q, kv = c.hidden_size, c.num_q_heads * c.head_dim, c.num_kv_heads * c.head_dim
         attention = (q + 2 * kv) * d + q * d
@@ -119,7 +120,7 @@ class Decoder(ForwardStepMixin):
         )
 
     def _shift_positions(self, i: int, x: Tensor, delta: Tensor) -> Tensor:
-        """Return keys or queries x [N,H,D] with their RoPE positions shifted by `delta` [N], which may be negative."""
+        """Return keys or queries x [N,H,D] of layer `i` with RoPE positions shifted by `delta` [N], also negative."""
         tables = self._layers.layers[i].attention.tables
         if tables is None:
             return x

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 RawConfig = Mapping[str, Any]  # the contents of config.json
-SlidingRule = Callable[[RawConfig, int], list[bool]]  # (config, number of layers) -> for each: has it a sliding window?
+# (config.json, number of layers) -> for each layer, whether it has a sliding window
+SlidingRule = Callable[[RawConfig, int], list[bool]]
 
 
 def _slide_none(raw: RawConfig, layers: int) -> list[bool]:
@@ -41,31 +42,33 @@ def _slide_all_but_every_nth(raw: RawConfig, layers: int) -> list[bool]:
 class MoENames(NamedTuple):
     """The names that a family's mixture of experts has in config.json and in checkpoints."""
 
-    module: str  # of a layer: "<module>.gate.weight" is the router, "<module>.experts.0..." the first expert
-    num_experts_keys: tuple[str, ...]  # keys of config.json; the first that is present is used
+    module: str  # name within a layer: "<module>.gate.weight" is the router, "<module>.experts.0..." the first expert
+    # Keys of config.json for the number of experts; the first key that is present is used
+    num_experts_keys: tuple[str, ...]
     intermediate_size_key: str
-    norm_topk_prob: bool | None = True  # scale the chosen experts' weights to sum to 1? None: config.json decides
-    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # an expert's matrices
+    # Whether the chosen experts' weights are scaled to sum to 1; None: config.json decides
+    norm_topk_prob: bool | None = True
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")  # names of an expert's matrices
 
 
 NOTHING: Mapping[str, Any] = {}
 
 
 class ModelFamily(NamedTuple):
-    """The differences of an architecture from Llama."""
+    """How a model architecture differs from Llama."""
 
-    qkv_bias: bool | None = None  # None: attention_bias in config.json decides
+    qkv_bias: bool | None = None  # whether q, k and v have a bias; None: attention_bias in config.json decides
     qk_norm: bool = False  # whether each head's query and key is normalized before RoPE
-    sliding_rule: SlidingRule = _slide_none  # used if config.json has no layer_types
+    sliding_rule: SlidingRule = _slide_none  # which layers have a sliding window if config.json has no layer_types
     sandwich_norm: bool = False  # whether attention and feed-forward are also followed by a norm
-    norm_offset: float = 0.0  # added to the weights of norms
+    norm_offset: float = 0.0  # number added to the weights of norms
     scaled_embedding: bool = False  # whether embeddings are multiplied by the square root of hidden_size
-    tie_embeddings: bool = False  # used if config.json has no tie_word_embeddings
+    tie_embeddings: bool = False  # whether lm_head is the embedding if config.json has no tie_word_embeddings
     activation_key: Literal["hidden_act", "hidden_activation"] = "hidden_act"
     experts: MoENames | None = None
     local_theta: float | None = None  # rope_theta of sliding layers, if config.json has no rope_local_base_freq
-    defaults: RawConfig = NOTHING  # for keys that config.json may leave out, as in transformers
-    rope_scaling_aliases: Mapping[str, str] = NOTHING  # other names of RoPE scalings -> those in ROPE_SCALINGS
+    defaults: RawConfig = NOTHING  # values of keys that config.json may leave out, as in transformers
+    rope_scaling_aliases: Mapping[str, str] = NOTHING  # other names of RoPE scalings -> names in ROPE_SCALINGS
 
 
 _MIXTRAL = MoENames("block_sparse_moe", ("num_local_experts",), "intermediate_size", projections=("w1", "w3", "w2"))
@@ -107,7 +110,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         qkv_bias=False,
         sliding_rule=_slide_all,
         defaults={"rms_norm_eps": 1e-5},
-        rope_scaling_aliases={"su": "longrope", "yarn": "longrope"},  # as in the first Phi-3 files
+        rope_scaling_aliases={"su": "longrope", "yarn": "longrope"},  # names in the first Phi-3 files
     ),
     "Qwen2ForCausalLM": ModelFamily(qkv_bias=True, sliding_rule=_slide_upper_if_enabled, defaults=_QWEN_DEFAULTS),
     "Qwen3ForCausalLM": ModelFamily(
@@ -125,5 +128,5 @@ FAMILIES: Mapping[str, ModelFamily] = {
         sliding_rule=_slide_alternate, defaults={**_GEMMA.defaults, **_GEMMA2_DEFAULTS}
     ),
     "Gemma3ForCausalLM": _GEMMA3,
-    "Gemma3ForConditionalGeneration": _GEMMA3,  # only its text decoder is served
+    "Gemma3ForConditionalGeneration": _GEMMA3,  # a multimodal model, of which only the text decoder is served
 }

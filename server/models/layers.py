@@ -1,6 +1,6 @@
 """Loads one layer's weights by their names in checkpoints, and computes mixtures of experts (`SparseMoE`).
 
-Checks names and shapes; attention and positions are elsewhere.
+Checks names and shapes. Does not compute attention or positions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SparseMoE:
 
 
 def load_norm(config: ModelConfig, weights: Weights, name: str, width: Dim) -> Tensor:
-    """Return a norm's weights [width]; with a norm_offset in float32, as bfloat16 would round the sum."""
+    """Return a norm's weights [width] plus norm_offset; with an offset in float32, as bfloat16 would round the sum."""
     weight = weights.get(f"{name}.weight", (width,))
     return weight.float() + config.norm_offset if config.norm_offset else weight
 
@@ -67,7 +67,7 @@ def load_embedding_and_head(config: ModelConfig, weights: Weights, ops: Ops) -> 
 def load_layer(
     config: ModelConfig, weights: Weights, ops: Ops, i: int, spec: LayerSpec, tables: Callable[[Rope], RopeTables]
 ) -> DecoderLayer:
-    """Return layer `i` with packed matrices; `tables` computes RoPE tables. Raises ModelError."""
+    """Return layer `i` with packed matrices; `tables` computes RoPE tables. Raises ModelError if weights do not fit."""
     at = f"model.layers.{i}."
     projections = f"{at}self_attn."
     c, kind = config, config.layers[i]
@@ -83,7 +83,7 @@ def load_layer(
         qkv=ops.pack(qkv),
         qkv_bias=qkv_bias,
         qk_norm=(norm("self_attn.q_norm", c.head_width), norm("self_attn.k_norm", c.head_width)) if c.qk_norm else None,
-        # Computed after the projections were loaded, which checks the head dimension of config.json.
+        # RoPE tables are computed after the projections were loaded, which checks the head dimension of config.json.
         tables=None if kind.rope is None else tables(kind.rope),
         q_heads=c.num_q_heads,
         kv_heads=c.num_kv_heads,
@@ -100,7 +100,7 @@ def load_layer(
 def _load_fused(
     weights: Weights, at: str, fused: str, parts: Mapping[str, Dim], width: Dim, biased: bool
 ) -> tuple[Matrix | ConcatenatedWeight, Tensor | None]:
-    """Return a matrix and its bias, concatenated from `parts` (name: rows) unless the checkpoint has `fused`."""
+    """Return a matrix and its bias: `fused` if the checkpoint has it, else its `parts` (name: rows), concatenated."""
     if f"{at}{fused}.weight" in weights:
         parts = {fused: Dim(sum(parts.values()), " + ".join(rows.description for rows in parts.values()))}
     matrix = _concatenate([weights.matrix(f"{at}{name}.weight", (rows, width)) for name, rows in parts.items()])

@@ -22,7 +22,10 @@ from server.models.weights import Safetensors, Weights, WeightsConfig
 
 
 def read_model_info(directory: Path, impl: ModelImpl) -> ModelInfo:
-    """Return the model's vocabulary size, context length and the like, without reading weights. Raises ModelError."""
+    """Return the model's vocabulary size, context length and the like, without reading weights.
+
+    Raises ModelError if the model cannot be served.
+    """
     config = _load_lean_config(directory, impl)
     info = read_transformers_info(directory) if config is None else config.info
     warn_invalid_eos_ids(directory, info.vocab_size)
@@ -41,7 +44,7 @@ def load_model(
 ) -> Model:
     """Return the model ready to run, for texts of up to `positions` tokens; `weights` is their dtype and format.
 
-    Raises ModelError.
+    Raises ModelError if the model cannot be served, or not with these weights.
     """
     config = _load_lean_config(directory, impl)
     if config is not None:
@@ -79,11 +82,11 @@ def _load_lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
 
 @contextmanager
 def _open_weights(directory: Path, config: ModelConfig, kept: WeightsConfig, device: torch.device) -> Iterator[Weights]:
-    """Yield the checkpoint's weights, quantized if `kept` has a format; they are closed after the model was built."""
+    """Yield the checkpoint's weights, quantized if `kept` has a format; they are closed after the `with` block."""
     if kept.format is None:
         yield _open_checkpoint(directory, config, kept.dtype, device, as_stored=kept.as_stored)
         return
-    # Read in the checkpoint's own dtype, so that values are rounded only once, by quantization.
+    # Weights to be quantized are read in the checkpoint's dtype: values are rounded only once, by quantization.
     checkpoint = _open_checkpoint(directory, config, getattr(torch, config.dtype), device, as_stored=kept.as_stored)
     with open_quantized_weights(checkpoint, directory, kept, device, config.num_layers) as weights:
         yield weights
@@ -94,7 +97,8 @@ def _open_checkpoint(
 ) -> Weights:
     """Open the weights of a GGUF, MLX or safetensors checkpoint; `as_stored` keeps quantized ones as they are."""
     if (file := find_gguf_file(directory)) is not None:
-        from server.models.formats.gguf_weights import GGUFWeights  # here, so that other models start without gguf
+        # Imported here, so that other models start without gguf
+        from server.models.formats.gguf_weights import GGUFWeights
 
         return GGUFWeights(file, dtype, device, as_stored=as_stored)
     if not is_mlx(directory):

@@ -1,7 +1,7 @@
 """Generation without a KV cache: the whole text goes through the model for every token. Slow and simple.
 
-Tests compare the cached ways with it, benchmarks use it as a baseline, and transformers_backend.py probes models
-with it.
+Tests compare generation with caches with it, benchmarks use it as a baseline, and transformers_backend.py probes
+models with it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from server.models.base import Model
 
 
 class NoCacheAttention:
-    """Implements `kernels.ops.Attention` for one text whose tokens all enter in one forward pass; stores nothing."""
+    """Implements `kernels.ops.Attention` for one text whose tokens are computed in one forward pass; stores nothing."""
 
     def __init__(self, specs: Sequence[LayerSpec] | Mapping[int, LayerSpec], length: int, device: torch.device) -> None:
         self._specs = specs
@@ -35,14 +35,15 @@ class NoCacheAttention:
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
         if spec.softcap:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        broken = ~v.isfinite().all(-1)  # [N, Hq]: their scores become NaN, as even a weight of 0 times NaN is NaN
+        # Scores of values [N, Hq] that are not finite become NaN: even a weight of 0 times NaN is NaN
+        broken = ~v.isfinite().all(-1)
         scores = scores.masked_fill(broken.T[:, None], torch.nan)
         distance = self.positions[:, None] - self.positions
         hidden = distance < 0
         if spec.window is not None:
             hidden |= distance >= spec.window
         scores = scores.masked_fill(hidden, -torch.inf)
-        if spec.sink_logits is not None:  # one more column of scores, without a value
+        if spec.sink_logits is not None:  # attention sinks: one more column of scores, without a value
             sinks = spec.sink_logits.float().view(-1, 1, 1).expand(-1, len(scores[0]), 1)
             scores = torch.cat((scores, sinks), -1)
         weights = scores.softmax(-1)[..., : len(k)]

@@ -1,6 +1,7 @@
 """Rotary position embedding: frequencies and tables for every RoPE scaling that models use.
 
-Formulas follow the papers named at each; angles are computed in float64 (float32 is off by 2e-3 rad at position 1e5).
+Each formula follows the paper that it names; angles are computed in float64 (float32 is off by 2e-3 rad at position
+1e5).
 Knows no model and no cache.
 """
 
@@ -24,9 +25,9 @@ def compute_rope_tables(rope: Rope, positions: int, device: torch.device) -> tup
 
 
 def compute_frequencies(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """Return frequencies [dim / 2] float64 in radians per position, and the factor of cos and sin.
+    """Return frequencies [dim / 2] float64 in radians per position, and the factor by which cos and sin are multiplied.
 
-    Raises ModelError.
+    Raises ModelError for invalid parameters of the RoPE scaling.
     """
     try:
         frequencies, amplitude = _ROPE_INIT_FUNCTIONS[rope.scaling](rope, positions)
@@ -47,12 +48,12 @@ def _default(rope: Rope, positions: int) -> tuple[Tensor, float]:
 
 
 def _linear(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """Scale linearly: divide positions so that they fall into those of training (Chen et al. 2023)."""
+    """Scale linearly: divide positions, so that they stay below the trained context length (Chen et al. 2023)."""
     return _compute_inv_freq(rope.theta, rope.dim) / rope.parameters["factor"], 1.0
 
 
 def _dynamic(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """Scale NTK-aware: theta grows with the text; set once, for the longest text, as cached keys cannot change."""
+    """Scale NTK-aware: theta depends on the text's length. The longest text sets it, as cached keys cannot change."""
     reach = max(positions, rope.max_positions) / rope.max_positions
     factor = rope.parameters["factor"]
     stretched = rope.theta * (factor * reach - (factor - 1)) ** (rope.dim / (rope.dim - 2))
@@ -63,14 +64,18 @@ def _llama3(rope: Rope, positions: int) -> tuple[Tensor, float]:
     """Scale as Llama 3.1: low frequencies are divided, high ones stay, those between are interpolated."""
     p = rope.parameters
     plain = _compute_inv_freq(rope.theta, rope.dim)
-    turns = p["original_max_position_embeddings"] * plain / (2 * math.pi)  # rotations within the training context
+    # Number of full rotations of each frequency within the training context
+    turns = p["original_max_position_embeddings"] * plain / (2 * math.pi)
     low, high = p["low_freq_factor"], p["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * plain + (1 - kept) * plain / p["factor"], 1.0
 
 
 def _yarn(rope: Rope, positions: int) -> tuple[Tensor, float]:
-    """Scale as YaRN (Peng et al. 2023): interpolate by the turns in the training context, and scale cos and sin."""
+    """Scale as YaRN (Peng et al. 2023): divide the frequencies with few rotations in the training context.
+
+    cos and sin are multiplied by a factor.
+    """
     p, dim = rope.parameters, rope.dim
     trained = p["original_max_position_embeddings"]
     factor = p.get("factor") or rope.max_positions / trained
@@ -101,7 +106,8 @@ def _yarn_attention_factor(p: Mapping[str, float], factor: float) -> float:
 def _longrope(rope: Rope, positions: int) -> tuple[Tensor, float]:
     """Scale as LongRoPE (Ding et al. 2024): divide each frequency by its factor, from short_factor or long_factor.
 
-    The set is chosen once, by the longest text: keys rotated with one set do not match queries rotated with the other.
+    The length of the longest text chooses the set of factors for all texts: keys rotated with one set do not match
+    queries rotated with the other.
     """
     p = rope.parameters
     trained = p["original_max_position_embeddings"]

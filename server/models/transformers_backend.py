@@ -1,4 +1,4 @@
-"""Runs any decoder-only model of transformers, with kvmux's attention in place of its own.
+"""Runs any decoder-only model of transformers, with kvmux's attention in place of the model's own.
 
 The model's code runs unchanged; for attention it calls the step's `Attention`, which stores keys and values under each
 sequence's strategy. Configs differ from family to family, so the parameters of each layer's attention (heads, scale,
@@ -26,22 +26,23 @@ from server.models.errors import ModelError
 from server.models.no_cache import NoCacheAttention
 
 ATTN_IMPLEMENTATION = "kvmux"  # the name under which the attention is registered with transformers
-MAX_MESSAGE_LENGTH = 300  # characters of a message of transformers that are passed on
+MAX_MESSAGE_LENGTH = 300  # maximum number of characters of transformers' error messages that are shown
 PROBE_TOKENS = 24
-PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.02}  # relative to the largest logit
+# Maximum difference of logits, relative to the largest logit
+PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.02}
 
 _current_attention: ContextVar[Attention] = ContextVar("attention of the step that runs")
 
 
 class TransformersModel(ForwardStepMixin):
-    """Implements `server.models.base.Model`."""
+    """A model that transformers computes; implements `server.models.base.Model`."""
 
     impl: Literal["transformers"] = "transformers"
 
     def __init__(
         self, directory: Path, dtype: torch.dtype, device: torch.device, *, positions: int | None = None
     ) -> None:
-        """Load the model. `positions`: the length of the longest text, by default its max_position_embeddings.
+        """Load the model. `positions`: the length of the longest text, by default max_position_embeddings.
 
         Raises ModelError if transformers cannot load it, or if its layers have other state than keys and values.
         """
@@ -78,7 +79,7 @@ class TransformersModel(ForwardStepMixin):
         return found
 
     def count_flops(self, num_tokens: int, num_logits: int) -> None:
-        """Return None: the shapes of a model's matrices stand in its own code."""
+        """Return None (unknown): only the model's own code has the shapes of its matrix products."""
 
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
         """Compute logits [K, V] float32 from embeddings x [N, d], as `forward` does from ids."""
@@ -86,7 +87,7 @@ class TransformersModel(ForwardStepMixin):
 
 
 def read_transformers_info(directory: Path) -> ModelInfo:
-    """Return the properties of a model from its config, as transformers reads it. Raises ModelError."""
+    """Return a model's properties from its config, read by transformers. Raises ModelError for an invalid config."""
     check_counts(read_json(directory / "config.json"), directory / "config.json")
     config = _load_config(directory)
     text = config.get_text_config()
@@ -121,7 +122,7 @@ def _load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> An
     AttentionInterface.register(ATTN_IMPLEMENTATION, _attend)
     empty: Any = AutoModelForCausalLM
     try:
-        with torch.device("meta"):  # takes no memory
+        with torch.device("meta"):  # the meta device takes no memory
             numbers = sum(p.numel() for p in empty.from_config(_load_config(directory)).parameters())
         _check_size(directory, numbers)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -150,7 +151,7 @@ def _load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> An
 
 
 def _check_size(directory: Path, numbers: int) -> None:
-    """Raise ModelError if the files are too small for `numbers` parameters: transformers would invent the rest."""
+    """Raise ModelError if the files are too small for `numbers` parameters: transformers would invent the others."""
     stored = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
     if numbers > 8 * stored:  # a parameter takes at least one bit
         raise ModelError(
@@ -166,8 +167,8 @@ def _format_error(error: Exception) -> str:
 def _freeze_longrope(model: nn.Module, positions: int) -> None:
     """Fix LongRoPE's frequencies to the set (short or long) for texts of up to `positions` tokens.
 
-    transformers would choose by the longest text of each step, which would contradict cached keys and affect other
-    sequences. Raises ModelError if a model's own code does so, too.
+    transformers would choose the set by the longest text of each step; then new keys would not match cached ones, and
+    sequences would affect each other. Raises ModelError if the model has code of its own that chooses in this way.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -206,7 +207,7 @@ def _compute_logits(model: Any, attention: Attention, **tokens: Tensor) -> Tenso
 def _attend(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, **how: Any
 ) -> tuple[Tensor, None]:
-    """Compute attention with the signature of transformers: q [1,Hq,N,D], k and v [1,H,N,D] -> [1,N,Hq,D], None."""
+    """Compute attention with transformers' signature: q [1,Hq,N,D], k and v [1,H,N,D] -> (output [1,N,Hq,D], None)."""
     attention = _current_attention.get()
     if isinstance(attention, _Probe):
         attention.record_layer(module, q, k, v, how)
@@ -229,9 +230,10 @@ class _Probe(NoCacheAttention):
         self.layer_specs: dict[int, LayerSpec] = {}
         super().__init__(self.layer_specs, length, device)
         self.logit_index = self.positions  # all rows
-        self.positions = self.positions.flip(0)  # reversed, to find models that take row order for position
+        # In reverse, to detect models that take the order of rows for positions
+        self.positions = self.positions.flip(0)
         self._config = config
-        self._max_positions = positions  # tokens of the longest text
+        self._max_positions = positions  # number of tokens of the longest text
 
     def record_layer(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, how: Mapping[str, Any]) -> None:
         index = _get_layer_index(module)
@@ -250,7 +252,7 @@ class _Probe(NoCacheAttention):
         )
 
     def _find_window(self, index: int) -> int | None:
-        """Return a layer's window by the config, for models that have it only in the mask (vllm#49795)."""
+        """Return a layer's window from the config, for models whose code passes it only as a mask (vllm#49795)."""
         kinds = getattr(self._config, "layer_types", None)
         window = getattr(self._config, "sliding_window", None)
         if kinds is None:
@@ -278,7 +280,7 @@ def _probe_layers(model: Any, info: ModelInfo, positions: int, device: torch.dev
         ours = _compute_logits(model, probe, input_ids=ids.flip(0)[None]).flip(0)
     except ModelError:
         raise
-    except Exception as error:  # its `forward` lacks position_ids or logits_to_keep, or fails in another way
+    except Exception as error:  # the model's `forward` lacks position_ids or logits_to_keep, or fails in another way
         raise ModelError(f"{name} cannot be served: {_format_error(error)}") from None
     layers = config.num_hidden_layers
     if sorted(probe.layer_specs) != list(range(layers)):

@@ -1,8 +1,8 @@
 """The interface through which the decoder loads weights by name (`Weights`), and its implementation for safetensors.
 
 GGUF files (gguf_weights.py), MLX checkpoints (mlx_weights.py) and quantization at load (quantized.py) implement it,
-too. Each tensor has its own memory mapping: a tensor that is used as it is on disk is not copied, and the mapping of
-one that was converted is freed.
+too. Each tensor has its own memory mapping: a tensor that is used as it is on disk is not copied; if a tensor is
+converted, its mapping is freed.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from server.models.config_file import read_json, shorten_repr
 from server.models.errors import ModelError, first_line
 from server.models.formats.mmap import map_bytes, read_bytes
 
-MAX_NAME_LENGTH = 255  # characters; the limit of file systems
+MAX_NAME_LENGTH = 255  # characters of a file name: the limit of file systems
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SAFETENSORS_DTYPES = {  # by safetensors' names: FLOAT_DTYPES, and the integers of quantized weights
+SAFETENSORS_DTYPES = {  # torch dtypes by their safetensors names: FLOAT_DTYPES and the integers of quantized weights
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
@@ -33,22 +33,24 @@ SAFETENSORS_DTYPES = {  # by safetensors' names: FLOAT_DTYPES, and the integers 
 }
 
 Matrix = Tensor | QuantizedTensor  # [out, in]
-Shape = Sequence[int]  # the expected shape; `Dim`s tell in an error message which keys of config.json it comes from
+# An expected shape; its `Dim`s name the keys of config.json from which it comes, for error messages
+Shape = Sequence[int]
 
 
 class WeightFormat(NamedTuple):
     """The format to which matrices are quantized at load."""
 
     bits: int
-    group_size: int | None = None  # columns with one scale; None: the whole row
+    group_size: int | None = None  # number of columns that share a scale; None: the whole row
 
 
 class WeightsConfig(NamedTuple):
-    """The form in which a loaded model has its weights."""
+    """The dtype and format in which a loaded model keeps its weights."""
 
-    dtype: torch.dtype  # of weights that are not quantized
-    format: WeightFormat | None = None  # to quantize matrices to; None: matrices are not quantized at load
-    as_stored: bool = False  # whether matrices that are quantized in the checkpoint stay so, or are dequantized
+    dtype: torch.dtype  # dtype of weights that are not quantized
+    format: WeightFormat | None = None  # format to which matrices are quantized at load; None: they are not
+    # Whether matrices that are quantized in the checkpoint stay quantized; else they are dequantized
+    as_stored: bool = False
     cache_dir: Path | None = None  # the folder where quantized matrices are cached for the next start; None: no cache
 
 
@@ -70,7 +72,7 @@ class Weights(Protocol):
         ...
 
     def embedding(self, name: str, shape: Shape) -> Matrix:
-        """Return a matrix whose rows are looked up; it is never quantized at load."""
+        """Return an embedding matrix, whose rows are looked up; it is never quantized at load."""
         ...
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
@@ -79,7 +81,7 @@ class Weights(Protocol):
 
 
 def check_shape(what: str, found: Shape, shape: Shape, by: str = "config.json") -> None:
-    """Raise ModelError if the shape `found` is not `shape`, which comes from `by`; `what` names the file and tensor."""
+    """Raise ModelError if the shape `found` is not `shape`, which `by` demands; `what` names the file and tensor."""
     if tuple(found) != tuple(shape):
         words = ", ".join(dim.description for dim in shape if isinstance(dim, Dim))
         raise ModelError(
@@ -112,7 +114,10 @@ class Safetensors:
     """Implements `Weights` for a directory of safetensors files; tensors are converted to `dtype` on `device`."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, *, mapped: bool = True) -> None:
-        """Read all headers. Tensors will be memory-mapped or, without `mapped`, read. Raises ModelError."""
+        """Read the headers of all files. Tensors are later memory-mapped or, without `mapped`, read into memory.
+
+        Raises ModelError if a file cannot be read.
+        """
         self._load_bytes = map_bytes if mapped else read_bytes
         self._directory = directory
         self._dtype = dtype
@@ -168,9 +173,9 @@ class Safetensors:
 
 
 def _read_header(file: Path) -> Iterator[_TensorInfo]:
-    """Yield the header's entry of each tensor of a file. Raises ModelError."""
+    """Yield the header's entry of each tensor of a file. Raises ModelError if the file is unreadable or damaged."""
     try:
-        with safe_open(file, framework="np"):  # checks the header: gaps, overlaps, sizes, types
+        with safe_open(file, framework="np"):  # opening checks the header: gaps, overlaps, sizes, types
             pass
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")
@@ -190,7 +195,7 @@ def _read_header(file: Path) -> Iterator[_TensorInfo]:
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs of a JSON object as a dict. Raises ValueError for a duplicate key.
 
-    Of two equal keys, `safe_open` may have checked the other one.
+    `safe_open` may have checked only one of two entries with the same key.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -201,7 +206,7 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _find_tensors(directory: Path) -> dict[str, _TensorInfo]:
     """Return every tensor of a directory by name; if several files have one of that name, the index decides.
 
-    Raises ModelError.
+    Raises ModelError if there is no safetensors file, or if the index does not decide between two files.
     """
     index = _read_weight_map(directory)
     files = {directory / Path(name).name for name in index.values()} or set(directory.glob("*.safetensors"))
@@ -221,7 +226,7 @@ def _find_tensors(directory: Path) -> dict[str, _TensorInfo]:
 
 
 def _find_root_prefix(names: Iterable[str]) -> str:
-    """Return the prefix of "embed_tokens" in tensor names: "model.", and longer for multimodal models."""
+    """Return the prefix of "embed_tokens" in tensor names: "model.", or a longer one in multimodal models."""
     embedding = "embed_tokens.weight"
     return next((name.removesuffix(embedding) for name in names if name.endswith(embedding)), "model.")
 
@@ -235,7 +240,7 @@ def _strip_root_prefix(name: str, root: str) -> str:
 
 
 def _read_weight_map(directory: Path) -> Mapping[str, str]:
-    """Return the index's file for each tensor; {} if there is no index. Raises ModelError."""
+    """Return the file of each tensor, from the index; {} if there is no index. Raises ModelError if it is invalid."""
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return {}

@@ -75,7 +75,7 @@ class Stream:
     def __init__(self, submits: Iterable[Submit], send_cancel: Callable[[Cancel], None]) -> None:
         self._wants_explanation = {submit.request_id: submit.explain for submit in submits}
         self._running = set(self._wants_explanation)  # ids of requests whose last event was not read yet
-        # ids of running requests that were stopped: only their Explained is still to be read
+        # Ids of running requests that were stopped: only their Explained is still to be read
         self._stopped: set[str] = set()
         self._send_cancel = send_cancel
         self._events: deque[RequestEvent | Exception] = deque()
@@ -153,13 +153,13 @@ class EngineClient:
         """Make an unconnected client; `estimate_retry_after` returns seconds until a lost engine is expected back."""
         self.hello: Hello | None = None  # what the engine serves; None while it is not connected
         self.query_timeout = 10.0  # seconds to wait for an answer, which the engine gives between two steps
-        # replaced after each command and for each new engine: answers from before are then out of date
+        # Replaced after each command and for each new engine: answers from before are then out of date
         self.epoch = object()
         self.estimate_retry_after = estimate_retry_after
         self._path = os.fspath(path)
         self._connection: _Connection | None = None
         self._streams: dict[str, Stream] = {}  # by request id
-        # seconds that the last admitted request had waited: an estimate of when a full queue has room
+        # Seconds that the last admitted request had waited: an estimate of when a full queue has room
         self._queue_seconds = 0.0
         self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._query_ids = itertools.count()

@@ -30,13 +30,13 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the text, beside the model's own end tokens
     frequency_penalty: float = 0.0  # subtracted from a token's logit once for each time it was drawn
     presence_penalty: float = 0.0  # subtracted from the logits of all tokens that were drawn
-    # for tokens in prompt and output: divides positive logits, multiplies negative ones
+    # For tokens in prompt and output: divides positive logits, multiplies negative ones
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # pairs of a token id and the number added to its logit
     allowed_token_ids: bytes = (
         b""  # the only tokens that may be drawn, as 64-bit integers in this machine's byte order; empty: all tokens
     )
-    # number of likeliest tokens returned with each drawn token's log-probability; None: no log-probabilities
+    # Number of likeliest tokens returned with each drawn token's log-probability; None: no log-probabilities
     logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same for each token of the prompt; None: no log-probabilities
 
@@ -47,7 +47,7 @@ class Caching(msgspec.Struct, frozen=True):
     tenant: str = ""  # only requests with the same tenant and the same cache_salt share cached tokens
     cache_salt: str = ""
     max_cached: int | None = None  # maximum number of prompt tokens that may be taken from the cache; None: no limit
-    # priority of the blocks that the request leaves in the cache; blocks of higher priority are evicted later
+    # Priority of the blocks that the request leaves in the cache; blocks of higher priority are evicted later
     priority: int = 0
     ttl: float | None = None  # seconds after which these blocks are evicted before others; None: the instance's setting
 
@@ -72,7 +72,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     alias: str | None = None
     priority: int = 0  # lower runs first
     caching: Caching = Caching()
-    # id of an earlier request with the same prompt, whose keys and values this one may take over
+    # Id of an earlier request with the same prompt, whose keys and values this one may take over
     sibling_of: str | None = None
     explain: bool = False  # whether the last event is an Explained, unless the request fails
     speculation: Speculation | None = None  # None: speculation as in the settings
@@ -142,7 +142,7 @@ class Observed(msgspec.Struct, tag=True, frozen=True):
 Command = Inspect | Clear | PinPrefix | Unpin | Share
 
 
-# answered with JSON, except metrics: an encoded `server.metrics` Snapshot
+# Answered with JSON, except metrics: an encoded `server.metrics` Snapshot
 Question = Literal["kv_cache", "settings", "metrics"]
 ANSWER_TTL = 1.0  # seconds for which an answer to a question is reused
 

@@ -127,7 +127,7 @@ class EngineServer:
         while self._worker_tasks:
             for worker in self._workers.values():
                 worker.hang_up()
-            # then again: another worker may just have been accepted
+            # Then again: another worker may just have been accepted
             await asyncio.wait(self._worker_tasks, timeout=0.01)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)

@@ -44,7 +44,7 @@ class OpAnnotator(Recorder):
     """Names each call of an operation in the trace of torch's profiler."""
 
     def __init__(self) -> None:
-        # by name, of operations within compiled layers
+        # By name, of operations within compiled layers
         self.layer_op_seconds: defaultdict[str, float] = defaultdict(float)
 
     def op(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
@@ -85,7 +85,7 @@ class Profiler:
         self._about = about
         self._busy = False  # True from a query for a recording to its answer
         self._recording: Recording | None = None
-        # finished answers, each with its API worker
+        # Finished answers, each with its API worker
         self._done: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
 
     def begin(self, worker: int, query_id: int, wanted: Profile) -> Answer | None:

@@ -59,7 +59,7 @@ class Request:
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
     explain: bool = False  # whether the client gets this request's RequestRecord
-    # all choices (n > 1) of the same prompt, this request included
+    # All choices (n > 1) of the same prompt, this request included
     siblings: list[Request] = field(default_factory=list)
     proposer: DraftProposer | None = None  # proposes draft tokens; None: the request gets no drafts
     due: float = 0.0  # sort key of the queue, in monotonic seconds: its arrival, shifted by its priority
@@ -69,7 +69,7 @@ class Request:
     miss: str | None = None  # why no more prompt tokens were found (`cache_strategies.base.Miss`)
     forked: bool = False  # whether it took over the prompt that another choice (n > 1) had computed
     num_preemptions: int = 0
-    # value of Scheduler._room_changes when this request last found no room; -1: it has not been refused
+    # Value of Scheduler._room_changes when this request last found no room; -1: it has not been refused
     refused_at: int = -1
     passed_over: int = 0  # number of later requests that were admitted while this request found no room
     num_scored_tokens: int = 0  # prompt tokens whose log-probabilities have been sent

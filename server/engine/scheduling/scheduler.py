@@ -129,7 +129,7 @@ class Scheduler:
             )
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
         free_seats = max(0, limits.max_num_seqs - len(self.running))
-        # requests that fill free seats in the next step do not count
+        # Requests that fill free seats in the next step do not count
         if len(self.waiting) >= limits.max_queued_requests + free_seats:
             message = f"{len(self.waiting)} requests are already waiting: try again later"
             raise RequestError(429, message, code="queue_full")

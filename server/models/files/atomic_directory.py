@@ -1,8 +1,8 @@
 """Directories that are written under a temporary name and renamed when complete, so that no process sees a partial one.
 
 A writer holds a lock on its temporary directory, which the system releases when the process ends, however that happens.
-A directory without a lock was therefore abandoned, and the next writer deletes it. On file systems without locks for
-directories (NFS) it stays.
+A directory without a lock was therefore abandoned, and the next writer deletes it. On file systems that cannot lock
+directories (NFS) abandoned directories stay.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-PREFIX = ".kvmux-draft-"  # of temporary directories, which are deleted if they are not locked
-UNLOCKED_PREFIX = ".kvmux-new-"  # of directories that were just created and are not locked yet
+PREFIX = ".kvmux-draft-"  # prefix of temporary directories, which are deleted if they are not locked
+UNLOCKED_PREFIX = ".kvmux-new-"  # prefix of directories that were just created and are not locked yet
 
 
 class AtomicDirectory:
     """A temporary directory (`path`) in `home`, which `publish` renames when it is complete."""
 
     def __init__(self, home: Path) -> None:
-        """Make the temporary directory, and delete abandoned ones. Raises OSError."""
+        """Make the temporary directory, and delete abandoned ones. Raises OSError if it cannot be made."""
         home.mkdir(parents=True, exist_ok=True)
         _delete_abandoned(home)
         new = Path(tempfile.mkdtemp(prefix=UNLOCKED_PREFIX, dir=home))
@@ -33,7 +33,10 @@ class AtomicDirectory:
         self.path = new.rename(home / new.name.replace(UNLOCKED_PREFIX, PREFIX))
 
     def publish(self, folder: Path) -> None:
-        """Rename the directory to `folder`, unless another process has made that one meanwhile. Raises OSError."""
+        """Rename the directory to `folder`, unless another process has made `folder` meanwhile.
+
+        Raises OSError if the system refuses.
+        """
         try:
             self.path.rename(folder)
         except OSError:
@@ -48,7 +51,7 @@ class AtomicDirectory:
 
 def _delete_abandoned(home: Path) -> None:
     for folder in home.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it is a file, or was renamed or deleted meanwhile
+        with suppress(OSError):  # skip what is a file, or was renamed or deleted meanwhile
             lock = _open_directory(folder)
             try:
                 if _try_lock(lock):

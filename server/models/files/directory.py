@@ -1,6 +1,7 @@
 """Turns the setting `model` (an embedded model, a directory, a GGUF file, a name on the hub) into a directory.
 
-The first process does this before it starts the others, so that no two download or unpack the same. Imports no torch.
+The first process does this before it starts the others, so that no two processes download or unpack the same model.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ EMBEDDED = {"tiny": Path(__file__).parents[1] / "tiny"}
 
 
 def resolve_model_settings(settings: Settings) -> Settings:
-    """Return the settings with the model's directory and the name that the API shows. Raises ModelError."""
+    """Return the settings with the model's directory and its name in the API. Raises ModelError as `locate` does."""
     directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
     name = settings.model if _is_on_hub(settings.model) else directory.resolve().name
     known = {"model": str(directory), "revision": None, "model_name": settings.model_name or name}
@@ -28,7 +29,8 @@ def resolve_model_settings(settings: Settings) -> Settings:
 def locate(model: str, revision: str | None = None, *, allow_symlinks: bool = False) -> Path:
     """Return the directory with config.json and the other files, downloaded or unpacked if necessary.
 
-    Raises ModelError, also for links out of the directory unless `allow_symlinks`; the embedded model is not checked.
+    Raises ModelError if there is no such model, and for links out of its directory unless `allow_symlinks`; the
+    embedded model is not checked.
     """
     on_hub = _is_on_hub(model)
     directory = hub.fetch_model(model, revision) if on_hub else _resolve_local(model)
@@ -66,6 +68,6 @@ def _expand_path(model: str) -> Path:
     try:
         path = EMBEDDED.get(model) or Path(model).expanduser()
         path.exists()
-    except (OSError, RuntimeError) as error:  # the name is too long, or "~" cannot be resolved
+    except (OSError, RuntimeError) as error:  # the path is too long, or "~" cannot be resolved
         raise ModelError(f"no model at {model!r}: {error}") from None
     return path

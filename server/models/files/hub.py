@@ -13,13 +13,14 @@ from server.models.errors import ModelError, first_line
 
 NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)  # owner/name
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-IGNORE_PATTERNS = ["*/*", "consolidated*"]  # other formats in folders; a second copy of Mistral's weights
+# Files in subfolders (other formats), and the second copy of Mistral's weights
+IGNORE_PATTERNS = ["*/*", "consolidated*"]
 
 
 def fetch_model(model: str, revision: str | None = None) -> Path:
-    """Return the directory of a model's files; they are downloaded, with a progress bar, if not in the cache.
+    """Return the directory of a model's files; files that are not in the cache are downloaded, with a progress bar.
 
-    Raises ModelError.
+    Raises ModelError if that fails.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
@@ -36,5 +37,5 @@ def fetch_model(model: str, revision: str | None = None) -> Path:
         raise ModelError(
             f"no model {model!r}, neither on this machine nor on the hub; if it is private, set HF_TOKEN"
         ) from None
-    except (HfHubHTTPError, OSError, ValueError) as error:  # hub or network down, disk full, offline mode
+    except (HfHubHTTPError, OSError, ValueError) as error:  # hub or network down, disk full, or offline mode set
         raise ModelError(f"{model} is not on this machine, and cannot be downloaded: {first_line(error)}") from None

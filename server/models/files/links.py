@@ -20,8 +20,8 @@ INDICES = "*.index.json"
 def check_links(directory: Path, *, made_here: Path | None) -> None:
     """Raise ModelError for a link that leads out of the directory, and for an entry that is no file or directory.
 
-    Allowed are links to the blobs of the same model in Hugging Face's cache. `made_here` is a link that kvmux made,
-    which may lead anywhere.
+    Links to the blobs of the same model in Hugging Face's cache are allowed, and `made_here`, a link that kvmux made
+    itself.
     """
     try:
         root = directory.resolve(strict=True)
@@ -38,7 +38,7 @@ def check_links(directory: Path, *, made_here: Path | None) -> None:
 
 
 def _iter_entries(root: Path) -> Iterator[Path]:
-    """Yield the entries of a model's directory, and of its folder of chat templates unless that is a link."""
+    """Yield the entries of a model's directory, and of its folder of chat templates unless that folder is a link."""
     yield from sorted(root.iterdir())
     templates = root / TEMPLATES
     if templates.is_dir() and not templates.is_symlink():
@@ -65,10 +65,10 @@ def _blobs(root: Path) -> list[Path]:
 
 
 def _check_index(index: Path) -> None:
-    """Raise ModelError if an index names a file in another directory."""
+    """Raise ModelError if an index of weights names a file in another directory."""
     try:
         names = read_json(index).get("weight_map")
-    except ModelError:  # the loader of the weights reports it
+    except ModelError:  # an unreadable index is reported by the loader of the weights
         return
     for name in names.values() if isinstance(names, dict) else ():
         if isinstance(name, str) and ("/" in name or name == ".."):

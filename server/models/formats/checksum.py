@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-PART = 1 << 24  # bytes that one thread computes at a time
+PART = 1 << 24  # bytes of a tensor that one thread processes at a time
 THREADS = min(8, os.cpu_count() or 1)
 
 

@@ -1,7 +1,7 @@
-"""Translates a GGUF file's metadata to the keys of config.json, which config.py then reads as for any model.
+"""Translates a GGUF file's metadata to the keys of config.json, which config.py then reads as it does for any model.
 
-Differences between architectures are data: a row of ARCHITECTURES each, with the rules that are in llama.cpp's code
-and not in its files.
+Differences between architectures are data: each has a row in ARCHITECTURES, with the rules that are in llama.cpp's code
+and not in GGUF files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from server.models.config_file import MAX_LAYERS, shorten_repr
 from server.models.errors import ModelError
 from server.models.formats.gguf_file import GGUFHeader
 
-DTYPES = {0: "float32", 1: "float16"}  # by GGML tensor type; all others are computed in bfloat16
+DTYPES = {0: "float32", 1: "float16"}  # dtypes to compute in, by GGML tensor type; bfloat16 for all other types
 
 TENSOR_NAMES = {  # Hugging Face name without "model.layers.<layer>." -> GGUF name without "blk.<layer>."
     "embed_tokens": "token_embd",
@@ -45,21 +45,22 @@ _GEMMA_NAMES = {
 class GGUFArchitecture(NamedTuple):
     """How llama.cpp writes a model family to a GGUF file."""
 
-    family: str  # the key of a row in families.py
+    family: str  # the key of the family in families.FAMILIES
     names: Mapping[str, str] = TENSOR_NAMES
-    permuted: bool = False  # whether the two halves of each head are interleaved in the rows of q and k
-    norm_offset: float = 0.0  # added to the weights of norms when the file was written
-    full_attention_interval: int | None = None  # every n-th layer has full attention; None: no layer, if windows exist
+    permuted: bool = False  # whether the rows of q and k alternate between the two halves of each head
+    norm_offset: float = 0.0  # number that the converter added to the weights of norms
+    # Every n-th layer has full attention; None: no layer, if the file has a window
+    full_attention_interval: int | None = None
     activation: str = "silu"
-    defaults: Mapping[str, Any] = {}  # for keys that older files lack
+    defaults: Mapping[str, Any] = {}  # values of keys that older files lack
     local_theta: float | None = None  # rope_theta of sliding layers, which then have no RoPE scaling
-    layers_of_27b: int | None = None  # the size with so many layers has scale (hidden_size / heads) ** -0.5
+    layers_of_27b: int | None = None  # a model with so many layers scales attention by (hidden_size / heads) ** -0.5
 
 
 _GEMMA = GGUFArchitecture(
     "", names=TENSOR_NAMES | _GEMMA_NAMES, norm_offset=1.0, activation="gelu_pytorch_tanh", full_attention_interval=2
 )
-ARCHITECTURES: Mapping[str, GGUFArchitecture] = {  # by the file's general.architecture
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = {  # by the value of general.architecture
     "llama": GGUFArchitecture("LlamaForCausalLM", permuted=True),  # Mistral, too
     "qwen2": GGUFArchitecture("Qwen2ForCausalLM"),
     "qwen3": GGUFArchitecture("Qwen3ForCausalLM"),
@@ -76,7 +77,7 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {  # by the file's general.archi
 
 
 class GGUFMetadata:
-    """Access to a file's metadata by keys without the prefix of the architecture's name."""
+    """Reads a GGUF file's metadata by keys without the prefix, which is the architecture's name."""
 
     def __init__(self, header: GGUFHeader) -> None:
         """Wrap a header. Raises ModelError for an unknown architecture, a split file, or a mixture of experts."""
@@ -99,7 +100,7 @@ class GGUFMetadata:
         return self.arch_spec.defaults.get(key, default) if value is None else value
 
     def get_int(self, key: str, default: int | None = None, largest: int = 2**31 - 1) -> int:
-        """Return a whole number from 1 to `largest`. Raises ModelError, also if it differs between layers."""
+        """Return a whole number from 1 to `largest`. Raises ModelError for other values, or if layers differ in it."""
         value = self.get(key, default)
         if isinstance(value, list) and value and all(number == value[0] for number in value):
             value = value[0]
@@ -111,14 +112,14 @@ class GGUFMetadata:
         return value
 
     def get_float(self, key: str, default: float | None = None) -> float | None:
-        """Return a finite number >= 0; None if there is none and no default. Raises ModelError."""
+        """Return a finite number >= 0; None if there is none and no default. Raises ModelError for other values."""
         value: float | None = self.get(key, default)
         if value is not None and (type(value) not in (int, float) or not 0 <= value < inf):
             raise self._invalid_value_error(key, value, "a finite number, not below 0")
         return value
 
     def get_str(self, key: str, default: str) -> str:
-        """Return a string, or the default if the file has none. Raises ModelError."""
+        """Return a string, or the default if the file has none. Raises ModelError for other values."""
         value = self.get(key, default)
         if not isinstance(value, str):
             raise self._invalid_value_error(key, value, "a string")
@@ -138,7 +139,7 @@ class GGUFMetadata:
 
 
 def make_config(header: GGUFHeader) -> dict[str, Any]:
-    """Return the contents of config.json for the model in a GGUF file. Raises ModelError."""
+    """Return the contents of config.json for the model in a GGUF file. Raises ModelError for invalid metadata."""
     keys = GGUFMetadata(header)
     tensors, arch_spec = header.tensors, keys.arch_spec
     if "token_embd.weight" not in tensors:
@@ -153,7 +154,7 @@ def make_config(header: GGUFHeader) -> dict[str, Any]:
     head_dim = keys.get_int("attention.key_length", width // heads)
     if keys.get_int("attention.value_length", head_dim) != head_dim:
         raise ModelError(f"{header.file}: values are not as long as keys; the model cannot be served")
-    window = keys.get("attention.sliding_window") or None  # 0 also means no window
+    window = keys.get("attention.sliding_window") or None  # a window of 0 means none, too
     scale = (
         keys.get_float("attention.scale") or (width / heads if layers == arch_spec.layers_of_27b else head_dim) ** -0.5
     )
@@ -173,7 +174,7 @@ def make_config(header: GGUFHeader) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-        "query_pre_attn_scalar": scale**-2,  # the form that config.json has for the scale
+        "query_pre_attn_scalar": scale**-2,  # config.json gives the scale of attention in this form
         "attn_logit_softcapping": keys.get_float("attn_logit_softcapping"),
         "final_logit_softcapping": keys.get_float("final_logit_softcapping"),
         "sliding_window": window,
@@ -210,8 +211,8 @@ def _parse_rope(keys: GGUFMetadata, head_dim: int) -> dict[str, Any]:
 
 
 def _parse_rope_scaling(keys: GGUFMetadata, rotary_dim: int) -> dict[str, Any]:
-    """Return the RoPE scaling as config.json has it; factors for each frequency become a longrope."""
-    kind = keys.get_str("rope.scaling.type", "linear")  # with "none", a factor is ignored
+    """Return rope_scaling of config.json; if the file has factors for each frequency, its type is longrope."""
+    kind = keys.get_str("rope.scaling.type", "linear")  # "none": no scaling, even if the file has a factor
     factor = keys.get_float("rope.scaling.factor") or keys.get_float("rope.scale_linear") or 1.0
     trained = keys.get("rope.scaling.original_context_length") or keys.get_int("context_length")
     attn_factor = keys.get_float("rope.scaling.attn_factor") or 1.0
@@ -237,7 +238,7 @@ def _parse_rope_scaling(keys: GGUFMetadata, rotary_dim: int) -> dict[str, Any]:
 
 
 def _read_rope_factors(keys: GGUFMetadata, pairs: int) -> dict[str, list[float]]:
-    """Return the short and long factors for each pair of dimensions; Llama 3 has one set for both. {} if none."""
+    """Return the short and long factors for each pair of dimensions; Llama 3 has one set for both. {}: no factors."""
     names = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
     if "rope_freqs.weight" in keys.header.tensors:
         names = dict.fromkeys(names, "rope_freqs.weight")

@@ -1,7 +1,7 @@
 """Unpacks a GGUF file's config and tokenizer into a directory like those of Hugging Face. Imports no torch.
 
-The directory is made once, in the user's cache; a link in it leads to the file, where the weights stay. So only the
-reader of weights also has to know GGUF. The first process that needs the directory makes it.
+The directory is made once, in the user's cache, by the first process that needs it. A link in it leads to the GGUF
+file, from which the weights are read; all other readers need not know GGUF.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from server.models.files.user_cache import user_cache_dir
 from server.models.formats.gguf_file import SUFFIX, read_header
 
 FORMAT = "1"  # version of the unpacked files; change it to have all files unpacked again
-FOLDER = "gguf"  # in the user's cache
+FOLDER = "gguf"  # folder in the user's cache
 LINK = f"model{SUFFIX}"  # name of the link to the GGUF file
 
 
 def ensure_unpacked(file: Path) -> Path:
     """Return the directory made from a GGUF file, unpacked if necessary; its last part is the model's name.
 
-    Raises ModelError.
+    Raises ModelError if the file cannot be read or the directory cannot be written.
     """
     directory = _get_directory(file)
     try:
@@ -51,27 +51,27 @@ def find_own_link(directory: Path) -> Path | None:
     """Return the link to the GGUF file in a directory that this module made; None for other directories."""
     try:
         folder = (user_cache_dir() / FOLDER).resolve()
-    except ModelError:  # the user has no cache
+    except ModelError:  # this user has no cache directory
         return None
     root = directory.resolve()
     return root / LINK if root.parent.parent == folder else None
 
 
 def _get_directory(file: Path) -> Path:
-    """Return the directory for a GGUF file: another one if the file changes. Raises ModelError."""
+    """Return the directory for a GGUF file in its present state. Raises ModelError if it is no readable file."""
     try:
         status = file.stat()
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror}") from None
-    if not stat.S_ISREG(status.st_mode):  # opening a pipe would block for ever
+    if not stat.S_ISREG(status.st_mode):  # a pipe, for example: opening it would block for ever
         raise ModelError(f"cannot read {file}: it is not a file")
     parts = (FORMAT, str(file.resolve()), str(status.st_size), str(status.st_mtime_ns))
     return user_cache_dir() / FOLDER / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16] / file.stem
 
 
 def _unpack(file: Path, directory: Path) -> None:
-    """Make the directory atomically, as another process may be doing the same. Raises ModelError."""
-    from server.models.formats.gguf_config import make_config  # here, so that other models start faster
+    """Make the directory atomically, as another process may make it, too. Raises ModelError for invalid metadata."""
+    from server.models.formats.gguf_config import make_config  # imported here, so that other models start faster
     from server.text.gguf_tokenizer import find_end_tokens, make_tokenizer
     from server.text.model_files import convert_library_errors
 

@@ -1,8 +1,8 @@
 """Reads the header of a GGUF file: its metadata, and the shape, type and offset of each tensor. Imports no numpy.
 
-The gguf package, which gguf_weights.py uses to dequantize weights, has a reader, too. But that keeps several numpy
-arrays for every string, which for Llama 3's vocabulary takes 20 s and 770 MB (here: 0.4 s); and the API process does
-not import numpy.
+The gguf package, which gguf_weights.py uses to dequantize weights, has a reader, too. But it keeps several numpy
+arrays for every string, which for Llama 3's vocabulary takes 20 s and 770 MB (0.4 s with this module); and API
+processes do not import numpy.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from server.models.errors import ModelError
 
 SUFFIX = ".gguf"
 VERSIONS = (2, 3)
-ALIGNMENT = 32  # bytes; of tensors, if the file has no general.alignment
+ALIGNMENT = 32  # bytes: tensors begin at multiples of this if the file has no general.alignment
 FLOAT32 = 0  # GGML's tensor type F32
-STRING, ARRAY = 8, 9  # types of metadata values; the others are in SCALARS
+STRING, ARRAY = 8, 9  # type numbers of metadata values that are strings and arrays; SCALARS has the others
 # Bounds far beyond any model: a header of this size takes a few hundred megabytes as Python objects.
 MAX_HEADER_BYTES = 1 << 26
-MAX_ARRAY_ELEMENTS = 1 << 22  # in all arrays together; a vocabulary of 262,144 tokens and its merges take 1.3 million
+# Of all arrays in a file together; a vocabulary of 262,144 tokens and its merges has 1.3 million
+MAX_ARRAY_ELEMENTS = 1 << 22
 MAX_DIMENSIONS = 4  # ggml's limit
 MAX_ALIGNMENT = 1 << 16
-# Types of metadata values and their format for `struct`.
+# Type numbers of metadata values -> format characters of the module `struct`.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 class TensorInfo(NamedTuple):
     """A tensor's entry in the header of a GGUF file."""
 
-    shape: tuple[int, ...]  # in torch's order: the last dimension is contiguous
+    shape: tuple[int, ...]  # sizes in torch's order: the last dimension is contiguous
     type: int  # one of gguf.GGMLQuantizationType
     offset: int  # bytes from the start of the file
 
@@ -45,7 +46,7 @@ class GGUFHeader(NamedTuple):
     tensors: Mapping[str, TensorInfo]
 
     def read_floats(self, name: str, count: int) -> list[float]:
-        """Return the numbers of a small float32 tensor, which has `count` of them (RoPE factors). Raises ModelError."""
+        """Return the `count` numbers of a small float32 tensor (RoPE factors). Raises ModelError if it is different."""
         tensor = self.tensors[name]
         if tensor.type != FLOAT32 or tensor.shape != (count,):
             raise ModelError(f"{self.file}: tensor {name!r} should be {count} numbers of type F32")
@@ -58,7 +59,7 @@ class GGUFHeader(NamedTuple):
 
 
 def read_header(file: Path) -> GGUFHeader:
-    """Return the header of a GGUF file. Raises ModelError."""
+    """Return the header of a GGUF file. Raises ModelError if the file is unreadable, damaged or no GGUF file."""
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse_header(file, data)
@@ -91,7 +92,7 @@ def _parse_header(file: Path, data: mmap.mmap) -> GGUFHeader:
 
 
 def _read_named(cursor: _Cursor, count: int, read: Callable[[], Any]) -> dict[str, Any]:
-    """Return `count` entries by name; each is a string, its name, and then what `read` returns.
+    """Return `count` entries by name; each entry is stored as its name, then a value that `read` reads.
 
     Raises ValueError if two have the same name.
     """
@@ -109,7 +110,7 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
-        self._elements = 0  # elements of all arrays read so far
+        self._elements = 0  # number of elements in all arrays read so far
         self.position = 0
 
     def read_scalar(self, kind: str) -> Any:
@@ -129,7 +130,7 @@ class _Cursor:
         return self._read_array() if kind == ARRAY else self.read_scalar(SCALARS[kind])
 
     def read_tensor_info(self) -> TensorInfo:
-        """Read a tensor's entry; its offset is still relative to the first tensor."""
+        """Read a tensor's entry; its offset is in bytes from the first tensor, not yet from the start of the file."""
         count = self.read_scalar("I")
         if count > MAX_DIMENSIONS:
             raise ValueError(f"a tensor has {count} dimensions")
@@ -138,7 +139,7 @@ class _Cursor:
 
     def _read_array(self) -> list[Any]:
         kind, count = self.read_scalar("I"), self.read_scalar("Q")
-        self._check_bounds(count)  # every element has a byte at least
+        self._check_bounds(count)  # every element takes at least one byte
         self._elements += count
         if self._elements > MAX_ARRAY_ELEMENTS:
             raise ValueError(f"its arrays have more than {MAX_ARRAY_ELEMENTS} elements")

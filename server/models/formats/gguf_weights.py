@@ -33,7 +33,7 @@ _QUANTIZED_BITS = {gguf.GGMLQuantizationType.Q8_0: 8, gguf.GGMLQuantizationType.
 
 
 class GGUFWeights:
-    """Implements `server.models.weights.Weights`."""
+    """The weights of a GGUF file; implements `server.models.weights.Weights`."""
 
     def __init__(self, file: Path, dtype: torch.dtype, device: torch.device, *, as_stored: bool = False) -> None:
         """Check all tensors. With `as_stored`, Q8_0 and Q4_0 stay quantized; otherwise all become `dtype`.
@@ -70,7 +70,7 @@ class GGUFWeights:
     embedding = matrix
 
     def _load_tensor(self, name: str, shape: Shape) -> Matrix:
-        """Return a tensor on the CPU, with its rows in Hugging Face's order. Raises ModelError."""
+        """Return a tensor on the CPU, with rows in Hugging Face's order. Raises ModelError if it is not as expected."""
         stored = self._get_stored_name(name)
         info = None if stored is None else self._tensors.get(stored)
         if info is None:
@@ -86,7 +86,7 @@ class GGUFWeights:
         return f"{self._file}: tensor {self._get_stored_name(name)!r}"
 
     def _get_stored_name(self, name: str) -> str | None:
-        """Return the file's name for a tensor; None if its architecture has no such tensor."""
+        """Return a tensor's name in the GGUF file; None if the architecture has no such tensor."""
         match = _TENSOR_NAME.fullmatch(name)
         if match is None or match[2] not in self._keys.arch_spec.names:
             return None
@@ -149,9 +149,9 @@ def _type_name(kind: int) -> str:
 
 
 def _unpack_blocks(rows: Tensor, bits: int) -> QuantizedTensor:
-    """Unpack rows of Q8_0 or Q4_0 blocks: a float16 scale and 32 numbers; Q4_0 has the first 16 in the low nibbles.
+    """Return the matrix of rows of Q8_0 or Q4_0 blocks, unpacked: its numbers and scales stay quantized.
 
-    Returns the matrix in this project's format.
+    A block has a float16 scale and 32 numbers; Q4_0 has the first 16 of them in the low nibbles.
     """
     blocks = rows.view(len(rows), -1, 2 + 4 * bits)
     scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
@@ -161,8 +161,8 @@ def _unpack_blocks(rows: Tensor, bits: int) -> QuantizedTensor:
 
 
 def _make_row_order(rows: int, heads: int) -> Tensor:
-    """Return the file's row for each row of q_proj or k_proj.
+    """Return, for each row of q_proj or k_proj in Hugging Face's order, its row in the GGUF file.
 
-    RoPE rotates the pairs (i, D / 2 + i) of a head here, and (2i, 2i + 1) in llama.cpp.
+    RoPE rotates the pairs of dimensions (i, D / 2 + i) of a head in this project, and (2i, 2i + 1) in llama.cpp.
     """
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()

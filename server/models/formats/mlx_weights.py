@@ -31,17 +31,17 @@ class _Quantization(BaseModel):
 
 
 def is_mlx(directory: Path) -> bool:
-    """Return whether a directory holds an MLX checkpoint. Raises ModelError."""
+    """Return whether a directory holds an MLX checkpoint. Raises ModelError if config.json cannot be read."""
     return read_json(directory / "config.json").get("quantization") is not None
 
 
 class MLXWeights:
-    """Implements `server.models.weights.Weights`."""
+    """The weights of an MLX checkpoint; implements `server.models.weights.Weights`."""
 
     def __init__(self, directory: Path, dtype: torch.dtype, device: torch.device, *, as_stored: bool) -> None:
         """Open a checkpoint. With `as_stored`, quantized weights stay quantized; otherwise they become `dtype`.
 
-        Raises ModelError.
+        Raises ModelError if its files cannot be read.
         """
         self._config = directory / "config.json"
         self._tensors = Safetensors(directory, dtype, device)
@@ -78,7 +78,7 @@ class MLXWeights:
         return weight.to(self._device)
 
     def _get_quantization(self, module: str) -> _Quantization:
-        """Return the bits and group size of a module, which is named as in the files. Raises ModelError."""
+        """Return the bits and group size of a module by its name in the files. Raises ModelError for invalid ones."""
         given = self._quantization
         if isinstance(given, dict) and isinstance(given.get(module), dict):
             given = given[module]

@@ -15,10 +15,10 @@ from server.models.errors import ModelError
 
 
 def map_bytes(file: Path, start: int, size: int) -> Tensor:
-    """Return `size` bytes from `start` on as [size] uint8, in a mapping of their own. Raises ModelError.
+    """Return `size` bytes from `start` on as [size] uint8, in a mapping of their own. Raises ModelError if that fails.
 
-    Pages that were read stay in memory as long as their mapping exists: a single mapping of the file would keep all
-    weights in memory beside the packed ones. Writing into the tensor does not change the file.
+    Pages that were read stay in memory as long as their mapping exists: with a single mapping of the file, all weights
+    would stay in memory beside their packed copies. Writing into the tensor does not change the file.
     """
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
@@ -26,13 +26,13 @@ def map_bytes(file: Path, start: int, size: int) -> Tensor:
     try:
         with file.open("rb") as opened:
             memory = mmap.mmap(opened.fileno(), within + size, access=mmap.ACCESS_COPY, offset=start - within)
-    except (OSError, ValueError) as error:  # ValueError if the file has become too short
+    except (OSError, ValueError) as error:  # mmap raises ValueError if the file has become too short
         raise ModelError(f"cannot read {file}: {error}") from None
     return torch.frombuffer(memory, dtype=torch.uint8, offset=within)
 
 
 def read_bytes(file: Path, start: int, size: int) -> Tensor:
-    """Return `size` bytes from `start` on as [size] uint8, read into memory. Raises ModelError."""
+    """Return `size` bytes from `start` on as [size] uint8, read into memory. Raises ModelError if that fails."""
     data = torch.empty(size, dtype=torch.uint8)
     try:
         with file.open("rb") as opened:

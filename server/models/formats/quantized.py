@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOG_INTERVAL = 10.0  # seconds between two lines of the log
-FALLBACK_FORMAT = WeightFormat(8)  # for matrices whose columns are not a multiple of the group size
+LOG_INTERVAL = 10.0  # seconds between two log lines about the progress
+FALLBACK_FORMAT = WeightFormat(8)  # format of matrices whose number of columns is not a multiple of the group size
 
 
 @contextmanager
@@ -57,8 +57,8 @@ def open_quantized_weights(
 class QuantizedWeights:
     """Implements `Weights`: quantizes the matrices of another `Weights` when they are read.
 
-    A matrix that the checkpoint has in the same number of bits stays as it is, and so does an untied embedding. Rows
-    that are not a multiple of the group size get 8 bits and one scale each.
+    A matrix that is quantized to the same number of bits in the checkpoint stays as it is, and so does an untied
+    embedding. If the length of the rows is not a multiple of the group size, they get 8 bits and one scale each.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class QuantizedWeights:
 
 
 class QuantizationProgress:
-    """Shows the progress of quantization: a bar on a terminal, otherwise a log line every LOG_INTERVAL."""
+    """Shows the progress of quantization: a bar on a terminal, otherwise a log line every LOG_INTERVAL seconds."""
 
     def __init__(self, layers: int, bits: int) -> None:
         self._layers = layers
@@ -150,7 +150,7 @@ class QuantizationProgress:
             self._bar.stop()
 
     def _start_bar(self) -> Progress:
-        from rich.console import Console  # here, so that other models start without it
+        from rich.console import Console  # imported here, so that other models start without it
         from rich.progress import Progress
 
         bar = Progress(console=Console(file=sys.stderr), transient=True)

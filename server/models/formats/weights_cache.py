@@ -1,12 +1,13 @@
 """A cache of quantized matrices on disk, so that a model is quantized only once.
 
 A folder has the matrices of one checkpoint in one format, in safetensors files: NAME.int4 (or int8) and NAME.scale of
-each, all symmetric; and a checksum of every tensor, so that bytes that have changed on the disk are never used.
+each, all quantized symmetrically; and a checksum of every tensor, so that bytes that have changed on the disk are never
+used.
 Matrices are read into memory rather than mapped, so that they cannot change after the check.
 
 The folder's name is a hash of the metadata of the checkpoint's files: sizes, inodes, mtimes and ctimes. A checkpoint
-that was touched in any way therefore has another folder. Contents would not do: all fine-tunes of a model have the
-same headers, many the same bytes in a sample, and to read all bytes takes as long as to quantize them.
+that was touched in any way therefore has another folder. A hash of contents would not do: all fine-tunes of a model
+have the same headers, many have the same bytes in a sample, and reading all bytes takes as long as quantizing them.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from server.models.weights import Safetensors, WeightFormat
 log = logging.getLogger(__name__)
 
 VERSION = "2"  # change it when the files' format or the rounding of weights changes
-SHARD = 1 << 28  # bytes that are collected in memory before a file is written
+SHARD = 1 << 28  # bytes of matrices that are collected in memory before they are written to a file
 CHECKSUMS = "checksums.json"  # name of the file: tensor name -> checksum
 ADVICE = "give --weights-cache another folder, or off"
 
 
 def get_cache_folder(home: Path, checkpoint: Path, format: WeightFormat) -> Path:
-    """Return the folder within `home` for a checkpoint's directory in its present state. Raises ModelError."""
+    """Return the folder in `home` for a checkpoint in its present state. Raises ModelError if that is unreadable."""
     words = [VERSION]
     try:
         for file in sorted(checkpoint.iterdir()):
@@ -62,7 +63,7 @@ class CachedWeights:
     """The quantized matrices that an earlier start has written to a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Open a folder of the cache. Raises ModelError if it cannot be read."""
+        """Open a folder of the cache. Raises ModelError if its files cannot be read."""
         self._folder = folder
         self._tensors = Safetensors(folder, torch.float32, torch.device("cpu"), mapped=False)
         self._checksums = read_json(folder / CHECKSUMS)
@@ -70,7 +71,7 @@ class CachedWeights:
         log.info("reading quantized weights from %s", folder)
 
     def get(self, name: str) -> QuantizedTensor | None:
-        """Return a matrix by name; None if the folder lacks it, or if it is damaged, which is logged once."""
+        """Return a matrix by name; None if it is missing or damaged; the first damaged one is logged."""
         for bits in BITS:
             if (numbers := f"{name}.int{bits}") in self._tensors or numbers in self._checksums:
                 try:
@@ -100,7 +101,7 @@ def open_cached_weights(folder: Path) -> CachedWeights | None:
     """Return the matrices in a folder of the cache; None if it does not exist. An unreadable one is deleted."""
     try:
         return CachedWeights(folder) if folder.is_dir() else None
-    except OSError:  # writing will fail, too, and that is logged
+    except OSError:  # writing to the folder will fail, too, which is logged
         return None
     except ModelError as error:
         log.warning("the cached quantized weights are damaged; quantizing the weights again: %s", error)
@@ -116,14 +117,14 @@ class CachedWeightsWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._scratch: AtomicDirectory | None = None  # None: nothing was written yet
+        self._scratch: AtomicDirectory | None = None  # where files are written until `publish`; None: no file yet
         self._shards = 0
         self._waiting: dict[str, Tensor] = {}
         self._checksums: dict[str, int] = {}
         self._given_up = False
 
     def put(self, name: str, weight: QuantizedTensor) -> None:
-        """Add a symmetrically quantized matrix."""
+        """Add a symmetrically quantized matrix to the folder."""
         if self._given_up:
             return
         self._waiting |= {f"{name}.int{weight.bits}": weight.numbers.cpu(), f"{name}.scale": weight.scale.cpu()}
@@ -132,7 +133,7 @@ class CachedWeightsWriter:
                 self._write()
 
     def publish(self) -> None:
-        """Publish the folder after the last matrix; delete those of earlier states of the checkpoint."""
+        """Publish the folder after the last matrix; delete folders of earlier states of the checkpoint."""
         if self._given_up or not (self._waiting or self._shards):
             return
         with self._or_give_up():
@@ -161,7 +162,7 @@ class CachedWeightsWriter:
         self._checksums |= {name: checksum(tensor) for name, tensor in self._waiting.items()}
         save_file(self._waiting, file)
         with file.open("rb") as written:
-            os.fsync(written)  # on disk before the folder is published
+            os.fsync(written)  # the file is on disk before the folder is published
         self._shards += 1
         self._waiting.clear()
 
