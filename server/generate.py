@@ -33,7 +33,7 @@ class GeneratedToken(NamedTuple):
     """A generated token id. With the finish reason "stop" it is a stop token."""
 
     token: int
-    finish_reason: FinishReason | None  # None except for the last token
+    finish_reason: FinishReason | None  # why the text ended; None except for the last token
 
 
 def generate(

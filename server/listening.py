@@ -21,7 +21,7 @@ def listen(host: str, port: int, settings: str = "") -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     try:
-        # Raises for an unknown host name, which create_server does not name as the cause
+        # getaddrinfo raises gaierror for an unknown host name; errors of create_server do not tell that cause
         socket.getaddrinfo(host, port, family)
         return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
     except (OSError, UnicodeError) as error:

@@ -54,14 +54,14 @@ class StreamedToken(NamedTuple):
 
     text: str
     token_id: int
-    finish_reason: FinishReason | None  # None except for the last token
+    finish_reason: FinishReason | None  # why the text ended; None except for the last token
 
 
 class Completion(NamedTuple):
     """The generated continuation of a prompt."""
 
     text: str
-    token_ids: list[int]  # including the stop token, if one ended the text
+    token_ids: list[int]  # ids of the generated tokens, including the stop token if one ended the text
     finish_reason: FinishReason
     prompt_token_ids: list[int]
     kv_cache: str  # the strategy instance that was used

@@ -1,8 +1,8 @@
 """Logging of every process: lines of text or of JSON on stderr, written by a thread of their own.
 
-The queue is the standard library's (QueueHandler, QueueListener), the JSON python-json-logger's. A record may have
-fields (`extra=fields(...)`), which JSON shows beside the message; the message alone says enough for people. Does not
-know requests or the engine.
+The queue classes are the standard library's (QueueHandler, QueueListener); python-json-logger formats JSON. A record
+may have fields (`extra=fields(...)`), which only JSON shows: for people the message alone says enough. Does not know
+requests or the engine.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class JsonFormatter(ExceptionFormatter, BaseJsonFormatter):
 
 
 def escape_unprintable(text: str) -> str:
-    """Return a text with escapes instead of all that is not printable, line breaks included."""
+    """Return a text in which unprintable characters, line breaks included, are replaced by escapes."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:  # API workers must not import strategies
     from cache_strategies.base import BlockEvents, Blocks, CacheUsage
     from cache_strategies.registry import Instance
 
-# What a waiting request needs: a seat (of max_num_seqs), memory, the prompt that another choice (n > 1) computes, or
-# that earlier requests get theirs
+# What a waiting request waits for: a seat (of max_num_seqs), memory, the prompt that another choice (n > 1) computes,
+# or its turn in the queue
 WaitReason = Literal["seats", "memory", "sibling", "turn"]
 Outcome = Literal["stop", "length", "cancelled", "error"]  # how a request ended
 Phase = Literal["prefill", "decode", "mixed"]  # the kind of a step's rows; mixed: both kinds
@@ -79,7 +79,7 @@ class StepReport:
 
     @property
     def phase(self) -> Phase:
-        """The kind of rows in the step, which must have some."""
+        """The kind of rows in the step, which must have at least one row."""
         if not any(part.prefill_rows for part in self.parts.values()):
             return "decode"
         return "mixed" if any(part.decode_rows for part in self.parts.values()) else "prefill"
@@ -93,7 +93,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     outcome: Outcome
     prompt_tokens: int
     cached_tokens: int | None  # prompt tokens found in the cache; None: the request was never admitted
-    # Why no more prompt tokens were found (`cache_strategies.base.Miss`); None: all were, or no lookup
+    # Why no more prompt tokens were found (`cache_strategies.base.Miss`); None: all were found, or not looked up
     miss: str | None
     forked: bool  # whether it took over the prompt of another choice (n > 1) instead of looking it up in the cache
     generated_tokens: int

@@ -208,8 +208,8 @@ def _check_ops_in_kv_memory(
 ) -> None:
     """Raise SettingsError if operations that passed their check in a small memory fail in the KV memory of a strategy.
 
-    They are tried in the first block that a strategy would allocate and, on accelerators, also in the last block of the
-    arena, as large offsets are only tested there.
+    The operations are tried in the first block that a strategy would allocate and, on accelerators, also in the last
+    block of the arena, as large offsets are only tested there.
     """
     for name, cache in caches.items():
         if (store := cache.store) is None:

@@ -1,7 +1,7 @@
 """The core of the engine, without its socket: takes requests, computes steps and returns events.
 
-Combines scheduler, caches and model; `engine/model_runner.py` computes a step, again if it fails. A single thread calls
-the core, and all device calls are made in that thread.
+Combines scheduler, caches and model; `engine/model_runner.py` computes a step and repeats it if it fails. A single
+thread calls the core, and all device calls are made in that thread.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 NON_FINITE_LOGITS_MESSAGE = (
     "the model's logits are NaN or infinite: check its weights; if they are intact, --dtype float32 may help"
 )
-# Operations are timed in one of so many steps; a prime number, so as not to coincide with periodic work
+# One step in TIMING_INTERVAL has its operations timed; a prime number, so as not to coincide with periodic work
 TIMING_INTERVAL = 61
 
 
@@ -98,7 +98,7 @@ class Core:
         self._requests: dict[tuple[int, str], Request] = {}
         self._accumulator = _StepAccumulator()
         self._evicted_pages: Counter[str] = Counter()  # pages evicted from each instance until the last step
-        self.timing_interval = TIMING_INTERVAL  # operations are timed in one of so many steps; 0: in no step
+        self.timing_interval = TIMING_INTERVAL  # one step in so many has its operations timed; 0: no step
         self.tracer = tracer
         self._runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample), tracer)
         self._steps = 0
@@ -171,7 +171,9 @@ class Core:
             self.cancel(*key)
 
     def set_share(self, name: str, *, floor: int, limit: int) -> None:
-        """Change an instance's floor and limit, in pages. Raises RequestError if the arena has no room for them.
+        """Change an instance's floor and limit, in pages.
+
+        Raises RequestError if the longest sequence of any instance would then not fit.
 
         Idle memory beyond the limit is freed now. Running requests go on; no other request of the instance starts until
         they need no more than the limit.
@@ -182,13 +184,13 @@ class Core:
                 400, f"the floor is {floor * page} bytes, more than the limit, {limit * page}", param="floor"
             )
         if (why_not := self.arena.explain_refusal(name, floor=floor, limit=limit)) is not None:
-            raise RequestError(409, f"with this floor and limit, {why_not}", code="no_room")
+            raise RequestError(409, f"this floor and limit cannot be set: {why_not}", code="no_room")
         self.arena.set_share(name, floor=floor, limit=limit)
         self._drain(name)
         self.scheduler.mark_room_changed()
 
     def _drain(self, name: str) -> None:
-        """Let an instance above its limit hold only what its running requests and pins need."""
+        """Let an instance hold more than its limit only while its running requests and pins need that."""
         running = [r for r in self.scheduler.running if r.cache.name == name]
         needed = sum(r.cache.bytes_for(r.max_total_tokens) for r in running)
         pinned = len(self.caches[name].pinned_pages())
@@ -303,7 +305,7 @@ class Core:
         return events + self._append_tokens([each for each in inputs if each.request in results], output.sampled)
 
     def _record_admission(self, request: Request) -> list[Event]:
-        """Record the number of prompt tokens found in the cache, after a request's first row; return its Admitted."""
+        """Record how many prompt tokens the cache had, after a request's first row has run; return its Admitted."""
         assert request.seat is not None
         seat, name = request.seat, request.cache.name
         request.num_cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)

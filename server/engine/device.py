@@ -43,9 +43,10 @@ def choose_device(name: str) -> Device:
 
 
 def choose_dtype(name: str, checkpoint: str, device: Device) -> torch.dtype:
-    """Return the dtype of activations, keys and values. Raises SettingsError if `checkpoint` is not supported.
+    """Return the dtype of activations, keys and values.
 
-    "auto" is the checkpoint's dtype, but float32 on a CPU without instructions for that dtype.
+    "auto" is the checkpoint's dtype, but float32 on a CPU without instructions for that dtype. Raises SettingsError if
+    the checkpoint's dtype is not supported.
     """
     if name == "auto":
         name = checkpoint

@@ -56,7 +56,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[Scheduled]) -> StepOutput:
-        """Compute the rows of a step. Raises StrategyError, and any exception of the model or the sampler."""
+        """Compute the rows of a step. Raises StrategyError if a strategy fails, and any exception of the model."""
         rows = [_make_row_input(s) for s in scheduled]
         with self._tracer.span("plan"):
             batch = Batch(rows, self._model.device)
@@ -152,7 +152,7 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
     """Run the rows as one step; repeat it if a strategy fails, without that strategy's rows if it fails twice."""
     failed_before: set[str] = set()
     while scheduled:
-        # Made before the forward pass, which displaces the requests from the CPU's caches
+        # Rows are counted before the forward pass, which displaces the requests from the CPU's caches.
         parts = make_step_parts(scheduled)
         try:
             output = runner.execute(scheduled)

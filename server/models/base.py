@@ -40,7 +40,7 @@ class Model(Protocol):
 
     @property
     def weight_bytes(self) -> int:
-        """The size of all weights; tied weights count once."""
+        """The size of all weights in bytes; tied weights count once."""
         ...
 
     @property

@@ -62,7 +62,8 @@ class Rope:
     original_max_positions: int  # number of positions in pretraining, before the context was extended
     scaling: str = "default"
     parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    file: Path = field(default=Path("config.json"), compare=False)  # the source of these values, for error messages
+    # file from which the values were read, for error messages
+    file: Path = field(default=Path("config.json"), compare=False)
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def parse_config(raw: RawConfig, file: Path) -> ModelConfig:
     family = FAMILIES.get(architecture)
     if family is None:
         raise UnknownModelError(f"{file} describes a {architecture}; the decoder knows {', '.join(FAMILIES)}")
-    text = raw.get("text_config")  # multimodal models nest their decoder's config
+    text = raw.get("text_config")  # multimodal models have their decoder's config in text_config
     raw = {**family.defaults, **raw, **(text if isinstance(text, dict) else {})}
     check_config(raw, file)
     _check_supported(raw, file)
@@ -220,7 +221,7 @@ def _check_heads(heads: int, kv_heads: int, head_dim: int, file: Path) -> None:
 def _check_supported(raw: RawConfig, file: Path) -> None:
     """Raise ModelError for quantized checkpoints that cannot be read, and for encoders."""
     quantization = raw.get("quantization_config")
-    if quantization and raw.get("quantization") is None:  # MLX checkpoints, which can be read, have both keys
+    if quantization and raw.get("quantization") is None:  # MLX checkpoints, which can be read, have "quantization", too
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         named = shorten_repr(method).strip("'")
         raise ModelError(
@@ -318,7 +319,7 @@ def _parse_experts(raw: RawConfig, experts: MoENames | None, file: Path) -> Mixt
 
 # ---------------------------------------------------------------- the ends of texts
 def read_eos_ids(directory: Path, vocab_size: int) -> frozenset[int]:
-    """Return the valid token ids in eos_token_id, which end a text. Raises ModelError for other values."""
+    """Return the valid token ids in eos_token_id, which end a text. Raises ModelError if they are no numbers."""
     return frozenset(end for end in _read_raw_eos_ids(directory) if _is_token(end, vocab_size))
 
 

@@ -33,7 +33,7 @@ class Decoder(ForwardStepMixin):
     def __init__(
         self, config: ModelConfig, weights: Weights, ops: Ops, dtype: torch.dtype, *, positions: int | None = None
     ) -> None:
-        """Load the model. `dtype` is that of activations, keys and values; weights keep the one they were read with.
+        """Load the model. `dtype` is that of activations, keys and values; weights keep the dtype they were read in.
 
         `positions`: the length of the longest text, by default the model's max_position_embeddings. Raises ModelError
         if weights are missing or do not fit the config.
@@ -57,7 +57,7 @@ class Decoder(ForwardStepMixin):
 
     @property
     def weight_bytes(self) -> int:
-        """The size of all weights; tied weights count once."""
+        """The size of all weights in bytes; tied weights count once."""
         return sum(weight.nbytes for weight in self._weights())
 
     @property

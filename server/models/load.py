@@ -22,7 +22,7 @@ from server.models.weights import Safetensors, Weights, WeightsConfig
 
 
 def read_model_info(directory: Path, impl: ModelImpl) -> ModelInfo:
-    """Return the model's vocabulary size, context length and the like, without reading weights.
+    """Return the model's vocabulary size, context length, end tokens and dtype, without reading weights.
 
     Raises ModelError if the model cannot be served.
     """
@@ -44,7 +44,7 @@ def load_model(
 ) -> Model:
     """Return the model ready to run, for texts of up to `positions` tokens; `weights` is their dtype and format.
 
-    Raises ModelError if the model cannot be served, or not with these weights.
+    Raises ModelError if the model, or the requested format of its weights, is not supported.
     """
     config = _load_lean_config(directory, impl)
     if config is not None:
@@ -97,7 +97,7 @@ def _open_checkpoint(
 ) -> Weights:
     """Open the weights of a GGUF, MLX or safetensors checkpoint; `as_stored` keeps quantized ones as they are."""
     if (file := find_gguf_file(directory)) is not None:
-        # Imported here, so that other models start without gguf
+        # GGUFWeights is imported here, so that other models start without gguf
         from server.models.formats.gguf_weights import GGUFWeights
 
         return GGUFWeights(file, dtype, device, as_stored=as_stored)

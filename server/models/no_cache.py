@@ -1,7 +1,7 @@
 """Generation without a KV cache: the whole text goes through the model for every token. Slow and simple.
 
-Tests compare generation with caches with it, benchmarks use it as a baseline, and transformers_backend.py probes
-models with it.
+Tests compare cached generation with it, benchmarks use it as a baseline, and transformers_backend.py probes models
+with it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Rotary position embedding: frequencies and tables for every RoPE scaling that models use.
 
 Each formula follows the paper that it names; angles are computed in float64 (float32 is off by 2e-3 rad at position
-1e5).
-Knows no model and no cache.
+1e5). Knows no model and no cache.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from server.models.no_cache import NoCacheAttention
 ATTN_IMPLEMENTATION = "kvmux"  # the name under which the attention is registered with transformers
 MAX_MESSAGE_LENGTH = 300  # maximum number of characters of transformers' error messages that are shown
 PROBE_TOKENS = 24
-# Maximum difference of logits, relative to the largest logit
+# Maximum difference between logits with kvmux's attention and with the model's own, relative to the largest logit
 PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.02}
 
 _current_attention: ContextVar[Attention] = ContextVar("attention of the step that runs")
@@ -151,9 +151,9 @@ def _load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> An
 
 
 def _check_size(directory: Path, numbers: int) -> None:
-    """Raise ModelError if the files are too small for `numbers` parameters: transformers would invent the others."""
+    """Raise ModelError if the files are too small for `numbers` parameters: transformers would make up the rest."""
     stored = sum(file.stat().st_size for file in directory.iterdir() if file.is_file())
-    if numbers > 8 * stored:  # a parameter takes at least one bit
+    if numbers > 8 * stored:  # even a quantized parameter takes at least one bit
         raise ModelError(
             f"{directory}: config.json describes a model of {numbers} parameters, and the files have {stored} bytes; "
             "is it the file of this model?"
@@ -230,7 +230,7 @@ class _Probe(NoCacheAttention):
         self.layer_specs: dict[int, LayerSpec] = {}
         super().__init__(self.layer_specs, length, device)
         self.logit_index = self.positions  # all rows
-        # In reverse, to detect models that take the order of rows for positions
+        # Positions are in reverse, to detect models that take the order of rows for positions.
         self.positions = self.positions.flip(0)
         self._config = config
         self._max_positions = positions  # number of tokens of the longest text

@@ -104,7 +104,7 @@ class _TensorInfo(NamedTuple):
 
     file: Path
     name: str  # in the file
-    dtype: str  # safetensors' name, such as "BF16"
+    dtype: str  # safetensors' name of the dtype, such as "BF16"
     shape: tuple[int, ...]
     start: int  # bytes from the start of the file
     size: int  # bytes

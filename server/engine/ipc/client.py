@@ -62,7 +62,7 @@ class EngineRefused(Exception):
 
 
 class EngineLost(Exception):
-    """There is no engine, or it ended before it had answered; the next one is expected in `retry_after` seconds."""
+    """There is no engine, or it ended before it had answered; the next engine is expected in `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float = 0.0) -> None:
         super().__init__(message)
@@ -79,7 +79,8 @@ class Stream:
         self._stopped: set[str] = set()
         self._send_cancel = send_cancel
         self._events: deque[RequestEvent | Exception] = deque()
-        self._arrival: asyncio.Future[None] | None = None  # what a waiting reader awaits; resolved by the next event
+        # future that a waiting reader awaits; resolved by the next event
+        self._arrival: asyncio.Future[None] | None = None
 
     def __aiter__(self) -> Stream:
         return self
@@ -115,7 +116,7 @@ class Stream:
         return None
 
     def cancel(self, request_id: str, outcome: Literal["cancelled", "stop", "error"] = "cancelled") -> None:
-        """Stop one request: no more of its events are delivered, except the explanation of one that ended with "stop".
+        """Stop one request: no more of its events are delivered, except its Explained if `outcome` is "stop".
 
         Does nothing for a request that has ended.
         """
@@ -142,7 +143,7 @@ class Stream:
             self._arrival.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Raise `error` in the reader of the events, after those that have arrived."""
+        """Raise `error` in the reader of the events, after the events that have arrived."""
         self.put(error)
 
 
@@ -167,7 +168,7 @@ class EngineClient:
         self._end_error: Exception | None = None  # the error passed to `fail_all`, raised for every further request
 
     def get_hello(self) -> Hello:
-        """Return what the engine serves. Raises EngineLost while it is not connected."""
+        """Return the Hello of the engine, which tells what it serves. Raises EngineLost while it is not connected."""
         if self.hello is None:
             raise self._make_lost_error("the engine is not ready; try again")
         return self.hello
@@ -186,7 +187,7 @@ class EngineClient:
         self._streams |= {submit.request_id: stream for submit in submits}
         try:
             yield stream
-        except Exception:  # an error; a client that disconnects raises CancelledError, which is no Exception
+        except Exception:  # an error; not a client that disconnects: that raises CancelledError
             stream.cancel_all("error")
             raise
         finally:
@@ -195,7 +196,7 @@ class EngineClient:
                 self._streams.pop(submit.request_id, None)
 
     def fail_all(self, error: Exception) -> None:
-        """Fail every request, later ones too."""
+        """Fail every running and every later request with `error`."""
         self._end_error = error
         for stream in set(self._streams.values()):
             stream.fail(error)
@@ -300,7 +301,7 @@ class EngineClient:
                 if isinstance(event, Failed) and event.code == "queue_full":
                     event = msgspec.structs.replace(event, retry_after=self._queue_seconds)
                 stream = self._streams.get(event.request_id)
-                if stream is not None:  # else the request was cancelled while the event was on its way
+                if stream is not None:  # without a stream, the request was cancelled while the event was on its way
                     stream.put(event)
 
     def _handle_disconnect(self) -> None:

@@ -30,7 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the text, beside the model's own end tokens
     frequency_penalty: float = 0.0  # subtracted from a token's logit once for each time it was drawn
     presence_penalty: float = 0.0  # subtracted from the logits of all tokens that were drawn
-    # For tokens in prompt and output: divides positive logits, multiplies negative ones
+    # The repetition penalty divides positive logits of tokens in prompt and output, and multiplies negative ones.
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # pairs of a token id and the number added to its logit
     allowed_token_ids: bytes = (
@@ -38,7 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     )
     # Number of likeliest tokens returned with each drawn token's log-probability; None: no log-probabilities
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same for each token of the prompt; None: no log-probabilities
+    # number of likeliest tokens returned with each prompt token's log-probability; None: no log-probabilities
+    prompt_logprobs: int | None = None
 
 
 class Caching(msgspec.Struct, frozen=True):
@@ -49,7 +50,8 @@ class Caching(msgspec.Struct, frozen=True):
     max_cached: int | None = None  # maximum number of prompt tokens that may be taken from the cache; None: no limit
     # Priority of the blocks that the request leaves in the cache; blocks of higher priority are evicted later
     priority: int = 0
-    ttl: float | None = None  # seconds after which these blocks are evicted before others; None: the instance's setting
+    # seconds after which the blocks that the request leaves are evicted before others; None: the instance's setting
+    ttl: float | None = None
 
 
 class Speculation(msgspec.Struct, frozen=True):
@@ -72,7 +74,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     alias: str | None = None
     priority: int = 0  # lower runs first
     caching: Caching = Caching()
-    # Id of an earlier request with the same prompt, whose keys and values this one may take over
+    # Id of an earlier request with the same prompt, whose keys and values this request may take over
     sibling_of: str | None = None
     explain: bool = False  # whether the last event is an Explained, unless the request fails
     speculation: Speculation | None = None  # None: speculation as in the settings
@@ -93,7 +95,7 @@ class Inspect(msgspec.Struct, tag=True, frozen=True):
 
 
 class Clear(msgspec.Struct, tag=True, frozen=True):
-    """Clears an instance's idle cached tokens; `tenant` and `cache_salt`, if given, limit which."""
+    """Clears an instance's idle cached tokens: all of them, or only those of a tenant or a cache_salt."""
 
     instance: str
     tenant: str | None = None  # None: every tenant
@@ -142,7 +144,7 @@ class Observed(msgspec.Struct, tag=True, frozen=True):
 Command = Inspect | Clear | PinPrefix | Unpin | Share
 
 
-# Answered with JSON, except metrics: an encoded `server.metrics` Snapshot
+# Questions are answered with JSON, except "metrics": with an encoded `server.metrics` Snapshot
 Question = Literal["kv_cache", "settings", "metrics"]
 ANSWER_TTL = 1.0  # seconds for which an answer to a question is reused
 

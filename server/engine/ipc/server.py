@@ -57,7 +57,7 @@ class EngineServer:
         self._path = os.fspath(path)
         self._greeting = encode_events([hello])
         self._worker_ids = itertools.count()
-        self._workers: dict[int, WorkerConnection] = {}  # by worker id; only the server's thread changes it
+        self._workers: dict[int, WorkerConnection] = {}  # sockets by worker id; only the server's thread changes the dict
         self._worker_tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
@@ -127,7 +127,7 @@ class EngineServer:
         while self._worker_tasks:
             for worker in self._workers.values():
                 worker.hang_up()
-            # Then again: another worker may just have been accepted
+            # Repeated, as another worker may just have been accepted
             await asyncio.wait(self._worker_tasks, timeout=0.01)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
@@ -137,7 +137,7 @@ class EngineServer:
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # such as too many open files; the worker waits to be accepted
+            except OSError as error:  # for example too many open files; the worker waits to be accepted
                 log.warning("an API worker cannot connect: %s", error)
                 await asyncio.sleep(ACCEPT_RETRY_DELAY)
                 continue

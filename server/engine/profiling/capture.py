@@ -44,7 +44,7 @@ class Capture:
             )
         try:
             return cls(steps, torch.mps.profiler.metal_capture(TRACE_NAME))
-        except RuntimeError as error:  # the file already exists, the disk is full
+        except RuntimeError as error:  # for example, the file exists or the disk is full
             raise SettingsError(f"metal_capture_steps: {TRACE_FILE} cannot be captured: {error}") from None
 
     def count_step(self) -> None:

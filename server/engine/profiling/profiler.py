@@ -44,7 +44,7 @@ class OpAnnotator(Recorder):
     """Names each call of an operation in the trace of torch's profiler."""
 
     def __init__(self) -> None:
-        # By name, of operations within compiled layers
+        # Seconds by name of operation, for operations within compiled layers
         self.layer_op_seconds: defaultdict[str, float] = defaultdict(float)
 
     def op(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:

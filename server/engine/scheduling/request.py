@@ -55,7 +55,7 @@ class Request:
     sampling: SamplingParams
     cache: KVCache
     reason: str  # what chose the cache: "request", "header", "model", "rule <i>" or "default"
-    salt: Salt  # only sequences with an equal salt share cached tokens with it
+    salt: Salt  # only sequences with an equal salt share cached tokens with this request
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
     explain: bool = False  # whether the client gets this request's RequestRecord
@@ -63,18 +63,18 @@ class Request:
     siblings: list[Request] = field(default_factory=list)
     proposer: DraftProposer | None = None  # proposes draft tokens; None: the request gets no drafts
     due: float = 0.0  # sort key of the queue, in monotonic seconds: its arrival, shifted by its priority
-    arrival_index: int = 0  # counts all requests in order of arrival: sorts those with the same `due`
+    arrival_index: int = 0  # number of the request in order of arrival: sorts requests with the same `due`
     seat: Seat | None = None
-    num_cached_tokens: int | None = None  # prompt tokens found in the cache; None until its first row has run
+    num_cached_tokens: int | None = None  # number of prompt tokens found in the cache; None until its first row has run
     miss: str | None = None  # why no more prompt tokens were found (`cache_strategies.base.Miss`)
     forked: bool = False  # whether it took over the prompt that another choice (n > 1) had computed
     num_preemptions: int = 0
     # Value of Scheduler._room_changes when this request last found no room; -1: it has not been refused
     refused_at: int = -1
     passed_over: int = 0  # number of later requests that were admitted while this request found no room
-    num_scored_tokens: int = 0  # prompt tokens whose log-probabilities have been sent
-    num_draft_tokens: int = 0  # draft tokens that were verified
-    num_accepted_tokens: int = 0  # draft tokens that were accepted
+    num_scored_tokens: int = 0  # number of prompt tokens whose log-probabilities have been sent
+    num_draft_tokens: int = 0  # number of draft tokens that were verified
+    num_accepted_tokens: int = 0  # number of draft tokens that were accepted
     finish_reason: Literal["stop", "length"] | None = None
     num_prompt_tokens: int = field(init=False)
     times: RequestTimes = field(default_factory=lambda: RequestTimes(time.monotonic()))

@@ -78,7 +78,7 @@ class _Step:
     scheduled_requests: set[Request] = field(default_factory=set)
     preempted: list[Request] = field(default_factory=list)
     lacks_room: bool = False  # whether a request could not be scheduled for lack of memory
-    reserved_tokens: int = 0  # part of the budget that prompts may not use once a prompt ends in this step
+    reserved_tokens: int = 0  # tokens of the budget that prompts may not use once a prompt ends in this step
     prompt_ends: bool = False
 
     @property
@@ -129,7 +129,7 @@ class Scheduler:
             )
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
         free_seats = max(0, limits.max_num_seqs - len(self.running))
-        # Requests that fill free seats in the next step do not count
+        # Requests that fill free seats in the next step do not count as queued
         if len(self.waiting) >= limits.max_queued_requests + free_seats:
             message = f"{len(self.waiting)} requests are already waiting: try again later"
             raise RequestError(429, message, code="queue_full")
@@ -169,7 +169,7 @@ class Scheduler:
         return True
 
     def count_waiting(self) -> Counter[tuple[str, WaitReason]]:
-        """Count the waiting requests by instance and by what they wait for, such as memory or a prompt.
+        """Count the waiting requests by instance and by what they wait for (see WaitReason).
 
         If a request found no memory when it was last tried, all requests of its instance count as waiting for memory.
         """
@@ -190,7 +190,7 @@ class Scheduler:
         self._room_changes += 1
 
     def set_kv_bytes(self, kv_bytes: int) -> None:
-        """Set the total bytes of usable KV memory, which change while a gradual arena is touched."""
+        """Set the total bytes of usable KV memory, which change while the arena is touched in the background."""
         self.limits = self.limits._replace(kv_bytes=kv_bytes)
         self.mark_room_changed()
 
@@ -277,7 +277,9 @@ class Scheduler:
                 return
             while not self._try_seat(request):
                 if not lower:
-                    # No request may overtake it now: the preempted ones would be admitted and preempted again.
+                    # Later requests have to wait: else the preempted ones would be admitted before it and preempted
+                    # again.
+
                     request.passed_over = self.limits.max_passed_over
                     return
                 self._preempt(lower.pop(), step)

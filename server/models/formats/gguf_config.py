@@ -60,7 +60,7 @@ class GGUFArchitecture(NamedTuple):
 _GEMMA = GGUFArchitecture(
     "", names=TENSOR_NAMES | _GEMMA_NAMES, norm_offset=1.0, activation="gelu_pytorch_tanh", full_attention_interval=2
 )
-ARCHITECTURES: Mapping[str, GGUFArchitecture] = {  # by the value of general.architecture
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = {  # conversion rules by the value of general.architecture
     "llama": GGUFArchitecture("LlamaForCausalLM", permuted=True),  # Mistral, too
     "qwen2": GGUFArchitecture("Qwen2ForCausalLM"),
     "qwen3": GGUFArchitecture("Qwen3ForCausalLM"),
@@ -108,26 +108,26 @@ class GGUFMetadata:
             what = "is missing" if value is None else "differs from layer to layer"
             raise ModelError(f"{self.header.file}: {self.architecture}.{key} {what}; the model cannot be served")
         if type(value) is not int or not 0 < value <= largest:
-            raise self._invalid_value_error(key, value, f"a number from 1 to {largest}")
+            raise self._invalid_value_error(key, value, f"should be a number from 1 to {largest}")
         return value
 
     def get_float(self, key: str, default: float | None = None) -> float | None:
         """Return a finite number >= 0; None if there is none and no default. Raises ModelError for other values."""
         value: float | None = self.get(key, default)
         if value is not None and (type(value) not in (int, float) or not 0 <= value < inf):
-            raise self._invalid_value_error(key, value, "a finite number, not below 0")
+            raise self._invalid_value_error(key, value, "should be a finite number, not below 0")
         return value
 
     def get_str(self, key: str, default: str) -> str:
         """Return a string, or the default if the file has none. Raises ModelError for other values."""
         value = self.get(key, default)
         if not isinstance(value, str):
-            raise self._invalid_value_error(key, value, "a string")
+            raise self._invalid_value_error(key, value, "should be a string")
         return value
 
     def _invalid_value_error(self, key: str, found: Any, expected: str) -> ModelError:
         name = f"{self.architecture}.{key}"
-        return ModelError(f"{self.header.file}: {name} is {shorten_repr(found)}, and should be {expected}")
+        return ModelError(f"{self.header.file}: {name} is {shorten_repr(found)}, and {expected}")
 
     @property
     def heads(self) -> int:
@@ -153,7 +153,7 @@ def make_config(header: GGUFHeader) -> dict[str, Any]:
     layers, heads = keys.get_int("block_count", largest=MAX_LAYERS), keys.heads
     head_dim = keys.get_int("attention.key_length", width // heads)
     if keys.get_int("attention.value_length", head_dim) != head_dim:
-        raise ModelError(f"{header.file}: values are not as long as keys; the model cannot be served")
+        raise ModelError(f"{header.file}: value vectors are not as long as key vectors; the model cannot be served")
     window = keys.get("attention.sliding_window") or None  # a window of 0 means none, too
     scale = (
         keys.get_float("attention.scale") or (width / heads if layers == arch_spec.layers_of_27b else head_dim) ** -0.5

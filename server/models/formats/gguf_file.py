@@ -22,7 +22,7 @@ FLOAT32 = 0  # GGML's tensor type F32
 STRING, ARRAY = 8, 9  # type numbers of metadata values that are strings and arrays; SCALARS has the others
 # Bounds far beyond any model: a header of this size takes a few hundred megabytes as Python objects.
 MAX_HEADER_BYTES = 1 << 26
-# Of all arrays in a file together; a vocabulary of 262,144 tokens and its merges has 1.3 million
+# Maximum number of elements in all arrays of a file; a vocabulary of 262,144 tokens and its merges has 1.3 million
 MAX_ARRAY_ELEMENTS = 1 << 22
 MAX_DIMENSIONS = 4  # ggml's limit
 MAX_ALIGNMENT = 1 << 16

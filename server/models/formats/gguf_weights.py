@@ -70,7 +70,7 @@ class GGUFWeights:
     embedding = matrix
 
     def _load_tensor(self, name: str, shape: Shape) -> Matrix:
-        """Return a tensor on the CPU, with rows in Hugging Face's order. Raises ModelError if it is not as expected."""
+        """Return a tensor on the CPU, with rows in Hugging Face's order. Raises ModelError for wrong names, shapes."""
         stored = self._get_stored_name(name)
         info = None if stored is None else self._tensors.get(stored)
         if info is None:
@@ -149,7 +149,7 @@ def _type_name(kind: int) -> str:
 
 
 def _unpack_blocks(rows: Tensor, bits: int) -> QuantizedTensor:
-    """Return the matrix of rows of Q8_0 or Q4_0 blocks, unpacked: its numbers and scales stay quantized.
+    """Convert rows of Q8_0 or Q4_0 blocks to a QuantizedTensor, without a change of numbers or scales.
 
     A block has a float16 scale and 32 numbers; Q4_0 has the first 16 of them in the low nibbles.
     """

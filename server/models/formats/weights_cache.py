@@ -2,8 +2,7 @@
 
 A folder has the matrices of one checkpoint in one format, in safetensors files: NAME.int4 (or int8) and NAME.scale of
 each, all quantized symmetrically; and a checksum of every tensor, so that bytes that have changed on the disk are never
-used.
-Matrices are read into memory rather than mapped, so that they cannot change after the check.
+used. Matrices are read into memory rather than mapped, so that they cannot change after the check.
 
 The folder's name is a hash of the metadata of the checkpoint's files: sizes, inodes, mtimes and ctimes. A checkpoint
 that was touched in any way therefore has another folder. A hash of contents would not do: all fine-tunes of a model
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 
 VERSION = "2"  # change it when the files' format or the rounding of weights changes
 SHARD = 1 << 28  # bytes of matrices that are collected in memory before they are written to a file
-CHECKSUMS = "checksums.json"  # name of the file: tensor name -> checksum
+CHECKSUMS = "checksums.json"  # name of the file that has the checksum of each tensor
 ADVICE = "give --weights-cache another folder, or off"
 
 

@@ -240,7 +240,7 @@ def test_models_of_another_scale(tmp_path: Path) -> None:
         ({"general__architecture": "mamba"}, "architecture 'mamba'; GGUF files can be of llama, qwen2, qwen3, phi3"),
         ({"llama__context_length": None}, r"llama\.context_length is missing"),
         ({"llama__attention__head_count_kv": [2, 1, 2]}, r"head_count_kv differs from layer to layer"),
-        ({"llama__attention__value_length": 8}, "values are not as long as keys"),
+        ({"llama__attention__value_length": 8}, "value vectors are not as long as key vectors"),
         ({"llama__expert_count": 8}, "has experts"),
         ({"llama__rope__scaling__type": "spiral"}, "RoPE scaling 'spiral' is not known"),
         ({"split__count": 3}, "one part of several: join them"),
