@@ -1,4 +1,4 @@
-"""The HTTP application: its routers and middleware with their dependencies. Wiring only."""
+"""Builds the HTTP application: connects its routers and middleware with the objects that they use."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from server.engine.ipc.client import EngineClient
 from server.text.tokenizer import TokenizerBase, read_tokenizer_info
 from server.version import get_version
 
-# FastAPI's own would add a span around ours, and exceptions with their messages, which may quote prompts. Versions
-# without telemetry ignore this.
+# Switches off FastAPI's own telemetry, which would add a span around ours, and exceptions with their messages, which
+# may quote prompts. Versions of FastAPI without telemetry ignore this.
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 
 
@@ -43,7 +43,7 @@ def create_app(
     observations: Observations,
     metrics_port: int | None = None,
 ) -> FastAPI:
-    """Return the application. Raises SettingsError.
+    """Return the HTTP application. Raises SettingsError for settings that cannot be used.
 
     While it runs, `client` stays connected and sends `observations`, and the processes of `tokenizer` run.
     `metrics_port` is the port of /metrics, if it has one of its own.
@@ -98,7 +98,8 @@ def add_middleware(
         body_limits=body_limits,
         body_timeout=settings.body_timeout,
     )
-    if settings.cors_origins is not None:  # before AuthenticationMiddleware: a browser's preflight request has no key
+    # CORS sees requests before AuthenticationMiddleware: a browser's preflight request has no key
+    if settings.cors_origins is not None:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,

@@ -35,9 +35,9 @@ from server.text.tokenizer import TokenizerBase
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, so that none is closed as it is used again
+KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, so that none is closed while a client reuses it
 MAX_OPEN_FILES = 65_536
-SHUTDOWN_GRACE = 3  # seconds after the drain, to send the last errors; the supervisor waits a little longer
+SHUTDOWN_GRACE = 3  # seconds after drain_seconds to send the last errors; the supervisor waits a little longer
 
 
 def serve_worker(
@@ -46,7 +46,10 @@ def serve_worker(
     listening_socket: socket.socket,
     handles: WorkerHandles | None = None,
 ) -> None:
-    """Serve until STOP_SIGNAL, then finish the running requests and return. Raises SettingsError."""
+    """Serve until STOP_SIGNAL, then finish the running requests and return.
+
+    Raises SettingsError for settings or a tokenizer that cannot be used.
+    """
     if not settings.log_prompts:
         hide_exception_messages()
     allow_many_connections()
@@ -61,7 +64,7 @@ def serve_worker(
 
 
 class ApiServer(uvicorn.Server):
-    """The application in uvicorn. Requests that do not end while it drains get an error, not a cut connection."""
+    """The application in uvicorn. At shutdown, requests that do not end within drain_seconds get an error."""
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class ApiServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle STOP_SIGNAL; uvicorn's own handlers are for signals that only the supervisor handles."""
+        """Handle STOP_SIGNAL instead of the signals that uvicorn handles: those are for the supervisor alone."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -1,7 +1,7 @@
 """Writes metrics as text for Prometheus, from a snapshot: the families, and a flat list of numbers.
 
-The engine counts in the list, and knows where in it a series begins (`registry.py`). The API process that serves
-/metrics writes the text, so that no step waits for it. Does not know the single metrics.
+The engine counts in the list, and knows at which index a series begins (`registry.py`). The API process that serves
+/metrics writes the text, so that no step waits for it. Knows no metric by name.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ METRIC_CLASSES: Mapping[Kind, Any] = {
 
 
 class Series(msgspec.Struct, frozen=True, array_like=True):
-    """One series of a family: the values of its labels, and those of an info metric."""
+    """One series of a family: the values of its labels and, for an info metric, its constant values."""
 
     labels: tuple[str, ...]
     info: dict[str, str] = {}
 
 
 class FamilyShape(msgspec.Struct, frozen=True, array_like=True):
-    """A family's names, labels and series, without values."""
+    """A metric family's name, help text, labels and series, without the series' values."""
 
     kind: Kind
-    name: str  # without `_total` and `_get_info_values`
+    name: str  # without the suffixes `_total` and `_info`
     help: str
     labels: tuple[str, ...]
     buckets: tuple[float, ...]  # upper bounds of a histogram's buckets; one more bucket is above the last
@@ -54,7 +54,7 @@ class FamilyShape(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def num_values(self) -> int:
-        """Return the number of values that a series has in the list.
+        """Return how many numbers a series of this family has in the list of all values.
 
         Of a histogram: a count for each bucket, then the sum; of a summary: count and sum.
         """
@@ -80,12 +80,12 @@ _SNAPSHOT_DECODER: msgspec.msgpack.Decoder[Snapshot] = msgspec.msgpack.Decoder(S
 
 
 class Renderer:
-    """A writer of snapshots as text, which keeps the parts that do not change from one to the next."""
+    """Writes snapshots as text; keeps the parts of the text that do not change from one snapshot to the next."""
 
     def __init__(self) -> None:
         self._encoded_families = b""
         self._families: tuple[FamilyShape, ...] = ()
-        self._templates: dict[bool, list[str]] = {}  # by whether they are OpenMetrics
+        self._templates: dict[bool, list[str]] = {}  # by `openmetrics`: texts around the values
 
     def render(self, encoded: bytes, *, openmetrics: bool) -> bytes:
         """Return the text of an encoded Snapshot, in Prometheus' format or in OpenMetrics 1.0."""
@@ -103,7 +103,7 @@ class Renderer:
 
 
 def _iter_sample_values(families: Sequence[FamilyShape], numbers: Sequence[float]) -> Iterator[float]:
-    """Yield the value of every sample, in the order of the text."""
+    """Yield the value of every sample, in the order in which the text has them."""
     at = 0
     for family in families:
         for _ in family.series:
@@ -123,10 +123,10 @@ def _make_template(families: Sequence[FamilyShape], *, openmetrics: bool) -> lis
     """Return the text before each sample's value, then the text after the last one, as prometheus_client writes it."""
     registry = CollectorRegistry()
     registry.register(_Empty(families))
-    # Without escaping: it would make `vllm_` of `vllm:`, though colons are allowed.
+    # Names are not escaped: that would change `vllm:` to `vllm_`, though colons are allowed.
     text = (generate_openmetrics(registry, ALLOWUTF8) if openmetrics else generate_latest(registry)).decode()
     before = [""]
-    for line in text.split("\n")[:-1]:  # not splitlines(): a label may have other line separators
+    for line in text.split("\n")[:-1]:  # not splitlines(): a label may contain other line separators
         if line.startswith("#"):
             before[-1] += f"{line}\n"
         else:

@@ -1,7 +1,8 @@
 """Every metric as a row of one table: its name, kind and labels, and vLLM's name for it.
 
 The registry, docs/reference/metrics.md and the tests go through FAMILIES, so that a new metric needs only a row. Names
-are vLLM's with our prefix, so that dashboards compare. A label's values are a closed set, which no client can extend.
+are vLLM's with our prefix, so that dashboards can be compared. A label has a fixed set of values, to which no
+client can add.
 
 `python -m server.metrics.families` prints the table of docs/reference/metrics.md.
 """
@@ -39,14 +40,14 @@ class Label:
 
 @dataclass(frozen=True, eq=False)
 class MetricFamily(Generic[M]):
-    """One metric with all its label values."""
+    """One metric: its kind, name and labels, for all values of the labels."""
 
     kind: type[M]
-    name: str  # without the prefix, and without the suffix of its kind
+    name: str  # without the prefix `kvmux_` and suffixes such as `_total`
     help: str
     labels: tuple[Label, ...] = ()
     buckets: Buckets = ()  # upper bounds of a histogram's buckets
-    vllm_name: str | None = None  # without `vllm:`; None: vLLM has no such metric
+    vllm_name: str | None = None  # vLLM's name without `vllm:`; None: vLLM has no such metric
 
     @property
     def exposed_name(self) -> str:
@@ -75,17 +76,17 @@ KV_STATE = Label("state", ("used", "idle", "wasted"))
 POOL_STATE = Label("state", ("held", "free", "untouched"))
 DEVICE_STATE = Label("state", DeviceMemory._fields)
 BLOCK_STATE = Label("state", Blocks._fields)
-OP = Label("op")  # an operation of the kernels
-BACKEND = Label("backend")  # that computes the operation
+OP = Label("op")  # an operation of the kernels, such as "rms_norm"
+BACKEND = Label("backend")  # backend that computes the operation
 PHASE = Label("phase", get_args(Phase))
 ROLE = Label("role", get_args(Role))
 STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 OTHER = "other"
 CODE = Label("code", (*map(str, STATUSES), OTHER))
-POSITION = Label("position", tuple(map(str, range(MAX_DRAFT_TOKENS))))  # of a token in a draft
+POSITION = Label("position", tuple(map(str, range(MAX_DRAFT_TOKENS))))  # index of a token in its draft
 BY_STRATEGY = (STRATEGY,)
 
-# ---------------------------------------------------------------- buckets: vLLM's, and finer ones below
+# ---------------------------------------------------------------- histogram buckets: vLLM's, and finer ones below them
 # fmt: off
 FIRST_TOKEN_BUCKETS: Buckets = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,

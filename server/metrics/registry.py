@@ -2,7 +2,7 @@
 
 Every series exists from the start, at zero. Tokens that a request found in the cache count once, when it is admitted.
 All values are one flat list of numbers: the engine's thread only adds to it and sends copies, which API processes write
-as text (`exposition.py`). docs/laboratory/log.md has the costs of counting here and in another process.
+as text (`exposition.py`). docs/laboratory/log.md compares the costs of counting in this process and in another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 
 
 class Metrics:
-    """The metrics of one engine."""
+    """Counts the metrics of one engine."""
 
     def __init__(self, about: EngineInfo) -> None:
         self._instances = [instance.name for instance in about.instances]
@@ -35,7 +35,7 @@ class Metrics:
         shapes = [_make_family_shape(family, about) for family in FAMILIES]
         self._offsets: dict[
             tuple[MetricFamily[Any], tuple[str, ...]], int
-        ] = {}  # in the list, of a series' first number
+        ] = {}  # index in the list of each series' first number
         count = 0
         for family, shape in zip(FAMILIES, shapes, strict=True):
             for series in shape.series:
@@ -44,7 +44,7 @@ class Metrics:
         self._numbers = array("d", bytes(8 * count))
         self._alias_sums: list[
             tuple[list[int], int]
-        ] = []  # of vLLM's series: places of those it is the sum of, and width
+        ] = []  # of each vLLM series: (indices of the series it sums, numbers per series)
         if about.settings.get("vllm_metric_names"):
             shapes += self._add_vllm_aliases(shapes)
         self._encoded_families = msgspec.Raw(msgspec.msgpack.encode(shapes))
@@ -53,7 +53,7 @@ class Metrics:
         self._increment(about.restarts, f.ENGINE_RESTARTS)
 
     def _add_vllm_aliases(self, shapes: Sequence[FamilyShape]) -> list[FamilyShape]:
-        """Return the families under vLLM's names, and record which series each of theirs is the sum of."""
+        """Return the families under vLLM's names, and record of which of our series each vLLM series is the sum."""
         found = []
         for family, shape in zip(FAMILIES, shapes, strict=True):
             if (alias := make_alias(family, shape)) is not None:
@@ -71,7 +71,7 @@ class Metrics:
         self._numbers[self._offsets[family, labels]] = value
 
     def _observe(self, values: Iterable[float], family: MetricFamily[Histogram], *labels: str) -> None:
-        """Add values to a histogram: one to the bucket of each value, and the value to the sum."""
+        """Add values to a histogram: count each value in its bucket, and add it to the sum."""
         numbers, edges, place = self._numbers, family.buckets, self._offsets[family, labels]
         for value in values:
             numbers[place + bisect_left(edges, value)] += 1
@@ -127,7 +127,7 @@ class Metrics:
             missed = admitted.prompt_tokens - admitted.cached_tokens
             self._increment(
                 missed, f.PREFIX_MISSES, name, admitted.miss or "short"
-            )  # at least the last token is always computed
+            )  # "short" if there is no other reason: at least the last token is computed
 
     def _observe_drafts(self, name: str, drafts: Sequence[DraftRecord]) -> None:
         self._increment(len(drafts), f.DRAFTS, name)
@@ -169,7 +169,7 @@ class Metrics:
             self._observe((record.generated_tokens,), f.REQUEST_GENERATION_TOKENS, name)
 
     def observe_responses(self, responses: Mapping[int, int]) -> None:
-        """Count the responses of an API process, given by status."""
+        """Count the HTTP responses of an API process; `responses` maps each status to its number."""
         for status, count in responses.items():
             self._increment(count, f.RESPONSES, str(status) if status in f.STATUSES else f.OTHER)
 
@@ -244,5 +244,5 @@ def _iter_label_values(family: MetricFamily[Any], about: EngineInfo) -> Iterator
 
 
 def _format_setting(value: object) -> str:
-    """Return a value as a settings file has it."""
+    """Return a setting's value as text, with booleans and None in lower case."""
     return str(value).lower() if isinstance(value, bool | None) else str(value)

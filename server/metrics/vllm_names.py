@@ -1,9 +1,9 @@
 """vLLM's names for our metrics, so that dashboards and alerts made for vLLM work with them.
 
-There are two ways with the same series: recording rules of Prometheus, and families that the server itself exposes with
-the setting vllm_metric_names. Labels that vLLM names otherwise are renamed; a metric that vLLM has without a label is
-the sum over its values. vLLM's dashboards select by `model_name`; here its value is a strategy, so that strategies
-compare as models do.
+Two ways give the same series: recording rules of Prometheus, and families that the server itself exposes with the
+setting vllm_metric_names. Labels that vLLM names otherwise are renamed; a metric that vLLM has without a label is
+the sum over its values. vLLM's dashboards select by `model_name`; here its value is a strategy instance, so that they
+compare strategies as they compare models.
 
 `python -m server.metrics.vllm_names` writes config/prometheus/vllm_names.yml.
 """
@@ -40,14 +40,14 @@ def iter_rules() -> Iterator[tuple[str, str]]:
 
 
 class Alias(NamedTuple):
-    """A family under vLLM's name; each of its series is the sum of some of ours."""
+    """A metric family under vLLM's name; each of its series is the sum of some of our series."""
 
     shape: FamilyShape
-    sources: tuple[tuple[Series, ...], ...]  # for each of its series, the ones of ours that it sums
+    sources: tuple[tuple[Series, ...], ...]  # for each series of `shape`, our series that it sums
 
 
 def make_alias(family: MetricFamily[Any], shape: FamilyShape) -> Alias | None:
-    """Return a family as vLLM has it; None if vLLM has no such metric."""
+    """Return a family of ours under vLLM's name and with vLLM's labels; None if vLLM has no such metric."""
     if family.vllm_name is None:
         return None
     summed: dict[tuple[str, ...], list[Series]] = {}
@@ -66,7 +66,7 @@ def make_alias(family: MetricFamily[Any], shape: FamilyShape) -> Alias | None:
 
 
 def _make_vllm_labels(family: MetricFamily[Any], values: tuple[str, ...]) -> dict[str, str]:
-    """Return vLLM's labels of a series, by name."""
+    """Return the labels that a series has in vLLM: values by label name."""
     labels = {label.name: value for label, value in zip(family.labels, values, strict=True)}
     if family is WAITING:
         del labels[WAIT_REASON.name]
@@ -79,7 +79,7 @@ def _make_vllm_labels(family: MetricFamily[Any], values: tuple[str, ...]) -> dic
 
 
 def format_rules_file() -> str:
-    """Return the contents of the rules file."""
+    """Return the contents of RULES_FILE, the recording rules for Prometheus."""
     return RULES_HEADER + "".join(
         f"      - record: {name}\n        expr: '{expression}'\n" for name, expression in iter_rules()
     )
@@ -94,7 +94,7 @@ def _make_expression(family: MetricFamily[Any], series: str) -> str:
 
 
 def _relabel_finished_reason(series: str) -> str:
-    """Return an expression with the label finished_reason: our `outcome`, with `abort` for `cancelled`."""
+    """Return a query that adds the label finished_reason to `series`: our `outcome`, with `abort` for `cancelled`."""
     return _relabel(
         _relabel(series, "finished_reason", OUTCOME.name), "finished_reason", OUTCOME.name, "cancelled", "abort"
     )

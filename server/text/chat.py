@@ -1,7 +1,7 @@
 """Conversations become prompts by the model's chat template, which is found and rendered as transformers does.
 
 Templates come with models, so they run in jinja's sandbox, and in a process with limits of time and memory
-(`processes/sandbox.py`). A message is a dict, as the template sees it; the API has validated it before. Knows neither
+(`processes/sandbox.py`). A message is a dict, as the template gets it; the API has validated it before. Knows neither
 requests nor token ids.
 """
 
@@ -20,10 +20,10 @@ from server.text.model_files import read_json_object, read_special_tokens
 
 MAX_PROMPT_LENGTH = 2**25  # characters
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-COMMON_ROLES = frozenset({"user", "assistant"})  # roles that every template has
+COMMON_ROLES = frozenset({"user", "assistant"})  # roles that every chat template accepts
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "model"})
-REASONING = ("reasoning_content", "thinking", "reasoning")  # keys for the same text; templates read the first or second
-END_MARK = "[the final message ends here] "  # its last space shows whether the template strips the content
+REASONING = ("reasoning_content", "thinking", "reasoning")  # message keys for reasoning; templates read the first two
+END_MARK = "[the final message ends here] "  # its last space shows whether the template strips a message's text
 
 Message = Mapping[str, Any]
 
@@ -39,7 +39,7 @@ class ChatTemplate:
 
     @classmethod
     def from_directory(cls, directory: Path) -> ChatTemplate:
-        """Read the templates in a model's directory. If it has none, `render` will fail. Raises SettingsError."""
+        """Read the templates in a directory; without any, `render` fails. Raises SettingsError for unusable files."""
         return cls(_read_sources(directory), read_special_tokens(directory))
 
     @property
@@ -62,7 +62,8 @@ class ChatTemplate:
 
         With `continue_final_message` the prompt ends within the last message, which the model continues. `variables`
         are those of the template, such as enable_thinking. May take any time and memory: a template is a program.
-        Raises ChatTemplateError, and TextTooLong for a prompt of more than `max_length` characters.
+        Raises ChatTemplateError if the template refuses the messages, TextTooLong for a prompt of more than
+        `max_length` characters.
         """
         if not messages:
             raise ChatTemplateError("there should be at least one message")
@@ -96,7 +97,7 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt as `render` does. Raises ChatTemplateError also for roles that the template leaves out.
 
-        These are found by rendering: the names in a template do not decide it, as many templates write any role.
+        Left-out roles are found by rendering messages with marks, as many templates accept roles that they do not name.
         """
         template = self._get_template(with_tools=False)
         known = COMMON_ROLES | template.compared_texts
@@ -135,12 +136,12 @@ class ChatTemplate:
             return []
         try:
             text = self.render(marked, max_length + sum(map(len, marks.values())), **options).lower()
-        except ChatTemplateError:  # the template refuses the marks; it accepted the messages without them
+        except ChatTemplateError:  # the template refuses messages with marks, but has accepted them without
             return []
         return [role for role, mark in marks.items() if mark not in text]
 
     def _get_template(self, *, with_tools: bool) -> _Template:
-        """Return the template to use, compiled when first needed: a broken one must not prevent completions."""
+        """Return the template to use, compiled when first needed, so that a broken one does not prevent completions."""
         if not self._sources:
             raise ChatTemplateError(
                 "the model has no chat template: use /v1/completions, or put a chat_template.jinja into its directory"
@@ -164,7 +165,7 @@ class _Template:
             self._template = environment.from_string(source)
         except MemoryError:
             raise
-        except Exception as error:  # of any kind: jinja's compiler has bugs, too
+        except Exception as error:  # bugs of jinja's compiler may raise any exception
             raise ChatTemplateError(f"the model's chat template is broken: {shorten_message(error)}") from None
 
     def prepare_message(self, message: Message) -> dict[str, Any]:
@@ -188,7 +189,7 @@ class _Template:
                 return "".join(pieces)
         except MemoryError:
             raise
-        except Exception as error:  # of any kind: a template is a program
+        except Exception as error:  # a template is a program and may raise any exception
             raise ChatTemplateError(
                 f"the model's chat template does not take these messages: {shorten_message(error)}"
             ) from None
@@ -205,7 +206,7 @@ def _read_sources(directory: Path) -> dict[str, str]:
         named["default"] = default
     if named:
         return {name: _read(file) for name, file in named.items()}
-    for name in ("tokenizer_config.json", "chat_template.json"):  # the latter is what older models have
+    for name in ("tokenizer_config.json", "chat_template.json"):  # older models have chat_template.json
         if (found := read_json_object(directory / name).get("chat_template")) is not None:
             return _parse_sources(found, directory / name)
     return {}
@@ -267,7 +268,7 @@ def _quote_roles(roles: Iterable[str]) -> str:
 
 
 def _cut_at_mark(text: str, continued: str) -> str:
-    """Return the prompt up to the mark; if the template strips the content, without the spaces before the mark."""
+    """Return the prompt up to the mark; if the template stripped the message's text, without spaces at the end."""
     mark = END_MARK.rstrip()
     begins = text.rfind(mark)
     if begins < 0 or continued.strip() not in text:

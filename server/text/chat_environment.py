@@ -1,6 +1,6 @@
 """The jinja environment of chat templates: sandboxed, with the functions that templates on the Hugging Face Hub use.
 
-transformers' environment is the specification; the tests compare with it.
+It behaves as the environment of transformers does; the tests compare both.
 """
 
 from __future__ import annotations

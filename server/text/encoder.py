@@ -19,7 +19,7 @@ from server.text.vocabulary import Vocabulary, extract_vocabulary
 
 PREFIX, SUFFIX = "{prefix}", "{suffix}"
 
-FIM_FORMATS = (  # fill-in-the-middle prompts: special tokens around the prefix and the suffix, in order
+FIM_FORMATS = (  # fill-in-the-middle prompts of several models: prefix and suffix between special tokens
     ("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>"),  # Qwen Coder, CodeGemma
     ("<fim_prefix>", PREFIX, "<fim_suffix>", SUFFIX, "<fim_middle>"),  # StarCoder, Granite, StableCode
     ("<fim-prefix>", PREFIX, "<fim-suffix>", SUFFIX, "<fim-middle>"),  # SantaCoder
@@ -38,7 +38,10 @@ FIM_FORMATS = (  # fill-in-the-middle prompts: special tokens around the prefix 
 
 
 def make_infill_prompt(encoder: Encoder, prefix: str, suffix: str) -> list[int]:
-    """Return a prompt that the model continues with the text between prefix and suffix. Raises InfillError."""
+    """Return a prompt that the model continues with the text between prefix and suffix.
+
+    Raises InfillError if the model has no tokens for such prompts.
+    """
     for form in FIM_FORMATS:
         if marks := _find_mark_ids(encoder, form):
             break
@@ -72,7 +75,7 @@ def _encode_continuation(encoder: Encoder, text: str) -> list[int]:
 
 
 class Encoder:
-    """A model's tokenizer and chat templates. Switches off truncation and padding of the `backend` it is given."""
+    """A model's tokenizer and chat templates. Switches off the truncation and padding of its `backend`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, chat: ChatTemplate | None = None) -> None:
         """Wrap a tokenizer. Raises SettingsError for a tokenizer whose decoder may take any time."""
@@ -97,7 +100,7 @@ class Encoder:
             return cls(backend, chat)
 
     def answer(self, call: Call) -> Encoded:
-        """Return the result of a call. Raises TextRefused."""
+        """Return the result of a call. Raises TextRefused for a text or messages that cannot be encoded."""
         match call:
             case Encode(text, special):
                 return Encoded(self.encode(text, add_special_tokens=special))
@@ -109,8 +112,8 @@ class Encoder:
                 return Encoded(text=self.vocabulary.decode(ids, skip_special_tokens=skip))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of `text`, with the special tokens the model expects around it. Raises TokenizerError."""
-        try:  # not `encode`, which holds the GIL and so stops the event loop
+        """Return the ids of `text`, maybe with special tokens around it. Raises TokenizerError if the library fails."""
+        try:  # in a batch of one, as `encode` of the library holds the GIL and so stops the event loop
             return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
             raise wrap_tokenizer_error(error) from None
@@ -129,7 +132,7 @@ class Encoder:
 def _mark_special_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
     """Mark the tokens as special that `file` names as such: some tokenizer.json do not mark them.
 
-    Raises SettingsError.
+    Raises SettingsError for a file of an unexpected form.
     """
     config = read_json_object(file)
     further, added = config.get("additional_special_tokens") or [], config.get("added_tokens_decoder") or {}

@@ -45,11 +45,11 @@ class TextLimitError(TextRefused):
         self.code = code
 
 
-MAX_REASON_LENGTH = 300  # characters of a library's message that are passed on
+MAX_REASON_LENGTH = 300  # most characters of a library's error message that are shown
 
 
 def shorten_message(error: BaseException) -> str:
-    """Return an exception's message, cut to a few lines."""
+    """Return an exception's message, cut to MAX_REASON_LENGTH characters."""
     return str(error)[:MAX_REASON_LENGTH]
 
 

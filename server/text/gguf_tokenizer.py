@@ -14,8 +14,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from config.errors import SettingsError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # types of tokens; 5 and 6 are unused and byte
-MAX_TOKEN_LENGTH = 2048  # characters; the work for one token is proportional to its length squared
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # GGUF's types of tokens; 5 is unused, 6 is a byte
+MAX_TOKEN_LENGTH = 2048  # characters of a token; the work for one is proportional to its length squared
 SPACE = "\u2581"  # SentencePiece's
 PREFIX = "tokenizer.ggml."
 END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
@@ -25,8 +25,8 @@ class PreTokenizer(NamedTuple):
     """How a pre-tokenizer splits text before byte pairs are merged."""
 
     regex: str | None = None  # None: GPT-2's
-    digits: bool = False  # whether each digit is split off first
-    ignore_merges: bool = False  # whether a piece that is in the vocabulary is one token without merging
+    digits: bool = False  # whether each digit is a piece of its own
+    ignore_merges: bool = False  # whether a piece that is in the vocabulary becomes one token without merges
     nfc: bool = False  # whether Unicode is normalized to NFC
     bos: bool = False  # whether a text begins with the BOS token, if add_bos_token is not in the file
 
@@ -62,7 +62,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {  # by tokenizer.ggml.pre
 def make_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
     """Return the tokenizer that a GGUF file's metadata describes, and its tokenizer_config.json.
 
-    Raises SettingsError.
+    Raises SettingsError for a tokenizer that cannot be converted.
     """
     vocabulary = _Vocabulary(metadata)
     kind = vocabulary.get("model")
@@ -73,7 +73,7 @@ def make_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, An
         tokenizer, bos = _make_sentence_piece(vocabulary), True
     else:
         raise SettingsError(
-            f"its tokenizer is of kind {kind!r}; gpt2 (byte pairs) and llama (SentencePiece) can be read"
+            f"the tokenizer is of kind {kind!r}; gpt2 (byte pairs) and llama (SentencePiece) can be read"
         )
     _add_tokens(tokenizer, vocabulary)
     config = {
@@ -106,7 +106,7 @@ def find_end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
 
 
 class _Vocabulary:
-    """The tokens of a GGUF file with their types and scores. Raises SettingsError for lists that do not fit."""
+    """A GGUF file's tokens with their types and scores. Raises SettingsError for lists of a wrong type or length."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         self._metadata = metadata
@@ -114,21 +114,23 @@ class _Vocabulary:
         self.tokens: list[str] = [_escape_spaces(token) for token in tokens] if self.get("model") == "llama" else tokens
         self.ids = {token: i for i, token in enumerate(self.tokens)}
         if not self.tokens:
-            raise SettingsError(f"it has no vocabulary ({PREFIX}tokens)")
+            raise SettingsError(f"the tokenizer has no vocabulary ({PREFIX}tokens)")
         if (longest := max(map(len, self.tokens))) > MAX_TOKEN_LENGTH:
-            raise SettingsError(f"its longest token has {longest} characters; at most {MAX_TOKEN_LENGTH} can be read")
+            raise SettingsError(
+                f"the tokenizer's longest token has {longest} characters; at most {MAX_TOKEN_LENGTH} can be read"
+            )
         self.types: list[int] = self._get_list("token_type", int) or [NORMAL] * len(self.tokens)
         self.scores: list[float] = self._get_list("scores", float) or [0.0] * len(self.tokens)
         if not len(self.tokens) == len(self.types) == len(self.scores):
             raise SettingsError(
-                f"it has {len(self.tokens)} tokens, {len(self.types)} types and {len(self.scores)} scores of tokens"
+                f"the tokenizer has {len(self.tokens)} tokens, {len(self.types)} types and {len(self.scores)} scores"
             )
 
     def get(self, key: str, default: Any = None) -> Any:
         return self._metadata.get(PREFIX + key, default)
 
     def _get_list(self, key: str, kind: type) -> list[Any]:
-        """Return a list of values of one type. Raises SettingsError for anything else."""
+        """Return a list of the metadata, empty if absent. Raises SettingsError for values not of type `kind`."""
         values = self.get(key) or []
         if not isinstance(values, list) or not all(type(value) is kind for value in values):
             raise SettingsError(f"{PREFIX}{key} should be a list of values of type {kind.__name__}")
@@ -153,8 +155,8 @@ class _Vocabulary:
 def _make_bpe(ids: Mapping[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     try:
         return Tokenizer(models.BPE(dict(ids), merges, **options))
-    except Exception as error:  # the library raises nothing narrower
-        raise SettingsError(f"its merges do not fit its vocabulary: {error}") from None
+    except Exception as error:  # the library raises plain Exception
+        raise SettingsError(f"the tokenizer's merges do not fit its vocabulary: {error}") from None
 
 
 # ---------------------------------------------------------------- byte pairs
@@ -162,7 +164,7 @@ def _find_pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
     name = vocabulary.get("pre")
     if name not in PRE_TOKENIZERS:
         raise SettingsError(
-            f"its pre-tokenizer ({PREFIX}pre) {name!r} is not known: it should be one of {', '.join(PRE_TOKENIZERS)}; "
+            f"the pre-tokenizer ({PREFIX}pre) {name!r} is not known: it should be one of {', '.join(PRE_TOKENIZERS)}; "
             "if the file is old, convert the model again"
         )
     return PRE_TOKENIZERS[name]
@@ -206,7 +208,7 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Return the BPE merges: every pair of tokens that together are a token, in the order of that token's score."""
     ids, whole = vocabulary.ids, {CONTROL, UNKNOWN}
     ranked = [i for i, token in enumerate(vocabulary.tokens) if len(token) > 1 and vocabulary.types[i] not in whole]
-    if not vocabulary.is_gemma:  # Gemma's scores do not order its added tokens, but the file's order does
+    if not vocabulary.is_gemma:  # Gemma's scores do not rank its added tokens, but the order of the file does
         ranked.sort(key=lambda i: -vocabulary.scores[i])
     merges = []
     for token in (vocabulary.tokens[i] for i in ranked):
@@ -223,7 +225,7 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
         if kind in (CONTROL, UNKNOWN) or token in named:
             control.append(AddedToken(token, normalized=False, special=True))
-        elif kind == USER_DEFINED and token.strip(SPACE):  # runs of spaces come from merges
+        elif kind == USER_DEFINED and token.strip(SPACE):  # runs of spaces are not added: merges make them
             defined.append(AddedToken(token, normalized=False, special=False))
     tokenizer.add_special_tokens(control)
     tokenizer.add_tokens(defined)

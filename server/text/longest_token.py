@@ -1,4 +1,4 @@
-"""The largest number of characters that one token can stand for: it lets the API refuse too long texts unencoded.
+"""Computes how many characters one token can stand for, so that the API can refuse too long texts unencoded.
 
 A tokenizer has such a number if it leaves out nothing of a text. Knows neither requests nor the context's length.
 """
@@ -13,8 +13,8 @@ from typing import Any
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-COMPOSED = 4  # characters that Unicode composes into one, at most: its longest canonical decomposition
-NORMALIZERS = {  # the number of characters that become one, at most; normalizers not named here may drop any number
+COMPOSED = 4  # most characters that Unicode composes into one: its longest canonical decomposition
+NORMALIZERS = {  # most characters that each kind replaces by one; kinds that are not listed may drop any number
     "NFC": COMPOSED,
     "NFKC": COMPOSED,
     "NFD": 1,
@@ -23,8 +23,8 @@ NORMALIZERS = {  # the number of characters that become one, at most; normalizer
     "Prepend": 1,
     "ByteLevel": 1,
 }
-PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits"}  # split a text and keep all of it; UnicodeScripts drops spaces
-CUTTING = {"Split", "Punctuation"}  # split a text and keep all of it, unless their behavior is "Removed"
+PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits"}  # kinds that drop no character; UnicodeScripts drops spaces
+CUTTING = {"Split", "Punctuation"}  # kinds that drop no character unless their behavior is "Removed"
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}  # the tokens of a vocabulary with byte fallback
 
 
@@ -42,7 +42,7 @@ def compute_max_chars_per_token(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _read_parts(component: Any, within: str) -> list[dict[str, Any]]:
-    """Return the settings of a tokenizer's component; of a sequence, those of all its parts."""
+    """Return the settings of a tokenizer's component; for a sequence, those of its parts, under the key `within`."""
     return [] if component is None else list(_flatten_parts(json.loads(component.__getstate__()), within))
 
 
@@ -53,7 +53,7 @@ def _flatten_parts(component: dict[str, Any], within: str) -> Iterable[dict[str,
 
 
 def _get_shrinkage(normalizer: dict[str, Any]) -> float:
-    """Return the largest number of characters that a normalizer turns into one."""
+    """Return the largest number of characters that a normalizer turns into one; infinity if it may drop any number."""
     match normalizer:
         case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if content:
             return 1 if len(content) >= len(pattern) else len(pattern)
@@ -68,7 +68,7 @@ def _keeps_text(pre_tokenizer: dict[str, Any]) -> bool:
 def _knows_every_character(backend: tokenizers.Tokenizer, vocabulary: dict[str, int]) -> bool:
     """Return whether the model encodes every character, and never several unknown ones as one token."""
     model = backend.model
-    if not isinstance(model, models.BPE):  # in other models a whole unknown word is one token
+    if not isinstance(model, models.BPE):  # in other kinds of models a whole unknown word is one token
         return False
     if model.byte_fallback and vocabulary.keys() >= BYTES:
         return True

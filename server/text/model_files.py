@@ -15,7 +15,7 @@ SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, or {} if the file does not exist. Raises SettingsError."""
+    """Return the JSON object in a file, or {} if there is no file. Raises SettingsError if it holds anything else."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -50,7 +50,10 @@ def get_token_text(token: Any) -> str | None:
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """Return the texts of the special tokens by role, such as {"bos_token": "<s>"}. Raises SettingsError."""
+    """Return the texts of the special tokens by role, such as {"bos_token": "<s>"}.
+
+    Raises SettingsError for files that are not JSON objects.
+    """
     config = read_json_object(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:  # an old model, where special_tokens_map.json takes precedence
         config |= read_json_object(directory / "special_tokens_map.json")

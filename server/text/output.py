@@ -1,13 +1,13 @@
-"""The text of one choice: tokens in, text out that ends at a stop string. Knows neither requests nor HTTP.
+"""The text of one choice: takes tokens, and returns text that ends at a stop string. Knows neither requests nor HTTP.
 
 `Detokenizer` adds a piece of text for each token, and the pieces together are the completion's text:
 
     decode(prompt + completion) == decode(prompt) + pieces
 
 (A character that begins in the prompt and ends in the completion belongs to the completion.) It is not built on
-tokenizers.DecodeStream: after a prompt that ends within a character that returns the whole prompt, it raises on bytes
-that are not UTF-8, and at the end it cannot return the text that it holds back. `StopStrings` ends a text, and
-`OutputText` combines both.
+tokenizers.DecodeStream: if the prompt ends within a character, DecodeStream returns the whole prompt; it raises on
+bytes that are not UTF-8; and at the end it cannot return the text that it holds back. `StopStrings` ends a text at a
+stop string, and `OutputText` combines both classes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from server.text.vocabulary import Vocabulary
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # tokenizers decode bytes to it that are not UTF-8, or not complete yet
-CONTEXT = 16  # earlier tokens that are decoded together with a new one, for leading spaces and split characters
-MAX_PENDING_TOKENS = 48  # tokens whose bytes are held back, at most, until they are a complete character
-MAX_PARTIAL_BYTES = 3  # bytes of an incomplete UTF-8 character, at most
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands in decoded text for bytes that are not UTF-8, or not complete yet
+CONTEXT = 16  # number of earlier tokens decoded together with a new one, for leading spaces and split characters
+MAX_PENDING_TOKENS = 48  # most tokens whose bytes are held back until they are a complete character
+MAX_PARTIAL_BYTES = 3  # most bytes of an incomplete UTF-8 character
 
 
 class TokenDecoder(NamedTuple):
@@ -42,9 +42,10 @@ class Detokenizer:
     def __init__(self, tokenizer: Vocabulary, prompt: Sequence[int], *, skip_special: bool = True) -> None:
         """Start after a prompt. With `skip_special`, special tokens have no text."""
         self._decoder = TokenDecoder(tokenizer, skip_special)
-        self._window = _find_context(self._decoder, prompt)  # tokens decoded together with the next one
-        self._num_emitted = len(self._window)  # tokens of the window whose text has been returned
-        # Pairs (number of emitted tokens, their text): several where the prompt may end within a character.
+        self._window = _find_context(self._decoder, prompt)  # latest tokens, decoded together with the next one
+        self._num_emitted = len(self._window)  # number of the window's first tokens whose text was returned
+        # Pairs (n, text of the window's first n tokens, which was returned before); several pairs if the prompt may end
+        # within a character.
         self._emitted_prefixes = [(self._num_emitted, self._decoder.decode(self._window))]
         if self._emitted_prefixes[0][1].endswith(REPLACEMENT):
             shorter = range(self._num_emitted - 1, max(0, self._num_emitted - MAX_PARTIAL_BYTES) - 1, -1)
@@ -63,7 +64,7 @@ class Detokenizer:
         text = self._decoder.decode(self._window)
         num_emitted, piece = self._find_new_text(text)
         if piece and not text.endswith(REPLACEMENT):
-            new = self._window[num_emitted:]  # if these begin within a character, they decode differently by themselves
+            new = self._window[num_emitted:]  # tokens that begin within a character decode differently by themselves
             new_text = self._decoder.decode(new)
             if piece.endswith(new_text):
                 self._set_window(new, new_text)
@@ -86,7 +87,7 @@ class Detokenizer:
         return piece
 
     def _find_new_text(self, text: str) -> tuple[int, str]:
-        """Return the number of tokens of the window whose text has been returned, and the rest of its text."""
+        """Return (number of the window's first tokens whose text was returned, the rest of the window's `text`)."""
         for num_emitted, emitted in self._emitted_prefixes:
             if text.startswith(emitted):
                 return num_emitted, text[len(emitted) :]
@@ -94,7 +95,7 @@ class Detokenizer:
         return self._num_emitted, self._decoder.decode(self._window[self._num_emitted :])
 
     def _set_window(self, window: list[int], emitted: str) -> None:
-        """Continue after the tokens of `window`, of whose text `emitted` has been returned."""
+        """Set the window to these tokens; `emitted` is the part of their text that was returned."""
         self._window = window
         self._num_emitted = len(window)
         self._emitted_prefixes = [(len(window), emitted)]
@@ -113,7 +114,7 @@ def _find_context(decoder: TokenDecoder, prompt: Sequence[int]) -> list[int]:
 
 
 # ---------------------------------------------------------------- stop strings
-MAX_BROKEN_LENGTH = 4 * MAX_PENDING_TOKENS  # replacement characters that pending tokens can decode to, at most
+MAX_BROKEN_LENGTH = 4 * MAX_PENDING_TOKENS  # most replacement characters that pending tokens can decode to
 
 
 class StopStrings:
@@ -163,7 +164,7 @@ class _Search:
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
-        self.matched = 0  # characters of `stop` with which the text ends
+        self.matched = 0  # number of first characters of `stop` that the text ends with
         self._borders = [0]  # by length n >= 1: the longest proper prefix of stop[:n] that is also its suffix
 
     def push(self, piece: str) -> int | None:
@@ -182,7 +183,7 @@ class _Search:
         return matched + (self.stop[matched] == character)
 
     def _border(self, length: int) -> int:
-        """Return the length of the border of stop[:length]; borders are computed when they are first needed."""
+        """Return the length of the longest proper prefix of stop[:length] that is also its suffix (its border)."""
         while len(self._borders) < length:
             self._borders.append(self._next(self._borders[-1], self.stop[len(self._borders)]))
         return self._borders[length - 1]
@@ -241,19 +242,19 @@ class OutputText:
         self, detokenizer: Detokenizer, stop: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
     ) -> None:
         """Start a text. Stop strings are not looked for in the text of the first `min_tokens` tokens."""
-        self.num_tokens = 0  # up to and including the one that completed a stop string
+        self.num_tokens = 0  # number of tokens pushed, up to the one that completed a stop string
         self.finish_reason: str | None = None
         self.stop_reason: str | None = None  # the stop string that was found
         self._detokenizer = detokenizer
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._stop = StopStrings(stop, include=include_stop)
-        self._length = 0  # characters that the detokenizer has returned
-        self._released = 0  # characters that `push` has returned
+        self._length = 0  # number of characters that the detokenizer has returned
+        self._released = 0  # number of characters that `push` has returned
         self._held: list[OutputToken] = []  # tokens whose text has not been returned
 
     def push(self, tokens: Sequence[int], finish_reason: str | None = None) -> TextDelta:
-        """Add tokens; return the text that is certain now. With `finish_reason` that is all, and no call may follow.
+        """Add tokens; return the text that is certain now. With `finish_reason`, it is the whole rest of the text.
 
         With the reason 'stop' the last token is a stop token, which is left out of the text.
         """
@@ -279,7 +280,7 @@ class OutputText:
         return self._stop.push(piece) if self.num_tokens > self._min_tokens else piece
 
     def _release(self, text: str) -> TextDelta:
-        """Return the text with the tokens that begin in the text returned so far; at the end, with all tokens."""
+        """Return `text` with the held tokens that begin in the text returned so far; at the end, with all of them."""
         self._released += len(text)
         out, self._held = self._held, []
         if self._stop.matched_stop:

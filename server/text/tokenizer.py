@@ -20,7 +20,7 @@ from server.text.model_files import get_token_text, read_json_object, read_speci
 from server.text.processes.messages import Call, Decode, Encode, EncodeChat, Encoded, Infill
 from server.text.vocabulary import Vocabulary
 
-MAX_INLINE_LENGTH = 2000  # characters to encode on the event loop, at most: about 1 ms in which other requests wait
+MAX_INLINE_LENGTH = 2000  # most characters encoded on the event loop: about 1 ms, in which other requests wait
 
 Self = TypeVar("Self", bound="TokenizerBase")
 
@@ -28,12 +28,16 @@ Self = TypeVar("Self", bound="TokenizerBase")
 class TokenizerBase(Vocabulary, ABC):
     """A tokenizer with its chat template, used on one event loop within `async with`.
 
-    Encoding raises TextRefused and TextUnavailable. `decode`, for a few ids, works without an event loop.
+    Encoding raises TextRefused for a text that cannot be encoded, TextUnavailable if a later attempt may succeed.
+    `decode`, for a few ids, works without an event loop.
     """
 
     @abstractmethod
     async def answer(self, call: Call) -> Encoded:
-        """Return the result of a call. Raises TextRefused, TextUnavailable."""
+        """Return the result of a call.
+
+        Raises TextRefused for a text that cannot be encoded, TextUnavailable if a later attempt may succeed.
+        """
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of `text`, with the special tokens the model expects around it."""
@@ -92,13 +96,13 @@ def truncate_prompt(ids: list[int], limit: int | None) -> list[int]:
 
 # Keys of tokenizer_config.json whose values are paths on the machine where the tokenizer was saved.
 PATHS = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
-DEFAULT_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # if tokenizer_config.json does not name one
+DEFAULT_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # used if tokenizer_config.json names no class
 
 
 def read_tokenizer_info(directory: Path) -> dict[str, Any]:
     """Return the contents of tokenizer_config.json, with tokens as strings, and the chat template.
 
-    Raises SettingsError.
+    Raises SettingsError for files that are not of the expected form.
     """
     config = read_json_object(directory / "tokenizer_config.json")
     info = {"tokenizer_class": DEFAULT_TOKENIZER_CLASS} | {

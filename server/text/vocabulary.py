@@ -1,4 +1,4 @@
-"""Decoding: the part of a tokenizer that each API worker holds itself, because it decodes at every step.
+"""Decoding: the part of a tokenizer that each API worker has in its own process, as it decodes at every step.
 
 It is a table from ids to tokens, and the tokenizer's decoder. The decoder comes with the model, so only kinds whose
 work is proportional to the text are accepted. Does not encode, and does not read files.
@@ -31,7 +31,7 @@ def make_piece_reader(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
     def read(piece: str) -> bytes:
         if "ByteFallback" in kinds and (byte := _BYTE.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
-        if alphabet and all(char in alphabet for char in piece):  # added tokens may have other characters
+        if alphabet and all(char in alphabet for char in piece):  # added tokens may have other characters too
             return bytes(alphabet[char] for char in piece)
         for old, new in replaced:
             piece = piece.replace(old, new)
@@ -76,10 +76,10 @@ def _make_byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printed} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-MAX_VOCAB_SIZE = 2**23  # ids; the largest vocabularies have a few hundred thousand
+MAX_VOCAB_SIZE = 2**23  # most token ids; the largest vocabularies have a few hundred thousand
 MAX_TOKEN_LENGTH = 2**13  # characters
 MAX_DECODER_STEPS = 16
-MAX_GROWTH = 64  # a decoded text may have this many times the characters of its tokens
+MAX_GROWTH = 64  # a decoded text may be at most this many times longer than its tokens together
 # Decoder steps whose work is proportional to the text.
 LINEAR = frozenset({"ByteFallback", "ByteLevel", "BPEDecoder", "CTC", "Fuse", "Metaspace", "Strip", "WordPiece"})
 
@@ -114,11 +114,11 @@ def check_decoder(decoder: dict[str, Any] | None) -> None:
 
 
 def _compute_growth(step: dict[str, Any]) -> float:
-    """Return the largest factor by which a decoder step can lengthen a text. Raises SettingsError."""
+    """Return the largest factor by which a decoder step can lengthen a text. Raises SettingsError if there is none."""
     match step:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             return max(1.0, len(new.encode()) / len(old.encode()) if old else 1.0 + len(new.encode()))
-        case {"type": "BPEDecoder" | "CTC"}:  # they may add a space for each token
+        case {"type": "BPEDecoder" | "CTC"}:  # these steps may add a space for each token
             return 2.0
         case {"type": kind} if kind in LINEAR:
             return 1.0
@@ -144,13 +144,13 @@ class Vocabulary:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of tokens; a model may have room for more."""
+        """Return the number of tokens; the model's embedding may have more rows."""
         return sum(token is not None for token in self._tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a few ids, with or without special tokens.
 
-        Ids that are not in the vocabulary have no text. Raises TokenizerError.
+        Ids that are not in the vocabulary have no text. Raises TokenizerError if the model's decoder fails.
         """
         table = self._visible_tokens if skip_special_tokens else self._tokens
         end = len(table)
@@ -163,7 +163,7 @@ class Vocabulary:
             raise wrap_tokenizer_error(error, "the model's tokenizer cannot decode these tokens") from None
 
     def has_text(self, token: int, *, skip_special_tokens: bool = True) -> bool:
-        """Return whether a token has text: not if it is outside the vocabulary, or special and these are skipped."""
+        """Return whether a token has text: not if it is outside of the vocabulary, or special and to be skipped."""
         table = self._visible_tokens if skip_special_tokens else self._tokens
         return 0 <= token < len(table) and table[token] is not None
 
@@ -190,6 +190,6 @@ def _parse_decoder(decoder: str | None) -> dict[str, Any] | None:
 
 
 def _make_decoder(described: dict[str, Any]) -> Any:
-    """Return the tokenizers library's decoder; the library makes one only as part of a tokenizer."""
+    """Return the tokenizers library's decoder object, which it makes only as a part of a tokenizer."""
     empty = {"type": "WordLevel", "vocab": {}, "unk_token": ""}
     return tokenizers.Tokenizer.from_str(json.dumps({"version": "1.0", "model": empty, "decoder": described})).decoder

@@ -1,1 +1,1 @@
-"""HTTP on its own: connections, limits, authentication, JSON bodies, errors. Knows no endpoint."""
+"""HTTP below the endpoints: connections, limits, authentication, JSON bodies, errors. Knows no endpoint."""

@@ -1,4 +1,4 @@
-"""uvicorn's connections, with limits that they lack.
+"""uvicorn's connections, with limits of size and time that uvicorn lacks.
 
 uvicorn's parser keeps the beginning of a request for any time and in any length, and takes quadratic time for it. So
 there are limits for the bytes and the seconds until a request's headers are complete, for the seconds in which a client
@@ -24,31 +24,31 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from server.api.http.errors import ApiError, make_headers_error
 
-LINGER = 5.0  # seconds; closing at once can take the response away from a client that is still sending
-# Requests without a response; with more, nothing is read, so that a disconnect is not noticed
+LINGER = 5.0  # seconds before closing after an early response: at once, a client that still sends could lose it
+# Most unanswered requests of a connection; with more, nothing is read from it, and a disconnect is not noticed
 MAX_PIPELINED_REQUESTS = 16
-Headers = Iterable[tuple[bytes, bytes]]  # their names in lower case
+Headers = Iterable[tuple[bytes, bytes]]  # pairs of name, in lower case, and value
 
 
 def make_connection_class(
     max_header_bytes: int, header_timeout: float, body_timeout: float, on_refusal: Callable[[int], None]
 ) -> type[HttpToolsProtocol]:
-    """Return the class of which uvicorn makes one for each connection; `on_refusal` gets the status of each refusal."""
+    """Return a connection class for uvicorn with these limits; `on_refusal` is called with each refusal's status."""
 
     class Bounded(BoundedConnection):
         header_bytes_limit = max_header_bytes
         header_seconds = header_timeout
         unread_seconds = body_timeout
 
-    # Set here: in the body of the class, its name would hide the parameter.
+    # Set outside of the class body, where the attribute would hide the parameter of the same name.
     Bounded.on_refusal = staticmethod(on_refusal)
     return Bounded
 
 
 class BoundedConnection(HttpToolsProtocol):
-    """A connection.
+    """A client's connection, with limits on the size and the time of what it sends and reads.
 
-    The parser calls on_message_begin, on_headers_complete, on_body, on_message_complete, in this order.
+    The HTTP parser calls on_message_begin, on_headers_complete, on_body, on_message_complete, in this order.
     """
 
     header_bytes_limit: int
@@ -56,12 +56,12 @@ class BoundedConnection(HttpToolsProtocol):
     unread_seconds: float
     on_refusal: Callable[[int], None]
 
-    _unanswered: deque[RequestResponseCycle]  # the first one runs, the others wait; `cycle` is the latest
-    _receive_timer: asyncio.TimerHandle | None = None  # for what the client has to send next
-    _write_timer: asyncio.TimerHandle | None = None  # for what it has to read
-    _num_unparsed_bytes = 0  # which the parser may keep, as they completed nothing
-    _made_progress = False  # whether the bytes that are being parsed completed something
-    _in_headers = False  # the client has sent some of them, but not all
+    _unanswered: deque[RequestResponseCycle]  # requests to answer: the first runs, the others wait; `cycle` is the last
+    _receive_timer: asyncio.TimerHandle | None = None  # limits the time until the client sends more
+    _write_timer: asyncio.TimerHandle | None = None  # limits the time until the client reads more
+    _num_unparsed_bytes = 0  # bytes received since the parser last completed something
+    _made_progress = False  # whether the bytes being parsed completed headers or a piece of a body
+    _in_headers = False  # the client has sent some of a request's headers, but not all
     _in_body = False  # the client has sent the headers, but not the whole body
     _refused = False  # nothing more is read
 
@@ -78,14 +78,14 @@ class BoundedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes as uvicorn does; but those that begin no request do not keep the connection open."""
+        """Parse bytes as uvicorn does, but bytes before a request (blank lines) do not stop the keep-alive timer."""
         if self._refused:
             return
         self._made_progress = False
         try:
             self._parse(memoryview(data))
         except HttpParserError as error:
-            cause = error.__context__  # what one of the methods below raised
+            cause = error.__context__  # the exception that one of the parser's callbacks raised
             self._refuse(
                 cause if isinstance(cause, ApiError) else make_http_error("this is not a valid HTTP/1.1 request")
             )
@@ -94,14 +94,14 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(make_headers_error(self.header_bytes_limit))
 
     def _parse(self, data: memoryview) -> None:
-        """Parse a head that offers another protocol again without the offer: the parser takes no body after it."""
+        """Parse bytes. Headers with Upgrade are parsed again without it: the parser would take no body after them."""
         while True:
             try:
                 return self.parser.feed_data(data)
             except HttpParserUpgrade as upgrade:
                 data = data[upgrade.args[0] :]
                 method, version = self.parser.get_method(), self.parser.get_http_version()
-                self.parser = HttpRequestParser(self)  # the other one may have ended with that request
+                self.parser = HttpRequestParser(self)  # the old parser may have ended with that request
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
                 self.parser.feed_data(make_head_without_upgrade(method, self.url, version, self.headers))
 
@@ -112,7 +112,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._start_receive_timer(self.header_seconds, self._on_header_timeout)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # else it comes after a body, where no header counts
+        if self._in_headers:  # else it is a trailer after a body, which is ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -123,7 +123,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._unanswered.append(self.cycle)
         if self.cycle.scope["http_version"] == "1.0":
             disable_chunked_encoding(self.cycle)
-        if len(self._unanswered) <= MAX_PIPELINED_REQUESTS:  # uvicorn would not read on
+        if len(self._unanswered) <= MAX_PIPELINED_REQUESTS:  # read on, where uvicorn would stop
             self.flow.resume_reading()
         self._made_progress = self._in_body = True
         self._in_headers = False
@@ -143,7 +143,7 @@ class BoundedConnection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
         super().on_response_complete()
-        self._unset_keepalive_if_required()  # the timer of uvicorn, which ends with whatever comes
+        self._unset_keepalive_if_required()  # any byte ends uvicorn's keep-alive timer; `_receive_timer` replaces it
         if not self._in_headers:
             self._expect_next_request()
 
@@ -155,7 +155,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     # ------------------------------------------------------------ time
     def pause_writing(self) -> None:
-        """Wait for a client that does not read: the buffers on the way to it are full."""
+        """Start the timer for a client that does not read: the buffers on the way to it are full."""
         super().pause_writing()
         self._start_write_timer()
 
@@ -199,7 +199,7 @@ class BoundedConnection(HttpToolsProtocol):
         elif self._in_headers:
             message = f"no complete headers came within {self.header_seconds:g} seconds"
             self._refuse(ApiError(408, message, code="header_timeout"))
-        else:  # no request has begun, so there is nothing to answer
+        else:  # no request has begun: close without a response
             self.transport.close()
 
     # ------------------------------------------------------------ refusals, without the application
@@ -225,18 +225,18 @@ def count_unread_bytes(transport: asyncio.Transport) -> int:
     The system takes more bytes only once a third of its queue was read.
     """
     kept = bytes(4)
-    with contextlib.suppress(OSError):  # not every system has this call
+    with contextlib.suppress(OSError):  # not every system has the ioctl TIOCOUTQ
         kept = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kept)
     return transport.get_write_buffer_size() + int.from_bytes(kept, sys.byteorder)
 
 
-# ---------------------------------------------------------------- what RFC 9112 asks of a server beyond uvicorn
+# ---------------------------------------------------------------- rules of RFC 9112 that uvicorn does not enforce
 def make_http_error(message: str) -> ApiError:
     return ApiError(400, message, code="invalid_http")
 
 
 def check_head(method: bytes, version: str, headers: Headers) -> None:
-    """Raise ApiError for what the parser accepts, but a proxy before this server may read in another way."""
+    """Raise ApiError for request headers that the parser accepts, but a proxy may read in another way."""
     if version not in ("1.0", "1.1"):
         raise make_http_error(f"this server speaks HTTP/1.1, not HTTP/{version}")
     if method == b"CONNECT":
@@ -254,26 +254,26 @@ def _get_header_values(headers: Headers, wanted: bytes) -> list[bytes]:
 
 
 def make_head_without_upgrade(method: bytes, url: bytes, version: str, headers: Headers) -> bytes:
-    """Return the same head without its offer of another protocol."""
+    """Return a request line and its headers as bytes, without the header Upgrade."""
     kept = [b"%s: %s\r\n" % (name, value) for name, value in headers if name != b"upgrade"]
     return b"%s %s HTTP/%s\r\n%s\r\n" % (method, url, version.encode(), b"".join(kept))
 
 
 def disable_chunked_encoding(cycle: RequestResponseCycle) -> None:
-    """Send the response without chunks, which HTTP/1.0 does not have: there the connection's end is the response's."""
+    """Send the response without chunks, which HTTP/1.0 lacks: there the end of the connection ends the response."""
     send = cycle.send
     cycle.chunked_encoding = False
 
     async def send_plain(message: ASGISendEvent) -> None:
         if message["type"] == "http.response.body":
-            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn lets no more through
+            cycle.expected_content_length = len(message.get("body", b""))  # makes uvicorn send this body
         await send(message)
 
     cycle.send = send_plain  # type: ignore[method-assign]
 
 
 def format_error_response(error: ApiError, default_headers: Headers) -> bytes:
-    """Return the whole response to a request that the application never gets."""
+    """Return the bytes of an error response to a request that does not reach the application."""
     body = error.encode()
     status = f"HTTP/1.1 {error.status_code} {HTTPStatus(error.status_code).phrase}"
     headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}

@@ -1,6 +1,6 @@
 """OpenAI's error object, for everything that goes wrong: {"error": {"message", "type", "param", "code"}}.
 
-Clients do not repeat a request that was their mistake: where the status would make them, a header says not to.
+If OpenAI's clients would retry after a status where that cannot help, a header tells them not to.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from server.engine.ipc.client import EngineLost, EngineRefused
 from server.engine.ipc.messages import Failed
 from server.text.errors import TextError, TextRefused, TextUnavailable
 
-RETRY_HEADERS = {"Retry-After": "1"}  # seconds, where nothing better is known
-NO_RETRY_HEADERS = {"x-should-retry": "false"}  # OpenAI's clients would repeat the request after these statuses
+RETRY_HEADERS = {"Retry-After": "1"}  # seconds, for errors without an estimate of their own
+NO_RETRY_HEADERS = {"x-should-retry": "false"}  # keeps OpenAI's clients from repeating the request
 STATUS_HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     408: NO_RETRY_HEADERS,
@@ -32,14 +32,14 @@ STATUS_HEADERS = {
     503: RETRY_HEADERS,
     504: NO_RETRY_HEADERS,
 }
-MAX_PROBLEMS = 5  # problems of a body that its error names
-MAX_FIELD_LENGTH = 100  # characters of a field's name in an error
-MAX_MESSAGE_LENGTH = 1000  # characters of an error: it may quote what a client sent, or what a chat template says
+MAX_PROBLEMS = 5  # most problems of a body that one error message names
+MAX_FIELD_LENGTH = 100  # most characters of a field's name in an error
+MAX_MESSAGE_LENGTH = 1000  # most characters of an error message, which may quote a client or a chat template
 TYPE_NAMES: Mapping[type, str] = {bool: "a boolean", int: "a number", float: "a number", str: "a text"}
-EMPTY = '""'  # stands for a field whose name is empty
-MAX_PATH_LENGTH = 200  # characters of a path in an error
-NO_ROUTE = "there is no such route"  # for the log, where the path stands as it came: unquoted, it may have line breaks
-QUOTING_CODES = ("unknown_kv_cache", "not_found")  # of the engine's errors whose messages quote the client
+EMPTY = '""'  # written for a field whose name is empty
+MAX_PATH_LENGTH = 200  # most characters of a URL's path in an error
+NO_ROUTE = "there is no such route"  # for the log: an unquoted path may contain line breaks
+QUOTING_CODES = ("unknown_kv_cache", "not_found")  # codes of engine errors whose messages quote the client
 METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")  # of all routes
 
 
@@ -61,7 +61,7 @@ class Error(BaseModel):
 class ApiError(HTTPException):
     """An error with its HTTP status; the message tells the client what to change.
 
-    `log_message` is for the log, where the message quotes what the client sent; `retry_after` is in seconds.
+    `log_message` replaces a message in the log that quotes what the client sent; `retry_after` is in seconds.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class ApiError(HTTPException):
 
 
 def make_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the documentation of these errors, and of any other, for the `responses` of a route or a router."""
+    """Return OpenAPI's entries of errors with these statuses, and of others, for a route's or router's `responses`."""
     return {status: {"model": Error} for status in statuses} | {"default": {"model": Error}}
 
 
@@ -111,7 +111,7 @@ def make_engine_error(event: Failed) -> ApiError:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Return the error that a client gets for any exception but the framework's own."""
+    """Return the error that a client gets for an exception, except for the framework's HTTPException."""
     match error:
         case ApiError():
             return error
@@ -131,7 +131,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def add_exception_handlers(app: FastAPI) -> None:
-    """Answer exceptions that are expected; middleware.py answers the others."""
+    """Register the handler of expected exceptions; the middleware `Lifetime` answers the others."""
     for kind in (HTTPException, RequestValidationError, EngineRefused, EngineLost, TextError):
         app.add_exception_handler(kind, _handle_exception)
 
@@ -143,7 +143,7 @@ async def _handle_exception(request: Request, error: Exception) -> Response:
 def make_error_response(request: Request, error: Exception) -> Response:
     """Return the response to an exception.
 
-    Middleware sends it itself: an exception it raises would lose the headers of CORS.
+    Middleware sends this response itself: the response to an exception that it raised would lack the CORS headers.
     """
     if isinstance(error, HTTPException) and not isinstance(error, ApiError):
         api_error = _convert_http_exception(error, request)
@@ -154,7 +154,7 @@ def make_error_response(request: Request, error: Exception) -> Response:
 
 
 def _convert_http_exception(error: HTTPException, request: Request) -> ApiError:
-    """Return our error for one that the framework raised itself."""
+    """Return an ApiError for an HTTPException that the web framework raised itself."""
     called = f"{request.method} {request.scope['path'][:MAX_PATH_LENGTH]}"
     if error.status_code == 404:
         return ApiError(404, f"there is no {called}; check the URL", code="unknown_url", log_message=NO_ROUTE)
@@ -168,7 +168,7 @@ def _convert_http_exception(error: HTTPException, request: Request) -> ApiError:
 
 
 def _find_allowed_methods(request: Request) -> list[str]:
-    """Return the methods of every route of a path; the framework names those of the first route only."""
+    """Return the HTTP methods of all routes of a request's path; the framework names those of the first route only."""
     routes = request.app.routes
     return [
         method
@@ -179,7 +179,7 @@ def _find_allowed_methods(request: Request) -> list[str]:
 
 # ---------------------------------------------------------------- bodies that were refused
 def make_body_error(error: ValidationError, suggestions: Mapping[str, str]) -> ApiError:
-    """Return the error for a body that does not fit its model; `suggestions` are for its unknown fields, by path."""
+    """Return the error for a body that its model refuses; `suggestions` has hints for unknown fields, by path."""
     problems = error.errors(include_url=False, include_context=False)
     return _make_validation_error([problem | {"loc": ("body", *problem["loc"])} for problem in problems], suggestions)
 
@@ -214,26 +214,26 @@ def _format_problem(problem: Mapping[str, Any], suggestions: Mapping[str, str]) 
 
 
 def _format_sent_value(problem: Mapping[str, Any]) -> str:
-    """Return the value that was sent, as the end of a sentence; empty where the message has it or is our own."""
+    """Return ", not VALUE" with the value that was sent; empty if the message says enough without it."""
     kind, sent = problem["type"], problem["input"]
     if kind in ("string_too_long", "string_too_short"):
         return f", not {len(sent)}"
     if kind in ("value_error", "too_long", "too_short"):
         return ""
-    if kind.endswith("_type") and sent in (0, ""):  # perhaps of a field that is not decoded
+    if kind.endswith("_type") and sent in (0, ""):  # may stand for a value that was not decoded
         return f", not {TYPE_NAMES[type(sent)]}"
     return f", not {format_value(sent)}"
 
 
 def _format_field(problem: Mapping[str, Any]) -> str | None:
-    """Return the field of a location: ('body', 'stop', 1) is stop[1]; None for the body as a whole."""
+    """Return a problem's location as a field: ('body', 'stop', 1) is stop[1]; None for the body as a whole."""
     path = problem["loc"][1:]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:MAX_FIELD_LENGTH] or EMPTY}" for part in path)
     return name.removeprefix(".")[:MAX_FIELD_LENGTH] or None
 
 
 def _format_known_field(problem: Mapping[str, Any]) -> str | None:
-    """Return the field of a problem without names that are not ours: they may hold anything that was sent."""
+    """Return a problem's field for the log; for an unknown field only its parent, as the client chose its name."""
     return _format_field({"loc": problem["loc"][:-1]} if problem["type"] == "extra_forbidden" else problem)
 
 

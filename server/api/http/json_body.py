@@ -1,7 +1,7 @@
 """JSON bodies: decoded at a bounded cost, and checked strictly by pydantic models, which derive from `Body`.
 
 The cost is bounded by the number of values, which is counted before they are decoded: a mebibyte of text is decoded in
-a millisecond; one of `[],` takes a hundred, and thirty mebibytes of memory. So the members of an object are first
+a millisecond; a mebibyte of `[],[],` takes 100 ms, and 30 MiB of memory. So the members of an object are first
 separated without decoding them; then the values of those that have an effect are counted and decoded. Ignored members
 must be JSON, too, but their numbers may be out of range. Knows neither HTTP nor any field.
 """
@@ -20,17 +20,17 @@ import msgspec
 from msgspec import Raw
 from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
-from typing_extensions import Buffer  # of collections.abc from Python 3.12 on
+from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
 
 from config.sources import did_you_mean
 
-MAX_VALUES = 2**16  # of an object, on all levels together; decoding and checking them takes about 100 ms
-MAX_MEMBERS = 100  # of an object, repeated ones too; each may be an error
-SLICE = 2**16  # bytes that are scanned at a time
-MAX_VALUE_LENGTH = 60  # characters of a value in an error
-MAX_REPORTED_NAMES = 32  # of fields without effect
-MAX_REPORTED_NAME_LENGTH = 64  # characters of a field's name
-MAX_SUGGESTIONS = 8  # more than an error shows
+MAX_VALUES = 2**16  # most values in a body, on all levels together; decoding and checking them takes about 100 ms
+MAX_MEMBERS = 100  # most members of an object, repeated names included; each may cause an error message
+SLICE = 2**16  # bytes of JSON that are scanned at a time
+MAX_VALUE_LENGTH = 60  # most characters of a value in an error
+MAX_REPORTED_NAMES = 32  # most fields without effect that a response names
+MAX_REPORTED_NAME_LENGTH = 64  # most characters of a field's name that is reported
+MAX_SUGGESTIONS = 8  # most hints for unknown fields; an error shows fewer
 
 
 class ReadAs(Enum):
@@ -38,7 +38,7 @@ class ReadAs(Enum):
 
     VALUE = auto()
     IGNORED = auto()  # not decoded, but replaced by an empty value of its type
-    TOKEN_IDS = auto()  # may be a long list of numbers, or of lists of them
+    TOKEN_IDS = auto()  # decoded in one pass if it is a long list of integers, or of lists of them
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class DecodedIds:
 
 
 class TooManyValues(Exception):
-    """The JSON has too many values to be decoded: those of `field`, or of the whole object if that is None."""
+    """The JSON has too many values to be decoded: in `field`, or in the whole object if `field` is None."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -65,13 +65,14 @@ class TooManyValues(Exception):
 
 
 class _Name(str):
-    """A member's name: a type of its own, so that the decoder calls `dec_hook` for each."""
+    """The name of a member: a type of its own, so that the decoder calls `dec_hook` for each name."""
 
 
 def decode(data: bytes, fields: Mapping[str, ReadAs]) -> Any:
-    """Decode an object; fields that are not in `fields` are ignored, and so is anything that is not an object.
+    """Decode a JSON object as `fields` says; other fields, and JSON that is not an object, become empty values.
 
-    Raises TooManyValues, and msgspec.DecodeError, UnicodeDecodeError or RecursionError for what is not JSON.
+    Raises TooManyValues for more than MAX_VALUES values or MAX_MEMBERS members, and msgspec.DecodeError,
+    UnicodeDecodeError or RecursionError for what is not JSON.
     """
     _check_utf8(data)
     try:
@@ -108,7 +109,7 @@ def count_values(data: Buffer) -> int:
 
 
 def _iter_slices(data: memoryview) -> Iterator[bytes]:
-    """Yield the data in pieces that do not end within an escape."""
+    """Yield the data in pieces of about SLICE bytes that do not end within an escape sequence."""
     start = 0
     while start < len(data):
         piece = bytes(data[start : start + SLICE])
@@ -119,7 +120,7 @@ def _iter_slices(data: memoryview) -> Iterator[bytes]:
 
 
 def _count_separators(data: bytes) -> int:
-    """Return the number of values that begin in the data, except the outermost: each follows one of these."""
+    """Return how often `,`, `[` and `{` occur: one of them stands before each value but the outermost."""
     return data.count(b",") + data.count(b"[") + data.count(b"{")
 
 
@@ -134,7 +135,7 @@ def _check_utf8(data: bytes) -> None:
 
 
 def _decode_members(data: bytes) -> dict[str, Raw]:
-    """Return the members of an object, still encoded; of members with the same name the last."""
+    """Return a JSON object's members by name, with values still encoded; of members with the same name the last."""
     count = 0
 
     def count_name(_: type, text: str) -> _Name:
@@ -149,7 +150,7 @@ def _decode_members(data: bytes) -> dict[str, Raw]:
 
 
 def _make_empty_value(raw: Raw) -> Any:
-    """Return an empty value of the type that the value has; a number is 0."""
+    """Return an empty value of the same JSON type: {}, [], "", null, false, or 0 for a number."""
     match memoryview(raw)[:1].tobytes():
         case b"{":
             return {}
@@ -165,7 +166,7 @@ def _make_empty_value(raw: Raw) -> Any:
 
 
 def _decode_token_ids(data: bytes) -> DecodedIds | None:
-    """Return the integers of a list, or of a list of lists; None for anything else, and for too many lists."""
+    """Return the integers of a JSON list, or of a list of lists; None for other JSON, or more than MAX_VALUES lists."""
     if not data.startswith(b"[") or b'"' in data or not 0 < (lists := data.count(b"[")) <= MAX_VALUES:
         return None
     nested = lists > 1
@@ -178,21 +179,21 @@ def _decode_token_ids(data: bytes) -> DecodedIds | None:
 # ---------------------------------------------------------------- checking
 @dataclass
 class FieldNotes:
-    """What is noted while a body is checked: fields that have no effect, and the likely names of unknown ones.
+    """Notes made while a body is checked: fields that have no effect, and the likely names of unknown fields.
 
-    It is the context of pydantic's validation. Names are paths without indices: `messages.refusal`.
+    They are the context of pydantic's validation. Names are paths without indices: `messages.refusal`.
     """
 
     ignore_unknown: bool = False  # otherwise they are refused
-    ignored: dict[str, None] = field(default_factory=dict)  # a set in the order in which they were found
-    suggestions: dict[str, str] = field(default_factory=dict)  # "; did you mean ...?", by the unknown name
+    ignored: dict[str, None] = field(default_factory=dict)  # names as an ordered set, in the order of the body
+    suggestions: dict[str, str] = field(default_factory=dict)  # hint "; did you mean ...?" by unknown name
 
     def filter_fields(
         self, values: Mapping[str, Any], path_prefix: str, known: Collection[str], no_effect_fields: Collection[str]
     ) -> dict[str, Any]:
         """Return the members of an object that are to be checked; `path_prefix` is the path before their names.
 
-        Unknown members are among them unless they are ignored: the check refuses them.
+        Unknown members are included, so that the check refuses them, unless `ignore_unknown` is set.
         """
         effective = {}
         for name, value in values.items():
@@ -214,18 +215,18 @@ class FieldNotes:
 
     @property
     def header_value(self) -> str:
-        """Return the fields without effect as the value of a header; names are quoted as in a URL."""
+        """Return the names of fields without effect as the value of an HTTP header, each quoted as in a URL."""
         names = [quote(name, safe="") for name in self.ignored]
         return ", ".join(names[:MAX_REPORTED_NAMES] + ["..."] * (len(names) > MAX_REPORTED_NAMES))
 
 
 def get_field_notes(context: Any) -> FieldNotes:
-    """Return the notes in the context of a validation; without any, new ones, which refuse unknown fields."""
+    """Return the FieldNotes that are a validation's context; if it has none, new ones, which refuse unknown fields."""
     return context if isinstance(context, FieldNotes) else FieldNotes()
 
 
 def limit_members(most: int) -> Callable[[Any], Any]:
-    """Return a validator that refuses objects with more members, before it finds a fault in each of them."""
+    """Return a validator that refuses objects with more than `most` members before each member is checked."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > most:
@@ -239,7 +240,7 @@ class Body(BaseModel):
     """A body, or an object within one: it is checked strictly, and null is the same as absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    path_prefix: ClassVar[str] = ""  # the path before the names of its fields in a request's body
+    path_prefix: ClassVar[str] = ""  # path of the object in a request's body, such as "messages."
     no_effect_fields: ClassVar[frozenset[str]] = frozenset()  # of its fields
 
     @classmethod
@@ -250,7 +251,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _filter_fields(cls, values: Any, info: ValidationInfo) -> Any:
-        """Return the members that are to be checked: null is the same as absent."""
+        """Return the members of an object that are to be checked: not those that are null or to be ignored."""
         limit_members(MAX_MEMBERS)(values)
         if not isinstance(values, dict):
             return values
@@ -261,7 +262,7 @@ class Body(BaseModel):
 
 
 def get_read_modes(body: type[Body] | None) -> dict[str, ReadAs]:
-    """Return how the decoder reads each field of a model."""
+    """Return for each field of a model how its JSON value is decoded."""
     return {} if body is None else {name: _get_read_mode(field) for name, field in body.model_fields.items()}
 
 
@@ -271,7 +272,7 @@ def _get_read_mode(field: FieldInfo) -> ReadAs:
 
 # ---------------------------------------------------------------- values in errors
 def format_value(value: Any) -> str:
-    """Return a value as JSON for an error; of an empty, nested or large value only its type or kind."""
+    """Return a value as JSON for an error message; an empty, nested or large value is only described by its type."""
     match value:
         case None:
             return "null"

@@ -1,7 +1,7 @@
 """Routes whose JSON bodies are read strictly: no NaN, no bad UTF-8, no unlimited nesting or numbers.
 
-A router gets JsonRoute as its route_class, and then declares bodies as pydantic models as usual. A body's length and
-time are bounded before (server/api/http/middleware.py); json_body.py decodes and checks it. Knows no endpoint.
+A router gets JsonRoute as its route_class, and then declares bodies as pydantic models as usual. The length and
+the time of a body are limited in server/api/http/middleware.py; json_body.py decodes and checks it. Knows no endpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from server.api.http.errors import ApiError, make_body_error
 from server.api.http.json_body import Body, FieldNotes, ReadAs, TooManyValues, decode, get_read_modes
 from server.api.http.middleware import release_body
 
-LARGE_BODY_BYTES = 2**20  # bytes of a body that takes milliseconds to decode
+LARGE_BODY_BYTES = 2**20  # bytes of a body that takes several milliseconds to decode
 
 
 class JsonRoute(APIRoute):
@@ -73,25 +73,26 @@ class JsonRequest(Request):
         self._received: bytes | None = None
 
     async def body(self) -> bytes:
-        """Return the first byte only: FastAPI keeps it as long as the request, only to know whether there is a body."""
+        """Return the first byte only: FastAPI keeps it during the request, and only tests whether it is empty."""
         if self._received is None:
             self._received = await super().body()
             del self._body
         return self._received[:1]
 
     async def json(self) -> Any:
-        """Decode and check the body, once; leave the names of fields without effect in the state as `ignored_fields`.
+        """Decode and check the body, once; set the state's `ignored_fields` to the names of fields without effect.
 
-        Return the model that the route declares, which FastAPI takes as it is. Raises ApiError 400.
+        Returns an instance of the route's model, which FastAPI does not check again. Raises ApiError 400 for a body
+        that is not JSON or does not fit the model.
         """
         if self.headers.get("content-encoding", "identity").lower() != "identity":
-            raise ApiError(400, "bodies are not unpacked here; send it without Content-Encoding")
+            raise ApiError(400, "compressed bodies are not supported; send the body without Content-Encoding")
         await self.body()
         assert self._received is not None, "it was read"
         received, self._received = self._received, b""
         values = self._decode(received)
         if len(received) > LARGE_BODY_BYTES:
-            await asyncio.sleep(0)  # other requests come before the rest of the work
+            await asyncio.sleep(0)  # lets other requests run before the rest of the work
         return values if self._model is None else self._validate(self._model, values)
 
     def _validate(self, model: type[Body], values: Any) -> Body:

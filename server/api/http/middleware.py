@@ -1,12 +1,12 @@
-"""What every request passes between its connection and its route, in this order.
+"""The middleware that every request passes between its connection and its route, in this order.
 
 - `RequestLifecycleMiddleware` gives it an id, answers unexpected exceptions, and reports its response and its end;
-- `BodyLimitMiddleware` bounds the bytes and the seconds of its headers and its body;
-- `UnversionedPathMiddleware` completes its path;
-- `AuthenticationMiddleware` checks its key.
+- `BodyLimitMiddleware` limits the bytes and the seconds of its headers and its body;
+- `UnversionedPathMiddleware` adds a missing /v1 to its path;
+- `AuthenticationMiddleware` checks its API key.
 
 Knows paths, tokens and the settings of limits, but no endpoint. Plain ASGI, as Starlette's BaseHTTPMiddleware would
-hide disconnects. What never becomes a request is limited before, in server/api/http/connection.py.
+hide disconnects. Bytes that never become a request are limited in server/api/http/connection.py.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Hello
 
 _VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-UNCOUNTED_BYTES = 2**16  # of each body: uvicorn buffers as many anyway, and ordinary bodies are not refused
-# A larger body has to come at least this fast, apart from `body_timeout`: it takes memory from others
+UNCOUNTED_BYTES = 2**16  # first bytes of each body, not counted as in flight: uvicorn buffers as many anyway
+# Least speed of larger bodies after the first `body_timeout` seconds: they hold memory that other requests need
 MIN_BYTES_PER_SECOND = 2**14
 ADMIN_PREFIX = "/v1/kv_cache/"
 PROFILE_PATH = "/v1/profile"
 API_PREFIX = "/v1"
-# Of paths; /tokenizer_info begins with one of them, too
+# Prefixes of the paths that need an API key; /tokenizer_info begins with one of them, too
 API_KEY_PREFIXES = (f"{API_PREFIX}/", "/tokenize", "/detokenize", "/apply-template")
 METRICS_PATH = "/metrics"
 SHARED_PATHS = ("/health", "/ready")
@@ -112,7 +112,7 @@ class RequestLifecycleMiddleware:
                     end_time=monotonic(),
                 )
             )
-            state.clear()  # uvicorn keeps the scope until the connection's next request, and with it the prompts
+            state.clear()  # frees the prompts: uvicorn keeps the scope until the connection's next request
 
 
 def _get_request_id(headers: Headers) -> str:
@@ -128,7 +128,7 @@ class InflightBodies:
     num_bytes: int = 0
 
     def take(self, count: int, most: int) -> None:
-        """Count more bytes. Raises ApiError if more than `most` are then held."""
+        """Add `count` bytes. Raises ApiError 429 if the sum would be more than `most`."""
         if self.num_bytes + count > most:
             message = "the bodies of other requests take all the memory that bodies may have; try again"
             raise ApiError(429, message, code="inflight_bodies_full")
@@ -144,7 +144,7 @@ class BodyLimits:
     is_final: bool = True
 
     def make_body_error(self) -> ApiError:
-        """Return the error for a body that is longer than one may be."""
+        """Return the error for a body that is longer than `max_body_bytes`; 503 if that limit is not final."""
         if not self.is_final:
             return ApiError(503, "the engine is not ready; try again", code="engine_unavailable")
         return ApiError(
@@ -200,9 +200,9 @@ def release_body(scope: Scope) -> None:
 
 @dataclass
 class BoundedBody:
-    """A `receive` that raises ApiError for a body that is too long, stops coming, or is large and comes too slowly.
+    """An ASGI `receive` that raises ApiError for a body that is too long, stops, or is large and comes too slowly.
 
-    There is no timeout after its end.
+    After the end of the body there is no timeout.
     """
 
     receive: Receive
@@ -242,13 +242,13 @@ class BoundedBody:
             self.num_counted_bytes += more
 
     def release(self) -> None:
-        """Stop counting this body; may be called more than once."""
+        """Stop counting this body's bytes as in flight; may be called more than once."""
         self.inflight.num_bytes -= self.num_counted_bytes
         self.num_counted_bytes = 0
 
 
 def make_body_limits_getter(settings: Settings, client: EngineClient) -> Callable[[], BodyLimits]:
-    """Return a function that returns the limits of bodies: they follow the context, known once the engine serves."""
+    """Return a function that returns the limits of bodies: they depend on the context length of the current engine."""
     hello: Hello | None = None
     limits: BodyLimits | None = None
 
@@ -268,7 +268,7 @@ class UnversionedPathMiddleware:
     """Middleware that accepts the routes under /v1 without that prefix, for clients whose base URL has none.
 
     It rewrites the path before `AuthenticationMiddleware` looks at it, so that both spellings need the same key. The
-    log has the path as it came.
+    log has the path as the client sent it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -286,11 +286,11 @@ def _is_unversioned(path: str) -> bool:
 
 # ---------------------------------------------------------------- authentication
 class AuthenticationMiddleware:
-    """Middleware that checks keys and ports, before anything of a body is read.
+    """Middleware that checks keys and ports, before any part of a body is read.
 
-    An API key opens API_KEY_PREFIXES, the admin token the administration of caches and profiles and nothing else, the
-    metrics key /metrics. Without API keys every request is let in; without an admin token no administration is. With a
-    `metrics_port`, /metrics is on that port only, and /health and /ready are all that is on both.
+    An API key opens the paths of API_KEY_PREFIXES; the admin token opens only the administration of caches and
+    profiles; the metrics key opens /metrics. Without API keys every request is let in; without an admin token there is
+    no administration. With a `metrics_port`, /metrics is only on that port; /health and /ready are on both ports.
     """
 
     def __init__(
@@ -334,9 +334,9 @@ class AuthenticationMiddleware:
 
 
 def _check_token(authorization: str, allowed: Iterable[str], what: str) -> ApiError | None:
-    """Return None if an allowed token was sent, else an error; the time taken tells nothing about the token."""
+    """Return None if an allowed token was sent, else an error; compares tokens in constant time."""
     scheme, _, token = authorization.partition(" ")
-    given = token.strip().encode("latin-1")  # the bytes as they came
+    given = token.strip().encode("latin-1")  # the bytes of the header as the client sent them
     same = [hmac.compare_digest(given, each.encode()) for each in allowed]
     if scheme.lower() == "bearer" and any(same):
         return None
@@ -344,6 +344,6 @@ def _check_token(authorization: str, allowed: Iterable[str], what: str) -> ApiEr
 
 
 def make_security_dependency(scheme: str) -> Depends:
-    """Return a dependency that only documents in openapi.json what AuthenticationMiddleware has checked."""
+    """Return a FastAPI dependency that checks nothing: openapi.json shows by it which key a route needs."""
     dependency: Depends = Security(HTTPBearer(scheme_name=scheme, auto_error=False))
     return dependency

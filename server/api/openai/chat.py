@@ -41,12 +41,14 @@ class ChatRequest(GenerationRequest, Rendering):
     messages: Messages = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=0, lt=INT64, description="the older name of max_completion_tokens")
     max_completion_tokens: int | None = Field(
-        None, ge=0, lt=INT64, description="default: what the context has room for"
+        None, ge=0, lt=INT64, description="most tokens to generate; default: as many as fit the context"
     )
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="alternatives to each token; only with logprobs")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="number of alternatives to each token; only with logprobs: true"
+    )
     add_special_tokens: bool = Field(
-        False, description="add those that the model expects, beside those that the template writes"
+        False, description="add the special tokens that the model expects, besides those of the chat template"
     )
     modalities: Annotated[LongList[str], allow_only(["text"])] = Field(default=["text"])
     tools: Annotated[list[Any], allow_only([])] = Field(default_factory=list)
@@ -96,7 +98,10 @@ def router(serving: Serving) -> APIRouter:
 async def make_chat_job(
     serving: Serving, body: ChatRequest, header: str | None, authorization: str | None
 ) -> Job[ChatRequest]:
-    """Return the job of a request; `header` is its X-KV-Cache. Raises ApiError, EngineLost, TextError."""
+    """Return the job of a request; `header` is the value of its header X-KV-Cache.
+
+    Raises ApiError for a wrong request, EngineLost without an engine, TextError if the prompt cannot be encoded.
+    """
     hello, hints = serving.resolve_request(body, header, authorization)
     serving.limits.check_choices(1, body.n)
     serving.limits.check_stop(body.stop)
@@ -119,11 +124,11 @@ async def make_chat_job(
     return make_job("chatcmpl", body, [prompt], sampling, body.n, hints)
 
 
-# ---------------------------------------------------------------- from deltas to a response
+# ---------------------------------------------------------------- functions that make a response of deltas
 def make_chat_chunks(delta: OutputDelta | None, generation: Generation[ChatRequest]) -> list[ChatChunk]:
     """Return the chunks of a delta: a choice's role comes before its text, and its finish reason after it.
 
-    Fields of the prompt are in the first chunk of all.
+    Only the first chunk of the response has the prompt's fields.
     """
     if delta is None:
         return [ChatChunk(**make_chunk_fields(None, generation), choices=[])]

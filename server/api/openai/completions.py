@@ -1,4 +1,4 @@
-"""POST /v1/completions: from OpenAI's request to a job, and from the deltas of its texts to OpenAI's response."""
+"""POST /v1/completions: makes a job of OpenAI's request, and OpenAI's response of the deltas of its texts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from server.text.tokenizer import TokenizerBase, truncate_prompt
 
 
 def _accept_decoded_prompts(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Return a list of prompts; ids that the decoder has checked already are not checked again."""
+    """Return a list of prompts; token ids that the JSON decoder has checked already are not checked again."""
     if not isinstance(value, DecodedIds):
         return validate(value)
     prompts = value.ids if value.nested else [value.ids]
@@ -54,7 +54,7 @@ def _accept_decoded_prompts(value: Any, validate: ValidatorFunctionWrapHandler) 
 
 
 def _normalize_prompts(value: Any) -> Any:
-    """Return a list of prompts, each of which is a text or ids; a request has one, or a list of them."""
+    """Return the prompts of a request, which has one or a list of them; each is a text or a list of token ids."""
     if isinstance(value, str) or (isinstance(value, list) and value and all(type(item) is int for item in value)):
         return [value]
     if isinstance(value, list) and value and (_are_texts(value) or _are_lists(value)):
@@ -84,16 +84,16 @@ class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     prompt: Prompts = Field(description="a text or token ids, or a list of either")
-    max_tokens: int = Field(16, ge=0, lt=INT64, description="0: only the prompt is computed")
+    max_tokens: int = Field(16, ge=0, lt=INT64, description="most tokens to generate; 0: only compute the prompt")
     best_of: int | None = Field(
-        None, ge=1, le=128, description="choices that are generated, of which the n likeliest are returned"
+        None, ge=1, le=128, description="number of choices to generate; the n likeliest of them are returned"
     )
-    echo: bool = Field(False, description="the text begins with the prompt")
+    echo: bool = Field(False, description="begin the text with the prompt")
     logprobs: int | None = Field(
-        None, ge=0, le=5, description="log-probabilities of tokens, with this many alternatives"
+        None, ge=0, le=5, description="return log-probabilities of tokens, with this many alternatives"
     )
-    suffix: str = Field("", description="the text that follows, for models that fill in the middle")
-    add_special_tokens: bool = Field(True, description="add those that the model expects around a text")
+    suffix: str = Field("", description="text after the completion, for models that fill in the middle")
+    add_special_tokens: bool = Field(True, description="add the special tokens that the model expects around a text")
     reasoning_effort: Ignored[str] = None
 
     @field_validator("best_of")
@@ -102,7 +102,7 @@ class CompletionRequest(GenerationRequest):
         if value is not None and value < info.data.get("n", 1):
             raise ValueError(f"should be at least n, not {value}")
         if value is not None and value > info.data.get("n", 1) and info.data.get("stream"):
-            raise ValueError("more than n cannot be streamed: the best is known at the end")
+            raise ValueError("more choices than n cannot be streamed: the best ones are known only at the end")
         return value
 
     @field_validator("suffix")
@@ -131,11 +131,14 @@ def router(serving: Serving) -> APIRouter:
     return routes
 
 
-# ---------------------------------------------------------------- from a body to a job
+# ---------------------------------------------------------------- functions that make a job of a body
 async def make_completion_job(
     serving: Serving, body: CompletionRequest, header: str | None, authorization: str | None
 ) -> Job[CompletionRequest]:
-    """Return the job of a request; `header` is its X-KV-Cache. Raises ApiError, EngineLost, TextError."""
+    """Return the job of a request; `header` is the value of its header X-KV-Cache.
+
+    Raises ApiError for a wrong request, EngineLost without an engine, TextError if a prompt cannot be encoded.
+    """
     hello, hints = serving.resolve_request(body, header, authorization)
     choices = body.best_of or body.n
     serving.limits.check_choices(len(body.prompt), choices)
@@ -152,9 +155,9 @@ async def make_completion_job(
 
 
 def _make_completion_sampling(body: CompletionRequest, hello: Hello, choices: int) -> SamplingParams:
-    """Return the sampling of the first choice.
+    """Return the sampling parameters of each prompt's first choice.
 
-    Choices that `best_of` compares need log-probabilities, and so does a prompt that is echoed with them.
+    The engine also computes log-probabilities of choices that `best_of` compares, and of prompts echoed with logprobs.
     """
     compared = 0 if choices > body.n else None
     of_prompt = [top for top in (body.logprobs if body.echo else None, body.prompt_logprobs) if top is not None]
@@ -168,7 +171,10 @@ def _make_completion_sampling(body: CompletionRequest, hello: Hello, choices: in
 
 
 async def encode_prompt(tokenizer: TokenizerBase, prompt: str | list[int], body: CompletionRequest) -> PromptTokens:
-    """Return a prompt's ids, truncated to `truncate_prompt_tokens`, and its text. Raises ApiError, TextError."""
+    """Return a prompt's ids, truncated to `truncate_prompt_tokens`, and its text.
+
+    Raises ApiError for a suffix that the model or the prompt does not allow, TextError if the text cannot be encoded.
+    """
     if isinstance(prompt, str) and body.suffix:
         try:
             ids = await tokenizer.encode_infill(prompt, body.suffix)
@@ -177,7 +183,7 @@ async def encode_prompt(tokenizer: TokenizerBase, prompt: str | list[int], body:
     elif isinstance(prompt, str):
         ids = await tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
     elif body.suffix:
-        raise ApiError(400, "suffix: only with a prompt that is a text", param="suffix")
+        raise ApiError(400, "suffix: only allowed with a prompt that is a text", param="suffix")
     else:
         ids = prompt
     kept = truncate_prompt(ids, body.truncate_prompt_tokens)
@@ -187,7 +193,7 @@ async def encode_prompt(tokenizer: TokenizerBase, prompt: str | list[int], body:
     return PromptTokens(kept, text)
 
 
-# ---------------------------------------------------------------- from deltas to a response
+# ---------------------------------------------------------------- functions that make a response of deltas
 def make_completion_chunks(
     delta: OutputDelta | None, generation: Generation[CompletionRequest]
 ) -> list[CompletionResponse]:
@@ -206,7 +212,7 @@ COMPLETION_FORMAT = Format(make_completion_chunks, make_completion)
 
 
 def _make_choice(delta: OutputDelta, generation: Generation[CompletionRequest]) -> CompletionChoice:
-    """Return what a delta adds to its choice. With `echo` the text of a choice begins with its prompt."""
+    """Return the text and fields that a delta adds to its choice. With `echo` the first text begins with the prompt."""
     job, body = generation.job, generation.job.body
     choice = CompletionChoice(index=delta.choice, text=delta.text)
     if (top := body.logprobs) is not None:
@@ -231,7 +237,7 @@ def _get_token_namer(generation: Generation[CompletionRequest]) -> Callable[[int
 
 
 def _get_echo_logprobs(choice: int, generation: Generation[CompletionRequest]) -> CompletionLogprobs:
-    """Return the log-probabilities of a choice's prompt; they are computed once for all choices of the prompt."""
+    """Return the log-probabilities of a choice's prompt; they are made once for all choices of the prompt."""
     top = generation.job.body.logprobs
     assert top is not None
 

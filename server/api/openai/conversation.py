@@ -30,7 +30,7 @@ from server.text.tokenizer import TokenizerBase
 
 
 def _parse_arguments(value: Any) -> Any:
-    """Return the arguments of a call as an object: OpenAI sends them as JSON in a string, templates want an object."""
+    """Return the arguments of a tool call as an object, which templates need; OpenAI sends them as JSON in a string."""
     if not isinstance(value, str):
         return value
     if value and not _looks_like_object(value):  # not even decoded
@@ -56,7 +56,7 @@ INVALID_CONTENT = 'should be a text, or a list of {"type": "text", "text": "..."
 
 
 def _validate_content(value: Any, info: ValidationInfo) -> Any:
-    """Check a message's content; by hand, as pydantic's errors for a union list all alternatives."""
+    """Return a message's content, checked here, as pydantic's errors for a union list all alternatives."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -66,7 +66,7 @@ def _validate_content(value: Any, info: ValidationInfo) -> Any:
 
 
 def _read_part_text(part: Any, notes: FieldNotes) -> str:
-    """Return the text of a part, or its refusal, which is a text, too."""
+    """Return the text of a part of a message's content, or its refusal, which is a text, too."""
     match part:
         case {"type": "text", "text": str(text)}:
             fields = PART_FIELDS
@@ -110,11 +110,11 @@ class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: Function
-    index: Ignored[int] = None  # chunks of a stream have it
+    index: Ignored[int] = None  # part of tool calls in streamed chunks
 
 
 class Message(Body):
-    """One message. The template gets its fields, except those without effect."""
+    """One message of a conversation. The chat template gets its fields, except those without effect."""
 
     path_prefix = "messages."
 
@@ -142,7 +142,7 @@ class Message(Body):
 
 
 def _check_arguments(messages: Any) -> Any:
-    """Refuse arguments of calls that together have more values than a body may have, before any are decoded."""
+    """Refuse tool calls whose arguments together have more than MAX_VALUES JSON values, before decoding them."""
     values = 0
     for arguments in _iter_encoded_arguments(messages):
         values += count_values(arguments.encode())
@@ -152,7 +152,7 @@ def _check_arguments(messages: Any) -> Any:
 
 
 def _iter_encoded_arguments(messages: Any) -> Iterator[str]:
-    """Yield the arguments of calls that are JSON in a string; `messages` is not yet checked."""
+    """Yield the tool calls' arguments that are a JSON object in a string; `messages` is not yet checked."""
     for message in messages if isinstance(messages, list) else ():
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         for call in calls if isinstance(calls, list) else ():
@@ -165,24 +165,24 @@ Messages = Annotated[LongList[Message], BeforeValidator(_check_arguments)]
 
 
 class Rendering(Body):
-    """How messages become a prompt."""
+    """Fields that say how the chat template makes a prompt of messages."""
 
     add_generation_prompt: bool | None = Field(
-        None, description="end with the beginning of an answer; default: true, but with continue_final_message false"
+        None, description="end the prompt with the start of an answer; default: not continue_final_message"
     )
     continue_final_message: bool = Field(
-        False, description="end within the last message; not with add_generation_prompt: true"
+        False, description="end the prompt within the last message, which the model continues"
     )
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_not_reserved)] = Field(
         default_factory=dict, description="variables of the chat template, such as enable_thinking"
     )
     reasoning_effort: str | None = Field(
-        None, max_length=MAX_NAME_LENGTH, description="a variable of the chat template, which may not read it"
+        None, max_length=MAX_NAME_LENGTH, description="a variable of the chat template; some templates do not read it"
     )
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Return the variables of the chat template; those of chat_template_kwargs come first."""
+        """Return the variables of the chat template; chat_template_kwargs has precedence over reasoning_effort."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | self.chat_template_kwargs
 
@@ -215,7 +215,10 @@ async def encode_chat(
     *,
     add_special_tokens: bool,
 ) -> Encoded:
-    """Return the prompt made of messages, of at most `max_characters` characters, and its ids. Raises ApiError."""
+    """Return the prompt that the chat template makes of messages, and its ids.
+
+    Raises ApiError 400 for messages that it refuses, or a prompt of more than `max_characters` characters.
+    """
     chat = EncodeChat(
         [message.model_dump(exclude_none=True) for message in messages],
         max_characters,

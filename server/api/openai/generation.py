@@ -1,4 +1,4 @@
-"""A job while it runs: the engine's events in, deltas of the choices' texts out.
+"""Runs a job: receives the engine's events, and yields deltas (pieces of text) of the choices.
 
 Knows text and the engine's messages; knows neither HTTP nor what an endpoint's response looks like.
 """
@@ -33,18 +33,18 @@ T = TypeVar("T")
 
 
 class OutputDelta(NamedTuple):
-    """More text of one choice; with a finish_reason the last."""
+    """More text of one choice; only the last delta of a choice has a finish_reason."""
 
     choice: int
     text: str
     tokens: list[OutputToken]
-    logprobs: list[TokenLogprob]  # of each of these tokens, if the request wants log-probabilities; else empty
+    logprobs: list[TokenLogprob]  # one for each of `tokens`; empty if the request has no logprobs
     finish_reason: str | None = None
-    stop_reason: str | int | None = None  # the stop string, or the stop token
-    record: RequestRecord | None = None  # with the last delta of requests with `explain`
-    num_tokens: int = 0  # of its choice, up to the end of this delta
-    is_first: bool = False  # of its choice
-    is_first_of_all: bool = False  # of all choices
+    stop_reason: str | int | None = None  # the stop string, or the stop token's id, that ended the text
+    record: RequestRecord | None = None  # only in a choice's last delta, if the request has `explain`
+    num_tokens: int = 0  # number of its choice's tokens up to the end of this delta
+    is_first: bool = False  # whether it is its choice's first delta
+    is_first_of_all: bool = False  # whether it is the first delta of all choices
 
 
 def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
@@ -70,7 +70,7 @@ def run(serving: Serving, job: Job[B]) -> Generation[B]:
 
 
 class Generation(Generic[B]):
-    """A job that the engine runs. Within `running`, first `wait_for_admission`, then `iter_deltas`, both once.
+    """A job that the engine runs. Within `async with running()`, call `wait_for_admission` and `iter_deltas` once.
 
     Times are monotonic seconds.
     """
@@ -81,25 +81,25 @@ class Generation(Generic[B]):
         self.submit_time = 0.0
         self.first_token_time: float | None = None
         self.preemptions = 0
-        self.drafted_tokens = 0  # draft tokens that were verified,
-        self.accepted_tokens = 0  # and those of them that were accepted
+        self.drafted_tokens = 0  # draft tokens that were verified
+        self.accepted_tokens = 0  # verified draft tokens that were accepted
         num_choices = len(job.submits)
-        self.texts: list[str] | None = [""] * num_choices if serving.log_prompts else None  # of the choices, so far
+        self.texts: list[str] | None = [""] * num_choices if serving.log_prompts else None  # each choice's text
         self._client = serving.client
         self._deadlines = serving.deadlines
         self._stream: Stream
         self._outputs: list[OutputText] = []
         self._choice_by_request_id = {submit.request_id: index for index, submit in enumerate(job.submits)}
-        # By choice, of tokens whose text is not out.
+        # By choice: log-probabilities of tokens whose text was not returned yet.
         self._pending_logprobs: list[deque[TokenLogprob]] = [deque() for _ in job.submits]
         self._admitted: dict[int, Admitted] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprob]] = {i: [] for i in range(num_choices)}
-        self._wants_prompt_logprobs = job.submits[0].sampling.prompt_logprobs is not None  # of every prompt, or of none
+        self._wants_prompt_logprobs = job.submits[0].sampling.prompt_logprobs is not None  # the same for all
         self._shared: dict[tuple[str, int], Any] = {}  # what `share` has computed
-        self._early_events: list[RequestEvent] = []  # read while waiting for the admission of other choices
-        self._unexplained: dict[int, OutputDelta] = {}  # by choice: last deltas that wait for their explanation
-        self._waiting_deltas: list[OutputDelta] = []  # for log-probabilities of their prompt
-        self._started_choices: set[int] = set()  # those of which a delta was yielded
+        self._early_events: list[RequestEvent] = []  # events read while waiting for the admission of other choices
+        self._unexplained: dict[int, OutputDelta] = {}  # by choice: last delta, kept until the event Explained
+        self._waiting_deltas: list[OutputDelta] = []  # deltas that wait for log-probabilities of their prompt
+        self._started_choices: set[int] = set()  # choices of which a delta was yielded
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -114,7 +114,7 @@ class Generation(Generic[B]):
                 yield
 
     def _make_output_texts(self) -> list[OutputText]:
-        """Return the output text of each choice, which begins after its prompt."""
+        """Return for each choice an OutputText, which continues the choice's prompt."""
         body = self.job.body
         return [
             OutputText(
@@ -142,10 +142,10 @@ class Generation(Generic[B]):
         finally:
             timer.cancel()
 
-    # ------------------------------------------------------------ what is known of it
+    # ------------------------------------------------------------ properties of the generation so far
     @property
     def first_admitted(self) -> Admitted | None:
-        """Return what the engine sent of the choice that was admitted first; None before that."""
+        """Return the engine's event Admitted of the choice that was admitted first; None before any was admitted."""
         return next(iter(self._admitted.values()), None)
 
     @property
@@ -155,7 +155,7 @@ class Generation(Generic[B]):
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the tokens of all prompts, each counted once."""
+        """Return the number of tokens of all prompts, each prompt counted once."""
         return sum(len(prompt.ids) for prompt in self.job.prompts)
 
     @property
@@ -173,11 +173,11 @@ class Generation(Generic[B]):
         return 0 if admitted is None else admitted.cached_tokens
 
     def get_prompt_logprobs(self, choice: int) -> list[TokenLogprob]:
-        """Return the log-probabilities of a choice's prompt from its second token on, once its first delta has come."""
+        """Return the log-probabilities of a choice's prompt from its second token on; complete at its first delta."""
         return self._prompt_logprobs[self.job.get_first_choice(choice)]
 
     def share(self, name: str, choice: int, compute: Callable[[], T]) -> T:
-        """Return what `compute` returned at the first call of this name for the same prompt: choices share it."""
+        """Return `compute()`, called only once for each name and prompt: all choices of a prompt share the result."""
         key = name, self.job.get_first_choice(choice)
         if key not in self._shared:
             self._shared[key] = compute()
@@ -188,8 +188,8 @@ class Generation(Generic[B]):
     async def wait_for_admission(self) -> Admitted:
         """Wait until every choice is admitted, or one has a token: the others may have to wait for a seat.
 
-        Returns what the engine sent of the choice admitted first. Raises ApiError, also after the queue timeout, and
-        EngineLost.
+        Returns the event Admitted of the choice admitted first. Raises ApiError if a request fails or the queue timeout
+        passes, EngineLost if the engine is gone.
         """
         seconds = self._deadlines.queue_timeout
         try:
@@ -207,7 +207,10 @@ class Generation(Generic[B]):
         return next(iter(self._admitted.values()))
 
     async def iter_deltas(self) -> AsyncIterator[list[OutputDelta]]:
-        """Yield lists of deltas: all that have arrived, if the reader is slower. Raises ApiError, EngineLost."""
+        """Yield lists of deltas, each with all that arrived since the list before.
+
+        Raises ApiError if a request fails, EngineLost if the engine is gone.
+        """
         if early := [delta for event in self._early_events for delta in self._process_event(event)]:
             yield self._mark_first(early)
         async for event in self._stream:
@@ -223,7 +226,7 @@ class Generation(Generic[B]):
                 yield self._mark_first(deltas)
 
     def _mark_first(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
-        """Set `is_first` and `is_first_of_all` of deltas, which are about to be yielded."""
+        """Return deltas that are about to be yielded with `is_first` and `is_first_of_all` set."""
         if len(self._started_choices) == len(self._outputs):
             return deltas
         marked = []
@@ -235,7 +238,7 @@ class Generation(Generic[B]):
         return marked
 
     def _record_event(self, event: RequestEvent) -> RequestEvent:
-        """Record an event, which is returned. Raises ApiError for a request that failed."""
+        """Note times and counts of an engine event, and return the event. Raises ApiError for the event Failed."""
         if isinstance(event, Failed):
             raise make_engine_error(event)
         if isinstance(event, Admitted):
@@ -263,7 +266,7 @@ class Generation(Generic[B]):
         return []
 
     def _take_ready(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
-        """Return the deltas whose prompts are scored, if that is wanted; keep the others until they are."""
+        """Return the deltas whose prompts' log-probabilities are complete, or not requested; keep the others."""
         if not self._wants_prompt_logprobs:
             return deltas
         ready: list[OutputDelta] = []
@@ -274,14 +277,14 @@ class Generation(Generic[B]):
         return ready
 
     def _make_delta(self, index: int, event: Tokens) -> OutputDelta | None:
-        """Return the delta of new tokens; None while there is no text to show, or an explanation is still to come."""
+        """Return the delta of new tokens; None without text to show yet, or if the event Explained must come first."""
         output, submit, scores = self._outputs[index], self.job.submits[index], self._pending_logprobs[index]
         scores.extend(event.logprobs or ())
         released = output.push(event.tokens, event.finish_reason)
         if self.texts is not None:
             self.texts[index] += released.text
         if output.finish_reason is not None:
-            self._stream.cancel(event.request_id, "stop")  # after a stop string: the engine does not know of these
+            self._stream.cancel(event.request_id, "stop")  # ends the request: the engine knows no stop strings
         elif not released.text:
             assert not released.tokens, "tokens come out with text"
             return None

@@ -1,7 +1,7 @@
-"""From a checked body to a job: the requests that the engine gets, one for each prompt and choice.
+"""Makes a job of a checked body: the requests that the engine gets, one for each prompt and choice.
 
-Checks a request against the server's limits, finds the strategy that its model's name asks for, and the tenant and the
-priorities that its API key stands for. Knows no endpoint's response.
+Checks a request against the server's limits, finds the strategy in its model's name, and the tenant and the
+bounds of priorities that belong to its API key. Knows no endpoint's response.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from server.text.tokenizer import TokenizerBase
 B = TypeVar("B", bound=GenerationRequest)
 
 TOTAL_PROMPTS_FACTOR = 4  # all prompts of a request together may be this many times as long as the longest prompt
-MAX_LOGPROBS = 1 << 21  # log-probabilities in a response with several choices: more than 100 MB
+MAX_LOGPROBS = 1 << 21  # most log-probabilities in a response with several choices: more than 100 MB
 
 
 @dataclass(frozen=True)
@@ -50,15 +50,15 @@ class StrategyHints(NamedTuple):
 
 @dataclass(frozen=True)
 class Job(Generic[B]):
-    """A body, the requests that the engine gets for it, and what all parts of the response repeat."""
+    """A body, the requests that the engine gets for it, and the fields that every part of the response repeats."""
 
     body: B
     id: str
     model: str
     system_fingerprint: str
     prompts: Sequence[PromptTokens]
-    choices_per_prompt: int  # that are generated for each prompt
-    submits: Sequence[Submit]  # of the first prompt's choices, then of the second's ...
+    choices_per_prompt: int  # number of choices generated for each prompt
+    submits: Sequence[Submit]  # one for each choice of the first prompt, then of the second ...
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -70,7 +70,7 @@ class Job(Generic[B]):
         return self.prompts[choice // self.choices_per_prompt]
 
     def get_first_choice(self, choice: int) -> int:
-        """Return the first choice of the same prompt: the engine scores the prompt for that one only."""
+        """Return the index of the same prompt's first choice; only that choice gets the prompt's log-probabilities."""
         return choice // self.choices_per_prompt * self.choices_per_prompt
 
 
@@ -82,7 +82,10 @@ def make_job(
     choices: int,
     hints: StrategyHints,
 ) -> Job[B]:
-    """Make the job of a request. `kind` begins its id; `sampling` is that of the first choice. Raises ApiError."""
+    """Make the job of a request. `kind` begins its id; `sampling` is that of each prompt's first choice.
+
+    Raises ApiError for too many log-probabilities.
+    """
     check_num_logprobs(sampling, prompts, choices)
     key, caching, speculation = uuid.uuid4().hex, make_caching(body, hints.tenant), make_speculation(body)
     submits = [
@@ -109,7 +112,10 @@ def make_job(
 def make_sampling(
     body: SamplingRequest, hello: Hello, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """Return the sampling parameters of the first choice. Raises ApiError for tokens that the model does not have."""
+    """Return the sampling parameters of the first choice.
+
+    Raises ApiError for token ids that the model does not have, or min_tokens above max_tokens.
+    """
     check_ids(list(body.logit_bias), hello, "logit_bias")
     check_ids(body.stop_token_ids, hello, "stop_token_ids")
     check_ids(body.allowed_token_ids, hello, "allowed_token_ids")
@@ -120,7 +126,7 @@ def make_sampling(
 
 
 def _make_choice_sampling(sampling: SamplingParams, choice: int) -> SamplingParams:
-    """Return the sampling of a choice: with a seed of its own, and the prompt scored for the first choice only."""
+    """Return a choice's sampling parameters: with its own seed, and prompt_logprobs only for the first choice."""
     changes = {"seed": (sampling.seed + choice) % INT64} | ({"prompt_logprobs": None} if choice else {})
     return msgspec.structs.replace(sampling, **changes)
 
@@ -136,28 +142,28 @@ def make_caching(body: CacheRequest, tenant: str) -> Caching:
 
 
 def make_speculation(body: GenerationRequest) -> Speculation | None:
-    """Return the speculative decoding that a request asks for; None: that of the settings."""
+    """Return the speculative decoding that a request sets; None: as the server's settings say."""
     config = body.speculative_config
     return None if config is None else msgspec.convert(config, Speculation, from_attributes=True)
 
 
 # ---------------------------------------------------------------- limits
 class RequestLimits(NamedTuple):
-    """The limits of one request."""
+    """The limits of one request's choices, prompts and stop strings."""
 
-    max_choices: int  # of all prompts together
-    max_prompt_characters: int  # of a prompt, before it becomes tokens
-    max_token_characters: int | None  # of text in one token, at most; None: any number
+    max_choices: int  # most choices of all prompts together
+    max_prompt_characters: int  # most characters of a prompt, before it becomes tokens
+    max_token_characters: int | None  # most characters of text in one token; None: any number
     max_stop_strings: int
 
     def check_choices(self, prompts: int, choices: int) -> None:
-        """Raise ApiError if there are too many choices in all."""
+        """Raise ApiError if all prompts together have more than `max_choices` choices."""
         if prompts * choices > self.max_choices:
             message = f"{prompts} prompts with {choices} choices each are too many: at most {self.max_choices} in all"
             raise ApiError(400, message, param="prompt" if prompts > 1 else "n")
 
     def check_stop(self, stop: Sequence[str]) -> None:
-        """Raise ApiError for more stop strings than are looked for."""
+        """Raise ApiError for more than `max_stop_strings` stop strings."""
         if len(stop) > self.max_stop_strings:
             message = f"stop: {len(stop)} strings are too many: at most {self.max_stop_strings} (max_stop_strings)"
             raise ApiError(400, message, param="stop")
@@ -182,7 +188,7 @@ class RequestLimits(NamedTuple):
         return min(self.max_prompt_characters, context * self.max_token_characters)
 
     def check_total_length(self, texts: Iterable[object], param: str, times: int = 1) -> None:
-        """Raise ApiError for texts that together have more characters than `times` the longest prompt."""
+        """Raise ApiError for texts that together have more than `times` x `max_prompt_characters` characters."""
         most = times * self.max_prompt_characters
         if sum(len(text) for text in texts if isinstance(text, str)) > most:
             message = f"{param}: together longer than {most} characters; send less in one request"
@@ -190,7 +196,7 @@ class RequestLimits(NamedTuple):
 
 
 def check_num_logprobs(sampling: SamplingParams, prompts: Sequence[PromptTokens], choices: int) -> None:
-    """Raise ApiError for more log-probabilities than fit one response; a single choice may have any number."""
+    """Raise ApiError for more than MAX_LOGPROBS log-probabilities; a single choice may have any number."""
 
     def count_logprobs(tokens: int, top: int | None) -> int:
         return 0 if top is None else tokens * (top + 1)
@@ -203,7 +209,7 @@ def check_num_logprobs(sampling: SamplingParams, prompts: Sequence[PromptTokens]
 
 
 def check_ids(ids: Sequence[int], hello: Hello, param: str) -> None:
-    """Raise ApiError for ids that the model does not have."""
+    """Raise ApiError for token ids outside of the model's vocabulary; `param` is their field in the body."""
     if ids and not 0 <= min(ids) <= max(ids) < hello.vocab_size:
         wrong = min(ids) if min(ids) < 0 else max(ids)
         message = f"{param}: token ids should be from 0 to {hello.vocab_size - 1}, not {format_value(wrong)}"
@@ -222,12 +228,12 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, hello: Hello) -> None:
             param="prompt" if len(prompt) >= hello.max_seq_len else "max_tokens",
             code="context_length_exceeded",
         )
-    check_ids(prompt, hello, "prompt")  # last: it takes long for more ids than fit
+    check_ids(prompt, hello, "prompt")  # checked last: it takes long for more ids than fit the context
 
 
 # ---------------------------------------------------------------- the model's name
 def list_model_names(hello: Hello) -> dict[str, Strategy | None]:
-    """Return every name and alias of the model, plain and with each strategy, and the strategy that each asks for."""
+    """Return the strategy, or None, for every valid name: model and aliases, plain or followed by `:instance`."""
     return {
         name if strategy is None else f"{name}:{strategy.name}": strategy
         for name in (hello.model, *hello.aliases)
@@ -236,7 +242,7 @@ def list_model_names(hello: Hello) -> dict[str, Strategy | None]:
 
 
 def find_strategy(hello: Hello, model: str) -> Strategy | None:
-    """Return the strategy that a model's name asks for, if any. Raises ApiError 404 for an unknown model."""
+    """Return the strategy in a name `model:instance`, None for a plain model. Raises ApiError 404 for another name."""
     names = list_model_names(hello)
     if model not in names:
         raise ApiError(
@@ -250,24 +256,24 @@ def find_strategy(hello: Hello, model: str) -> Strategy | None:
 
 
 def find_instance(hello: Hello, model: str) -> str | None:
-    """Return the strategy instance that a model's name asks for, if any. Raises ApiError 404 for an unknown model."""
+    """Return the instance in a name `model:instance`, None for a plain model. Raises ApiError 404 for another name."""
     strategy = find_strategy(hello, model)
     return strategy.name if strategy else None
 
 
 def resolve_model_name(hello: Hello, model: str | None, *, any_name: bool = False) -> str:
-    """Return the name that a request's model has here.
+    """Return the requested model's name, or the served model's if the request names none.
 
-    It is the served model's where the request names none and, with `any_name`, where it names an unknown one.
+    With `any_name`, the served model's name also replaces an unknown one.
     """
     return hello.model if not model or (any_name and model not in list_model_names(hello)) else model
 
 
 # ---------------------------------------------------------------- the API key
 def get_tenant(authorization: str | None) -> str:
-    """Return the name of the tenant with this header, which does not reveal the key; without a header it is empty."""
+    """Return the tenant's name, a hash of the API key in this Authorization header; empty without a header."""
     scheme, _, key = (authorization or "").partition(" ")
-    return hash_api_key(key.encode("latin-1")) if scheme.lower() == "bearer" else ""  # the bytes as they came
+    return hash_api_key(key.encode("latin-1")) if scheme.lower() == "bearer" else ""  # the bytes as sent
 
 
 def hash_api_key(key: bytes) -> str:
@@ -276,13 +282,13 @@ def hash_api_key(key: bytes) -> str:
 
 
 class PriorityBounds(NamedTuple):
-    """The bounds that hold for one client's requests."""
+    """The bounds of the priorities that one client's requests may have."""
 
     min_priority: int
     max_kv_cache_priority: int
 
     def check(self, body: GenerationRequest) -> None:
-        """Raise ApiError for a request that is outside of these bounds."""
+        """Raise ApiError for a request whose priorities are outside of these bounds."""
         if body.priority < self.min_priority:
             raise _make_priority_error(
                 "priority", f"should be {self.min_priority} or more", body.priority, "min_priority"
@@ -297,7 +303,7 @@ class PriorityBounds(NamedTuple):
 
 
 class Priorities:
-    """The bounds of all clients: some tenants have their own, the others those of the server."""
+    """The bounds of all clients' priorities: some tenants have bounds of their own, the others those of the server."""
 
     def __init__(self, default_bounds: PriorityBounds, by_tenant: Mapping[str, PriorityBounds]) -> None:
         self._default_bounds = default_bounds
@@ -313,7 +319,7 @@ class Priorities:
         return cls(default, by_tenant)
 
     def check(self, body: GenerationRequest, authorization: str | None) -> None:
-        """Raise ApiError for a request that is outside of the bounds of its API key."""
+        """Raise ApiError for a request whose priorities are outside of the bounds of its API key."""
         self._by_tenant.get(get_tenant(authorization), self._default_bounds).check(body)
 
 
@@ -326,10 +332,10 @@ def _make_priority_error(param: str, should: str, sent: int, setting: str) -> Ap
 
 # ---------------------------------------------------------------- what endpoints share
 class Deadlines(NamedTuple):
-    """Seconds; None: no limit."""
+    """The longest times that a request may take, in seconds; None: no limit."""
 
-    queue_timeout: float | None = None  # until the request is admitted
-    request_timeout: float | None = None  # until it has ended
+    queue_timeout: float | None = None  # most seconds until the request is admitted
+    request_timeout: float | None = None  # most seconds until the request has ended
 
 
 @dataclass(frozen=True)
@@ -347,7 +353,10 @@ class Serving:
     def resolve_request(
         self, body: GenerationRequest, header: str | None, authorization: str | None
     ) -> tuple[Hello, StrategyHints]:
-        """Return what the engine serves, and a request's header, alias and tenant. Raises EngineLost, ApiError."""
+        """Return the engine's Hello (model, strategies, limits) and the request's StrategyHints.
+
+        Raises EngineLost without an engine, ApiError for an unknown model or priorities outside of their bounds.
+        """
         hello = self.client.get_hello()
         self.priorities.check(body, authorization)
         model = resolve_model_name(hello, body.model, any_name=self.any_model_name)

@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's two endpoints and vLLM write them. Knows tokens and scores, but no request."""
+"""Writes log-probabilities as OpenAI's two endpoints and vLLM do. Knows tokens and scores, but no request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def format_token_id(token: int) -> str:
 
 # ---------------------------------------------------------------- completions
 class CompletionLogprobs(Struct):
-    """Four lists of the same length. A token that is not a text by itself is written "bytes:\\xe2"."""
+    """Four lists with one item for each token. A token that is only a part of a character is "bytes:\\xe2"."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -45,8 +45,9 @@ def make_completion_logprobs(
 ) -> CompletionLogprobs:
     """Return the log-probabilities of the tokens that are shown.
 
-    `get_name` names a token; `base` is where their text begins in the choice's, in characters. Only the first token may
-    lack a score. The token itself is always among the alternatives, so that there may be one more than `top`.
+    `get_name` names a token; `base` is the offset, in characters, of their text in the choice's text. Only the
+    first token may have None as its score. The token itself is always among the alternatives, so that there may be one
+    more than `top`.
     """
     shown = [(placed, score) for placed, score in zip(tokens, scores, strict=True) if placed.shown]
     return CompletionLogprobs(
@@ -58,7 +59,7 @@ def make_completion_logprobs(
 
 
 def _make_top_logprobs(get_name: Callable[[int], str], score: TokenLogprob, top: int) -> dict[str, float]:
-    """Return log-probabilities by the tokens' names; of several tokens with one name, that of the likeliest."""
+    """Return log-probabilities by token name; if several tokens have the same name, that of the likeliest."""
     alternatives = [*score.top_logprobs[:top], (score.token, score.logprob)]
     found: dict[str, float] = {}
     for token, logprob in sorted(alternatives, key=lambda pair: -pair[1]):
@@ -111,7 +112,7 @@ def _decode_token(tokenizer: Vocabulary, token: int) -> str:
 
 # ---------------------------------------------------------------- prompts
 class PromptLogprob(Struct):
-    """A token that could stand at a position of the prompt, as in vLLM."""
+    """One of the likeliest tokens at a position of the prompt, or its actual token, as vLLM writes it."""
 
     logprob: float
     rank: int
@@ -122,7 +123,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 def make_prompt_logprobs(tokenizer: Vocabulary, scores: Sequence[TokenLogprob], top: int) -> PromptLogprobs:
-    """Return log-probabilities by position, then by token id; the first position has none."""
+    """Return for each position of the prompt its log-probabilities by token id; None for the first position."""
     positions: PromptLogprobs = [None]
     for score in scores:
         ranked = [(token, logprob, rank) for rank, (token, logprob) in enumerate(score.top_logprobs[:top], 1)]

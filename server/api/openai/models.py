@@ -1,4 +1,4 @@
-"""GET /v1/models: the model and, if wanted, its name under each KV-cache strategy, `name:instance`."""
+"""GET /v1/models: the model and, with `strategies`, its name with each strategy instance, `name:instance`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from server.engine.ipc.messages import Hello
 
 
 def router(client: EngineClient, *, list_strategies: bool) -> APIRouter:
-    """Return the routes; `list_strategies` is the default of the parameter `strategies`."""
+    """Return the router; `list_strategies` is the default of the query parameter `strategies`."""
     routes = APIRouter(prefix="/v1/models", tags=["models"], responses=make_error_responses(503))
     created = int(time.time())
 
     @routes.get("")
     async def list_models(
         strategies: Annotated[
-            bool, Query(description="also list the model's names under each strategy")
+            bool, Query(description="also list the model's name with each strategy instance, as name:instance")
         ] = list_strategies,
     ) -> dict[str, Any]:
         hello = client.get_hello()

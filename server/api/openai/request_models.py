@@ -25,7 +25,7 @@ from server.api.http.json_body import Body, DecodedIds, ReadAs, format_value, li
 from server.engine.ipc.messages import SamplingParams
 
 INT64 = 2**63
-MAX_NAME_LENGTH = 128  # characters of an instance's name; longer ones are not looked up
+MAX_NAME_LENGTH = 128  # most characters of an instance's name; longer ones are not looked up
 
 
 def _wrap_in_list(value: Any) -> Any:
@@ -39,7 +39,7 @@ def _check_text_or_ids(value: Any) -> Any:
 
 
 def _accept_decoded_ids(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Return ids that the decoder has checked unchanged: checking them again takes longer than decoding them."""
+    """Return ids without a check if the decoder has checked them: a second check takes longer than decoding."""
     return value.flatten() if isinstance(value, DecodedIds) else validate(value)
 
 
@@ -59,7 +59,7 @@ def _check_not_empty(ids: list[int]) -> list[int]:
 
 
 def allow_only(*neutral: Any, instead: str = "leave it out") -> AfterValidator:
-    """Refuse every value but the `neutral` ones, which change nothing; without one, refuse every value."""
+    """Return a validator that refuses every value but the `neutral` ones, which change nothing."""
 
     def check(value: Any) -> Any:
         if value not in neutral:
@@ -70,9 +70,7 @@ def allow_only(*neutral: Any, instead: str = "leave it out") -> AfterValidator:
 
 
 T = TypeVar("T")
-LongList = Annotated[
-    list[T], Field(fail_fast=True)
-]  # an error for each item would take longer than the longest response
+LongList = Annotated[list[T], Field(fail_fast=True)]  # stops at the first wrong item: an error for each takes too long
 TokenIds = Annotated[LongList[int], WrapValidator(_accept_decoded_ids), ReadAs.TOKEN_IDS]
 Prompt = Annotated[
     str | LongList[int],
@@ -81,7 +79,7 @@ Prompt = Annotated[
     ReadAs.TOKEN_IDS,
 ]
 Ignored = Annotated[T | None, ReadAs.IGNORED, Field(exclude=True)]
-Unsupported = Annotated[Any, allow_only()]  # ignoring it would change the response
+Unsupported = Annotated[Any, allow_only()]  # refused, as ignoring it would change the response
 AllowedTokens = Annotated[LongList[int], AfterValidator(_check_not_empty)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
@@ -97,9 +95,9 @@ LogitBias = Annotated[
 class StreamOptions(Body):
     path_prefix = "stream_options."
 
-    include_usage: bool = Field(False, description="a last chunk with the usage of the whole request")
+    include_usage: bool = Field(False, description="send a last chunk with the usage of the whole request")
     continuous_usage_stats: bool = Field(
-        False, description="with include_usage: each chunk has the usage of its choice so far"
+        False, description="with include_usage: each chunk also has the usage of its choice so far"
     )
     include_obfuscation: Ignored[bool] = None
 
@@ -120,42 +118,51 @@ class WithoutEffect(Body):
 
 
 class SamplingRequest(Body):
-    """How tokens are drawn, and where a text ends."""
+    """Fields that say how tokens are drawn, and where a text ends."""
 
-    temperature: float = Field(1.0, ge=0, le=2, description="0: the likeliest token")
+    temperature: float = Field(1.0, ge=0, le=2, description="0: always the likeliest token")
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=INT64, description="0 and -1: off")
+    top_k: int = Field(0, ge=-1, lt=INT64, description="draw from the k likeliest tokens; 0 and -1: from all")
     min_p: float = Field(0.0, ge=0, le=1)
     frequency_penalty: float = Field(
-        0.0, ge=-2, le=2, description="subtracted from a logit for each time its token was drawn"
+        0.0, ge=-2, le=2, description="subtracted from a token's logit for each time it was drawn before"
     )
-    presence_penalty: float = Field(0.0, ge=-2, le=2, description="subtracted from a logit once its token was drawn")
+    presence_penalty: float = Field(
+        0.0, ge=-2, le=2, description="subtracted from the logits of tokens that were drawn before"
+    )
     repetition_penalty: float = Field(
-        1.0, gt=0, le=10, description="over 1: tokens of the prompt and the output are less likely"
+        1.0, gt=0, le=10, description="above 1: tokens that are in the prompt or the output become less likely"
     )
-    logit_bias: LogitBias = Field(default_factory=dict, description="by token id, added to its logit")
+    logit_bias: LogitBias = Field(
+        default_factory=dict, description="numbers to add to the logits of tokens, by token id"
+    )
     allowed_token_ids: AllowedTokens = Field(
         default_factory=list, description="only these tokens are drawn; default: all"
     )
     seed: int | None = Field(None, ge=-INT64, lt=INT64, description="choice i is drawn with seed + i; default: random")
-    n: int = Field(1, ge=1, le=128, description="choices")
+    n: int = Field(1, ge=1, le=128, description="number of choices")
     stop: Stop = Field(default_factory=list, description="strings, each of which ends the text")
-    stop_token_ids: list[int] = Field(default_factory=list, max_length=128, description="tokens that end the text")
+    stop_token_ids: list[int] = Field(
+        default_factory=list, max_length=128, description="ids of tokens that end the text"
+    )
     include_stop_str_in_output: bool = Field(
         False, description="the text includes the stop string or stop token that ended it"
     )
     min_tokens: int = Field(
-        0, ge=0, lt=INT64, description="the first tokens, as many as this, are none that end the text"
+        0,
+        ge=0,
+        lt=INT64,
+        description="number of tokens to generate before stop tokens and strings can end the text",
     )
     ignore_eos: bool = Field(False, description="go on after an end-of-sequence token")
-    skip_special_tokens: bool = Field(True, description="special tokens have no text")
+    skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
     spaces_between_special_tokens: Annotated[bool, allow_only(True)] = True
     response_format: Annotated[dict[str, Any], allow_only({"type": "text"})] = Field(default={"type": "text"})
 
     def to_sampling(
         self, max_tokens: int, *, logprobs: int | None = None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
-        """Return the sampling parameters of the first choice for the engine, with a random seed if none was sent."""
+        """Return the engine's sampling parameters of the first choice, with a random seed if the request has none."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -177,20 +184,24 @@ class SamplingRequest(Body):
 
 
 class CacheRequest(Body):
-    """Which KV cache serves a request, what it takes from there, and how long what it leaves is kept."""
+    """Fields that choose a request's KV cache, what it reuses from that, and how long its own blocks stay cached."""
 
     kv_cache: str | None = Field(
-        None, max_length=MAX_NAME_LENGTH, description="KV-cache strategy instance; GET /v1/kv_cache lists them"
+        None,
+        max_length=MAX_NAME_LENGTH,
+        description="name of a KV-cache strategy instance, as in GET /v1/kv_cache",
     )
     cache_salt: str | None = Field(
         None, min_length=1, max_length=256, description="only requests with the same salt share what is cached"
     )
     skip_reading_prefix_cache: bool = Field(False, description="compute the whole prompt, even if it is cached")
     kv_cache_priority: int = Field(
-        0, ge=0, le=100, description="of the blocks it leaves cached: higher ones stay longer"
+        0, ge=0, le=100, description="priority of the blocks that the request leaves cached: higher ones stay longer"
     )
-    kv_cache_ttl: float | None = Field(None, gt=0, description="seconds after which these blocks are evicted first")
-    explain: bool = Field(False, description="each choice has a record of how it was served")
+    kv_cache_ttl: float | None = Field(
+        None, gt=0, description="seconds after which the blocks that the request leaves cached are evicted first"
+    )
+    explain: bool = Field(False, description="add to each choice how it was served: instance, cached tokens, times")
 
 
 class SpeculativeConfig(Body):
@@ -199,12 +210,15 @@ class SpeculativeConfig(Body):
     path_prefix = "speculative_config."
 
     method: Literal["ngram"] = "ngram"
-    num_speculative_tokens: int = Field(ge=0, le=MAX_DRAFT_TOKENS, description="draft tokens a step, at most; 0: none")
+    num_speculative_tokens: int = Field(ge=0, le=MAX_DRAFT_TOKENS, description="most draft tokens in a step; 0: none")
     prompt_lookup_max: int = Field(
-        3, ge=1, le=64, description="the longest end of the text that is looked up, in tokens"
+        3, ge=1, le=64, description="most tokens of the n-gram at the text's end that is searched for in the text"
     )
     prompt_lookup_min: int = Field(
-        1, ge=1, le=64, description="the shortest end of the text that is looked up, in tokens"
+        1,
+        ge=1,
+        le=64,
+        description="fewest tokens of the n-gram at the text's end that is searched for in the text",
     )
 
     @field_validator("prompt_lookup_min")
@@ -224,16 +238,24 @@ class GenerationRequest(SamplingRequest, CacheRequest, WithoutEffect):
         "model that is served",
     )
     stream: bool = False
-    stream_options: StreamOptions | None = Field(None, description="only with stream")
-    priority: int = Field(0, ge=-(2**31), lt=2**31, description="lower runs first")
-    prompt_logprobs: int | None = Field(None, ge=0, le=20, description="log-probabilities of the prompt's tokens")
-    return_token_ids: bool = Field(False, description="return the ids of prompt and output")
-    return_tokens_as_token_ids: bool = Field(False, description="log-probabilities name tokens token_id:5, not as text")
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=1, lt=INT64, description="keep the last tokens of the prompt, as many as this"
+    stream_options: StreamOptions | None = Field(
+        None, description="options of a streamed response; only with stream: true"
     )
-    speculative_config: SpeculativeConfig | None = Field(None, description="default: that of the server's settings")
-    request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="part of the answer's id")
+    priority: int = Field(0, ge=-(2**31), lt=2**31, description="requests with lower numbers run first")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="return log-probabilities of the prompt's tokens, with this many alternatives"
+    )
+    return_token_ids: bool = Field(False, description="return the token ids of the prompt and the output")
+    return_tokens_as_token_ids: bool = Field(
+        False, description="in log-probabilities, write tokens as token_id:5 instead of their text"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, lt=INT64, description="keep only this many tokens of the prompt, the last ones"
+    )
+    speculative_config: SpeculativeConfig | None = Field(
+        None, description="speculative decoding; default: as in the server's settings"
+    )
+    request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="becomes part of the response's id")
 
     @field_validator("stream_options")
     @classmethod

@@ -1,4 +1,4 @@
-"""The responses of the endpoints of generation, in OpenAI's form. Data only; a field that is UNSET is left out."""
+"""The responses of the endpoints that generate text, in OpenAI's form. Data only; UNSET fields are left out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KVCacheChoice(Struct):
 
 
 class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_bytes"}):
-    """Extension, with `explain: true`: how one choice was served, from its RequestRecord."""
+    """Extension, with `explain: true`: how one choice was served, copied from its RequestRecord."""
 
     instance: str
     reason: str
@@ -45,7 +45,7 @@ class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_by
 
 
 class Choice(Struct, kw_only=True):
-    """The fields that choices of all kinds have."""
+    """The fields that choices of completions, chats and their chunks have."""
 
     index: int
     finish_reason: str | None = None
@@ -100,7 +100,7 @@ class ChatChunkChoice(Choice, kw_only=True):
 
 
 class ChatAnswer(GenerationResponse, kw_only=True):
-    """A response with the prompt's fields beside the choices, as in vLLM; completions have them in each choice."""
+    """A chat's response or chunk: with the prompt's fields outside of the choices, as in vLLM."""
 
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET

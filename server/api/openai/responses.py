@@ -1,6 +1,6 @@
-"""How a generation is sent, whole or streamed, as long as its client is connected.
+"""Sends a generation to its client, whole or streamed, as long as the client is connected.
 
-An endpoint's own response is a `Format`, two pure functions. Knows no field of any endpoint's own.
+An endpoint gives a `Format`: two pure functions that make its response. Knows no field that only one endpoint has.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from server.api.openai.response_models import (
 )
 
 ENCODER = msgspec.json.Encoder()
-TEXT_PLACEHOLDER = "\0"  # a text that occurs nowhere else in a chunk
-# Log-probabilities with their alternatives; writing more would hold up other requests for 20 ms
+TEXT_PLACEHOLDER = "\0"  # stands for a chunk's text; occurs nowhere else in a chunk
+# Fewer log-probabilities are encoded on the event loop; more could hold up other requests for 20 ms
 MAX_INLINE_LOGPROBS = 500
 EVENT_STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -41,16 +41,16 @@ EVENT_STREAM_HEADERS = {
 
 
 class Format(NamedTuple, Generic[B]):
-    """An endpoint's way to write a generation, as two pure functions of deltas and of what the generation knows."""
+    """How an endpoint writes a generation as its response: two pure functions of deltas and the generation."""
 
-    # The chunks of a streamed delta; for None, one chunk without choices
+    # Returns the chunks of a streamed delta; for None, the last chunk, with the usage and without choices
     make_chunks: Callable[[OutputDelta | None, Generation[B]], Sequence[GenerationResponse]]
-    # The whole response, of one delta for each choice
+    # Returns the whole response, made of one delta for each choice
     make_response: Callable[[Sequence[OutputDelta], Generation[B]], GenerationResponse]
 
 
 def respond(generation: Generation[B], format: Format[B]) -> Response:
-    """Return a response that runs the generation as long as its client is connected, and writes it in this format."""
+    """Return a response that runs the generation while its client is connected, and writes it in this format."""
 
     async def send_generation(scope: Scope, receive: Receive, send: Send) -> None:
         async with generation.running():
@@ -71,7 +71,7 @@ def respond(generation: Generation[B], format: Format[B]) -> Response:
 
 
 async def _iter_chunks(generation: Generation[B], format: Format[B]) -> AsyncIterator[list[bytes]]:
-    """Yield the encoded chunks of a stream, those that arrive together in one list."""
+    """Yield the encoded chunks of a stream as lists: chunks of deltas that arrive together are in one list."""
     encoder = ChunkEncoder(generation, format)
     async for deltas in generation.iter_deltas():
         quick = _are_quick(deltas, generation)
@@ -81,7 +81,7 @@ async def _iter_chunks(generation: Generation[B], format: Format[B]) -> AsyncIte
 
 
 def _are_quick(deltas: Sequence[OutputDelta], generation: Generation[B]) -> bool:
-    """Return whether deltas have few log-probabilities, those of their prompts included."""
+    """Return whether deltas, with their prompts, have few log-probabilities and so are quick to encode."""
     count = 0
     for delta in deltas:
         count += len(delta.logprobs)
@@ -91,17 +91,17 @@ def _are_quick(deltas: Sequence[OutputDelta], generation: Generation[B]) -> bool
 
 
 class ChunkEncoder(Generic[B]):
-    """Encodes the chunks of a stream. Most differ from the one before in their text only: the rest is encoded once."""
+    """Encodes the chunks of a stream. Most differ from the chunk before only in the text: the rest is encoded once."""
 
     def __init__(self, generation: Generation[B], format: Format[B]) -> None:
         self._generation = generation
         self._format = format
         body, sampling = generation.job.body, generation.job.submits[0].sampling
         self._wants_text_only = sampling.logprobs is None and not (body.return_token_ids or body.continuous_usage)
-        self._text_surroundings: dict[int, tuple[bytes, bytes]] = {}  # what stands around the text, by choice
+        self._text_surroundings: dict[int, tuple[bytes, bytes]] = {}  # by choice: JSON before and after the text
 
     def encode(self, deltas: Sequence[OutputDelta]) -> list[bytes]:
-        """Return the chunks of these deltas."""
+        """Return the encoded chunks of these deltas, in order."""
         chunks: list[bytes] = []
         for delta in deltas:
             if self._wants_text_only and delta.finish_reason is None and not delta.is_first:
@@ -111,7 +111,7 @@ class ChunkEncoder(Generic[B]):
         return chunks
 
     def _encode_text(self, delta: OutputDelta) -> bytes:
-        """Return the chunk of a delta that has nothing but text."""
+        """Return the encoded chunk of a delta that has a text and no other changing field."""
         if delta.choice not in self._text_surroundings:
             (chunk,) = self._format.make_chunks(delta._replace(text=TEXT_PLACEHOLDER), self._generation)
             before, _, after = ENCODER.encode(chunk).partition(ENCODER.encode(TEXT_PLACEHOLDER))
@@ -120,15 +120,15 @@ class ChunkEncoder(Generic[B]):
         return before + ENCODER.encode(delta.text) + after
 
 
-# ---------------------------------------------------------------- fields that all formats have
+# ---------------------------------------------------------------- response fields of all endpoints
 def make_response_fields(generation: Generation[B]) -> dict[str, Any]:
-    """Return the fields of a whole response beside its choices."""
+    """Return the fields of a whole response except its choices."""
     usage = _make_usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
     return {**generation.job.common_fields, "usage": usage, "kv_cache": _make_kv_cache_choice(generation)}
 
 
 def make_chunk_fields(delta: OutputDelta | None, generation: Generation[B]) -> dict[str, Any]:
-    """Return the fields of a delta's chunk beside its choice; for None, of the last chunk, which has the usage."""
+    """Return the fields of a delta's chunk except choices; for None, those of the last chunk, which has the usage."""
     if delta is None:
         usage = _make_usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
         return {**generation.job.common_fields, "usage": usage}
@@ -156,7 +156,7 @@ def _make_kv_cache_choice(generation: Generation[B]) -> KVCacheChoice:
 
 
 def set_choice_fields(choice: Choice, delta: OutputDelta, generation: Generation[B]) -> None:
-    """Set the fields that choices of all endpoints have beside their text."""
+    """Set the fields that choices of all endpoints have, except their text."""
     if generation.job.body.return_token_ids:
         choice.token_ids = [placed.token for placed in delta.tokens]
     choice.finish_reason = delta.finish_reason
@@ -167,7 +167,7 @@ def set_choice_fields(choice: Choice, delta: OutputDelta, generation: Generation
 
 
 def set_prompt_fields(target: CompletionChoice | ChatAnswer, choice: int, generation: Generation[B]) -> None:
-    """Set the fields of a choice's prompt that the request asks for."""
+    """Set the token ids and log-probabilities of a choice's prompt in `target`, if the request has these options."""
     job = generation.job
     if job.body.return_token_ids:
         target.prompt_token_ids = job.get_prompt(choice).ids
@@ -182,7 +182,7 @@ def set_prompt_fields(target: CompletionChoice | ChatAnswer, choice: int, genera
 class WhileConnected(Response):
     """A response made by an ASGI app that is cancelled when the client disconnects; its `finally` blocks clean up.
 
-    The request's body must have been read. Exceptions of the app come through, so that they get their error response.
+    The request's body must have been read. Exceptions of the app are raised, so that they get their error response.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -210,15 +210,15 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 async def send_events(scope: Scope, send: Send, headers: Mapping[str, str], events: AsyncIterator[list[bytes]]) -> None:
     """Send a response of server-sent events: `data: ` and an empty line for each, at the end `data: [DONE]`.
 
-    Events that come together go into one part of the response. An error of `events` comes after the status was sent:
-    it is one more event.
+    Events that are yielded in one list are sent in one part. An exception of `events` is sent as one more event, as the
+    status 200 was sent before.
     """
     raw = MutableHeaders({**EVENT_STREAM_HEADERS, **headers}).raw
     await send({"type": "http.response.start", "status": 200, "headers": raw})
     try:
         async for together in events:
-            # A step of the engine wakes all streams. Each writes its event before any is sent: code that stays in the
-            # CPU's caches takes half the time.
+            # A step of the engine wakes all streams. With this pause, all write their events before the first is sent:
+            # as the same code stays in the CPU's caches, this takes half the time.
             await asyncio.sleep(0)
             await send(_make_body_message(together))
     except Exception as error:

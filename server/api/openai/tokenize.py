@@ -24,19 +24,19 @@ from server.engine.ipc.messages import Hello
 from server.text.tokenizer import TokenizerBase
 from server.text.vocabulary import Vocabulary
 
-MAX_DECODED_TOKENS = 2**16  # of /detokenize, where the context is shorter: decoding holds the interpreter's lock
+MAX_DECODED_TOKENS = 2**16  # most tokens that /detokenize takes, unless the context is longer
 
 
 class TokenizeRequest(Rendering):
     """Body of POST /tokenize."""
 
-    model: str | None = Field(None, description="default: the model that is served")
-    prompt: str | None = Field(None, description="a text; or else messages")
+    model: str | None = Field(None, description="name of the model; default: the model that is served")
+    prompt: str | None = Field(None, description="a text to tokenize; not with messages")
     messages: Messages | None = Field(None, min_length=1, validate_default=True)
     add_special_tokens: bool | None = Field(
-        None, description="default: true for a prompt; false for messages, as the chat template writes them"
+        None, description="add the model's special tokens; default: true for a prompt, false for messages"
     )
-    return_token_strs: bool = Field(False, description="also return how the vocabulary writes each token")
+    return_token_strs: bool = Field(False, description="also return each token as the vocabulary writes it")
 
     @field_validator("messages")
     @classmethod
@@ -49,12 +49,12 @@ class TokenizeRequest(Rendering):
 class DetokenizeRequest(Body):
     """Body of POST /detokenize."""
 
-    model: str | None = Field(None, description="default: the model that is served")
+    model: str | None = Field(None, description="name of the model; default: the model that is served")
     tokens: TokenIds
 
 
 class ApplyTemplateRequest(ChatRequest):
-    """Body of POST /apply-template: that of a chat. Fields that do not concern the prompt have no effect."""
+    """Body of POST /apply-template, with the fields of a chat. Fields that do not concern the prompt have no effect."""
 
 
 class TokenizeResponse(msgspec.Struct):
@@ -69,7 +69,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter:
-    """Return the routes; /tokenizer_info is among them if `info` is given."""
+    """Return the router of these routes; it has /tokenizer_info, which returns `info`, only if that is not None."""
     tokenizer = serving.tokenizer
     routes = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=make_error_responses(400, 404, 413, 503))
 
@@ -84,7 +84,7 @@ def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter
     async def detokenize(body: DetokenizeRequest) -> Response:
         hello = _get_hello(serving, body.model)
         if len(body.tokens) > (most := max(hello.max_seq_len, MAX_DECODED_TOKENS)):
-            raise ApiError(400, f"tokens: should be at most {most}", param="tokens", code="context_length_exceeded")
+            raise ApiError(400, f"tokens: should be at most {most} ids", param="tokens", code="context_length_exceeded")
         check_ids(body.tokens, hello, "tokens")
         return _make_json_response(
             DetokenizeResponse(await tokenizer.decode_many(body.tokens, skip_special_tokens=False))
@@ -112,7 +112,10 @@ def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter
 
 
 async def _encode_body(tokenizer: TokenizerBase, body: TokenizeRequest, limits: RequestLimits) -> list[int]:
-    """Return the ids of a request's prompt or messages. Raises ApiError, TextError."""
+    """Return the ids of a request's prompt or messages.
+
+    Raises ApiError for texts that are too long or that the template refuses, TextError if they cannot be encoded.
+    """
     special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
     if body.messages is not None:
         limits.check_total_length(iter_texts(body.messages), "messages")
@@ -124,7 +127,7 @@ async def _encode_body(tokenizer: TokenizerBase, body: TokenizeRequest, limits: 
 
 
 def _get_hello(serving: Serving, model: str | None) -> Hello:
-    """Return the greeting of the engine that serves a model. Raises EngineLost, and ApiError 404 for another model."""
+    """Return the Hello of the engine that serves a model. Raises EngineLost, and ApiError 404 for another model."""
     hello = serving.client.get_hello()
     find_instance(hello, resolve_model_name(hello, model, any_name=serving.any_model_name))
     return hello

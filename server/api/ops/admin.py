@@ -1,6 +1,6 @@
-"""Administration: of the caches (inspect, clear, pin prefixes, change shares of the memory), and profiles of steps.
+"""Administration of the caches (inspect, clear, pin prefixes, change shares of the memory), and profiles of steps.
 
-POST /v1/profile returns a chrome trace of real steps with a table of it. The engine carries out the commands;
+POST /v1/profile returns a Chrome trace of real steps, with a table of its times. The engine carries out the commands;
 `AuthenticationMiddleware` in server/api/http/middleware.py checks the admin token.
 """
 
@@ -26,14 +26,14 @@ from server.text.tokenizer import TokenizerBase
 MAX_PIN_SECONDS = 7 * 24 * 3600  # seconds
 MAX_PROFILED_STEPS = 200
 MAX_PROFILED_SECONDS = 60.0
-PROFILE_EXTRA_TIMEOUT = 120.0  # seconds that loading torch's profiler and writing a trace may take in addition
+PROFILE_EXTRA_TIMEOUT = 120.0  # more seconds for loading torch's profiler and writing a trace
 
 
 class TenantBody(Body):
-    """The tenant and the cache_salt that a command is for."""
+    """The tenant and the cache_salt whose cached blocks a command affects."""
 
     api_key: str | None = Field(
-        None, pattern=r"^(\S.*)?$", description="the tenant's API key; empty: of clients without one"
+        None, pattern=r"^(\S.*)?$", description="the tenant's API key; empty: the clients without a key"
     )
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
@@ -43,7 +43,7 @@ class TenantBody(Body):
 
 
 class ClearRequest(TenantBody):
-    """Body of POST .../clear; without a field everything is cleared."""
+    """Body of POST /v1/kv_cache/{instance}/clear; without a field everything is cleared."""
 
     def to_command(self, instance: str) -> messages.Clear:
         everything = self.api_key is None and self.cache_salt is None
@@ -51,17 +51,17 @@ class ClearRequest(TenantBody):
 
 
 class PinRequest(TenantBody):
-    """Body of POST .../pins."""
+    """Body of POST /v1/kv_cache/{instance}/pins: keeps a prompt's prefix cached for `ttl` seconds."""
 
     prompt: Prompt
     ttl: float = Field(gt=0, le=MAX_PIN_SECONDS, description="seconds")
 
 
 class ShareRequest(Body):
-    """Body of PATCH; a field that is absent changes nothing."""
+    """Body of PATCH /v1/kv_cache/{instance}: new shares of the memory; an absent field changes nothing."""
 
-    floor: Share | None = Field(None, description="KV memory that no other instance may take: '10%' or '512MiB'")
-    limit: Share | None = Field(None, description="KV memory it may hold at most")
+    floor: Share | None = Field(None, description="KV memory that other instances may not take: '10%' or '512MiB'")
+    limit: Share | None = Field(None, description="most KV memory that the instance may hold, such as '50%' or '2GiB'")
 
 
 def router(client: EngineClient, tokenizer: TokenizerBase, limits: RequestLimits) -> APIRouter:
@@ -104,11 +104,16 @@ def router(client: EngineClient, tokenizer: TokenizerBase, limits: RequestLimits
 
 # ---------------------------------------------------------------- profiles
 class ProfileRequest(Body):
-    """Body of POST /v1/profile: whichever limit is reached first ends the recording."""
+    """Body of POST /v1/profile: the recording ends when either of its limits is reached."""
 
-    steps: int = Field(MAX_PROFILED_STEPS, ge=1, le=MAX_PROFILED_STEPS, description="that are recorded at most")
+    steps: int = Field(
+        MAX_PROFILED_STEPS, ge=1, le=MAX_PROFILED_STEPS, description="greatest number of engine steps to record"
+    )
     seconds: float = Field(
-        10.0, gt=0, le=MAX_PROFILED_SECONDS, description="after which recording ends, however few steps"
+        10.0,
+        gt=0,
+        le=MAX_PROFILED_SECONDS,
+        description="seconds after which recording ends, however few steps it has",
     )
 
 

@@ -1,8 +1,8 @@
-"""What operators look at: /health, /ready, /version, /metrics, and the engine's description of caches and settings.
+"""Endpoints for operators: /health, /ready, /version, /metrics, and the engine's description of caches and settings.
 
 The engine's answer to a question is fetched at most once in ANSWER_TTL seconds: however many clients poll, it gets one
-query a second from this process. Metrics come as a snapshot, which this process writes as text, so that the engine's
-steps do not wait. Knows neither the contents of answers nor any metric by name.
+query a second from this process. The engine sends metrics as a snapshot, which this process writes as text, so that no
+step of the engine waits for it. Knows neither the contents of answers nor any metric by name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def health_router(client: EngineClient) -> APIRouter:
 
 
 class Observations:
-    """Responses that were not yet reported to the engine. Within `async with` they are sent every second."""
+    """Counts HTTP responses by status; within `async with`, reports them to the engine every second."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -61,7 +61,7 @@ class Observations:
         self._responses[status] += 1
 
     def send(self) -> None:
-        """Send them now; while there is no engine, they are kept."""
+        """Report the counted responses, and this process's memory, to the engine; without an engine, keep them."""
         with contextlib.suppress(EngineLost):
             self._client.send_observed(Observed(dict(self._responses), self._process.memory_info().rss))
             self._responses.clear()
@@ -84,7 +84,7 @@ class Observations:
 
 # ---------------------------------------------------------------- the engine's answers
 class CachedAnswer:
-    """Caches the answer to one question for ANSWER_TTL seconds; `before_query` is called before each query."""
+    """Caches the engine's answer to one question for ANSWER_TTL seconds; calls `before_query` before each query."""
 
     def __init__(
         self, client: EngineClient, question: Question, before_query: Callable[[], None] = lambda: None
@@ -94,15 +94,18 @@ class CachedAnswer:
         self._before_query = before_query
         self._answer: Answer | None = None
         self._expires_at = 0.0  # monotonic seconds: when the answer expires
-        self._epoch: object = None  # the client's, when the query was sent
+        self._epoch: object = None  # the client's epoch when the query was sent
         self._query_task: asyncio.Task[None] | None = None
 
     async def get(self) -> Answer:
-        """Return the answer. Raises EngineLost, and EngineRefused, which is cached like an answer."""
+        """Return the engine's answer.
+
+        Raises EngineLost without an engine, and EngineRefused if the engine refuses, which is cached, too.
+        """
         self._client.get_hello()
         if monotonic() >= self._expires_at:
             await self._refresh()
-        while self._epoch is not self._client.epoch:  # there was a command in between, or a new engine
+        while self._epoch is not self._client.epoch:  # query again after a command or with a new engine
             await self._refresh()
         assert self._answer is not None
         if self._answer.error is not None:
@@ -110,10 +113,10 @@ class CachedAnswer:
         return self._answer
 
     async def _refresh(self) -> None:
-        """Wait for the query that is under way; send one if there is none."""
+        """Wait for the query to the engine that is under way; send one if there is none."""
         if self._query_task is None or self._query_task.done():
             self._query_task = asyncio.create_task(self._query(), name=f"ask for {self._question}")
-            # Every waiting client may have left: then nothing else looks at its exception.
+            # If every waiting client has left, nothing else retrieves the task's exception.
             self._query_task.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._query_task)
 
@@ -141,12 +144,12 @@ def kv_cache_router(client: EngineClient) -> APIRouter:
 
 # ---------------------------------------------------------------- metrics
 class Page:
-    """The text of the latest snapshot, written once in each format."""
+    """The text that /metrics returns: the latest snapshot, written once in each format."""
 
     def __init__(self, client: EngineClient, observations: Observations) -> None:
         self._snapshot = CachedAnswer(
             client, "metrics", before_query=observations.send
-        )  # so that the snapshot has them
+        )  # so that the snapshot counts this process's latest responses
         self._renderer = Renderer()
         self._written: Answer | None = None
         self._texts: dict[bool, bytes] = {}

@@ -1,7 +1,8 @@
 """A line of the log for every request for generation that has ended, and for every other request that failed.
 
-A line has nothing of a body but the model's name: an ApiError has a `log_message` for where its message quotes the
-client. With log_prompts lines have prompts, texts and whole messages. Knows ended requests, but no endpoint.
+A line has nothing of a body but the model's name: if an ApiError's message quotes the client, its `log_message` is
+logged instead. With the setting log_prompts, lines have prompts, texts and whole messages. Knows ended requests, but
+no endpoint.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from server.logs import fields
 
 log = logging.getLogger(__name__)
 
-POLLED_ROUTES = ("/ready",)  # where a 503 is an ordinary response
+POLLED_ROUTES = ("/ready",)  # routes of which a 503 is an ordinary response
 MAX_PATH_LENGTH = 200
-CLIENT_CLOSED_REQUEST = 499  # before there was a response; nginx has this status
+CLIENT_CLOSED_REQUEST = 499  # status, as in nginx, of a request whose client left before the response
 PHASES = ("queue", "prefill", "decode")
 
 
@@ -34,12 +35,12 @@ class EndedRequest:
 
     request_id: str
     method: str
-    path: str  # as it was sent, without the query
+    path: str  # as the client sent it, without the query
     route: str  # the path, unquoted
     headers: Headers
     status: int
     error: ApiError | None
-    generation: Generation[Any] | None  # of requests that the engine got
+    generation: Generation[Any] | None  # None if the engine did not get the request
     start_time: float
     end_time: float
 
@@ -54,7 +55,7 @@ class EndedRequest:
 
     @property
     def phases(self) -> dict[str, tuple[float, float]]:
-        """Return when each phase began and ended, as far as the request came. The last one ends with the request."""
+        """Return (start, end) of each phase that the request reached. The last phase ends with the request."""
         if self.generation is None:
             return {}
         known = (self.generation.submit_time, self._admission_time, self._first_token_time)
@@ -63,7 +64,7 @@ class EndedRequest:
 
     @property
     def finish_reasons(self) -> list[str]:
-        """Return the finish reason of each choice: stop, length; cancelled if it had not ended."""
+        """Return each choice's finish reason: "stop", "length", or "cancelled" if it had not ended."""
         reasons = [] if self.generation is None else self.generation.finish_reasons
         return [reason or "cancelled" for reason in reasons]
 
@@ -73,7 +74,7 @@ class EndedRequest:
 
     @property
     def _admission_time(self) -> float | None:
-        """Return the time of admission, by the engine's measure, but not after what followed."""
+        """Return when the engine admitted the request: submit time plus queue time, but not after the first token."""
         if self.generation is None or (admitted := self.generation.first_admitted) is None:
             return None
         return min(self.generation.submit_time + admitted.queue_seconds, self._first_token_time or self.end_time)
@@ -81,7 +82,7 @@ class EndedRequest:
 
 # ---------------------------------------------------------------- the line
 def log_request(ended: EndedRequest, trace_id: str | None, *, with_prompts: bool) -> None:
-    """Log a line about a request that failed or generated something, if the level is on."""
+    """Log a line about a request that failed or generated something, if the log level is enabled."""
     error, generation = ended.error, ended.generation
     level = get_log_level(ended)
     if (error is None and generation is None) or not log.isEnabledFor(level):
@@ -124,7 +125,7 @@ def make_error_fields(error: ApiError, *, whole: bool) -> dict[str, Any]:
 
 
 def make_generation_fields(ended: EndedRequest, generation: Generation[Any]) -> dict[str, Any]:
-    """Return a generation's fields: strategy and times of the choice admitted first, tokens of all choices."""
+    """Return a generation's log fields: strategy and times of the choice admitted first, tokens of all choices."""
     admitted, job = generation.first_admitted, generation.job
     line_fields = {
         "completion_id": job.id,
@@ -149,7 +150,7 @@ def make_generation_fields(ended: EndedRequest, generation: Generation[Any]) -> 
 
 
 def get_outcome(ended: EndedRequest) -> str:
-    """Return error, cancelled if the client disconnected, or the distinct finish reasons of all choices."""
+    """Return "error", "cancelled" if a choice had not ended, or the distinct finish reasons of all choices."""
     if ended.error is not None:
         return "error"
     reasons = set(ended.finish_reasons)
@@ -157,7 +158,7 @@ def get_outcome(ended: EndedRequest) -> str:
 
 
 def make_text_fields(generation: Generation[Any]) -> dict[str, Any]:
-    """Return the prompts, as token ids if they were sent so, and the texts."""
+    """Return the fields for the log with the prompts, as text or token ids, and the generated texts."""
     return {"prompts": [prompt.text or prompt.ids for prompt in generation.job.prompts], "texts": generation.texts}
 
 
@@ -166,7 +167,7 @@ def to_milliseconds(seconds: float) -> float:
 
 
 def format_message(line_fields: dict[str, Any]) -> str:
-    """Return the fields as one line of text; it is the message of a line in JSON, too."""
+    """Return the fields of a log line as one line of text, which is also the message of a line in JSON."""
     parts = [f"{line_fields['method']} {line_fields['path']} {line_fields['status']}"]
     if "outcome" in line_fields:
         cached = f" ({line_fields['cached_tokens']} cached)" if line_fields.get("cached_tokens") else ""

@@ -1,7 +1,7 @@
-"""OpenTelemetry's spans of requests for generation, made at their end: the request, and in it queue, prefill, decode.
+"""Makes OpenTelemetry's spans of ended requests for generation: the request, and in it queue, prefill and decode.
 
-Names follow the conventions for generative AI, and vLLM where these have none. No prompt and no text is in them. The
-only module that imports OpenTelemetry's SDK, and only when spans are switched on: the extra `otel` is optional.
+Attributes have the names of OpenTelemetry's conventions for generative AI, or else vLLM's; none contains a prompt or a
+text. Only this module imports OpenTelemetry's SDK (the optional extra `otel`), and only if spans are switched on.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
-SHUTDOWN_TIMEOUT = 2.0  # seconds for the remaining spans when the process ends
+SHUTDOWN_TIMEOUT = 2.0  # seconds to send the remaining spans when the process ends
 PROVIDER = "kvmux"
 
 
 def make_tracing(endpoint: str | None) -> Tracing | None:
     """Return a Tracing that sends spans to `endpoint` as OTLP over HTTP, in a thread; None without an endpoint.
 
-    OpenTelemetry's environment variables choose the rest. Raises SettingsError when the packages are missing.
+    OpenTelemetry's environment variables set everything else. Raises SettingsError when the packages are missing.
     """
     if endpoint is None:
         return None
@@ -50,12 +50,12 @@ def make_tracing(endpoint: str | None) -> Tracing | None:
 
 
 def traces_url(endpoint: str) -> str:
-    """Return the URL for spans: that of a collector without a path gets the usual one."""
+    """Return the URL that spans are sent to: `endpoint`, with the usual path /v1/traces if it has no path."""
     return endpoint.rstrip("/") + "/v1/traces" if urlsplit(endpoint).path in ("", "/") else endpoint
 
 
 class Tracing:
-    """Makes the spans of requests that have ended."""
+    """Records OpenTelemetry spans of requests that have ended."""
 
     def __init__(self, provider: TracerProvider) -> None:
         from opentelemetry import trace
@@ -72,7 +72,7 @@ class Tracing:
         if ended.route not in OPERATIONS or ended.method != "POST":
             return None
         operation, generation, error = OPERATIONS[ended.route], ended.generation, ended.error
-        epoch = time.time() - time.monotonic()  # once: spans end when the next begins
+        epoch = time.time() - time.monotonic()  # read once: each span ends exactly when the next begins
 
         def nanoseconds(moment: float) -> int:
             return int((epoch + moment) * 1e9)
@@ -98,7 +98,7 @@ class Tracing:
         return f"{trace_id:032x}" if trace_id else None
 
     def close(self) -> None:
-        """Send the remaining spans; wait SHUTDOWN_TIMEOUT for the collector at most."""
+        """Send the remaining spans to the collector; wait for it SHUTDOWN_TIMEOUT seconds at most."""
         closing = threading.Thread(target=self._provider.shutdown, name="tracing", daemon=True)
         closing.start()
         closing.join(SHUTDOWN_TIMEOUT)
@@ -117,7 +117,7 @@ def http_attributes(ended: EndedRequest) -> dict[str, Any]:
 
 
 def generation_attributes(ended: EndedRequest, generation: Generation[Any]) -> dict[str, Any]:
-    """Return a generation's attributes: strategy and times of the choice admitted first, tokens of all choices."""
+    """Return a generation's span attributes: strategy and times of the choice admitted first, tokens of all choices."""
     job, admitted = generation.job, generation.first_admitted
     sampling = job.submits[0].sampling
     return {

@@ -15,13 +15,13 @@ from server.text.errors import ChatTemplateError, InfillError, TextRefused, Text
 
 # ---------------------------------------------------------------- to the process
 class Start(msgspec.Struct, frozen=True):
-    """The first message: what to load, and within which limits."""
+    """The first message to the process: which tokenizer to load, and the limits of loading and of calls."""
 
     directory: str
-    seconds: float  # that one call may take; the process ends itself after that
-    memory: int  # bytes that a call may take beyond those in use after loading
-    load_memory: int  # bytes that loading may take
-    with_vocabulary: bool  # send the vocabulary once it is loaded
+    seconds: float  # longest time of one call, in seconds; after that the process ends itself
+    memory: int  # most bytes of memory that a call may take beyond those in use after loading
+    load_memory: int  # most bytes of memory that loading may take
+    with_vocabulary: bool  # whether the process sends the vocabulary after loading
 
 
 class Encode(msgspec.Struct, frozen=True):
@@ -61,22 +61,22 @@ Call: TypeAlias = Encode | EncodeChat | Infill | Decode
 
 # ---------------------------------------------------------------- from the process
 class VocabularyData(msgspec.Struct, frozen=True):
-    """The parts of a tokenizer that decoding needs."""
+    """The parts of a tokenizer that are needed to decode tokens."""
 
-    tokens: list[str | None]  # by id; None: this id is not a token
+    tokens: list[str | None]  # text of each token, by id; None: no token has this id
     special_ids: list[int]
-    decoder: str | None  # as tokenizer.json describes it
-    max_chars_per_token: int | None = None  # characters of text in one token, at most; None: any number
+    decoder: str | None  # JSON text of the decoder, as in tokenizer.json
+    max_chars_per_token: int | None = None  # most characters of text in one token; None: any number
 
 
 class TokenizerLoaded(msgspec.Struct, tag=True, frozen=True):
-    """The first answer: the tokenizer is loaded."""
+    """The first answer of a process: the tokenizer is loaded."""
 
     vocabulary: VocabularyData | None
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
-    """The first and only answer of a process that cannot use the model's files: the reason."""
+    """The first and only answer of a process that cannot use the model's files, with the reason."""
 
     message: str
 
@@ -89,7 +89,7 @@ class Encoded(msgspec.Struct, tag=True, frozen=True):
 
 
 RefusalKind: TypeAlias = Literal["template", "length", "infill", "tokenizer", "memory"]
-REFUSAL_ERRORS: dict[RefusalKind, type[TextRefused]] = {  # by kind of refusal; "memory" ends the process
+REFUSAL_ERRORS: dict[RefusalKind, type[TextRefused]] = {  # exception of each kind of refusal; "memory" ends the process
     "template": ChatTemplateError,
     "length": TextTooLong,
     "infill": InfillError,

@@ -31,13 +31,13 @@ from server.text.tokenizer import TokenizerBase
 
 log = logging.getLogger(__name__)
 
-SHORT_CALL = 2**16  # bytes of a call that goes to the short queue, at most; about 30 ms of work
+SHORT_CALL = 2**16  # most bytes of a call that goes to the short queue; about 30 ms of work
 SHORT_TIME = 1.0  # seconds that a call may take in the short queue
-SHORT_MEMORY = 2**28  # bytes that a call may take in the short queue
-LOAD_MEMORY = 2**32  # bytes that loading may take; the largest tokenizers take about 1 GiB
+SHORT_MEMORY = 2**28  # most bytes of memory that a call may take in the short queue
+LOAD_MEMORY = 2**32  # most bytes of memory that loading may take; the largest tokenizers take about 1 GiB
 MARGIN = 5.0  # seconds after the time limit of a call at which a process ends itself, if it was not killed before
 MAX_QUEUED_CALLS, MAX_QUEUED_BYTES = 1024, 2**26  # for each queue
-LINGER = 300.0  # seconds that the process of the long queue is kept without calls
+LINGER = 300.0  # seconds that the process of the long queue is kept while there are no calls
 UNAVAILABLE = "texts cannot be tokenized at the moment; try again"
 RESTART_DELAY = 1.0  # seconds to wait after a process failed to start
 
@@ -46,16 +46,16 @@ class CallLimits(NamedTuple):
     """The time and memory that one call may take in the long queue."""
 
     seconds: float
-    memory: int  # bytes beyond those of the loaded tokenizer
+    memory: int  # bytes beyond those in use after loading the tokenizer
 
 
 class SandboxedTokenizer(TokenizerBase):
     """A tokenizer that decodes in this process, by a table, and does everything else in processes with limits."""
 
     def __init__(self, directory: Path, limits: CallLimits, *, linger: float = LINGER) -> None:
-        """Load the directory's tokenizer in a process, and wait for it. Raises SettingsError.
+        """Load the directory's tokenizer in a process, and wait for it. Raises SettingsError if it cannot be loaded.
 
-        Enter it with `async with` afterwards, which ends the process.
+        Use it within `async with`, which ends the process.
         """
         path = str(directory.resolve())
         self._limits = limits
@@ -81,7 +81,10 @@ class SandboxedTokenizer(TokenizerBase):
         await asyncio.gather(self._short.close(), self._long.close())
 
     async def answer(self, call: Call) -> Encoded:
-        """Return the result of a call. Raises TextRefused, TextUnavailable."""
+        """Return the result of a call.
+
+        Raises TextRefused for a text that cannot be encoded, TextUnavailable if a later attempt may succeed.
+        """
         try:
             answer = await self._run_call(serialize_call(call))
         except ProcessFailed as error:
@@ -153,8 +156,8 @@ class CallQueue:
         self._max_calls, self._max_bytes = max_calls, max_bytes
         self._process = process
         self._linger = linger
-        self._lock = asyncio.Lock()  # held while the process is used
-        self._calls = self._bytes = 0  # of calls that wait or are being answered
+        self._lock = asyncio.Lock()  # held while a call uses the process
+        self._calls = self._bytes = 0  # number and bytes of calls that wait or are being answered
         self._closed = False
         self._start_after = 0.0
         self._idle: asyncio.TimerHandle | None = None
@@ -165,8 +168,9 @@ class CallQueue:
             await self._process.connect()
 
     async def run_call(self, request: bytes) -> Answer:
-        """Return the answer to a framed call. Raises ProcessFailed, TextUnavailable.
+        """Return the answer to a call, which is given as the bytes of one frame.
 
+        Raises ProcessFailed if the process does not answer, TextUnavailable if too many calls wait or none can run.
         A call that is cancelled while it waits is removed. If the process is already answering it, the next call
         waits until the answer is complete.
         """
@@ -186,7 +190,7 @@ class CallQueue:
 
     def _on_call_done(self, task: asyncio.Task[Answer], size: int) -> None:
         if not task.cancelled():
-            task.exception()  # marks it as retrieved: the caller may be gone
+            task.exception()  # marks the exception as retrieved, as the caller may be gone
         self._lock.release()
         self._remove_call(size)
 
@@ -203,14 +207,14 @@ class CallQueue:
             await self._process.end()
         await self._end_process_locked()
 
-    # ------------------------------------------------------------ with the lock held
+    # ------------------------------------------------------------ methods that need the lock
     async def _run_with_retry(self, request: bytes) -> Answer:
         try:
             return await self._run_once(request)
         except ProcessFailed as error:
             if error.reason != "killed":
                 raise
-        return await self._run_once(request)  # once more: the call did not cause it
+        return await self._run_once(request)  # a second attempt, as the call did not cause the kill
 
     async def _run_once(self, request: bytes) -> Answer:
         process = await self._get_ready_process()
@@ -222,7 +226,7 @@ class CallQueue:
             await self._prepare_next()
 
     async def _get_ready_process(self) -> TextProcess:
-        """Return a process that is ready. Raises TextUnavailable."""
+        """Return a process that has loaded the tokenizer. Raises TextUnavailable if it cannot be started."""
         if self._process is not None and self._process.disconnected:
             await self._end_process()
         if self._process is None:
@@ -277,11 +281,11 @@ class CallQueue:
 
 
 def _find_failure_reason(error: ProcessFailed, exitcode: int) -> FailureReason:
-    """Return why a call failed; the exit code tells a kill, a timeout and a lack of memory from a crash."""
+    """Return why a call failed; the exit code distinguishes a kill, a timeout and a lack of memory from a crash."""
     if error.reason != "crash":
         return error.reason
     ends: dict[int, FailureReason] = {
-        -signal.SIGKILL: "killed",  # by the system or a person; the call may not be the cause
+        -signal.SIGKILL: "killed",  # killed by the system or a person, perhaps not because of the call
         -signal.SIGABRT: "memory",  # Rust aborts when it gets no memory
         -signal.SIGALRM: "time",
     }

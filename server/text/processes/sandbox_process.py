@@ -1,9 +1,9 @@
 """The process that encodes texts with a model's own tokenizer and chat templates.
 
-`python -m server.text.processes.sandbox_process`: its socket is its standard input. It loads the tokenizer that the
-first message names, and then answers calls one at a time. The code it runs came with the model, so the kernel bounds
-it: its address space by RLIMIT_AS, and the time of a call by an alarm, which ends the process even if its worker is
-gone. Knows neither requests nor the engine.
+`python -m server.text.processes.sandbox_process`: its standard input is the socket to its worker. It loads the
+tokenizer that the first message names, and then answers calls one at a time. The code it runs came with the model, so
+the kernel bounds it: its address space by RLIMIT_AS, and the time of a call by an alarm, which ends the process even if
+its worker has ended. Knows neither requests nor the engine.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from server.text.processes.messages import (
     TokenizerLoaded,
 )
 
-CHUNK = 2**18  # bytes read at a time
-MAX_OPEN_FILES = 16  # after the tokenizer is loaded
+CHUNK = 2**18  # most bytes read from the socket at a time
+MAX_OPEN_FILES = 16  # most open files once the tokenizer is loaded
 KINDS = {error: kind for kind, error in REFUSAL_ERRORS.items()}
 
 
 def main() -> None:
     die_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the worker ends this process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ignored: only the worker ends this process
         signal.signal(number, signal.SIG_IGN)
-    with socket.socket(fileno=os.dup(0)) as connection, contextlib.suppress(OSError):  # OSError: the worker is gone
+    with socket.socket(fileno=os.dup(0)) as connection, contextlib.suppress(OSError):  # OSError: the worker has ended
         serve(connection)
     os._exit(0)  # skips the interpreter's cleanup, which takes time and has nothing to save
 
@@ -70,7 +70,7 @@ def serve(connection: socket.socket) -> None:
         answer = answer_with_timeout(start.seconds, loaded, call)
         send(connection, answer)
         if isinstance(answer, Refused) and answer.kind == "memory":
-            return None  # after a MemoryError the interpreter may be in any state
+            return None  # end the process: after a MemoryError it may be in any state
 
 
 def receive_messages(connection: socket.socket) -> Iterator[Start | Call]:
@@ -92,7 +92,7 @@ def load_encoder(start: Start) -> Encoder | Broken:
         return Broken(str(error))
     except MemoryError:
         return Broken(f"model: the tokenizer in {start.directory} takes more than {start.load_memory} bytes to load")
-    except Exception as error:  # files of an unexpected form raise errors of any kind
+    except Exception as error:  # files of an unexpected form may raise any exception
         return Broken(f"model: the tokenizer in {start.directory} cannot be read: {type(error).__name__}: {error}")
 
 

@@ -36,9 +36,9 @@ from server.text.processes.messages import (
 MODULE = "server.text.processes.sandbox_process"
 MEMORY_LIMIT_ENFORCED = sys.platform != "darwin"  # whether the system enforces RLIMIT_AS
 MEMORY_POLL_INTERVAL = 0.05  # seconds between two readings of the process's memory, where no limit is enforced
-LOAD_TIMEOUT = 120.0  # seconds to load a tokenizer, at most
-CHUNK = 2**18  # bytes read at a time
-BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # sent to whole process groups
+LOAD_TIMEOUT = 120.0  # most seconds that loading a tokenizer may take
+CHUNK = 2**18  # most bytes read from the socket at a time
+BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # blocked, as whole process groups receive them
 # Environment variables that the process inherits: none that may hold secrets.
 INHERITED = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
 
@@ -64,7 +64,7 @@ class TextProcess(asyncio.Protocol):
         """Start the process. Raises OSError when the system cannot start more processes.
 
         With `memory_limit`, this worker watches the process's memory and fails a call that takes more bytes. By
-        default it does so only where the system does not enforce the process's own limit.
+        default the worker does so only where the system does not enforce the process's own limit.
         """
         if memory_limit is None and not MEMORY_LIMIT_ENFORCED:
             memory_limit = start.memory
@@ -74,7 +74,7 @@ class TextProcess(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._answer_future: asyncio.Future[ProcessMessage] | None = None
         self._loaded = False
-        self._idle_memory = 0  # bytes in use after loading
+        self._idle_memory = 0  # bytes of memory in use after loading
         self._check_timer: asyncio.TimerHandle
         self._socket, theirs = socket.socketpair()
         try:
@@ -88,7 +88,10 @@ class TextProcess(asyncio.Protocol):
         self.disconnected = False  # whether the process's end of the socket is closed
 
     def wait_for_vocabulary(self) -> VocabularyData:
-        """Wait until the tokenizer is loaded, without an event loop; return its vocabulary. Raises SettingsError."""
+        """Wait, without an event loop, until the tokenizer is loaded; return its vocabulary.
+
+        Raises SettingsError if it cannot be loaded, or not within LOAD_TIMEOUT seconds.
+        """
         where = f"model: the tokenizer in {self._start.directory}"
         self._socket.settimeout(LOAD_TIMEOUT)
         try:
@@ -119,7 +122,10 @@ class TextProcess(asyncio.Protocol):
         await loop.create_unix_connection(lambda: self, sock=self._socket)
 
     async def wait_until_ready(self) -> None:
-        """Wait until the tokenizer is loaded. Raises SettingsError, ProcessFailed."""
+        """Wait until the tokenizer is loaded.
+
+        Raises SettingsError if its files cannot be used, ProcessFailed if the process ends or takes too long.
+        """
         if self._loaded:
             return
         first = await self._wait_for_answer(time.monotonic() + LOAD_TIMEOUT)
@@ -135,7 +141,10 @@ class TextProcess(asyncio.Protocol):
             self._idle_memory = self._read_memory()
 
     async def run_call(self, call: bytes, seconds: float) -> Answer:
-        """Return the answer to a framed call. Raises ProcessFailed; the process cannot be used after that."""
+        """Return the answer to a call, given as the bytes of one frame.
+
+        Raises ProcessFailed if none comes within `seconds`; the process cannot be used after that.
+        """
         if self._transport is None or self.disconnected:
             raise ProcessFailed("killed")
         self._answer_future = asyncio.get_running_loop().create_future()
@@ -173,7 +182,7 @@ class TextProcess(asyncio.Protocol):
     def _fail(self, reason: FailureReason) -> None:
         if self._answer_future is not None and not self._answer_future.done():
             self._answer_future.set_exception(ProcessFailed(reason))
-            self._answer_future.exception()  # marks it as retrieved: the waiting task may be gone
+            self._answer_future.exception()  # marks the exception as retrieved, as the waiting task may be gone
 
     def _read_memory(self) -> int:
         try:
@@ -187,7 +196,7 @@ class TextProcess(asyncio.Protocol):
             self._socket.close()
         else:
             self._transport.abort()
-        if self.disconnected:  # it may be ending by itself: its exit code then gives the reason
+        if self.disconnected:  # if it is ending by itself, wait: its exit code tells why
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return await asyncio.to_thread(self._process.wait, 1)
         self._process.kill()
@@ -229,7 +238,7 @@ def _start_program(theirs: socket.socket) -> subprocess.Popen[bytes]:
 
 
 def make_environment(ours: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a tokenizer process: this one's module path, no threads, no secrets."""
+    """Return the environment of a tokenizer process: this process's module path, no additional threads, no secrets."""
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     alone = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "PYTHONPATH": path}
     return {name: ours[name] for name in INHERITED if name in ours} | alone
