@@ -127,7 +127,7 @@ class Metrics:
             missed = admitted.prompt_tokens - admitted.cached_tokens
             self._increment(
                 missed, f.PREFIX_MISSES, name, admitted.miss or "short"
-            )  # "short" if there is no other reason: at least the last token is computed
+            )  # the default reason is "short": the last token of a prompt is never cached
 
     def _observe_drafts(self, name: str, drafts: Sequence[DraftRecord]) -> None:
         self._increment(len(drafts), f.DRAFTS, name)

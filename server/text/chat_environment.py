@@ -85,7 +85,9 @@ class _Namespace(Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
-            raise jinja2.exceptions.SecurityError(f"a namespace cannot have {name!r}, with an underscore before it")
+            raise jinja2.exceptions.SecurityError(
+                f"a namespace cannot have {name!r}: a name may not begin with an underscore"
+            )
         super().__setitem__(name, value)
 
 

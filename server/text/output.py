@@ -164,7 +164,7 @@ class _Search:
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
-        self.matched = 0  # number of first characters of `stop` that the text ends with
+        self.matched = 0  # length of the longest prefix of `stop` that the text ends with
         self._borders = [0]  # by length n >= 1: the longest proper prefix of stop[:n] that is also its suffix
 
     def push(self, piece: str) -> int | None:

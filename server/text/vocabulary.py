@@ -93,7 +93,9 @@ def extract_vocabulary(backend: tokenizers.Tokenizer) -> VocabularyData:
         )
     tokens = [backend.id_to_token(token) for token in range(vocab_size)]
     if (longest := max((len(token) for token in tokens if token), default=0)) > MAX_TOKEN_LENGTH:
-        raise SettingsError(f"model: its tokenizer has a token of {longest} characters; at most {MAX_TOKEN_LENGTH}")
+        raise SettingsError(
+            f"model: its tokenizer has a token of {longest} characters; at most {MAX_TOKEN_LENGTH} are allowed"
+        )
     spelled = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     special = [index for index, token in enumerate(tokens) if token in spelled]
     decoder = backend.decoder.__getstate__().decode() if backend.decoder else None
@@ -105,7 +107,9 @@ def check_decoder(decoder: dict[str, Any] | None) -> None:
     """Raise SettingsError for a decoder whose work may grow faster than the text."""
     steps = flatten_steps(decoder)
     if len(steps) > MAX_DECODER_STEPS:
-        raise SettingsError(f"model: its tokenizer's decoder has {len(steps)} steps; at most {MAX_DECODER_STEPS}")
+        raise SettingsError(
+            f"model: its tokenizer's decoder has {len(steps)} steps; at most {MAX_DECODER_STEPS} are allowed"
+        )
     growth = 1.0
     for step in steps:
         growth *= _compute_growth(step)

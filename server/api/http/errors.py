@@ -94,7 +94,7 @@ class ApiError(HTTPException):
 
 
 def make_error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return OpenAPI's entries of errors with these statuses, and of others, for a route's or router's `responses`."""
+    """Return OpenAPI's entries for errors with these and all other statuses: the `responses` of a route or router."""
     return {status: {"model": Error} for status in statuses} | {"default": {"model": Error}}
 
 
@@ -220,7 +220,7 @@ def _format_sent_value(problem: Mapping[str, Any]) -> str:
         return f", not {len(sent)}"
     if kind in ("value_error", "too_long", "too_short"):
         return ""
-    if kind.endswith("_type") and sent in (0, ""):  # may stand for a value that was not decoded
+    if kind.endswith("_type") and sent in (0, ""):  # 0 or "" may replace a value that was not decoded
         return f", not {TYPE_NAMES[type(sent)]}"
     return f", not {format_value(sent)}"
 

@@ -77,7 +77,7 @@ def decode(data: bytes, fields: Mapping[str, ReadAs]) -> Any:
     _check_utf8(data)
     try:
         found = _decode_members(data)
-    except msgspec.ValidationError:  # JSON, but not an object
+    except msgspec.ValidationError:  # the data is JSON, but not an object
         return _make_empty_value(msgspec.json.decode(data, type=Raw))
     few = len(data) <= MAX_VALUES
     left = MAX_VALUES
@@ -91,7 +91,7 @@ def decode(data: bytes, fields: Mapping[str, ReadAs]) -> Any:
         else:
             left -= 0 if few else count_values(raw)
             if left < 0:
-                raise TooManyValues(f"has too many values: a request may have {MAX_VALUES}; send less", name)
+                raise TooManyValues(f"has too many values: a request may have at most {MAX_VALUES}; send less", name)
             values[name] = msgspec.json.decode(raw)
     return values
 

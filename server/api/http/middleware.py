@@ -137,7 +137,7 @@ class InflightBodies:
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """Bytes of one body and of all together; `is_final` is false until the engine's context length is known."""
+    """Most bytes of one body and of all together; `is_final` is false until the engine's context length is known."""
 
     max_body_bytes: int
     max_inflight_body_bytes: int

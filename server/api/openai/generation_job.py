@@ -348,7 +348,7 @@ class Serving:
     deadlines: Deadlines
     priorities: Priorities
     log_prompts: bool = False
-    any_model_name: bool = False  # an unknown model name stands for the served model
+    any_model_name: bool = False  # whether an unknown model name means the served model
 
     def resolve_request(
         self, body: GenerationRequest, header: str | None, authorization: str | None

@@ -70,7 +70,7 @@ def allow_only(*neutral: Any, instead: str = "leave it out") -> AfterValidator:
 
 
 T = TypeVar("T")
-LongList = Annotated[list[T], Field(fail_fast=True)]  # stops at the first wrong item: an error for each takes too long
+LongList = Annotated[list[T], Field(fail_fast=True)]  # stops at the first wrong item, as errors for all take too long
 TokenIds = Annotated[LongList[int], WrapValidator(_accept_decoded_ids), ReadAs.TOKEN_IDS]
 Prompt = Annotated[
     str | LongList[int],
@@ -139,7 +139,9 @@ class SamplingRequest(Body):
     allowed_token_ids: AllowedTokens = Field(
         default_factory=list, description="only these tokens are drawn; default: all"
     )
-    seed: int | None = Field(None, ge=-INT64, lt=INT64, description="choice i is drawn with seed + i; default: random")
+    seed: int | None = Field(
+        None, ge=-INT64, lt=INT64, description="seed of choice 0; choice i has seed + i; default: random"
+    )
     n: int = Field(1, ge=1, le=128, description="number of choices")
     stop: Stop = Field(default_factory=list, description="strings, each of which ends the text")
     stop_token_ids: list[int] = Field(

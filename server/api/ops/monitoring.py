@@ -149,7 +149,7 @@ class Page:
     def __init__(self, client: EngineClient, observations: Observations) -> None:
         self._snapshot = CachedAnswer(
             client, "metrics", before_query=observations.send
-        )  # so that the snapshot counts this process's latest responses
+        )  # first report, so that the snapshot counts this process's latest responses
         self._renderer = Renderer()
         self._written: Answer | None = None
         self._texts: dict[bool, bytes] = {}

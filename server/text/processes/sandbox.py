@@ -50,7 +50,7 @@ class CallLimits(NamedTuple):
 
 
 class SandboxedTokenizer(TokenizerBase):
-    """A tokenizer that decodes in this process, by a table, and does everything else in processes with limits."""
+    """A tokenizer that decodes in the API worker's process, by a table, and does the rest in processes with limits."""
 
     def __init__(self, directory: Path, limits: CallLimits, *, linger: float = LINGER) -> None:
         """Load the directory's tokenizer in a process, and wait for it. Raises SettingsError if it cannot be loaded.
