@@ -69,7 +69,7 @@ class FamilyShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """The engine's message: the encoded families, which stay the same, and all values as an array of doubles."""
+    """The engine's message with all metrics: the encoded families, which never change, and an array of all values."""
 
     families: msgspec.Raw
     numbers: bytes

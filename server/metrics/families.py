@@ -40,7 +40,7 @@ class Label:
 
 @dataclass(frozen=True, eq=False)
 class MetricFamily(Generic[M]):
-    """One metric: its kind, name and labels, for all values of the labels."""
+    """One metric: its kind, name and labels; each combination of label values is a series."""
 
     kind: type[M]
     name: str  # without the prefix `kvmux_` and suffixes such as `_total`
@@ -63,7 +63,7 @@ class MetricFamily(Generic[M]):
 def _make_vllm_family(
     kind: type[M], name: str, help: str, labels: tuple[Label, ...], buckets: Buckets = ()
 ) -> MetricFamily[M]:
-    """Return a family that vLLM has under the same name."""
+    """Return a metric family that vLLM has under the same name, with another prefix."""
     return MetricFamily(kind, name, help, labels, buckets, vllm_name=f"{name}{NAME_SUFFIXES.get(kind, '')}")
 
 

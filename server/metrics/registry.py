@@ -53,7 +53,7 @@ class Metrics:
         self._increment(about.restarts, f.ENGINE_RESTARTS)
 
     def _add_vllm_aliases(self, shapes: Sequence[FamilyShape]) -> list[FamilyShape]:
-        """Return the families under vLLM's names, and record of which of our series each vLLM series is the sum."""
+        """Return the families under vLLM's names; store in `_alias_sums` which of our series each vLLM series sums."""
         found = []
         for family, shape in zip(FAMILIES, shapes, strict=True):
             if (alias := make_alias(family, shape)) is not None:
@@ -91,7 +91,7 @@ class Metrics:
             self.observe_request(record)
 
     def observe_step(self, report: StepReport) -> None:
-        """Count a step of the engine."""
+        """Add what happened in one step of the engine to the metrics."""
         if report.rows:
             self._increment(1, f.STEPS)
             self._observe((report.seconds,), f.STEP_SECONDS)

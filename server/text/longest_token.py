@@ -1,6 +1,6 @@
 """Computes how many characters one token can stand for, so that the API can refuse too long texts unencoded.
 
-A tokenizer has such a number if it leaves out nothing of a text. Knows neither requests nor the context's length.
+There is such a number only if the tokenizer drops no part of a text. Knows neither requests nor the context's length.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class DecodedIds:
     nested: bool
 
     def flatten(self) -> list[int]:
-        """Return the integers. Raises ValueError if they are in lists of lists."""
+        """Return the integers. Raises ValueError if they are in lists within the list."""
         if self.nested:
             raise ValueError("should be one list of token ids")
         return self.ids

@@ -18,7 +18,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from typing_extensions import TypedDict  # pydantic cannot read that of Python 3.11
+from typing_extensions import TypedDict  # pydantic cannot read the TypedDict of Python 3.11's typing
 
 from server.api.http.errors import ApiError
 from server.api.http.json_body import MAX_VALUES, Body, FieldNotes, count_values, format_value, get_field_notes
@@ -56,7 +56,7 @@ INVALID_CONTENT = 'should be a text, or a list of {"type": "text", "text": "..."
 
 
 def _validate_content(value: Any, info: ValidationInfo) -> Any:
-    """Return a message's content, checked here, as pydantic's errors for a union list all alternatives."""
+    """Return a message's content, checked without pydantic, whose errors for a union list all alternatives."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -147,7 +147,7 @@ def _check_arguments(messages: Any) -> Any:
     for arguments in _iter_encoded_arguments(messages):
         values += count_values(arguments.encode())
         if values > MAX_VALUES:
-            raise ValueError(f"the arguments of all calls may have {MAX_VALUES} values; send less")
+            raise ValueError(f"all tool calls' arguments together may have at most {MAX_VALUES} values; send less")
     return messages
 
 
@@ -177,7 +177,9 @@ class Rendering(Body):
         default_factory=dict, description="variables of the chat template, such as enable_thinking"
     )
     reasoning_effort: str | None = Field(
-        None, max_length=MAX_NAME_LENGTH, description="a variable of the chat template; some templates do not read it"
+        None,
+        max_length=MAX_NAME_LENGTH,
+        description="given to the chat template as a variable; some templates do not read it",
     )
 
     @property

@@ -69,7 +69,7 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 def router(serving: Serving, info: Mapping[str, Any] | None = None) -> APIRouter:
-    """Return the router of these routes; it has /tokenizer_info, which returns `info`, only if that is not None."""
+    """Return the router of all these routes; /tokenizer_info, which returns `info`, only if `info` is not None."""
     tokenizer = serving.tokenizer
     routes = APIRouter(route_class=JsonRoute, tags=["tokens"], responses=make_error_responses(400, 404, 413, 503))
 

@@ -26,7 +26,7 @@ from server.text.tokenizer import TokenizerBase
 MAX_PIN_SECONDS = 7 * 24 * 3600  # seconds
 MAX_PROFILED_STEPS = 200
 MAX_PROFILED_SECONDS = 60.0
-PROFILE_EXTRA_TIMEOUT = 120.0  # more seconds for loading torch's profiler and writing a trace
+PROFILE_EXTRA_TIMEOUT = 120.0  # seconds added for loading torch's profiler and writing a trace
 
 
 class TenantBody(Body):

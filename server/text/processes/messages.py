@@ -89,7 +89,7 @@ class Encoded(msgspec.Struct, tag=True, frozen=True):
 
 
 RefusalKind: TypeAlias = Literal["template", "length", "infill", "tokenizer", "memory"]
-REFUSAL_ERRORS: dict[RefusalKind, type[TextRefused]] = {  # exception of each kind of refusal; "memory" ends the process
+REFUSAL_ERRORS: dict[RefusalKind, type[TextRefused]] = {  # exception to raise for each kind; "memory" ends the process
     "template": ChatTemplateError,
     "length": TextTooLong,
     "infill": InfillError,
