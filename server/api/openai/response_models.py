@@ -21,7 +21,7 @@ class Usage(Struct):
 
 
 class KVCacheChoice(Struct):
-    """Extension: the strategy instance that serves the request, why, and the prompt tokens that were cached there."""
+    """Extension of OpenAI's response: the instance that serves the request, why, and its number of cached tokens."""
 
     instance: str
     reason: str
@@ -29,7 +29,7 @@ class KVCacheChoice(Struct):
 
 
 class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_bytes"}):
-    """Extension, with `explain: true`: how one choice was served, copied from its RequestRecord."""
+    """Extension of OpenAI's choices, with `explain: true`: how one choice was served, copied from its RequestRecord."""
 
     instance: str
     reason: str
