@@ -24,7 +24,7 @@ NORMALIZERS = {  # most characters that each kind replaces by one; kinds that ar
     "ByteLevel": 1,
 }
 PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits"}  # kinds that drop no character; UnicodeScripts drops spaces
-CUTTING = {"Split", "Punctuation"}  # kinds that drop no character unless their behavior is "Removed"
+CUTTING = {"Split", "Punctuation"}  # pre-tokenizers that drop no character unless their behavior is "Removed"
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}  # the tokens of a vocabulary with byte fallback
 
 
