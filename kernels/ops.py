@@ -229,7 +229,8 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return x [N, d] plus `added` (None: nothing), and q [N,Hq,D], k [N,H,D], v [N,H,D] of the norm of that sum.
 
-        q and k are rotated by RoPE at `positions` [N] int64. The bits are those of the single operations.
+        q and k are rotated by RoPE at `positions` [N] int64. The results have the same bits as the single operations
+        called one by one.
         """
         ...
 
@@ -325,17 +326,18 @@ class Ops(Protocol):
         ...
 
     def repeat_kv_heads_step(self, mirror: Tensor, x: Tensor, start: int) -> None:
-        """Repeat x [n,H,D] as `repeat_kv_heads`, into columns start .. start + n of mirror [H * groups, P, D].
+        """Repeat x [n,H,D] as `repeat_kv_heads` does, into columns start .. start + n - 1 of mirror [H * groups, P, D].
 
-        Writes nothing else, so a caller that keeps a mirror moves only the new tokens in each step. Raises ValueError
-        if there are no such columns, or if the mirror's heads are not a multiple of x's.
+        Writes nothing else, so a caller that keeps a mirror (a copy of keys or values with repeated heads) moves only the new
+        tokens in each step. Raises ValueError if there are no such columns, or if the mirror's heads are not a multiple
+        of x's.
         """
         ...
 
     def forward_layers(self, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
         """Run all layers: x [N, d], embedded tokens -> the output of the last layer [N, d].
 
-        Each layer is `qkv_proj_rope`, the attention's attend(), `o_proj_add_norm` and its feed-forward. The bits are
-        those of the single operations.
+        Each layer is `qkv_proj_rope`, the attention's attend(), `o_proj_add_norm` and its feed-forward. The results
+        have the same bits as the single operations called one by one.
         """
         ...

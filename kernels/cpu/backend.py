@@ -28,7 +28,7 @@ class CpuOps(ReferenceOps):
     """Implements `kernels.ops.Ops`; inherits from the reference what C++ lacks, and calls it for other shapes."""
 
     def __init__(self, library: Any, classes: Any) -> None:
-        """Wrap a loaded library: its namespaces of torch.ops and torch.classes."""
+        """Use a loaded library, given its namespaces of torch.ops and of torch.classes."""
         super().__init__()
         self._library = library
         self._classes = classes

@@ -51,7 +51,7 @@ void refuse(const char* operation, const char* name, const at::Tensor& t, Types 
 
 void expect_indices(const char* operation, const char* name, const at::Tensor& t, int64_t end) {
   const auto* numbers = t.const_data_ptr<int64_t>();
-  bool inside = true;  // without a branch for each, so that they are compared in vectors
+  bool inside = true;  // no branch for each number, so that the compiler compares them in vectors
   for (int64_t i = 0, n = t.numel(); i < n; ++i)
     inside &= static_cast<uint64_t>(numbers[i]) < static_cast<uint64_t>(end);
   if (inside) return;

@@ -48,7 +48,7 @@ class Layers : public torch::CustomClassHolder {
   Tensor run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
              const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers);
 
-  // Returns the seconds of the last run, in the order of TimedOp.
+  // Returns the seconds that each operation took in the last run, in the order of the enum TimedOp.
   std::vector<double> seconds() const { return {seconds_.begin(), seconds_.end()}; }
 
  private:

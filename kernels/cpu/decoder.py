@@ -69,7 +69,7 @@ class CpuDecoderLayers(DecoderLayers):
         )
 
     def run(self, x: Tensor, positions: Tensor, kv_locations: Sequence[tuple[slice, KVLocation]]) -> Tensor:
-        """Run all layers on x [N, d] -> [N, d]."""
+        """Return the output [N, d] of the last layer for embedded tokens x [N, d]."""
         addresses, integers = [], []
         for tokens, (_, at, window) in kv_locations:
             addresses += [at.table, at.row_seat, at.q_start, at.start]

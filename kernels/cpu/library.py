@@ -52,7 +52,7 @@ def find_memory_reader() -> Callable[[Tensor], object] | None:
 
 
 def usable_instruction_sets() -> tuple[str, ...]:
-    """Return this machine's instruction sets, the fastest first; ATEN_CPU_CAPABILITY hides those above it."""
+    """Return this machine's instruction sets, the fastest first; none above ATEN_CPU_CAPABILITY, if that is set."""
     if platform.machine() in ("aarch64", "arm64"):
         return ("neon",)
     if (best := torch.backends.cpu.get_cpu_capability()) != "AVX512":

@@ -1,4 +1,4 @@
-// Prefetches memory into the cache while something else is computed.
+// A queue of memory that is prefetched into the cache while something else is computed.
 #pragma once
 
 #include <algorithm>
@@ -41,7 +41,7 @@ class PrefetchQueue {
  private:
   static constexpr int64_t LINE = 64;  // bytes
   const char* lines_[MOST + STEPS];
-  int64_t used_ = 0, count_ = 0;  // used_ <= count_ <= MOST
+  int64_t used_ = 0, count_ = 0;  // lines prefetched so far, and lines queued (at most MOST)
 };
 
 }  // namespace kvmux

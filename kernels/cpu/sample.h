@@ -202,7 +202,7 @@ class Candidates {
   int64_t n_;
 };
 
-// Returns the token drawn from logits [n]; the first of the largest if the temperature is 0.
+// Returns a token drawn from logits [n]; if the temperature is 0, the first one with the largest logit.
 template <typename T>
 int64_t sample_row(const T* logits, int64_t n, const SamplingParams& params) {
   const float top = largest(logits, n);

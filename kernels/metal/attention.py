@@ -44,7 +44,7 @@ class Shape(NamedTuple):
 
 
 def get_kernel_shape(spec: LayerSpec) -> Shape | None:
-    """Return the kernels' shape for a layer; None if its heads are wider than those of any kernel."""
+    """Return the Shape of a layer's kernels; None if its heads are wider than those of any kernel."""
     dim, group = max(spec.head_dim, spec.v_head_dim), spec.num_q_heads // spec.num_kv_heads
     width = next((width for width in MAX_HEADS_PER_GROUP if LANES * width >= dim), None)
     if width is None:

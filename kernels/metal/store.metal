@@ -114,8 +114,9 @@ kernel void gather(
 }
 
 // ---------------------------------------------------------------- copy_blocks
-// One thread copies 16 bytes of a block: pairs [n] of source and destination, in pages of `page` times 16 bytes. A
-// large block is copied in parts, one per launch; `memory` points to the part in block 0.
+// Copies blocks, 16 bytes per thread. `pairs` [n]: ids of source and destination blocks; block number b begins at byte
+// b * page * 16 of memory. A large block is copied in parts, one per launch; `memory` points to the launch's part of
+// block 0.
 kernel void copy_blocks(
     device uint4* memory [[buffer(0)]],
     constant int2* pairs [[buffer(1)]],

@@ -172,7 +172,7 @@ class ReferenceOps(CompositeOps):
 
 
 def _copy_repeated(columns: Tensor, x: Tensor) -> None:
-    """Copy x [n,H,D] into columns [H * groups, n, D]; several times faster than torch's repeat_interleave."""
+    """Copy each head of x [n,H,D] to groups of `columns` [H * groups, n, D]; faster than torch's repeat_interleave."""
     columns.unflatten(0, (x.shape[1], -1)).copy_(x.transpose(0, 1)[:, None])
 
 

@@ -74,7 +74,7 @@ def _write_kv_bytes(store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots)
 
 
 def _token_bytes(store: KVStore, layer: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a token's keys and values in one layer."""
+    """Return the bytes of one token's keys and values in one layer, if they are stored in `dtype`."""
     shapes = (plane.numbers.shape for plane in store.planes(layer))  # [blocks, H, block_size, dim]
     return sum(heads * compute_vector_bytes(dim, dtype) for _, heads, _, dim in shapes)
 

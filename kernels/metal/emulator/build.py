@@ -1,6 +1,6 @@
 """Compiles C++ to a library and loads it: finds a compiler, and caches libraries in the user's cache folder.
 
-The key of a library is a hash of all that it is made of. Knows neither Metal nor launches.
+The name of a cached library is a hash of all that it is made of. Knows neither Metal nor launches.
 """
 
 from __future__ import annotations

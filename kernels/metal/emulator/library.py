@@ -33,7 +33,7 @@ class Order(IntEnum):
 
 @dataclass(frozen=True)
 class Stats:
-    """The statistics of a launch."""
+    """The statistics of a launch: its size, its memory, switches between threads, and checked accesses."""
 
     threads: int
     groups: int

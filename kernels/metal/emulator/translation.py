@@ -266,7 +266,7 @@ class Translator:
     # ---- the parts of Metal that C++ does not have
 
     def _translate_variables(self, kernel: Declaration) -> tuple[str, ...]:
-        """Turn threadgroup variables into references to memory that the runtime knows by number; return their names."""
+        """Turn threadgroup variables into references to memory, known to the runtime by number; return their names."""
         names: list[str] = []
         for variable in find_threadgroup_variables(self._source, *kernel.body):
             type_, made = self._source.slice(*variable.type), ""
@@ -308,7 +308,7 @@ class Translator:
                 self._replace(i, i + 1, f"{_SUFFIXES[found[2].lower()]}({found[1]}f)")
 
     def _remove_duplicate_const(self) -> None:
-        """Remove the const of `const constant`, which would be const twice in C++."""
+        """Remove the const of `const constant`: `constant` alone becomes const in C++, which forbids it twice."""
         for i in range(len(self._source.tokens) - 1):
             if self._source.is_at(i, "const", "constant"):
                 self._replace(i, i + 1, "")

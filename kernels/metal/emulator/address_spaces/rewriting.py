@@ -151,7 +151,7 @@ def _rewrite_literals(source: Source) -> Iterator[Edit]:
 
 
 def _rewrite_structs(source: Source) -> Iterator[Edit]:
-    """Insert the constructors and assignments that C++ lacks after the { of each named struct."""
+    """Insert into each named struct, after its {, the constructors and assignments that Metal has and C++ lacks."""
     for i, token in enumerate(source.tokens):
         if token.text not in ("struct", "class") or source.tokens[i - 1].text in ("<", ",", "enum"):
             continue

@@ -1,9 +1,9 @@
 // Detects data races on a piece of memory: keeps for every byte its last writer and the readers since then.
 //
-// Two accesses of one byte, one of them a write, are a race unless something orders them: the same thread makes them,
-// or their threadgroup (or simdgroup) passed a barrier for this kind of memory in between. Barriers are counted, so
-// that is a comparison of numbers. Nothing orders two threadgroups of a launch. Two atomic accesses are never a race.
-// Two readers are kept, of different simdgroups if possible, so a race with a third may be missed.
+// Two accesses to one byte, one of them a write, are a race unless something orders them: one thread makes both, or
+// their threadgroup (or simdgroup) passed a barrier for this kind of memory in between, which is known from the number
+// of barriers passed before each. Nothing orders two threadgroups of a launch. Two atomic accesses are never a race.
+// Two readers are kept, of different simdgroups if possible, so a race with a third reader may be missed.
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,11 @@
 // Schedules GPU threads: all threads of a threadgroup take turns on one CPU thread.
 //
-// A thread runs until it waits: for the lanes of its simdgroup or for all of its threadgroup. Then another one goes on,
-// on a fiber of its own. A thread that returns without ever waiting leaves its fiber to the next one, so a kernel that
-// never waits costs a call per thread and no switch at all.
+// A thread runs until it waits: for the lanes of its simdgroup, or for all of its threadgroup. Then another one runs,
+// on a fiber (a stack) of its own. A thread that returns without ever waiting leaves its fiber to the next one, so a
+// kernel that never waits costs a call per thread and no switch at all.
 //
-// Masks of lanes record which lanes wait. A wait that can never be completed (a lane has returned, or waits elsewhere)
-// is detected as soon as the second of the two lanes arrives. Knows nothing of memory.
+// Masks record which lanes wait. A wait that can never end, as another lane has returned or waits elsewhere, is
+// detected as soon as both lanes have stopped. Knows nothing of memory.
 #pragma once
 
 #include <cstring>

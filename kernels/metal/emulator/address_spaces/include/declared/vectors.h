@@ -76,7 +76,7 @@ DECLARED_NAMES(half)
 DECLARED_NAMES(bfloat)
 DECLARED_NAMES(float)
 #undef DECLARED_NAMES
-// clang's own vectors of bools have no named components.
+// Vectors of bools are vectors of uchar here, as clang's own vectors of bools have no named components.
 typedef uchar2 bool2;
 typedef uchar3 bool3;
 typedef uchar4 bool4;
