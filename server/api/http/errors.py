@@ -131,7 +131,7 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 def add_exception_handlers(app: FastAPI) -> None:
-    """Register the handler of expected exceptions; the middleware `Lifetime` answers the others."""
+    """Register the handler of expected exceptions; `RequestLifecycleMiddleware` answers the others."""
     for kind in (HTTPException, RequestValidationError, EngineRefused, EngineLost, TextError):
         app.add_exception_handler(kind, _handle_exception)
 

@@ -57,7 +57,9 @@ class EngineServer:
         self._path = os.fspath(path)
         self._greeting = encode_events([hello])
         self._worker_ids = itertools.count()
-        self._workers: dict[int, WorkerConnection] = {}  # sockets by worker id; only the server's thread changes the dict
+        self._workers: dict[
+            int, WorkerConnection
+        ] = {}  # sockets by worker id; only the server's thread changes the dict
         self._worker_tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop = asyncio.Event()
