@@ -328,9 +328,9 @@ class Ops(Protocol):
     def repeat_kv_heads_step(self, mirror: Tensor, x: Tensor, start: int) -> None:
         """Repeat x [n,H,D] as `repeat_kv_heads` does, into columns start .. start + n - 1 of mirror [H * groups, P, D].
 
-        Writes nothing else, so a caller that keeps a mirror (a copy of keys or values with repeated heads) moves only the new
-        tokens in each step. Raises ValueError if there are no such columns, or if the mirror's heads are not a multiple
-        of x's.
+        Writes nothing else, so a caller that keeps a mirror (a copy of keys or values with repeated heads) moves only
+        the new tokens in each step. Raises ValueError if there are no such columns, or if the mirror's heads are not a
+        multiple of x's.
         """
         ...
 

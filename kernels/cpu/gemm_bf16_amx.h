@@ -63,8 +63,8 @@ class Bf16AmxGemm {
   static constexpr int64_t STRIDE = 64;  // bytes from row to row of a tile: rows are adjacent in x, weight and sums
   template <int N>                       // prefetch distance: numbers from the tile being multiplied
   static constexpr int64_t AHEAD = (N == PANELS ? 2 : PANELS) * P::TILE;
-  static constexpr int64_t CHUNK =
-      10;  // tiles: those of two panels stay in the L1 cache while rows and sums pass through it
+  // Tiles added at a time for many rows: those of two panels stay in the L1 cache while rows and sums pass through it.
+  static constexpr int64_t CHUNK = 10;
 
   // Returns the number of rows with padding: 16 for up to 16 rows, otherwise the next multiple of 32.
   static int64_t padded_rows(int64_t rows) {

@@ -56,7 +56,7 @@ class Team {
 
   explicit Team(int64_t threads) : missing_(threads), done_(threads) {}
 
-  // Waits until all threads have joined, and returns the number of this one. Torch may give several of the requested
+  // Waits until all threads have joined, and returns this thread's number. Torch may give several of the requested
   // pieces to one thread, so the team has as many members as threads join.
   Member join(int64_t pieces) {
     const Member member = size_.fetch_add(1);

@@ -40,7 +40,7 @@ EMULATOR_UNCHECKED T swap(volatile atomic<T>* p, T value) {
   p->value = value;
   return old;
 }
-// The type of an argument from which T is not deduced: so an int may be added to an atomic_uint.
+// Keeps the compiler from deducing T from an argument of this type, so that an int may be added to an atomic_uint.
 template <class T>
 using Same = typename remove_cv<T>::type;
 

@@ -17,7 +17,7 @@ typedef atomic<bool> atomic_bool;
 typedef atomic<ulong> atomic_ulong;
 
 namespace spaces {
-// The type of an argument from which T is not deduced: so an int may be added to an atomic_uint.
+// Keeps the compiler from deducing T from an argument of this type, so that an int may be added to an atomic_uint.
 template <class T>
 using Same = typename remove_cv<T>::type;
 }  // namespace spaces
