@@ -106,43 +106,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         metavar="NAME",
         help="workloads to run, of those listed below (default: a b c8 d)",
     )
-    arrivals = group.add_mutually_exclusive_group().add_argument
-    arrivals(
-        "--concurrency",
-        type=_positive_int,
-        metavar="N",
-        help="number of clients, each of which sends one request at a time",
-    )
-    arrivals(
-        "--rate",
-        type=_positive_float,
-        metavar="X",
-        help="mean number of requests a second, sent at random times (Poisson)",
-    )
-    arrivals(
-        "--burst",
-        type=_positive_int,
-        metavar="N",
-        help="number of requests in a burst; bursts are sent every --every seconds",
-    )
-    arrivals(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="file of requests and their times, as `python -m loadtest.traces` writes it",
-    )
-    add(
-        "--every",
-        type=_positive_float,
-        metavar="SECONDS",
-        help=f"seconds between the bursts of --burst (default: {BenchOptions.every:g})",
-    )
-    add(
-        "--speed-up",
-        type=_positive_float,
-        metavar="X",
-        help="factor by which a trace is sent faster than recorded (default: 1)",
-    )
+    _add_arrivals(group)
     add(
         "--requests",
         type=_positive_int,
@@ -173,6 +137,47 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         type=_non_negative_int,
         metavar="N",
         help="seed of the random prompts (default: a new one each time, so that no cache has the prompts)",
+    )
+
+
+def _add_arrivals(group: argparse._ArgumentGroup) -> None:
+    """Add the flags that say when requests are sent."""
+    arrivals = group.add_mutually_exclusive_group().add_argument
+    arrivals(
+        "--concurrency",
+        type=_positive_int,
+        metavar="N",
+        help="number of clients, each of which sends one request at a time",
+    )
+    arrivals(
+        "--rate",
+        type=_positive_float,
+        metavar="X",
+        help="mean number of requests a second, sent at random times (Poisson)",
+    )
+    arrivals(
+        "--burst",
+        type=_positive_int,
+        metavar="N",
+        help="number of requests in a burst; bursts are sent every --every seconds",
+    )
+    arrivals(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="file of requests and their times, as `python -m loadtest.traces` writes it",
+    )
+    group.add_argument(
+        "--every",
+        type=_positive_float,
+        metavar="SECONDS",
+        help=f"seconds between the bursts of --burst (default: {BenchOptions.every:g})",
+    )
+    group.add_argument(
+        "--speed-up",
+        type=_positive_float,
+        metavar="X",
+        help="factor by which a trace is sent faster than recorded (default: 1)",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,7 +77,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="do not measure at the socket and over HTTP, for which the model is loaded again",
     )
     add("--json", type=Path, metavar="FILE", help="write the figures to this file as JSON")
-    add = parser.add_argument_group("profile of a running server").add_argument
+    _add_flags_of_recordings(parser.add_argument_group("profile of a running server").add_argument)
+
+
+def _add_flags_of_recordings(add: Callable[..., object]) -> None:
+    """Add the flags for recording steps of a running server."""
     add(
         "--url",
         metavar="URL",
