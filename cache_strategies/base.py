@@ -71,7 +71,7 @@ class Seat:
 
     def __init__(self, length: int = 0) -> None:
         self.length = length  # number of committed tokens: the next row starts at this position
-        self.cached = length  # committed tokens that open() found; may shrink until the seat's first row has run
+        self.cached = length  # number of tokens that open() found cached; may shrink until the seat's first row has run
         self.miss: Miss | None = "cold"  # why open() did not find more cached tokens; None: it found all reusable ones
 
 
@@ -362,7 +362,7 @@ class Pin(NamedTuple):
     num_tokens: int
     num_bytes: int
     salt: Salt
-    expires: float  # time on the monotonic clock, in seconds
+    expires: float  # time at which the pin expires, in seconds on the monotonic clock
 
 
 @runtime_checkable

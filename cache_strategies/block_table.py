@@ -26,7 +26,7 @@ from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 
 Int32 = NDArray[np.int32]
-INT32_MAX = 2**31 - 1  # slots are int32 on the device
+INT32_MAX = 2**31 - 1  # largest int32, the type of slots on the device
 
 
 class TableOptions(Options):

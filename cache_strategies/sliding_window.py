@@ -22,7 +22,7 @@ from cache_strategies.base import CacheSetup, Contract, Geometry
 from cache_strategies.block_table import TableOptions, TableSeat
 from cache_strategies.single_block import SingleBlockCache
 
-INT32_MAX = 2**31 - 1  # positions are int32 on the device
+INT32_MAX = 2**31 - 1  # largest int32, the type of positions on the device; maximum of the options
 
 
 class WindowOptions(TableOptions):

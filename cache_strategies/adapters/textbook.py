@@ -130,7 +130,7 @@ class KVCache:
                 )
             if x.dtype != self.dtype:
                 raise ValueError(
-                    f"{name} is {x.dtype}, this cache stores {self.dtype}: make the cache with dtype={x.dtype}"
+                    f"{name} has dtype {x.dtype}, this cache stores {self.dtype}: make the cache with dtype={x.dtype}"
                 )
         if key.shape != value.shape or key.device != value.device:
             raise ValueError(
@@ -152,7 +152,8 @@ class KVCache:
             )
         if layer_idx in self._memory and key.device != self._memory[layer_idx][0].device:
             raise ValueError(
-                f"layer {layer_idx} is on {self._memory[layer_idx][0].device}, the tokens on {key.device}: move them"
+                f"layer {layer_idx} is on {self._memory[layer_idx][0].device}, its new keys are on {key.device}: "
+                "move them to the same device"
             )
 
 
@@ -184,7 +185,7 @@ class CausalAttentionWithCache(nn.Module):
         if start_pos != held:
             raise ValueError(_format_start_pos_error(start_pos, held, self.layer_idx, cache))
         B, n, d_model = x.shape
-        # [B, n, 3 d_model] -> three of [B, H, n, D]
+        # [B, n, 3 d_model] -> queries, keys and values, each [B, H, n, D]
         q, keys, values = self.qkv(x).view(B, n, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         if cache is not None:
             keys, values = cache.update(keys, values, self.layer_idx)  # [B, H, S, D] with S = start_pos + n

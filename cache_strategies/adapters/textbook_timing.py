@@ -33,8 +33,14 @@ class GenerationTiming(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m cache_strategies.adapters.textbook_timing", description=__doc__)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256, 512], help="numbers of tokens to generate")
-    parser.add_argument("--d-model", type=int, default=256, help="width of the model")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[64, 256, 512],
+        help="numbers of tokens to generate, measured one after the other",
+    )
+    parser.add_argument("--d-model", type=int, default=256, help="width of the model (d_model)")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of weights, keys and values")

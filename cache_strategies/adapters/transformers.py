@@ -25,7 +25,7 @@ from cache_strategies.base import CacheUsage, Geometry, Plan, Row, Seat
 from cache_strategies.standalone import build_standalone_cache
 from kernels.types import LayerSpec
 
-_UNKNOWN_TOKEN_ID = -1  # transformers does not pass token ids to a cache, so its tokens cannot be shared
+_UNKNOWN_TOKEN_ID = -1  # stands for every token id, as transformers passes none to a cache; prevents prefix sharing
 
 KV = tuple[Tensor, Tensor]
 
@@ -173,7 +173,7 @@ class StrategyCache(Cache):
         if layer in forward_pass.updated_layers or (B, n) != (len(self._seats), forward_pass.num_new_tokens):
             self._check_no_partial_pass()
         dtype = self._cache.setup.geometry.kv_dtype
-        k, v = (x.detach().to(dtype).transpose(1, 2).flatten(0, 1) for x in (key, value))  # [B * n, H, D]
+        k, v = (x.detach().to(dtype).transpose(1, 2).flatten(0, 1) for x in (key, value))  # each [B * n, H, D]
         forward_pass.plan.attend(layer, k, k, v, torch.empty_like(v))  # only writes: see build_standalone_cache
         forward_pass.updated_layers.add(layer)
         if layer in forward_pass.past:
@@ -292,7 +292,7 @@ class StrategyCache(Cache):
             )
         if S + n > self.max_seq_len:
             raise ValueError(
-                f"{n} tokens do not fit after {S}: raise max_seq_len={self.max_seq_len}, or call reset() first"
+                f"{n} tokens do not fit after {S} cached ones: raise max_seq_len={self.max_seq_len}, or call reset()"
             )
         if rows > 1 and self._has_gaps and not self._equal_lengths:
             self._refuse(

@@ -28,7 +28,7 @@ class EvictionQueue:
         self._new_policy = policy
         self._clock = clock
         self._policies: dict[int, EvictionPolicy] = {}
-        self._retention: dict[Key, Retention] = {}  # retention of all entries, in use and idle
+        self._retention: dict[Key, Retention] = {}  # priority and expiry of all entries, in use and idle
         self._idle: set[Key] = set()
         self._expiry = _ExpiryHeap(self._retention)
 

@@ -25,7 +25,7 @@ class S3FIFO(EvictionPolicy):
         self._small: OrderedDict[Key, int] = OrderedDict()  # bytes of each entry
         self._main: OrderedDict[Key, int] = OrderedDict()  # bytes of each entry
         self._small_bytes = self._main_bytes = 0
-        self._main_keys: set[Key] = set()  # keys in the main queue, and of entries in use that will return to it
+        self._main_keys: set[Key] = set()  # keys of entries in the main queue, and in use but to return to it
         self._ghosts: OrderedDict[Key, None] = OrderedDict()  # keys evicted from the small queue, oldest first
 
     def insert(self, key: Key, size: int, now: float) -> None:

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple
 
 from cache_strategies.base import Miss, Salt, SeatT
 
-MAX_EVICTED_HASHES = 1 << 16  # number of evicted blocks' hashes that are remembered to explain misses
+MAX_EVICTED_HASHES = 1 << 16  # number of evicted blocks whose hashes are remembered, to explain later misses
 
 
 class BlockHash(NamedTuple):

@@ -87,7 +87,11 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     add("--url", metavar="URL", help=f"address of the server (default: {URL})")
     add("--model", metavar="NAME", help="name of the model to measure (default: the first that the server lists)")
     add("--strategies", nargs="+", metavar="NAME", help="strategies to measure (default: all that the server lists)")
-    add("--mixed", action="store_true", help="add a row in which requests are distributed among the strategies")
+    add(
+        "--mixed",
+        action="store_true",
+        help="add a row to the report for requests that are distributed among all strategies",
+    )
     add("--api-key", metavar="KEY", help="API key to send as a bearer token (default: $OPENAI_API_KEY)")
     add(
         "--body",

@@ -163,7 +163,7 @@ def _chunks(model: Any) -> None:
         (_too_many_rows, ValueError, "4 rows exceed max_batch_size=3: raise it"),
         (_too_many_forks, ValueError, "4 rows exceed max_batch_size=3: raise it"),
         (_another_batch, ValueError, r"has 2 rows and the input has 3.*reset\(\)"),
-        (_too_long, ValueError, "1 tokens do not fit after 96: raise max_seq_len=96"),
+        (_too_long, ValueError, "1 tokens do not fit after 96 cached ones: raise max_seq_len=96"),
         (_another_model, StrategyCacheError, "has keys or values of shape.*this model's own config"),
         (_another_device, ValueError, "keys are on cpu, the cache on meta: pass device='cpu'"),
         (_unknown_kind, SettingsError, "no cache strategy kind 'pagde'; kinds are"),
