@@ -80,11 +80,10 @@ class Arena:
         gradual: bool = False,
         memory: Tensor | None = None,
     ) -> None:
-        """Allocate `pages` pages, or use `memory` if given, without touching it.
+        """Allocate and touch `pages` pages, so that no later write can fail for lack of memory.
 
-        All pages are touched now, so that no later write can fail for lack of memory. With `gradual` (CPU only) just
-        addresses are reserved; touch() and touch_rest() provide the memory. Raises OSError or RuntimeError if there is
-        not enough memory.
+        If `memory` is given, it is used as it is. With `gradual` (CPU only) just addresses are reserved; touch() and
+        touch_rest() provide the memory. Raises OSError or RuntimeError if there is not enough memory.
         """
         assert pages > 0
         assert page_bytes > 0

@@ -25,7 +25,6 @@ def list_policies() -> dict[str, str]:
 
 def load_policy(name: str) -> type[EvictionPolicy]:
     """Return the class of an eviction policy. Raises SettingsError if it is unknown or cannot be loaded."""
-    known = (
-        BUILTIN if name in BUILTIN else list_policies()
-    )  # entry points are slow to read, and not needed for built-in policies
+    # entry points are slow to read, so they are read only if the policy is not a built-in one
+    known = BUILTIN if name in BUILTIN else list_policies()
     return load_class(name, known, EvictionPolicy, what="eviction policy", plural="policies")  # type: ignore[type-abstract]

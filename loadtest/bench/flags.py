@@ -193,7 +193,7 @@ def _positive_int(text: str) -> int:
 
 def _non_negative_int(text: str) -> int:
     if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or more")
     return int(text)
 
 
