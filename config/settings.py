@@ -533,7 +533,7 @@ class Settings(BaseSettings):
         return [number for number, key in enumerate(self.api_keys or (), start=1) if len(key) < MIN_API_KEY_LENGTH]
 
     def compute_body_limits(self, max_seq_len: int) -> tuple[int, int]:
-        """Return (max_body_bytes, max_inflight_body_bytes): as set, or by default for a context of `max_seq_len` tokens."""
+        """Return (max_body_bytes, max_inflight_body_bytes) or their defaults for a context of `max_seq_len` tokens."""
         ids = BYTES_PER_TOKEN_ID * max_seq_len * self.max_choices
         one = min(BODY_OVERHEAD_BYTES + max(self.max_prompt_characters, ids), MAX_DEFAULT_BODY_BYTES)
         one = min(one, self.max_inflight_body_bytes or one) if self.max_body_bytes is None else self.max_body_bytes

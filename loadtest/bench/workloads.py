@@ -36,7 +36,7 @@ class Drawn:
     prompt_tokens: int
     max_tokens: int
     shared_tokens: int = 0
-    # the phases of a round, such as cold and warm: their prompts begin with the same tokens, which the first computes
+    # names of a round's phases, such as cold and warm; their prompts begin with the same tokens, so later ones find them
     phases: Sequence[str] = ("",)
 
     def make_requests(self, vocabulary: PromptVocabulary, salt: str, phase: str) -> list[BenchRequest]:
