@@ -36,7 +36,7 @@ class Drawn:
     prompt_tokens: int
     max_tokens: int
     shared_tokens: int = 0
-    # names of a round's phases, such as cold and warm; their prompts begin with the same tokens, so later ones find them
+    # names of a round's phases, such as cold and warm; the prompts of all phases begin with the same tokens
     phases: Sequence[str] = ("",)
 
     def make_requests(self, vocabulary: PromptVocabulary, salt: str, phase: str) -> list[BenchRequest]:
