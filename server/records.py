@@ -52,7 +52,7 @@ class DraftRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class StepReport:
-    """The metrics of one step of the engine. Mappings are by instance."""
+    """The metrics of one step of the engine. Mappings are keyed by instance, unless noted."""
 
     seconds: float
     parts: Mapping[str, StepPart]
@@ -129,7 +129,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class EngineState:
-    """Gauges of an engine: bytes and counts, by instance unless noted."""
+    """Gauges of an engine: bytes and counts, keyed by instance unless noted."""
 
     running: Mapping[str, int]  # requests
     waiting: Mapping[tuple[str, WaitReason], int]  # number of waiting requests by instance and by what they wait for

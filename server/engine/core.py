@@ -63,7 +63,7 @@ class StepResult(NamedTuple):
 
 @dataclass
 class _StepAccumulator:
-    """Metrics and events since the last step's report; counters and dicts are by instance."""
+    """Metrics and events since the last step's report; counters and dicts are keyed by instance."""
 
     failures: Counter[str] = field(default_factory=Counter)  # number of exceptions in a strategy's code
     generated_tokens: Counter[str] = field(default_factory=Counter)

@@ -22,7 +22,7 @@ class Model(Protocol):
 
     @property
     def impl(self) -> Literal["lean", "transformers"]:
-        """The implementation: "lean" is the decoder of this project."""
+        """What computes the model: "lean" (this project's decoder) or "transformers"."""
         ...
 
     @property
@@ -45,7 +45,7 @@ class Model(Protocol):
 
     @property
     def weight_format(self) -> str:
-        """The format of most weights: "float32", "int4"."""
+        """The format of most weights, such as "float32" or "int4"."""
         ...
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:

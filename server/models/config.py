@@ -82,7 +82,7 @@ class MixtureOfExperts:
 class LayerConfig:
     """The parts of a model's configuration that may differ from layer to layer."""
 
-    window: int | None  # tokens that a sliding window lets each token see; None: full attention
+    window: int | None  # number of latest tokens to which each token attends (sliding window); None: full attention
     rope: Rope | None  # position embedding of queries and keys; None: they are not rotated (NoPE)
     experts: MixtureOfExperts | None  # mixture of experts; None: a dense feed-forward network
 
@@ -113,7 +113,7 @@ class ModelConfig:
     sandwich_norm: bool = False
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
-    softcap: float | None = None  # bound of attention scores: cap * tanh(score / cap)
+    softcap: float | None = None  # bound of attention scores, softcap * tanh(score / softcap); None: no bound
     logit_softcap: float | None = None
 
     @property
@@ -241,7 +241,9 @@ def _parse_layers(raw: RawConfig, family: ModelFamily, head_dim: int, file: Path
     interval = raw.get("no_rope_layer_interval") or count + 1
     uses_rope = raw.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]  # 0: without RoPE
     if len(kinds) != count or len(uses_rope) != count:
-        raise ModelError(f"{file} has {count} layers, {len(kinds)} layer_types, {len(uses_rope)} no_rope_layers")
+        raise ModelError(
+            f"{file} has {count} layers, {len(kinds)} layer_types, {len(uses_rope)} no_rope_layers; all should be equal"
+        )
     if unknown := set(kinds) - {SLIDING_ATTENTION, FULL_ATTENTION}:
         strange = shorten_repr(", ".join(sorted(unknown))).strip("'")
         raise UnknownModelError(

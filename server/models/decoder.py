@@ -62,7 +62,7 @@ class Decoder(ForwardStepMixin):
 
     @property
     def weight_format(self) -> str:
-        """The format of most weights: "float32", "int4"."""
+        """The format of most weights, such as "float32" or "int4"."""
         counts: Counter[str] = Counter()
         for weight in self._weights():
             counts[_get_format_name(weight)] += weight.shape.numel()

@@ -112,7 +112,9 @@ def _longrope(rope: Rope, positions: int) -> tuple[Tensor, float]:
     trained = p["original_max_position_embeddings"]
     factors = torch.tensor(p["long_factor"] if positions > trained else p["short_factor"], dtype=torch.float64)
     if len(factors) != rope.dim // 2:
-        raise ModelError(f"{rope.file}: RoPE scaling 'longrope' has {len(factors)} factors for {rope.dim // 2} pairs")
+        raise ModelError(
+            f"{rope.file}: RoPE scaling 'longrope' has {len(factors)} factors for {rope.dim // 2} frequencies"
+        )
     factor = p.get("factor") or rope.max_positions / trained
     amplitude = p.get("attention_factor")
     if amplitude is None:

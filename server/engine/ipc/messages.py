@@ -179,7 +179,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Admitted(msgspec.Struct, tag=True, frozen=True):
-    """The request got its seat. `reason`: why the instance was chosen; `cached_tokens`: prompt tokens in the cache."""
+    """The request got its seat in `instance`, chosen by `reason`; `cached_tokens` of its prompt were in the cache."""
 
     request_id: str
     instance: str

@@ -83,7 +83,7 @@ class EngineServer:
         try:
             unsent = worker.send(encode_events(events))
             if unsent > MAX_UNREAD_BYTES:
-                raise WireError("it does not read")
+                raise WireError("it does not read its events")
             if unsent:
                 self._call_soon_threadsafe(self._flush_when_writable, worker_id)
         except WireError as error:

@@ -104,7 +104,7 @@ class Profiler:
         return None
 
     def annotate_step(self, busy: bool) -> AbstractContextManager[object]:
-        """Return the context to run a step in; `busy` tells whether there are requests."""
+        """Return the context manager in which to run a step; `busy` tells whether there are requests."""
         if not self._busy:
             return NULL_CONTEXT
         recording = self._recording
@@ -182,7 +182,7 @@ def _export_trace(torch_profiler: profile) -> bytes:
         if size > MAX_TRACE_BYTES:
             raise RequestError(
                 409,
-                f"the trace has {size} bytes, and may have {MAX_TRACE_BYTES}: ask for fewer steps",
+                f"the trace has {size} bytes, more than the maximum of {MAX_TRACE_BYTES}: ask for fewer steps",
                 code="too_large",
             )
         return file.read_bytes()

@@ -67,7 +67,7 @@ class Request:
     seat: Seat | None = None
     num_cached_tokens: int | None = None  # number of prompt tokens found in the cache; None until its first row has run
     miss: str | None = None  # why no more prompt tokens were found (`cache_strategies.base.Miss`)
-    forked: bool = False  # whether it took over the prompt that another choice (n > 1) had computed
+    forked: bool = False  # whether the request took over the prompt that another choice (n > 1) had computed
     num_preemptions: int = 0
     # Value of Scheduler._room_changes when this request last found no room; -1: it has not been refused
     refused_at: int = -1
@@ -93,7 +93,7 @@ class Request:
 
     @property
     def waits_for_sibling(self) -> bool:
-        """Whether it waits for another choice (n > 1) of its prompt, the first, which computes the prompt for all."""
+        """Whether the request waits for the first choice (n > 1) of its prompt, which computes the prompt for all."""
         if self.num_output_tokens or not self.cache.contract.forkable:
             return False
         return next((sibling for sibling in self.siblings if not sibling.num_output_tokens), self) is not self

@@ -277,8 +277,7 @@ class Scheduler:
                 return
             while not self._try_seat(request):
                 if not lower:
-                    # Later requests have to wait: else the preempted ones would be admitted before it and preempted
-                    # again.
+                    # Nothing may overtake `request`: else the preempted ones would be admitted and preempted again.
 
                     request.passed_over = self.limits.max_passed_over
                     return

@@ -60,7 +60,8 @@ class GGUFArchitecture(NamedTuple):
 _GEMMA = GGUFArchitecture(
     "", names=TENSOR_NAMES | _GEMMA_NAMES, norm_offset=1.0, activation="gelu_pytorch_tanh", full_attention_interval=2
 )
-ARCHITECTURES: Mapping[str, GGUFArchitecture] = {  # conversion rules by the value of general.architecture
+# by the file's general.architecture: how llama.cpp writes that architecture
+ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture("LlamaForCausalLM", permuted=True),  # Mistral, too
     "qwen2": GGUFArchitecture("Qwen2ForCausalLM"),
     "qwen3": GGUFArchitecture("Qwen3ForCausalLM"),

@@ -42,7 +42,7 @@ def ensure_unpacked(file: Path) -> Path:
 
 
 def find_gguf_file(directory: Path) -> Path | None:
-    """Return the GGUF file that a directory was made from; None for other directories."""
+    """Return the link to the GGUF file from which a directory was unpacked; None for other directories."""
     link = directory / LINK
     return link if link.is_symlink() else None
 

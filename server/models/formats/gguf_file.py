@@ -133,7 +133,7 @@ class _Cursor:
         """Read a tensor's entry; its offset is in bytes from the first tensor, not yet from the start of the file."""
         count = self.read_scalar("I")
         if count > MAX_DIMENSIONS:
-            raise ValueError(f"a tensor has {count} dimensions")
+            raise ValueError(f"a tensor has {count} dimensions, more than {MAX_DIMENSIONS}")
         dimensions = [self.read_scalar("Q") for _ in range(count)]
         return TensorInfo(tuple(reversed(dimensions)), self.read_scalar("I"), self.read_scalar("Q"))
 
@@ -154,6 +154,6 @@ class _Cursor:
 
     def _check_bounds(self, length: int) -> None:
         if self.position + length > len(self._data):
-            raise ValueError(f"it has {len(self._data)} bytes, and its header needs {self.position + length}")
+            raise ValueError(f"the file has {len(self._data)} bytes, and its header needs {self.position + length}")
         if self.position + length > MAX_HEADER_BYTES:
             raise ValueError(f"its header is longer than {MAX_HEADER_BYTES} bytes")

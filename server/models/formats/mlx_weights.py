@@ -21,7 +21,7 @@ from server.models.weights import FLOAT_DTYPES, Matrix, Safetensors, Shape, chec
 
 
 class _Quantization(BaseModel):
-    """The entry "quantization" of config.json, for all modules or for one."""
+    """Group size, bits and mode: the entry "quantization" of config.json for all modules, or its entry for one."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
