@@ -49,7 +49,7 @@ def get_versions() -> dict[str, str]:
     return {
         "version": get_version(),
         "python": platform.python_version(),
-        "torch": str(torch.__version__),  # it is a TorchVersion, a subclass of str
+        "torch": str(torch.__version__),  # converts a TorchVersion, a subclass of str
         "transformers": metadata.version("transformers"),
     }
 

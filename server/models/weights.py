@@ -150,7 +150,7 @@ class Safetensors:
             raise self._unsupported_dtype_error(name)
         dtype = SAFETENSORS_DTYPES[info.dtype]
         found = self._load_bytes(info.file, info.start, info.size)
-        if found.data_ptr() % dtype.itemsize:  # a mapped tensor may begin at any byte of the file
+        if found.data_ptr() % dtype.itemsize:  # not aligned: a mapped tensor may begin at any byte of the file
             found = found.clone()
         return found.view(dtype).view(info.shape)
 

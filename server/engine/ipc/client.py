@@ -154,7 +154,7 @@ class EngineClient:
         """Make an unconnected client; `estimate_retry_after` returns seconds until a lost engine is expected back."""
         self.hello: Hello | None = None  # what the engine serves; None while it is not connected
         self.query_timeout = 10.0  # seconds to wait for an answer, which the engine gives between two steps
-        # Replaced after each command and for each new engine: answers from before are then out of date
+        # `epoch` is replaced after each command and for each new engine: answers from before are then out of date
         self.epoch = object()
         self.estimate_retry_after = estimate_retry_after
         self._path = os.fspath(path)

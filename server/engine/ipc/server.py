@@ -129,7 +129,7 @@ class EngineServer:
         while self._worker_tasks:
             for worker in self._workers.values():
                 worker.hang_up()
-            # Repeated, as another worker may just have been accepted
+            # The wait is repeated, as another worker may just have been accepted
             await asyncio.wait(self._worker_tasks, timeout=0.01)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path)
