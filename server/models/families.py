@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 RawConfig = Mapping[str, Any]  # the contents of config.json
-# (config.json, number of layers) -> for each layer, whether it has a sliding window
+# Function: (config.json, number of layers) -> for each layer, whether it has a sliding window
 SlidingRule = Callable[[RawConfig, int], list[bool]]
 
 

@@ -139,7 +139,7 @@ def _load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> An
         if "Unrecognized configuration class" in str(error):
             raise ModelError(f"{directory}: transformers has no decoder-only model of this architecture") from None
         raise ModelError(
-            f"{directory}: transformers cannot load it with our attention: {_format_error(error)}"
+            f"{directory}: transformers cannot load it with kvmux's attention: {_format_error(error)}"
         ) from None
     model, found = loaded
     if lacking := sorted(found["missing_keys"]) + sorted(str(key) for key in found["mismatched_keys"]):
@@ -272,7 +272,7 @@ class _Probe(NoCacheAttention):
 
 @torch.inference_mode()
 def _probe_layers(model: Any, info: ModelInfo, positions: int, device: torch.device) -> list[LayerSpec]:
-    """Return every layer's attention parameters. Raises ModelError if the model cannot run with our attention."""
+    """Return every layer's attention parameters. Raises ModelError if the model cannot run with kvmux's attention."""
     name, config = type(model).__name__, model.config.get_text_config()
     probe = _Probe(PROBE_TOKENS, config, positions, device)
     ids = (torch.arange(PROBE_TOKENS, device=device) * 7919) % info.vocab_size
@@ -295,5 +295,5 @@ def _probe_layers(model: Any, info: ModelInfo, positions: int, device: torch.dev
     if not ours.isfinite().all():
         raise ModelError(f"{name} cannot be served: its logits are NaN or infinite; is the checkpoint damaged?")
     if (ours - theirs).abs().max() > PROBE_TOLERANCE[model.dtype] * theirs.abs().max():
-        raise ModelError(f"{name} cannot be served: its logits with our attention and with its own differ")
+        raise ModelError(f"{name} cannot be served: its logits with kvmux's attention and with its own differ")
     return [probe.layer_specs[i] for i in range(layers)]

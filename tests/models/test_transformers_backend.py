@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
             decoder_attention_heads=4,
             decoder_ffn_dim=96,
         ),
-        "its logits with our attention and with its own differ",
+        "its logits with kvmux's attention and with its own differ",
     ),
     "a state beside attention": (
         FalconH1Config(
@@ -159,7 +159,7 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
     ),
     "older code": (
         FalconConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
-        "transformers cannot load it with our attention",
+        "transformers cannot load it with kvmux's attention",
     ),
 }
 
@@ -178,7 +178,7 @@ def test_a_model_that_attends_otherwise_than_it_says_is_refused(
     save_random_model("olmo2", tmp_path)
     attend = NoCacheAttention.attend
     monkeypatch.setattr(NoCacheAttention, "attend", lambda self, layer, q, k, v: attend(self, layer, q, k, v) * 1.5)
-    with pytest.raises(ModelError, match="its logits with our attention and with its own differ"):
+    with pytest.raises(ModelError, match="its logits with kvmux's attention and with its own differ"):
         TransformersModel(tmp_path, torch.float32, CPU)
 
 
