@@ -22,7 +22,7 @@ EMULATED_DEVICES: Mapping[str, str] = {
 
 
 class Device(NamedTuple):
-    """A device that operations run on."""
+    """A device on which operations run: its name, and the torch device of its tensors."""
 
     name: str  # name of the device in the settings, in /v1/settings and in the log
     tensors: torch.device

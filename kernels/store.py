@@ -148,11 +148,11 @@ class KVStore:
         return finite
 
     def k(self, layer: int) -> Tensor:
-        """Return the keys of a layer, [blocks, H, block_size, D]; from block to block it is one page."""
+        """Return the keys of a layer, [blocks, H, block_size, D]; as a block id is a page, stride(0) is one page."""
         return self.planes(layer)[0].numbers
 
     def v(self, layer: int) -> Tensor:
-        """Return the values of a layer, [blocks, H, block_size, Dv]; from block to block it is one page."""
+        """Return the values of a layer, [blocks, H, block_size, Dv]; as a block id is a page, stride(0) is one page."""
         return self.planes(layer)[1].numbers
 
     def k_offset(self, layer: int) -> int:

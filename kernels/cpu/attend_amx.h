@@ -281,7 +281,8 @@ class AmxAttentionHead {
       _mm512_store_ps(v, _mm512_mul_ps(_mm512_load_ps(v), factor));
   }
 
-  // Adds the sums of query row r over one split to `sums`, with the values' numbers back in their order.
+  // Adds the sums of query row r over one split to `sums`. Puts the numbers of values, of which pair_values separated
+  // the even ones from the odd ones, back in order.
   void merge(int64_t r, OnlineSoftmax<ROWS>& sums) {
     constexpr float LN2 = 0.693147181f;
     const float total = _mm512_reduce_add_ps(_mm512_load_ps(weights_ + r * L));

@@ -7,9 +7,9 @@ constant constexpr int MOST_NUMBERS = 8;  // numbers of a head that one lane hol
 constant constexpr float NOTHING = -3.402823466e+38f;  // maximum score while no key was seen
 
 struct AttentionCall {
-  int q_heads, group;  // number of query heads, and of those that share a KV head
+  int q_heads, group;                        // number of query heads, and of those that share a KV head
   int q_token, q_head, out_token, out_head;  // strides in numbers
-  int model_window, window;  // window of the model, and that of the strategy
+  int model_window, window;                  // window of the model, and that of the strategy
 };
 
 struct Scoring {

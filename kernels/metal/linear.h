@@ -9,7 +9,7 @@ struct LinearSizes {
   int rows, inputs, outputs;
   int x_stride;       // in numbers
   int weight_stride;  // stride of the weight in numbers of T, or in 32-bit words if it is quantized
-  int biased;  // 0 if there is no bias, otherwise 1
+  int biased;         // 0 if there is no bias, otherwise 1
 };
 
 // The sums of OUTPUTS outputs for ROWS rows of x.

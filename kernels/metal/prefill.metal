@@ -36,7 +36,7 @@ template <int N>
 struct Tile {
   threadgroup KV* numbers;    // [KEYS, PITCH]
   threadgroup float* scales;  // [KEYS]
-  threadgroup uint* sound;  // [KEYS]: 0 for a vector with a NaN or infinite number, otherwise 1
+  threadgroup uint* sound;    // [KEYS]: 0 for a vector with a NaN or infinite number, otherwise 1
 
   // Loads the tile that begins at position `begin`; the simdgroups load one vector after the other. Keys that no query
   // sees become 0, as they may never have been written.
@@ -63,7 +63,7 @@ struct Tile {
 
 // All queries of one row and KV head, numbered by token and, within a token, by query head of the KV head's group.
 struct Queries {
-  int first_token, start;  // index of the row's first token in the step, and its position in the sequence
+  int first_token, start;  // the row's first token: its index in the step, its position in the sequence
   int kv_head, group, count;
 
   int token(int i) const { return first_token + i / group; }

@@ -23,7 +23,7 @@ def assemble_source(name: str, types: Mapping[str, torch.dtype]) -> str:
 
 
 def _expand_includes(file: str, included: set[str]) -> Iterator[str]:
-    """Yield the lines of a file, each header once at its first #include, and #line directives to tell their files."""
+    """Yield the lines of a file, with headers inserted once and #line directives that say where lines are from."""
     yield f'#line 1 "{file}"\n'
     for number, line in enumerate((FOLDER / file).read_text(encoding="ascii").splitlines(keepends=True), 1):
         header = INCLUDE.fullmatch(line)

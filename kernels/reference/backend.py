@@ -54,8 +54,8 @@ class ReferenceOps(CompositeOps):
             return self._quantized_linear(x, weight, bias)
         multiplied = x.to(weight.dtype)
         if weight.dtype is torch.bfloat16 and weight.shape[1] % 32 and weight.device.type == "cpu":
-            # For rows of such a length, oneDNN's product in AMX tiles pads them with the numbers after them, so a NaN
-            # there would spread.
+            # oneDNN's product in AMX tiles pads rows that are no multiple of 32 with the numbers after them, so that a
+            # NaN there would spread.
             wide = F.linear(multiplied.float(), weight.float(), None if bias is None else bias.float())
             return wide.to(weight.dtype).to(x.dtype)
         return F.linear(multiplied, weight, bias).to(x.dtype)
@@ -172,7 +172,7 @@ class ReferenceOps(CompositeOps):
 
 
 def _copy_repeated(columns: Tensor, x: Tensor) -> None:
-    """Copy each head of x [n,H,D] to groups of `columns` [H * groups, n, D]; faster than torch's repeat_interleave."""
+    """Repeat each head of x [n,H,D] into `columns` [H * groups, n, D]; faster than torch's repeat_interleave."""
     columns.unflatten(0, (x.shape[1], -1)).copy_(x.transpose(0, 1)[:, None])
 
 
@@ -313,6 +313,6 @@ def check_copy_blocks(store: KVStore, src: Sequence[int], dst: Sequence[int]) ->
     check(len(src) == len(dst), "copy_blocks: src has {} blocks and dst {}; they must be as many", len(src), len(dst))
     inside = all(0 <= block < store.num_blocks for block in (*src, *dst))
     check(inside, "copy_blocks: blocks must be from 0 to {}", store.num_blocks - 1)
-    written = set(dst)  # blocks must not overlap, as a GPU copies all of them at the same time
+    written = set(dst)  # no block may be read and written, as a GPU copies all at the same time
     is_separate = len(written) == len(dst) and written.isdisjoint(src)
     check(is_separate, "copy_blocks: a block is written twice, or read and written; copy it in another call")

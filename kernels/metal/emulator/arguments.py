@@ -62,7 +62,7 @@ class Buffer:
                 f"{self._label}: begins {address % self.alignment} bytes off a multiple of {self.alignment}"
             )
         if self.reference and bytes_ < self.size:
-            raise ValueError(f"{self._label}: has {bytes_} bytes, and {self.size} are read")
+            raise ValueError(f"{self._label}: has {bytes_} bytes, but the kernel reads {self.size}")
         return address, bytes_
 
     def pack(self, value: Any, cast: str) -> bytes:
@@ -89,7 +89,7 @@ class Buffer:
         if self.writable:
             raise TypeError(f"{self._label} is written to, so it must be a tensor")
         if len(packed) > MAX_BYTES:
-            raise ValueError(f"{self._label}: {len(packed)} bytes, and Metal passes {MAX_BYTES} by value: use a tensor")
+            raise ValueError(f"{self._label}: {len(packed)} bytes, but Metal passes {MAX_BYTES} by value: use a tensor")
         if self._scalar.dtypes:
             self._check_numbers(len(packed) // count, count, kind)
         if self.reference and len(packed) < self.size:

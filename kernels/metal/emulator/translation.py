@@ -232,7 +232,7 @@ class Translator:
         place = self._source.location(kernel.begin)
         if len(buffers) > MAX_BUFFERS:
             raise SyntaxError(
-                f"{place}: kernel '{kernel.name}' has {len(buffers)} buffers, and Metal {MAX_BUFFERS}: "
+                f"{place}: kernel '{kernel.name}' has {len(buffers)} buffers, but Metal allows {MAX_BUFFERS}: "
                 "put some into a struct"
             )
         missing = [i for i in range(len(buffers)) if i not in buffers]
@@ -281,7 +281,7 @@ class Translator:
         if len(names) > MAX_VARIABLES:
             raise SyntaxError(
                 f"{self._source.location(kernel.begin)}: kernel '{kernel.name}' has {len(names)} threadgroup "
-                f"variables, and the emulator {MAX_VARIABLES}: put some into a struct or an array"
+                f"variables, but the emulator allows {MAX_VARIABLES}: put some into a struct or an array"
             )
         return tuple(names)
 

@@ -7,15 +7,15 @@ namespace emulator {
 
 enum Fault : int {
   NO_FAULT,
-  RACE,              // both parties
-  OUT_OF_BOUNDS,  // `first` only; `memory` describes the nearest argument or variable
-  MISALIGNED,        // one party
-  WRITE_TO_CONST,    // one party
-  DIVERGENCE,  // both parties: they do not wait at the same place, so that a wait cannot end
-  TOO_MANY_BYTES,  // no party; `memory.offset` is the sum of bytes of threadgroup memory
-  NO_LANE,  // `first` only; `memory.offset` is the lane, `memory.bytes` the number of lanes that exist
-  OTHER_LANE,  // both parties, which broadcast from different lanes
-  DIVISION  // `first` only; an integer is divided by zero, or the least one by -1
+  RACE,            // both parties
+  OUT_OF_BOUNDS,   // `first` only; `memory` describes the nearest argument or variable
+  MISALIGNED,      // one party
+  WRITE_TO_CONST,  // one party
+  DIVERGENCE,      // both parties: they do not wait at the same place, so that a wait cannot end
+  TOO_MANY_BYTES,  // no party; threadgroup variables have `memory.offset` bytes in all
+  NO_LANE,         // `first` only; `memory.offset` is the lane, `memory.bytes` the number of lanes that exist
+  OTHER_LANE,      // both parties, which broadcast from different lanes
+  DIVISION         // `first` only; an integer is divided by zero, or the least one by -1
 };
 
 enum Act : int { READS, WRITES, READS_ATOMICALLY, WRITES_ATOMICALLY, WAITS, RETURNED, DIVIDES };
@@ -23,7 +23,7 @@ enum Act : int { READS, WRITES, READS_ATOMICALLY, WRITES_ATOMICALLY, WAITS, RETU
 struct Party {
   Act act;
   unsigned thread, group;  // indices
-  unsigned code;  // of an access: address in the library of the instruction after it
+  unsigned code;           // of an access: address in the library of the instruction after it
   const char* operation;   // of WAITS
   const char* file;
   unsigned line, column;
@@ -34,7 +34,7 @@ enum Space : int { DEVICE, THREADGROUP };
 
 struct Memory {
   Space space;
-  int index;  // number of the argument or of the threadgroup variable; -1: none is near
+  int index;        // number of the argument or of the threadgroup variable; -1: none is near
   long offset;      // bytes from its beginning
   long bytes;       // its length
   unsigned access;  // bytes

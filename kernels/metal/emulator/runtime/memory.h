@@ -13,7 +13,7 @@ namespace emulator {
 
 constexpr long THREADGROUP_BYTES = 32 << 10;
 constexpr unsigned MAX_VARIABLES = 64;  // most threadgroup variables of a kernel; as in ../translation.py
-constexpr long MARGIN = 64;  // bytes between two threadgroup variables, which nothing may access
+constexpr long MARGIN = 64;             // bytes between two threadgroup variables, which nothing may access
 
 struct Argument {
   std::uintptr_t begin, end;
@@ -236,9 +236,9 @@ class Checker {
   Piece piece_[MAX_BUFFERS];
   unsigned arguments_, pieces_;
   Shadow threadgroup_shadow_;
-  std::uintptr_t image_;  // address where the kernels' library begins
+  std::uintptr_t image_;          // address where the kernels' library begins
   std::uintptr_t constant_page_;  // number of the latest page found in the library, plus one
-  unsigned code_;  // place in the library of the access being checked
+  unsigned code_;                 // place in the library of the access being checked
 };
 
 }  // namespace emulator

@@ -33,9 +33,9 @@ struct Wait {
 };
 
 struct Simdgroup {
-  unsigned present;    // lanes that exist
+  unsigned present;   // lanes that exist
   unsigned runnable;  // lanes that have not begun, or can go on running
-  unsigned waiting;  // lanes that wait in the simd operation `wait`
+  unsigned waiting;   // lanes that wait in the simd operation `wait`
   unsigned returned;  // lanes that have returned; all others wait for the threadgroup
   Wait wait;
   unsigned turn;
@@ -48,14 +48,14 @@ struct Simdgroup {
 
 class Scheduler {
  public:
-  // `main` is the function that fibers run; it has to call `live`.
+  // Starts a launch. `main` is the function that fibers run, which has to call `live`.
   void begin_launch(void (*main)(), Entry entry, Order order, unsigned long seed) {
     entry_ = entry;
     order_ = order;
     random_ = seed * 0x9E3779B97F4A7C15ul + 0x1234567;
     switches = 0;
     std::memset(shape_, 0, sizeof shape_);
-    if (!ready_) fibers_.reset(main);  // needed at first, and after a failed launch
+    if (!ready_) fibers_.reset(main);  // in the first launch, and after a failed one
     ready_ = false;
     failure = Failure();
   }
@@ -285,7 +285,7 @@ class Scheduler {
   unsigned long random_;
   const Context* context_;
   unsigned count_, simdgroups_;  // of the threadgroup
-  unsigned runnable_;  // simdgroups with at least one runnable lane
+  unsigned runnable_;            // simdgroups with at least one runnable lane
   unsigned at_barrier_, returned_, first_returned_;
   Wait barrier_;
   Task* current_;

@@ -67,7 +67,7 @@ def test_in_a_kernel(body: str, told: str) -> None:
         ("kernel void h(device float* a, uint i) {}", "parameter 'i' of kernel 'h' is bound to nothing"),
         ("kernel void h(" + ", ".join(f"device float* a{i}" for i in range(32)) + ") {}", "kernel 'h' has 32 buffers"),
         ("kernel void h(device float* a) {" + "".join(f"threadgroup int t{i};" for i in range(65)) + "}",
-         "kernel 'h' has 65 threadgroup variables, and the emulator 64: put some into a struct or an array"),
+         "kernel 'h' has 65 threadgroup variables, but the emulator allows 64: put some into a struct or an array"),
         ("#define N 4\ntemplate <int n> [[max_total_threads_per_threadgroup(n)]] kernel void h(device float* a) {}",
          "write a number into [[max_total_threads_per_threadgroup(...)]]"),
     ],

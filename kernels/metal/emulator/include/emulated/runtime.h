@@ -43,8 +43,8 @@ struct Context {
   void* buffers[MAX_BUFFERS];
   unsigned grid[3];
   unsigned groups[3];
-  unsigned nominal[3];  // size of threadgroups, as the launch requests it
-  unsigned size[3];  // size of this threadgroup: smaller at the edge of the grid
+  unsigned nominal[3];   // size of threadgroups, as the launch requests it
+  unsigned size[3];      // size of this threadgroup: smaller at the edge of the grid
   unsigned position[3];  // of this threadgroup
 };
 
