@@ -21,8 +21,8 @@ from kernels.metal.library import Grid, Kernel, Kernels, Longs
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
-# For each number of a head's numbers that a lane may hold: the most query heads that a decoding threadgroup computes,
-# limited by its registers. The kernels are instantiated at the ends of decode.metal and prefill.metal.
+# By how many numbers of a head each lane holds: the most query heads that a decoding threadgroup computes, limited by
+# its registers. The kernels are instantiated at the ends of decode.metal and prefill.metal.
 MAX_HEADS_PER_GROUP = {2: 8, 4: 8, 8: 4}
 SPLIT = 256  # positions that one threadgroup sums; as in decode.metal
 MAX_PARTIAL_SUMS = 16 << 20  # most float32 numbers of partial sums in one launch

@@ -276,7 +276,7 @@ class GemvCall(NamedTuple):
 
 
 def _make_gemv_call(x: Tensor, outputs: int, weight_stride: int, bias: Tensor | None) -> GemvCall:
-    """Return the arguments for x [rows, inputs]; `weight_stride` is in numbers, or in words if they are quantized."""
+    """Return the arguments for x [rows, inputs]; `weight_stride` is in numbers, or in words of a quantized one."""
     rows, inputs = x.shape
     rows_per_group = min(MAX_ROWS_PER_GROUP, 1 << (rows - 1).bit_length())
     grid = Grid((-(-outputs // OUTPUTS) * GROUP, -(-rows // rows_per_group), 1), (GROUP, 1, 1))

@@ -55,7 +55,7 @@ class Buffer:
         if tensor.device.type != "cpu":
             raise TypeError(f"{self._label}: the emulator takes tensors on the CPU, not on {tensor.device}")
         if self._dtypes and tensor.dtype not in self._dtypes:
-            raise TypeError(f"{self._label} is {self._scalar.name}, not {tensor.dtype}")
+            raise TypeError(f"{self._label}: the kernel reads {self._scalar.name}, not {tensor.dtype}")
         address, bytes_ = tensor.data_ptr(), extent_bytes(tensor)
         if address % self.alignment:
             raise ValueError(
@@ -89,7 +89,9 @@ class Buffer:
         if self.writable:
             raise TypeError(f"{self._label} is written to, so it must be a tensor")
         if len(packed) > MAX_BYTES:
-            raise ValueError(f"{self._label}: {len(packed)} bytes, but Metal passes {MAX_BYTES} by value: use a tensor")
+            raise ValueError(
+                f"{self._label}: {len(packed)} bytes, but Metal passes at most {MAX_BYTES} by value: use a tensor"
+            )
         if self._scalar.dtypes:
             self._check_numbers(len(packed) // count, count, kind)
         if self.reference and len(packed) < self.size:
@@ -98,11 +100,14 @@ class Buffer:
     def _check_numbers(self, number_bytes: int, count: int, kind: str) -> None:
         scalar = self._scalar
         if (kind in ("float", "fp16", "bf16")) != scalar.is_float:
-            raise TypeError(f"{self._label} is {scalar.name}, not {kind}")
+            raise TypeError(f"{self._label}: the kernel reads {scalar.name}, not {kind}")
         # An integer that is passed alone may have eight bytes where the kernel reads four, as those are its low bytes.
         lone = count == 1 and kind in ("int", "bool") and self.reference and self.size == scalar.size
         if not lone and number_bytes != scalar.size:
-            raise TypeError(f"{self._label} is {scalar.name}, not {number_bytes} bytes each: use arg_casts or a tensor")
+            raise TypeError(
+                f"{self._label}: the kernel reads {scalar.name}, not {number_bytes} bytes each: "
+                "use arg_casts or a tensor"
+            )
 
 
 def extent_bytes(tensor: Tensor) -> int:
