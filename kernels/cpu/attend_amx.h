@@ -286,7 +286,7 @@ class AmxAttentionHead {
   void merge(int64_t r, OnlineSoftmax<ROWS>& sums) {
     constexpr float LN2 = 0.693147181f;
     const float total = _mm512_reduce_add_ps(_mm512_load_ps(weights_ + r * L));
-    if (top_[r] == NOTHING && total == 0.f) return;  // the row saw no key; a NaN total is merged
+    if (top_[r] == NOTHING && total == 0.f) return;  // skips a row that saw no key, unless its total is NaN
     float* values = values_ + r * width_;
     for (int64_t d = 0; d < width_; d += PAIRS) {
       const auto [low, high] = interleave(load(values + d), load(values + d + L));

@@ -47,7 +47,7 @@ struct OnlineSoftmax {
   }
 
   void merge(int64_t r, float other_top, float other_total, const float* other, int64_t width) {
-    if (other_top == NOTHING && other_total == 0.f) return;  // the other sums saw no key; a NaN total is merged
+    if (other_top == NOTHING && other_total == 0.f) return;  // skips sums over no key, unless their total is NaN
     if (top[r] == NOTHING) {
       top[r] = other_top;
       total[r] = other_total;

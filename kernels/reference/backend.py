@@ -37,7 +37,7 @@ class ReferenceOps(CompositeOps):
 
     @property
     def batch_invariant_head_dim(self) -> int:
-        return 0  # none: torch sums in another order for other numbers of rows
+        return 0  # no head_dim: torch sums in another order for other numbers of rows
 
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         pass  # plain torch compiles nothing

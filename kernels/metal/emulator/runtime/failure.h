@@ -7,15 +7,15 @@ namespace emulator {
 
 enum Fault : int {
   NO_FAULT,
-  RACE,            // both parties
-  OUT_OF_BOUNDS,   // `first` only; `memory` describes the nearest argument or variable
-  MISALIGNED,      // one party
-  WRITE_TO_CONST,  // one party
-  DIVERGENCE,      // both parties: they do not wait at the same place, so that a wait cannot end
-  TOO_MANY_BYTES,  // no party; threadgroup variables have `memory.offset` bytes in all
-  NO_LANE,         // `first` only; `memory.offset` is the lane, `memory.bytes` the number of lanes that exist
-  OTHER_LANE,      // both parties, which broadcast from different lanes
-  DIVISION         // `first` only; an integer is divided by zero, or the least one by -1
+  RACE,            // both threads
+  OUT_OF_BOUNDS,   // one thread, `first`; `memory` is the nearest argument or variable
+  MISALIGNED,      // one thread, `first`
+  WRITE_TO_CONST,  // one thread, `first`
+  DIVERGENCE,      // both threads: they do not wait at the same place, so that a wait cannot end
+  TOO_MANY_BYTES,  // no thread; the threadgroup variables have `memory.offset` bytes in all
+  NO_LANE,         // one thread, `first`; `memory.offset` is the lane, `memory.bytes` the number of lanes that exist
+  OTHER_LANE,      // both threads, which broadcast from different lanes
+  DIVISION         // one thread, `first`, divides an integer by zero, or the least one by -1
 };
 
 enum Act : int { READS, WRITES, READS_ATOMICALLY, WRITES_ATOMICALLY, WAITS, RETURNED, DIVIDES };

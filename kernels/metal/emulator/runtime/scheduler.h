@@ -55,7 +55,7 @@ class Scheduler {
     random_ = seed * 0x9E3779B97F4A7C15ul + 0x1234567;
     switches = 0;
     std::memset(shape_, 0, sizeof shape_);
-    if (!ready_) fibers_.reset(main);  // in the first launch, and after a failed one
+    if (!ready_) fibers_.reset(main);  // makes new fibers in the first launch, and after a failed one
     ready_ = false;
     failure = Failure();
   }
