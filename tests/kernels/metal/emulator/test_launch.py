@@ -252,7 +252,7 @@ def test_limits_of_threads(library: Library) -> None:
         ("values", (torch.zeros(8), 2**63, 1, 1.0, 1, [1.0] * 4, [1], 1.0, 1), {}, ValueError, "passed as int64"),
         ("values", (torch.zeros(8), 1, 1, 1.0, 2**15, [1.0] * 4, [1], 1.0, 1), {"arg_casts": {3: "fp16", 4: "int16"}},
          ValueError, "cannot be passed as int16"),
-        ("dtypes", (torch.zeros(4), *[torch.zeros(4).half()] * 9), {"threads": 1}, TypeError, "'b': the kernel reads bf"),
+        ("dtypes", (torch.zeros(4), *[torch.zeros(4).half()] * 9), {"threads": 1}, TypeError, "kernel reads bfloat"),
     ],
 )  # fmt: skip
 def test_wrong_arguments(
