@@ -24,8 +24,8 @@ inline Bytes load_bytes(const uint8_t* from) {
 }
 
 #if defined(CPU_CAPABILITY_AVX2) && !defined(CPU_CAPABILITY_AVX512)
-// Multiplies bytes without the instruction: as 16-bit words, even and odd bytes apart. (The instruction for bytes of
-// older processors sums two products in 16 bits, which would saturate.)
+// For processors without a dot product of bytes: multiplies bytes as 16-bit words, even and odd bytes apart. (An older
+// instruction for bytes sums two products in 16 bits, which would saturate.)
 inline __m256i add_products(__m256i sums, __m256i bytes, __m256i x) {
   const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
   const __m256i evens = _mm256_and_si256(bytes, _mm256_set1_epi16(255)), odds = _mm256_srli_epi16(bytes, 8);

@@ -23,7 +23,7 @@ enum Act : int { READS, WRITES, READS_ATOMICALLY, WRITES_ATOMICALLY, WAITS, RETU
 struct Party {
   Act act;
   unsigned thread, group;  // indices
-  unsigned code;           // of an access: address in the library of the instruction after it
+  unsigned code;           // if it accesses memory: address in the library of the next instruction
   const char* operation;   // of WAITS
   const char* file;
   unsigned line, column;
