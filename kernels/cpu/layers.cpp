@@ -1,5 +1,5 @@
 // Norms, RoPE and gates for torch. Like every C++ source of this folder, this one is compiled for each instruction set,
-// and its operations are registered under that library's own name (KVMUX_LIBRARY; see setup.py).
+// and its operations are registered under a library name for that set (KVMUX_LIBRARY; see setup.py).
 #include "layers.h"
 
 #include <ATen/core/Tensor.h>

@@ -35,7 +35,7 @@ class Shape(NamedTuple):
 
     numbers_per_lane: int  # how many numbers of a head each lane holds
     num_queries_per_kv: int  # number of query heads that share a KV head
-    heads_per_group: int  # number of these that one decoding threadgroup computes
+    heads_per_group: int  # number of a KV head's query heads that one decoding threadgroup computes
 
     @property
     def queries_per_group(self) -> int:
