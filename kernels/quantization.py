@@ -127,7 +127,7 @@ def _split_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     wide = weight.float().unflatten(-1, (-1, group))
     low, high = wide.amin(-1), wide.amax(-1)  # two calls take a fifth of the time of aminmax
     if not (low.isfinite() & high.isfinite()).all():
-        raise ValueError("some of its numbers are NaN or infinite, which cannot be quantized")
+        raise ValueError("the weight has numbers that are NaN or infinite, which cannot be quantized")
     return wide, low, high
 
 

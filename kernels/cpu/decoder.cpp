@@ -44,7 +44,7 @@ class Layers : public torch::CustomClassHolder {
            const std::vector<double>& numbers);
 
   // Returns x [N, d] after all layers. For each slice of x (one strategy's tokens), `planes` has its keys and values,
-  // `addresses` four tensors, and `numbers` its numbers in the order of the enum Number.
+  // `addresses` the four tensors of its addresses, and `numbers` its numbers in the order of the enum Number.
   Tensor run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
              const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers);
 

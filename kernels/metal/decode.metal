@@ -110,9 +110,9 @@ struct Splits {
   int count, first_row;  // number of splits per sequence; number of the first row of this launch
 };
 
-// One threadgroup computes one row, HEADS query heads of one KV head, and one split. With a single split it writes the
-// result to `out`; otherwise it writes its sums to `partial` [rows, query heads, splits] and `values`
-// [rows, query heads, splits, Dv].
+// Computes attention for rows of one token: one threadgroup computes one row, HEADS query heads of one KV head, and one
+// split. With a single split it writes the result to `out`; otherwise it writes its sums to `partial`
+// [rows, query heads, splits] and `values` [rows, query heads, splits, Dv].
 template <int N, int HEADS>
 [[max_total_threads_per_threadgroup(GROUP)]] kernel void decode(
     device T* out [[buffer(0)]],
