@@ -204,7 +204,10 @@ class Arena:
         self.drain(owner, 0)
 
     def drain(self, owner: str, needed: int) -> None:
-        """Let an owner hold up to `needed` pages, even beyond its limit; reclaim its idle pages beyond the limit."""
+        """Let an owner hold up to `needed` pages, even beyond its limit, until this is called again.
+
+        The owner's idle pages beyond the limit are reclaimed.
+        """
         share = self._shares[owner]
         share.drain_limit = needed if needed > share.limit else 0
         if share.held > share.limit:

@@ -267,7 +267,7 @@ class KVCache(ABC, Generic[SeatT]):
         """
 
     def ready(self, seat: SeatT) -> bool:
-        """Return whether the seat can be scheduled now; False while another seat computes its prefix, or it loads."""
+        """Return whether the seat can be scheduled now; False while its prefix loads or another seat computes it."""
         return True
 
     @abstractmethod

@@ -74,9 +74,10 @@ class BlockTable:
         self._block_size = block_size
         self._host_table: Int32 = np.zeros((seats, width), np.int32)
         self._host_steps: Int32 = np.zeros((4, seats + 1), np.int32)  # row_seat, q_start, start, kept
-        self._table = torch.from_numpy(self._host_table).to(device)  # a device of "cpu" shares the host's memory
+        self._table = torch.from_numpy(self._host_table).to(device)  # on "cpu": a view of the host's array
         self._steps = torch.from_numpy(self._host_steps).to(device)
-        self._views_by_num_rows: dict[int, tuple[Tensor, ...]] = {}  # views of _steps: (row_seat, q_start, start, kept)
+        # by number of rows: (row_seat, q_start, start, kept), views of `_steps` for that many rows
+        self._views_by_num_rows: dict[int, tuple[Tensor, ...]] = {}
         self._is_dirty = False  # whether the host's table has changed since it was copied to the device
         self._free = list(range(seats))[::-1]  # indices of unused table rows
 

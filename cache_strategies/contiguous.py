@@ -41,7 +41,7 @@ Ids = NDArray[np.int64]
 
 
 class ContiguousOptions(TableOptions):
-    """Options of a contiguous cache."""
+    """Options of a contiguous cache, as given in the settings: its prefix cache and the time to live of idle blocks."""
 
     prefix_cache: bool = Field(True, description="reuse the block of a closed sequence with the same prefix")
     ttl: float | None = Field(None, gt=0, description="seconds after which an idle block is evicted before all others")

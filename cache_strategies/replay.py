@@ -31,7 +31,7 @@ NAME = "replay"
 
 
 class RecordedRequest(NamedTuple):
-    """A recorded prompt and its answer, as token ids, and the time of the request in seconds."""
+    """A recorded prompt and its answer, as token ids, and the request's time in seconds since the trace began."""
 
     time: float
     prompt: Sequence[int]

@@ -27,7 +27,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 4 << 20  # bytes that are touched at once
-PAUSE_FACTOR = 3  # pause after touching a piece, as a multiple of its time: uses a quarter of a core at most
+PAUSE_FACTOR = 3  # pause after each piece, as a multiple of the time to touch it: at most a quarter of a core is used
 SMALLEST_PAGE = 4096  # bytes of the smallest virtual-memory page; writing one byte touches a whole page
 CHECK_INTERVAL_BYTES = 64 << 20  # bytes that are touched between two checks of the free memory
 MIN_FREE_BYTES = 64 << 20  # bytes of the machine's free memory that are left to other programs

@@ -26,7 +26,7 @@ INT32_MAX = 2**31 - 1  # largest int32, the type of positions on the device; max
 
 
 class WindowOptions(TableOptions):
-    """Options of a sliding window."""
+    """Options of a sliding-window cache, as given in the settings: which tokens it keeps, and the length of rows."""
 
     window: int = Field(
         512, ge=1, le=INT32_MAX, description="number of latest tokens that a query attends to, itself included"

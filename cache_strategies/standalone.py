@@ -26,7 +26,8 @@ def build_standalone_cache(kind: str, options: dict[str, Any], geometry: Geometr
     instances = registry.resolve_instances({kind: StrategySettings(kind=kind, **options)})
     pages = max(1, geometry.max_seats * registry.sequence_pages(instances, geometry))
     ops: Any = _WriteOnlyOps(load_ops(device_of(device), geometry.kv_dtype).ops)
-    with torch.inference_mode(False):  # tensors allocated in inference mode cannot be written outside of it
+    # leave inference mode, as tensors allocated in it cannot be written outside of it
+    with torch.inference_mode(False):
         arena = Arena(pages, registry.page_bytes(instances, geometry), device)
         return registry.build_caches(instances, geometry, arena, ops)[kind]
 

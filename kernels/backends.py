@@ -33,7 +33,7 @@ BACKENDS: Mapping[str, tuple[str, Callable[[], Ops]]] = {
 
 
 class Backend(NamedTuple):
-    """A backend for some device, whether or not this machine can run it."""
+    """A row of BACKENDS with its device, and whether this machine can run the backend."""
 
     name: str
     device: Device
@@ -63,7 +63,7 @@ class CheckedOps(NamedTuple):
 
     @property
     def faulty_ops(self) -> list[str]:
-        """The rows of the operations' table that failed their check, which the reference computes instead."""
+        """The full names (`OpInfo.full_name`) of operations that failed their check; the reference computes them."""
         return [verdict.op for verdict in self.verdicts if verdict.fault is not None]
 
     @property

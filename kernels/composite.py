@@ -16,7 +16,7 @@ from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers
 
 
 class CompositeOps(Ops):
-    """Implements those operations of `Ops` that can be composed of others, with the same bits as their results."""
+    """Implements those operations of `Ops` that can be composed of others, by calling these one after the other."""
 
     def pack_layers(self: Ops, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
         return DecoderLayers(layers)

@@ -32,7 +32,7 @@ def allocate_untouched(size: int) -> Tensor:
 
 
 class WeightArena:
-    """Allocates tensors that stay, such as weights, from large chunks: alone, each is too small for a huge page.
+    """Allocates long-lived tensors, such as weights, from large chunks: alone, each is too small for a huge page.
 
     A tensor keeps its chunk alive. Memory is not touched until the caller writes it.
     """

@@ -17,8 +17,8 @@ from kernels.memory import concatenate
 
 BITS = (4, 8)
 TILE = 1 << 18  # numbers dequantized to float32 at a time: 1 MiB, which stays in the cache
-# Numbers that are float32 at a time in quantizing. They are more than TILE, as quantizing takes many steps, after each
-# of which threads wait for each other: on a busy machine that takes longer than reading memory.
+# Numbers converted to float32 at a time while a weight is quantized. More than TILE, as quantizing takes many steps,
+# after each of which threads wait for each other: on a busy machine that takes longer than reading memory.
 WIDE_TILE = 1 << 21
 
 
@@ -94,7 +94,7 @@ def check_format(width: int, bits: int, group: int) -> None:
 
 
 def count_tile_rows(width: int, tile: int = TILE) -> int:
-    """Return how many rows of `width` columns are float32 at a time, so that they have about `tile` numbers."""
+    """Return how many rows of `width` columns to convert to float32 at a time: about `tile` numbers, at least a row."""
     return max(1, tile // width)
 
 

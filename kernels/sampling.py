@@ -78,7 +78,7 @@ def compute_probabilities(logits: Tensor, of: SamplingFilter) -> Tensor:
         ordered, ids = p.sort(descending=True, stable=True)
         mass_before = ordered.cumsum(-1) - ordered
         kept = mass_before < of.top_p * p.sum()
-        kept[0] = True  # one token is kept even if the product is rounded to 0
+        kept[0] = True  # one token is kept even if top_p times the sum is rounded to 0
         p = p.masked_fill(~kept.scatter(0, ids, kept), 0.0)
     return p
 

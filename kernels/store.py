@@ -58,7 +58,7 @@ class Plane(NamedTuple):
     """The keys or the values of one layer in all blocks."""
 
     numbers: Tensor  # [blocks, H, block_size, dim]
-    scale: Tensor | None  # [blocks, H, block_size] float32 for int8 numbers, otherwise None
+    scale: Tensor | None  # [blocks, H, block_size] float32, the scale of each int8 vector; None for other dtypes
 
 
 class PagedMemory(Protocol):

@@ -43,10 +43,10 @@ class Slots:
     row_seat: Tensor  # [B] seat of each row: its row of the block table
     q_start: Tensor  # [B + 1] index of each row's first token among the N tokens; decode rows (one token) come first
     start: Tensor  # [B] position of the row's first token; negative for padding, which is neither read nor written
-    kept: Tensor  # [B] slots in use before this step, for backends that read keys in the order of slots
+    kept: Tensor  # [B] number of slots in use before this step, for backends that read keys in the order of slots
     num_decode: int  # number of rows of one token; backends choose a kernel and its splits by this, max_q and max_kv
     max_q: int  # longest row
-    max_kv: int  # tokens in the longest sequence, those of this step included
+    max_kv: int  # number of tokens in the longest sequence, those of this step included
     sinks: int = 0
     ring: int = 0
 

@@ -116,7 +116,8 @@ class KVCache:
     # ---------------------------------------------------------------- details
     def _allocate(self, device: torch.device) -> Tensor:
         sizes = (self.max_batch_size, self.num_heads, self.max_seq_len, self.head_dim)
-        with torch.inference_mode(False):  # tensors allocated in inference mode cannot be written outside of it
+        # leave inference mode, as tensors allocated in it cannot be written outside of it
+        with torch.inference_mode(False):
             return torch.zeros(sizes, dtype=self.dtype, device=device)
 
     def _check(self, key: Tensor, value: Tensor, layer_idx: int) -> None:

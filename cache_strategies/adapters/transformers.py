@@ -31,7 +31,7 @@ KV = tuple[Tensor, Tensor]
 
 
 class StrategyCacheError(ValueError):
-    """The strategy does not support an operation, or not within transformers. The message says what to use instead."""
+    """Raised for an operation that the strategy, or its use within transformers, does not allow; says what to use."""
 
 
 class StrategyCache(Cache):
@@ -213,7 +213,7 @@ class StrategyCache(Cache):
     def _grow_seat(self, seat: Seat, num_tokens: int) -> None:
         if self._cache.grow(seat, num_tokens):
             return
-        # The sources of copy-on-write stay referenced until a step has run; a step without rows frees their memory.
+        # Run a step without rows: it frees source blocks of copy-on-write, which stay referenced until a step has run.
         self._cache.commit(self._cache.plan([]), [])
         if not self._cache.grow(seat, num_tokens):
             raise MemoryError(f"strategy {self._kind!r} has not enough memory for {num_tokens} more tokens")
@@ -221,8 +221,9 @@ class StrategyCache(Cache):
     def _gather_past(self, n: int) -> dict[int, KV]:
         """Return K and V of all past tokens that any of n new tokens attends to, by layer.
 
-        Has only the layers whose window moves past some of them before the last new token. A plan gathers only what a
-        row's last token attends to, so this plans a step with the first new token alone, which is never committed.
+        The result has only the layers whose window moves past some of them before the last new token. A plan
+        gathers only what a row's last token attends to, so this plans a step with the first new token alone, which is
+        never committed.
         """
         S = self.length
         layers = [
@@ -388,7 +389,7 @@ def _make_layer_specs(config: Any) -> list[LayerSpec]:
         query_heads = getattr(config, "num_attention_heads", None)
         heads = getattr(config, "num_key_value_heads", None) or query_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // query_heads
-    except (AttributeError, TypeError):  # the number or size of heads differs between layers, or has another name
+    except (AttributeError, TypeError):  # the config names heads differently, or their number or size by layer
         heads = None
     if not plain or not isinstance(heads, int) or getattr(config, "attention_chunk_size", None):
         raise StrategyCacheError(

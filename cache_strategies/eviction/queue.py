@@ -106,7 +106,7 @@ class _ExpiryHeap:
         expires = self._retention[key].expires
         if expires >= self._due_times.get(key, math.inf):
             return
-        if len(self._heap) > 2 * len(self._retention) + 64:  # most heap items belong to removed entries
+        if len(self._heap) > 2 * len(self._retention) + 64:  # rebuild the heap: most items are outdated
             self._heap = [item for item in self._heap if item[2] in self._retention and self._is_current(item)]
             self._due_times = {key: due for due, _, key in self._heap}
             heapq.heapify(self._heap)

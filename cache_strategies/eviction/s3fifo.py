@@ -25,7 +25,7 @@ class S3FIFO(EvictionPolicy):
         self._small: OrderedDict[Key, int] = OrderedDict()  # bytes of each entry
         self._main: OrderedDict[Key, int] = OrderedDict()  # bytes of each entry
         self._small_bytes = self._main_bytes = 0
-        self._main_keys: set[Key] = set()  # keys of entries in the main queue, and in use but to return to it
+        self._main_keys: set[Key] = set()  # keys of the main queue, and of entries in use that return to it
         self._ghosts: OrderedDict[Key, None] = OrderedDict()  # keys evicted from the small queue, oldest first
 
     def insert(self, key: Key, size: int, now: float) -> None:
@@ -68,7 +68,7 @@ class S3FIFO(EvictionPolicy):
         self._main_bytes -= self._main.pop(key, 0)
 
     def _add_ghost(self, key: Key) -> None:
-        """Remember the key of an evicted entry; forget the oldest of them if they are more than the idle entries."""
+        """Remember an evicted entry's key; forget the oldest remembered ones if they outnumber the idle entries."""
         self._ghosts[key] = None
         while len(self._ghosts) > len(self):
             self._ghosts.popitem(last=False)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Set
 from cache_strategies.base import BlockEvents
 
 Key = Hashable
-MAX_SAMPLES = 1024  # maximum number of times of each kind between two calls of collect(); older ones are dropped
+MAX_SAMPLES = 1024  # maximum number of durations of each kind that wait for collect(); older ones are dropped
 
 
 class BlockMetrics:

@@ -49,7 +49,7 @@ from config.errors import SettingsError
 
 
 class PagedOptions(TableOptions):
-    """Options of a paged cache."""
+    """Options of a paged cache, as given in the settings: the size of its blocks, their sharing and their eviction."""
 
     block_size: int = Field(32, ge=1, le=1024, description="number of tokens per block")
     prefix_cache: bool = Field(True, description="share blocks between sequences with a common prefix")
@@ -84,7 +84,8 @@ class PagedCache(BlockTableCache[PagedSeat]):
         self._ttl = math.inf if options.ttl is None else options.ttl
         self._hasher = BlockHasher(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
         self._blocks_to_complete: set[int] = set()  # pending blocks that are fully computed after this step
-        self._copies: dict[int, int] = {}  # copies of blocks to run before the next step writes: source by destination
+        # copies of blocks to run before the next step writes: source block by destination block
+        self._copies: dict[int, int] = {}
         shared = self.prefix_cache
         self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized, shareable=shared, reusable=shared)
 
@@ -192,7 +193,8 @@ class PagedCache(BlockTableCache[PagedSeat]):
         end = seat.length + num_tokens
         assert end <= self.setup.geometry.max_seq_len
         first = seat.length // self.block_size
-        # All blocks of the row are checked: a seat that took over a pending block may also write later, shared ones.
+        # Make all blocks of the row writable, not just the first: if the seat took over a pending block (from a closed
+        # seat that was to compute it), later blocks may be shared, too.
         for i in range(first, self._blocks_for(end)):
             if not self._make_writable(seat, i):
                 return False

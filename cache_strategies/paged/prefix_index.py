@@ -61,7 +61,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
-        self._salts_by_content: dict[bytes, set[Salt]] = {}  # salts of the indexed blocks with equal contents
+        self._salts_by_content: dict[bytes, set[Salt]] = {}  # by content hash: salts of the indexed blocks
         self._evicted: OrderedDict[BlockHash, None] = OrderedDict()  # oldest first
 
     def find(self, block_hash: BlockHash) -> int | None:

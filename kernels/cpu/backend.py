@@ -20,7 +20,7 @@ from kernels.reference.backend import ReferenceOps, check_attend
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
-GROUP_MULTIPLE = 32  # a group of a quantized weight must have a multiple of this many columns, or all columns
+GROUP_MULTIPLE = 32  # C++ requires groups of a multiple of this many columns, or of all columns, of a quantized weight
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that can be packed
 
 

@@ -26,7 +26,7 @@ class CpuDecoderLayers(DecoderLayers):
     """Layers that C++ runs in one call: with packed weights, and a dense feed-forward gated by SiLU (`supports`)."""
 
     def __init__(self, layers: Sequence[DecoderLayer], dtype: torch.dtype, library: Any) -> None:
-        """Pass the layers to C++; `library` is a namespace of torch.classes."""
+        """Pass the layers to C++, for activations of `dtype`; `library` is a namespace of torch.classes."""
         super().__init__(layers)
         self._library = library
         self._layers = library.Layers(torch.empty(0, dtype=dtype))

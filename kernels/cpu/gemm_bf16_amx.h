@@ -61,7 +61,7 @@ class Bf16AmxGemm {
  private:
   using P = Packing<Weight>;
   static constexpr int64_t STRIDE = 64;  // bytes from row to row of a tile: rows are adjacent in x, weight and sums
-  template <int N>                       // prefetch distance: numbers from the tile being multiplied
+  template <int N>                       // prefetch distance from the tile being multiplied, in numbers
   static constexpr int64_t AHEAD = (N == PANELS ? 2 : PANELS) * P::TILE;
   // Tiles added at a time for many rows: those of two panels stay in the L1 cache while rows and sums pass through it.
   static constexpr int64_t CHUNK = 10;

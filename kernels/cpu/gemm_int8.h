@@ -80,7 +80,7 @@ class Int8Gemm {
   friend Session;
   using P = Packing<uint8_t>;
   static constexpr float LARGEST = 127.f;
-  // If the largest magnitude of a row's group is smaller, the group counts as 0: its reciprocal may be infinite.
+  // A group of a row counts as 0 if its largest magnitude is below this: LARGEST divided by it could be infinite.
   static constexpr float TINY = 1e-36f;
   static constexpr int WIDE = REGISTERS == 32 ? PANELS : PAIR;  // panels computed together for at most ROWS rows
   static constexpr int ROWS = REGISTERS == 32 ? 4 : 1;          // rows that vector instructions compute together

@@ -43,7 +43,7 @@ void add_panels(const Product& product, typename Product::Session& session, int6
 int64_t max_panels(int64_t height) {
   constexpr int64_t CACHED = 512 << 10;  // bytes
   const int64_t panels = CACHED / (height * PANEL * static_cast<int64_t>(sizeof(float)));
-  // Rounded to whole blocks of panels and as many twin blocks.
+  // Round down to whole blocks of panels and as many twin blocks.
   return std::max<int64_t>(1, panels / (2 * PANELS)) * 2 * PANELS;
 }
 

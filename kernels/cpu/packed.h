@@ -24,7 +24,7 @@ namespace kvmux {
 
 constexpr int64_t PANEL = 16;  // outputs
 constexpr int64_t PANELS = 4;  // of a block
-constexpr int64_t PAIR = 2;    // number of panels: the least that a product computes
+constexpr int64_t PAIR = 2;    // least number of panels that a product computes together
 constexpr int64_t BLOCK = PANEL * PANELS;
 constexpr int64_t TILE_SIZE = 1024;  // bytes of a tile whose numbers have 8 bits or more
 

@@ -1,4 +1,4 @@
-"""Weights packed in the layout that the C++ products read, which packed.h describes. Knows no product."""
+"""Weights packed in the layout that the C++ matrix products read (see packed.h). Does not know the products."""
 
 from __future__ import annotations
 

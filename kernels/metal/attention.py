@@ -21,10 +21,10 @@ from kernels.metal.library import Grid, Kernel, Kernels, Longs
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
-# By how many numbers of a head each lane holds: the most query heads that a decoding threadgroup computes, limited by
-# its registers. The kernels are instantiated at the ends of decode.metal and prefill.metal.
+# Most query heads that a decoding threadgroup computes, as registers limit them; by how many numbers of a head each
+# lane holds. The kernels are instantiated at the ends of decode.metal and prefill.metal.
 MAX_HEADS_PER_GROUP = {2: 8, 4: 8, 8: 4}
-SPLIT = 256  # positions that one threadgroup sums; as in decode.metal
+SPLIT = 256  # positions of keys over which one threadgroup sums; as in decode.metal
 MAX_PARTIAL_SUMS = 16 << 20  # most float32 numbers of partial sums in one launch
 NO_WINDOW = 2**31 - 1  # positions: no window
 NO_SINK = torch.finfo(torch.float32).min  # NOTHING of attend.h
@@ -71,7 +71,7 @@ class MetalAttention:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        # Tensors of NO_SINK by device and number of heads, for layers without sink logits.
+        # Tensors [heads] filled with NO_SINK, for layers without sink logits; by device and number of heads.
         self._empty_sinks: dict[tuple[torch.device, int], Tensor] = {}
         # Scratch memory for the partial sums of splits; grows to the largest size requested so far.
         self._scratch_by_device: dict[torch.device, Tensor] = {}

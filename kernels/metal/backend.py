@@ -35,12 +35,12 @@ from kernels.reference.backend import ReferenceOps
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
 
-OUTPUTS = 4 * GROUP // LANES  # of a threadgroup; linear.metal
-MAX_ROWS_PER_GROUP = 4  # most rows of x that a threadgroup computes; linear.metal
+OUTPUTS = 4 * GROUP // LANES  # outputs that a threadgroup computes; as in linear.metal
+MAX_ROWS_PER_GROUP = 4  # most rows of x that a threadgroup computes; as in linear.metal
 MAX_GEMV_ROWS = 8  # most rows of x for Metal kernels; torch multiplies more rows faster
-STEP = 8  # number of quantized numbers that a lane takes in one step; quantized.metal
+STEP = 8  # number of quantized numbers that a lane takes in one step; as in quantized.metal
 MAX_DEQUANTIZED_BYTES = 64 << 20  # size of the part of a quantized weight that is dequantized for torch at a time
-COPY_UNIT_BYTES = 16  # bytes that one thread copies; store.metal
+COPY_UNIT_BYTES = 16  # bytes that one thread copies; as in store.metal
 MAX_COPY_PAIRS = 256  # block pairs that one launch copies: an argument has at most 4 KiB
 MAX_COPY_UNITS = 1 << 30  # 16-byte units of a block that one launch copies: a grid is counted in 32 bits
 
@@ -271,7 +271,7 @@ class GemvCall(NamedTuple):
     grid: Grid
     rows_per_group: int  # rows of a threadgroup
     out: Tensor  # [rows, outputs]
-    bias: Tensor  # [outputs]; without a bias this is `out`, which is not read then
+    bias: Tensor  # [outputs]; if there is no bias, `out` is passed in its place and not read
     sizes: tuple[int, ...]  # LinearSizes
 
 

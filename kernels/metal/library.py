@@ -54,7 +54,7 @@ def _is_integer(argument: Argument) -> bool:
 
 
 class Kernels:
-    """Compiles kernels on first use, and keeps them."""
+    """Compiles Metal kernels when they are first requested, and keeps them by file, name and types."""
 
     def __init__(self, compile_shader: Callable[[str], Any]) -> None:
         self._compile_shader = compile_shader

@@ -35,9 +35,9 @@ class _Tile:
 class _Group:
     """Rows with equal numbers of tokens that are computed together: all decode rows, or one chunk of a prompt."""
 
-    tokens: Tensor | slice  # of the N tokens
-    rows: int  # B
-    queries: int  # n, per row
+    tokens: Tensor | slice  # indices of the group's tokens among the N tokens of the step
+    rows: int  # number of rows, B
+    queries: int  # number of queries per row, n
     tiles: list[_Tile]
 
 
@@ -62,7 +62,7 @@ class TiledAttention:
     def _attend_group(self, q: Tensor, store: KVStore, layer: int, group: _Group, spec: LayerSpec) -> Tensor:
         """Attend from q [B*n, Hq, D] by online softmax (Milakov & Gimelshein 2018) -> [B*n, Hq, Dv] float32."""
         B, n, H, Dv = group.rows, group.queries, spec.num_kv_heads, spec.v_head_dim
-        G = spec.num_q_heads // H  # query heads that share a KV head
+        G = spec.num_q_heads // H  # number of query heads that share a KV head
         # q becomes [B*H, n*G, D]: the queries of a KV head are side by side, so that its keys are read once.
         q = q.view(B, n, H, G, -1).transpose(1, 2).reshape(B * H, n * G, -1).float() * spec.scale
         top = q.new_full((B * H, n * G, 1), -torch.inf)  # running maximum

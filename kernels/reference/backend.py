@@ -54,8 +54,8 @@ class ReferenceOps(CompositeOps):
             return self._quantized_linear(x, weight, bias)
         multiplied = x.to(weight.dtype)
         if weight.dtype is torch.bfloat16 and weight.shape[1] % 32 and weight.device.type == "cpu":
-            # oneDNN's product in AMX tiles pads rows that are no multiple of 32 with the numbers after them, so that a
-            # NaN there would spread.
+            # Multiply in float32: oneDNN's bfloat16 product (AMX) pads a row whose length is not a multiple of 32 with
+            # the numbers after it, so a NaN in the next row would spread.
             wide = F.linear(multiplied.float(), weight.float(), None if bias is None else bias.float())
             return wide.to(weight.dtype).to(x.dtype)
         return F.linear(multiplied, weight, bias).to(x.dtype)

@@ -134,7 +134,7 @@ class AttentionCase:
         self.ops.write_kv(self.store, self.layer, self.get_step_inputs(self.k), self.get_step_inputs(self.v), self.at)
 
     def attend(self, ops: Ops | None = None, *, window: int | None = None) -> list[Tensor]:
-        """Return the output of each row, computed by `ops` (default: those of the case); for padding it stays 7."""
+        """Return the output of each row, computed by `ops` (default: those of the case); padding rows stay 7."""
         q = self.get_step_inputs(self.q)
         out = torch.full((len(q), self.spec.num_q_heads, self.spec.v_head_dim), 7.0, dtype=q.dtype, device=q.device)
         (ops or self.ops).attend(out, q, self.store, self.layer, self.at, self.spec, window=window)

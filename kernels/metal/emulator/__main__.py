@@ -22,8 +22,8 @@ from kernels.metal.source import FOLDER, TYPE_NAMES, assemble_source
 
 Types = Mapping[str, torch.dtype]
 
-# By file: the second type for which it is compiled, beside T, the type of activations ("": none). Then, by second type:
-# what it may be for a given T.
+# A Metal file is compiled for T, the type of activations, and for a second type. SECOND_TYPE has its name by file ("":
+# there is none), TYPE_CHOICES the dtypes that it may be for a given T.
 SECOND_TYPE: Mapping[str, str] = {
     "decode": "KV",
     "layers": "",

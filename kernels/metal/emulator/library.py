@@ -96,7 +96,7 @@ class Library:
             raise RuntimeError(f"Failed to create function state object for: {name}")
         number, source = self._kernels_by_name[name]
         kernel = EmulatedKernel(self._launch, self._loaded, number, source, self._mode, self._built.kernels)
-        setattr(self, name, kernel)  # from now on the attribute is found without this method
+        setattr(self, name, kernel)  # from now on Python finds the attribute without calling __getattr__
         return kernel
 
     def __dir__(self) -> Iterable[str]:

@@ -39,7 +39,7 @@ def rewrite(source: Source) -> str:
 
 
 def _rewrite_variables(source: Source, kernel: Declaration) -> Iterator[Edit]:
-    """Turn each `threadgroup float a[8], b;` into references, and assert that all variables so far fit into memory."""
+    """Turn each `threadgroup float a[8], b;` into references, and add a static_assert that all so far fit in memory."""
     names: list[str] = []
     for variable in find_threadgroup_variables(source, *kernel.body):
         made = []
@@ -55,7 +55,7 @@ def _rewrite_variables(source: Source, kernel: Declaration) -> Iterator[Edit]:
             f"static_assert({bytes_so_far} <= {MAX_THREADGROUP_BYTES}, "
             f'"Metal has {MAX_THREADGROUP_BYTES} bytes of threadgroup memory"); '
         )
-        # A variable of an inner block is not counted later, as the end of its block is not known here.
+        # Later assertions do not count a variable of an inner block, as the end of its block is not known here.
         if _count_open_braces(source, kernel.body[0], variable.begin):
             names = names[: -len(variable.declarators)]
         yield _make_edit(source, variable.begin, variable.end, "".join(made))

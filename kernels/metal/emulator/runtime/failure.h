@@ -23,11 +23,11 @@ enum Act : int { READS, WRITES, READS_ATOMICALLY, WRITES_ATOMICALLY, WAITS, RETU
 struct Party {
   Act act;
   unsigned thread, group;  // indices
-  unsigned code;           // if it accesses memory: address in the library of the next instruction
+  unsigned code;           // if the thread accesses memory: address of the next instruction, within the library
   const char* operation;   // of WAITS
   const char* file;
   unsigned line, column;
-  int flags;               // of a barrier
+  int flags;  // of a barrier
 };
 
 enum Space : int { DEVICE, THREADGROUP };
