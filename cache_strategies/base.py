@@ -352,7 +352,7 @@ class KVCache(ABC, Generic[SeatT]):
 
 # ---------------------------------------------------------------- optional features of a strategy
 class PinError(Exception):
-    """A prefix cannot be pinned; the message says why."""
+    """Raised if a prefix cannot be pinned; the message says why."""
 
 
 class Pin(NamedTuple):

@@ -50,7 +50,7 @@ class ReservedMemory:
 
     @property
     def low_end(self) -> int:
-        """The number of usable bytes at the beginning."""
+        """The number of usable (touched) bytes at the beginning of the tensor."""
         return min(self._low * self._piece, self._size)
 
     @property

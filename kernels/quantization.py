@@ -30,7 +30,7 @@ class QuantizedTensor:
     """
 
     numbers: Tensor  # uint8 [out, in]; for 4 bits [out, in / 2], with the even column in the lower half of a byte
-    scale: Tensor  # [out, in / group] float32, float16 or bfloat16; may be negative
+    scale: Tensor  # scale of each group, [out, in / group] float32, float16 or bfloat16; may be negative
     offset: Tensor  # the same
     bits: int  # 4 or 8
     group: int  # columns
@@ -137,7 +137,7 @@ def _round_to_nearest(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
     edge = low.where(-low > high, high)
     steps = (edge.abs() / (high / levels - low / levels)).round()  # number of steps from the edge (the offset) to 0
     scale = (-edge / steps).where(high > low, 1).to(weight.dtype)
-    scale = scale.where(scale != 0, 1)  # a scale of 0 is too small for its dtype
+    scale = scale.where(scale != 0, 1)  # 1 in place of a scale that its dtype rounds to 0
     offset = edge.to(weight.dtype)
     numbers = (wide - offset.float()[..., None]) / scale.float()[..., None]
     bytes_ = numbers.round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
@@ -161,7 +161,7 @@ def _round_symmetric(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
     wide, low, high = _split_groups(weight, group)
     scale = low.where(-low > high, high) / -zero
     scale = scale if group == weight.shape[1] else scale.to(weight.dtype)
-    scale = scale.where(scale != 0, 1)  # a scale of 0: all numbers are 0, or it is too small for its dtype
+    scale = scale.where(scale != 0, 1)  # 1 in place of 0: all numbers are 0, or the dtype rounds the scale to 0
     numbers = (wide / scale.float()[..., None]).round_().add_(zero).clamp_(0, 2 * zero - 1)
     return from_symmetric(pack_numbers(numbers.to(torch.uint8).flatten(-2), bits), scale, bits)
 

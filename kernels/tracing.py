@@ -89,7 +89,7 @@ class Tracer:
         return _nest([recorder.span(name) for recorder in self.recorders])
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Report the seconds of an operation that a backend timed itself to all recorders."""
+        """Report to all recorders the seconds of an operation that a backend timed itself."""
         for recorder in self.recorders:
             recorder.add_seconds(name, seconds)
 

@@ -1,4 +1,4 @@
-"""The order of eviction: expired entries first, then those of the lowest priority, in the order of an eviction policy.
+"""The order of eviction: expired entries first, then those of the lowest priority, as an eviction policy orders them.
 
 An entry is a cached block, known by its key. Knows neither blocks nor seats.
 """

@@ -13,7 +13,7 @@ from typing import Generic, NamedTuple
 
 from cache_strategies.base import Miss, Salt, SeatT
 
-MAX_EVICTED_HASHES = 1 << 16  # number of evicted blocks whose hashes are remembered, to explain later misses
+MAX_EVICTED_HASHES = 1 << 16  # maximum number of evicted blocks whose hashes are kept, to explain later misses
 
 
 class BlockHash(NamedTuple):

@@ -22,7 +22,7 @@ class PagedSeat(TableSeat):
         super().__init__(index, blocks, length)
         self.tokens = tokens
         self.salt = salt  # None: blocks that the seat fills from now on get no hash, so they are not shared
-        self.block_hashes: list[BlockHash | None] = []  # hashes of the full blocks; None: must not be shared
+        self.block_hashes: list[BlockHash | None] = []  # hashes of the full blocks; None for one not to be shared
         self.priority = 0  # eviction priority of the blocks after close(): blocks of higher priority stay longer
         self.ttl = math.inf  # seconds after close() from which the blocks are evicted before all others
 

@@ -111,7 +111,7 @@ struct AttentionCall {
 // The attention kernels for one type of queries and one type of stored keys and values.
 struct AttentionKernels {
   int64_t most_rows;                // of a part
-  int64_t (*width)(int64_t v_dim);  // float32 numbers in a partial sum
+  int64_t (*width)(int64_t v_dim);  // number of float32 values in a partial sum
   // Computes an item; `next` is the item that this thread computes afterwards, or null if there is none.
   void (*item)(const AttentionCall&, const Item&, const Item* next);
   void (*merge)(const AttentionCall&, const Merge&);

@@ -25,7 +25,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights tha
 
 
 class CpuOps(ReferenceOps):
-    """Implements `kernels.ops.Ops`; inherits from the reference what C++ lacks, and calls it for other shapes."""
+    """Implements `kernels.ops.Ops`; calls the reference for operations, shapes and dtypes that C++ lacks."""
 
     def __init__(self, library: Any, classes: Any) -> None:
         """Use a loaded library, given its namespaces of torch.ops and of torch.classes."""

@@ -28,7 +28,7 @@ class Gemm {
   const int64_t outputs, width;
 
   virtual int64_t input_bytes(int64_t rows) const = 0;  // bytes of `rows` packed rows of x
-  virtual int64_t sums_size(int64_t rows) const = 0;    // float32 numbers that each thread needs for sums
+  virtual int64_t sums_size(int64_t rows) const = 0;    // number of float32 sums for which each thread needs memory
 
   // Packs a row of x, number `row` of `rows`, into `input`.
   virtual void pack_row(char* input, int64_t rows, const void* x, int64_t row) const = 0;

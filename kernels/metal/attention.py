@@ -67,7 +67,7 @@ class AttentionArguments(NamedTuple):
 
 
 class MetalAttention:
-    """Computes attention; keeps scratch memory and constants from step to step."""
+    """Computes `Ops.attend` with Metal kernels; keeps scratch memory and constant tensors from step to step."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

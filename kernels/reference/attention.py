@@ -122,7 +122,7 @@ def _move_non_finite_to_scores(values: Tensor, scores: Tensor) -> None:
 
 
 def _raise_maximum(top: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the higher of two maxima, and the factor that makes sums relative to `top` relative to it.
+    """Return (the higher of two maxima, the factor that makes sums relative to `top` relative to this higher one).
 
     The factor is 1 while both are -inf.
     """

@@ -41,7 +41,7 @@ def _to_device(device: torch.device, spec: LayerSpec) -> LayerSpec:
 def _quantize_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     x = random_tensors(device)(5, 3, 90).to(dtype)
     x[2] = 0
-    x[0, 0, 23] = x[0, 0, 82] = 9  # so that the last number of a slice is its largest
+    x[0, 0, 23] = x[0, 0, 82] = 9  # the last number of each slice below is the largest of its vector
     for what, each in (("narrow", x[..., :24].contiguous()), ("wide slice", x[..., 3:83])):
         numbers, scale = ops.quantize(each)
         yield f"{what}: numbers", numbers.float()

@@ -23,7 +23,7 @@ class Verdict(NamedTuple):
     """The result of checking one operation."""
 
     op: str  # its full name
-    error: float  # largest difference, relative to the largest number; 0 if there is no result
+    error: float  # largest difference from the reference, relative to its largest number; 0 without a result
     fault: str | None  # what is wrong, in words; None if nothing is
 
 

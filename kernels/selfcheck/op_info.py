@@ -21,7 +21,7 @@ Samples = Iterator[tuple[str, Tensor]]  # yields (description of a result, resul
 ROUNDING: Tolerance = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 SUMS: Tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 ATTENTION: Tolerance = {**ROUNDING, torch.float32: 1e-5}
-INT8_INPUTS: Tolerance = dict.fromkeys(ROUNDING, 2e-2)  # for products before which x is quantized to 8 bits
+INT8_INPUTS: Tolerance = dict.fromkeys(ROUNDING, 2e-2)  # errors of products before which x is quantized to 8 bits
 EXACT: Tolerance = dict.fromkeys(ROUNDING, 0.0)
 DTYPES = tuple(ROUNDING)  # dtypes of activations, keys and values that are checked
 

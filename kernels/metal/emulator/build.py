@@ -50,7 +50,7 @@ _KERNELS = ("-w", "-Werror=return-type", "-Werror=vla", "-ffp-contract=off", "-f
 _CHECKED = ("-O1", "-g1", "-gdwarf-4", "-fsanitize=thread", "-DEMULATOR_CHECKED")
 # This option fills a thread's variables with garbage until they are assigned; since g++ 12 and clang++ 8.
 _FILL_VARIABLES = "-ftrivial-auto-var-init=pattern"
-_PREFIX = "build-"  # name of the folder in which a library is compiled; its paths in debug information begin with it
+_PREFIX = "build-"  # beginning of the name of a folder in which a library is compiled; debug information has its paths
 _BUILD_FOLDER = re.compile(rf"^.*/{_PREFIX}[^/]*/")
 _ERROR = re.compile(r"^(?:\./)?([^\s:][^:\n]*:\d+):(?:\d+:)? (?:fatal )?error: (.*)$", re.MULTILINE)
 

@@ -58,7 +58,7 @@ class KernelFault(RuntimeError):
 
 
 class FailureReporter:
-    """Describes failures of one launch of a kernel in words."""
+    """Formats the failure that ended a launch of a kernel as a message: what the kernel did wrong, and where."""
 
     def __init__(
         self,

@@ -324,14 +324,14 @@ class Translator:
         self._edits.append((start, stop, text + "\n" * lines))
 
     def _insert(self, at: int, text: str) -> None:
-        """Insert a text at an offset of the source."""
+        """Add an edit that inserts a text at an offset of the source."""
         self._edits.append((at, at, text))
 
     def _apply_edits(self) -> str:
         parts, done = [], 0
         for start, stop, text in sorted(set(self._edits)):
             if start < done:
-                continue  # this edit is within text that was replaced
+                continue  # skip an edit of text that an earlier edit replaced
             parts += [self._source.text[done:start], text]
             done = stop
         return "".join([*parts, self._source.text[done:]])

@@ -28,7 +28,7 @@ from kernels.metal.emulator.translation import Translator
 
 INCLUDE, EMULATOR_INCLUDE = Path(__file__).parent / "include", HERE / "include"
 LANGUAGE = ("-x", "c++", "-std=gnu++14", "-fsyntax-only", "-nostdinc", "-ferror-limit=0", "-fno-caret-diagnostics")
-SINGLE = ("-Xclang", "-cl-single-precision-constant")  # a literal such as 1.0 is a float in Metal, not a double
+SINGLE = ("-Xclang", "-cl-single-precision-constant")  # options of clang: a literal such as 1.0 is a float, as in Metal
 ERRORS = (  # clang's warnings that are errors here: it would only warn, or accept an extension
     "c++11-narrowing",
     "c++17-extensions",

@@ -185,7 +185,7 @@ def _apply_edits(text: str, edits: list[Edit]) -> str:
     parts, done = [], 0
     for start, stop, replacement in sorted(edits):
         if start < done:
-            continue  # this edit is within text that was replaced
+            continue  # skip an edit of text that an earlier edit replaced
         parts += [text[done:start], replacement]
         done = stop
     return "".join([*parts, text[done:]])

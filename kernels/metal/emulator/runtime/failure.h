@@ -27,7 +27,7 @@ struct Party {
   const char* operation;   // of WAITS
   const char* file;
   unsigned line, column;
-  int flags;  // of a barrier
+  int flags;               // of a barrier
 };
 
 enum Space : int { DEVICE, THREADGROUP };

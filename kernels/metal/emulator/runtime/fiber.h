@@ -54,7 +54,7 @@ __attribute__((naked, noinline)) inline void swap_stacks(void** /*from*/, void* 
 
 inline void prepare(Registers& registers, char* /*stack*/, char* top, void (*main)()) {
   void** sp = reinterpret_cast<void**>(top);
-  *--sp = nullptr;  // the return address of `main`, which never returns
+  *--sp = nullptr;  // stands for a return address: `main` never returns
   *--sp = reinterpret_cast<void*>(main);
   for (int i = 0; i < 6; ++i) *--sp = nullptr;
   registers.stack_pointer = sp;

@@ -191,7 +191,8 @@ class Checker {
       fail(RACE, memory, write, atomic);
   }
 
-  // Returns the argument at an address, preferably one that may be written; if there is none, the nearest within 1 MiB.
+  // Returns the argument whose memory contains an address, preferably one that may be written; if there is none, the
+  // nearest within 1 MiB.
   Memory nearest(std::uintptr_t address, unsigned size) const {
     Memory found{DEVICE, -1, 0, 0, size};
     long least = 2l << 20;  // 1 MiB, doubled as the distances below are

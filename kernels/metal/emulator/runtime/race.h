@@ -32,8 +32,8 @@ class Access {
     return thread() == now.thread() || barriers() != now.barriers() ||
            (same_simdgroup(now) && simd_barriers() != now.simd_barriers());
   }
-  // Returns whether this access, which is not atomic, equals `now` but for that: then everything that races with `now`
-  // races with it, too.
+  // Returns whether this access is not atomic and otherwise equals `now`: then everything that races with `now` races
+  // with it, too.
   bool hides(Access now) const { return bits_ == (now.bits_ & ~(1ul << 62)); }
   bool races(Access now) const { return bits_ && !(atomic() && now.atomic()) && !before(now); }
 

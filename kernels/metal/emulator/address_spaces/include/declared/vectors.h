@@ -45,8 +45,8 @@ struct total<A, B...> {
   enum { count = int(components<A>::count) + int(total<B...>::count) };
 };
 
-// Stands for float4(a, b.xyz), which clang does not have in C++: takes one scalar for all components, or all
-// components.
+// Stands for float4(a, b.xyz), which clang does not have in C++: takes one scalar for all components, or as
+// many components, from scalars and vectors, as the result has.
 template <class V, class... A>
 constexpr V make(A...) {
   static_assert((sizeof...(A) == 1 && int(total<A...>::count) == 1) || int(total<A...>::count) == int(components<V>::count),
