@@ -64,7 +64,7 @@ class ReservedMemory:
         return self._low == self._high or (self._thread is not None and not self._thread.is_alive())
 
     def touch(self, *, below: int = 0, above: int = 0) -> None:
-        """Make at least `below` bytes at the beginning and `above` bytes at the end usable.
+        """Make at least `below` bytes at the beginning of the tensor and `above` bytes at its end usable.
 
         Raises MemoryError if the operating system has not enough memory.
         """

@@ -101,7 +101,7 @@ def count_tile_rows(width: int, tile: int = TILE) -> int:
 def dequantize(weight: QuantizedTensor) -> Tensor:
     """Return the values of a quantized weight, as float32 [out, in]."""
     numbers = _unpack_numbers(weight.numbers) if weight.bits == 4 else weight.numbers
-    grouped = numbers.unflatten(-1, (-1, weight.group)).float()  # float32 [out, in / group, group]
+    grouped = numbers.unflatten(-1, (-1, weight.group)).float()  # numbers by group, float32 [out, in / group, group]
     values: Tensor = grouped.mul_(weight.scale.float()[..., None]).add_(weight.offset.float()[..., None])
     return values.flatten(-2)
 

@@ -78,7 +78,7 @@ class AmxAttentionHead {
   static constexpr int64_t SIZE = L * PAIRS;  // bfloat16 numbers in a tile register
   static constexpr int64_t TILE = 64;         // positions
   static constexpr int64_t N = TILE / L;
-  // A score may exceed the maximum to which its row's sums are relative by this much, so weights are at most 2^8.
+  // The most by which a score may exceed the maximum to which its row's sums are relative: weights are at most 2^8.
   static constexpr float SLACK = 8.f;
   static constexpr int64_t PORTION = 8;  // cache lines prefetched in one go between computations
   static_assert(SPLIT % TILE == 0 && TILE % (4 * L) == 0 && ROWS % L == 0);

@@ -128,7 +128,7 @@ void expect_rows(const char* operation, const at::Tensor& table, const at::Tenso
 // size.
 void expect_plane(const char* operation, const Memory& plane, int64_t heads, int64_t dim, int64_t block_size);
 
-AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kept);  // throws if there are none for these types
+AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kept);  // throws if no kernels have these types
 Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& mask, int64_t most);
 const Item* next_of(const Plan& plan, int64_t i);  // null: there is none
 Mask mask_of(int64_t model_window, int64_t window, int64_t sinks);

@@ -44,7 +44,7 @@ class Int8AmxTiles {
   using Dots = int32_t[TILE_ROWS][PANEL];
   static constexpr int64_t GROUPS = 4;  // groups of columns whose products are computed together
 
-  // Number of tiles from one depth of the weight to the next, once its numbers are bytes.
+  // Number of tiles from one depth of the weight to the next, after numbers of 4 bits were widened to bytes.
   template <int N>
   static constexpr int64_t BETWEEN = BITS == 8 ? PANELS : N;
 

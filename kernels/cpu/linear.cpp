@@ -127,7 +127,8 @@ class IntGemm : public Gemm {
  private:
   using Product = Int8Gemm<BITS, OFFSETS, S>;
 
-  // Bytes of the packed rows of x (numbers), and of their scales, which is also that of their sums (factors).
+  // Bytes of packed rows of x: numbers() of their quantized numbers, factors() of their scales, and as many of their
+  // sums.
   int64_t numbers(int64_t rows) const { return Product::height_of(rows) * Product::pitch(width); }
   int64_t factors(int64_t rows) const { return Product::height_of(rows) * w_.groups * sizeof(float); }
 

@@ -34,7 +34,7 @@ class Workspace {
  private:
   static constexpr int64_t LINE = 64;  // bytes, as at::empty aligns
   std::vector<at::Tensor> pieces_;
-  int64_t needed_ = 0, used_ = 0;  // bytes taken: of all pieces, and of the last piece
+  int64_t needed_ = 0, used_ = 0;  // bytes taken since the last clear(); bytes taken from the last piece
 };
 
 }  // namespace kvmux

@@ -143,7 +143,7 @@ def _forward_layers_samples(ops: Ops, dtype: torch.dtype, device: torch.device) 
 
 
 def _forward_layers_bytes(layers: DecoderLayers, x: Tensor, attention: Attention) -> int:
-    """Return the bytes that a call moves, without keys and values, which only the attention knows."""
+    """Return the bytes that a call of forward_layers moves, without those of keys and values."""
     weights = sum(weight.nbytes for layer in layers.layers for weight in layer.tensors())
     return weights + 2 * x.nbytes
 

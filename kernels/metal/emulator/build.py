@@ -226,7 +226,7 @@ def cache_folder() -> Path:
 
 @cache
 def _make_temporary_folder(home: str) -> tempfile.TemporaryDirectory[str]:
-    """Make a temporary folder, which replaces one in `home` and is deleted when the process ends."""
+    """Make a temporary folder to use instead of the folder `home`; it is deleted when the process ends."""
     try:
         folder = tempfile.TemporaryDirectory(prefix="kvmux-metal-emulator-")
     except OSError as error:

@@ -10,7 +10,7 @@ struct Parameter {
   int buffer;     // index of the buffer; -1: the parameter is no buffer
   int reference;  // 1: a reference to one element; 0: a pointer to several
   int element;    // code of the scalar type, an index of SCALARS in scalars.py; 0: none of them
-  int size;       // bytes of the type that it points to
+  int size;       // bytes of the type that the parameter points to
   int alignment;
   int writable;
 };
