@@ -7,7 +7,7 @@ class SettingsError(Exception):
     """An error that the user can fix; the message says what to change."""
 
     def __str__(self) -> str:
-        """Return the message; the middle of one of more than 2,000 characters is left out."""
+        """Return the message; if it has more than 2,000 characters, its middle is left out."""
         message, half = super().__str__(), MAX_MESSAGE_LENGTH // 2
         return message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:half]} ... {message[-half:]}"
 

@@ -62,14 +62,14 @@ def _is_url(text: str) -> bool:
     try:
         url = urlsplit(text)
         return url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0 and text.split() == [text]
-    except ValueError:  # raised for an unclosed bracket and for an impossible port
+    except ValueError:  # the text has an unclosed bracket or an impossible port
         return False
 
 
 def _check_characters(value: Any, depth: int = MAX_DEPTH) -> None:
     """Raise ValueError if a text in a value, or in the tables within it, has control characters or is not UTF-8."""
     if isinstance(value, str):
-        # the message does not quote the text, which may be an API key
+        # the error message does not quote the text, which may be an API key
         if any(unicodedata.category(character) in ("Cc", "Cs") for character in value):
             raise ValueError("has control characters, or bytes that are not UTF-8")
     elif isinstance(value, (Mapping, list)):
@@ -92,7 +92,7 @@ MAX_DEFAULT_BODY_BYTES = 32 * MEBIBYTE
 
 
 class StrategySettings(BaseModel):
-    """A named instance of a strategy kind. Fields that are not declared here are options of the kind."""
+    """A named instance of a kind of cache strategy. Fields that are not declared here are options of the kind."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -432,7 +432,7 @@ class Settings(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _check_text(cls, value: Any) -> Any:
-        """Raise ValueError for text that has control characters or is not UTF-8."""
+        """Return the value as it is. Raises ValueError if a text in it has control characters or is not UTF-8."""
         _check_characters(value)
         return value
 
@@ -451,7 +451,7 @@ class Settings(BaseSettings):
     @field_validator("api_keys")
     @classmethod
     def _check_api_keys(cls, value: list[str] | None) -> list[str] | None:
-        for number, key in enumerate(value or [], start=1):  # by number: a message with the key would be logged
+        for number, key in enumerate(value or [], start=1):  # errors say the number, not the key: they are logged
             if not all("!" <= letter <= "~" for letter in key):
                 raise ValueError(f"key {number} should be letters, digits and signs of ASCII, no spaces")
         return value
@@ -473,7 +473,7 @@ class Settings(BaseSettings):
     @field_validator("kv_memory", mode="before")
     @classmethod
     def _check_kv_memory(cls, value: Any) -> str:
-        text = str(value)  # in a settings file the value may be a number of bytes
+        text = str(value)  # in a settings file the value may be an integer, a number of bytes
         if text != "auto":
             parse_bytes(text)
         return text
@@ -484,7 +484,7 @@ class Settings(BaseSettings):
             raise ValueError(
                 "admin_token is one of api_keys, so a client could administer the server; choose another token"
             )
-        if any(key not in (self.api_keys or ()) for key in self.key_limits):  # the message does not quote the key
+        if any(key not in (self.api_keys or ()) for key in self.key_limits):  # the error does not quote the key
             raise ValueError("key_limits names a key that is not one of api_keys; add it to api_keys, or correct it")
         if self.metrics_key is not None and self.metrics_key in (self.admin_token, *(self.api_keys or ())):
             raise ValueError("metrics_key equals the admin_token or one of api_keys; choose another key")
@@ -533,7 +533,7 @@ class Settings(BaseSettings):
         return [number for number, key in enumerate(self.api_keys or (), start=1) if len(key) < MIN_API_KEY_LENGTH]
 
     def compute_body_limits(self, max_seq_len: int) -> tuple[int, int]:
-        """Return (max_body_bytes, max_inflight_body_bytes) or their defaults for a context of `max_seq_len` tokens."""
+        """Return (max_body_bytes, max_inflight_body_bytes); for None, the default for a context of `max_seq_len`."""
         ids = BYTES_PER_TOKEN_ID * max_seq_len * self.max_choices
         one = min(BODY_OVERHEAD_BYTES + max(self.max_prompt_characters, ids), MAX_DEFAULT_BODY_BYTES)
         one = min(one, self.max_inflight_body_bytes or one) if self.max_body_bytes is None else self.max_body_bytes
@@ -543,7 +543,7 @@ class Settings(BaseSettings):
     def settings_customise_sources(
         cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings,)  # the only source for pydantic: load_settings() has merged flags, environment and file
+        return (init_settings,)  # pydantic reads no other source: load_settings() has merged them all
 
 
 def load_settings(file: Path | None, values: Mapping[str, Any], *, are_flags: bool = True) -> Settings:

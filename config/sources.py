@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 ENV_PREFIX = "KVMUX_"
 ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # environment variables that the command line reads and that are no settings
 ENV_JSON = frozenset({"KVMUX_STRATEGIES", "KVMUX_RULES", "KVMUX_KEY_LIMITS"})
-# The new name of each renamed setting, by the old one, which still works.
+# New names of renamed settings, by the old names, which users may still write.
 RENAMED = {"max_step_tokens": "max_num_batched_tokens", "max_waiting": "max_queued_requests"}
 # Prefix of the only environment variables that set one value in a table: KVMUX_STRATEGIES__<instance>__<option>.
 ENV_NESTED_PREFIX = "KVMUX_STRATEGIES__"
@@ -51,7 +51,7 @@ class Sources(NamedTuple):
         return _merge_tables(_merge_tables(self.from_file, self.from_environment), self.from_caller)
 
     def format_origin(self, path: tuple[str | int, ...]) -> str:
-        """Return the strongest source with a value at `path`, such as " (from --port)"; "" for a Python argument."""
+        """Return where the value at `path` (setting, keys) is from: " (from --port)", or "" for a Python argument."""
         if path and _has_path(self.from_caller, path):
             return f" (from {flag_name(str(path[0]))})" if self.caller_gives_flags else ""
         if path and _has_path(self.from_environment, path):
@@ -111,8 +111,8 @@ def read_renamed_environment(environ: Mapping[str, str]) -> dict[str, str]:
 def check_environment(environ: Mapping[str, str], settings: Collection[str]) -> None:
     """Raise SettingsError for an environment variable KVMUX_... that cannot take effect.
 
-    Such a variable names no setting, sets a part of a setting that is not a table, or is not JSON where that is
-    needed. pydantic-settings would ignore it silently.
+    Such a variable names no setting, sets a part of a setting that is not a table, or is not JSON although its
+    setting consists of tables. pydantic-settings would ignore it silently.
     """
     known = {env_name(name) for name in (*settings, *RENAMED)} | ENV_FOREIGN
     for given, value in environ.items():

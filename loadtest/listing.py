@@ -30,7 +30,7 @@ class Listing(NamedTuple):
 
 
 class Cache(Struct):
-    """The field `kv_cache` of a list entry that is a model under a strategy; it names the strategy instance."""
+    """The field `kv_cache` of an entry of the list that is a model under a strategy: the name of the instance."""
 
     instance: str
 

@@ -147,7 +147,7 @@ class Chat(User):
 
 
 class SharedPrompt(User):
-    """A user whose requests begin with a system prompt that all users of this kind share, for the prefix cache."""
+    """A user whose requests begin with a system prompt that all users of this kind share, to use cached prefixes."""
 
     weight = 2
 
@@ -190,7 +190,7 @@ class Burst(User):
 
 
 class Cancel(User):
-    """A user that closes the connection after a random number of pieces of the answer, at most --patience."""
+    """A user that reads a random number of pieces of the answer, at most --patience, and closes the connection."""
 
     @task
     def ask_and_leave(self) -> None:

@@ -10,7 +10,7 @@ TEXT = (
 )
 WORDS = TEXT.split()
 
-SHARED_SEED = 0  # constant, so that the prompts of all load-generating processes begin alike
+SHARED_SEED = 0  # seed of the shared words: constant, so that they are the same in all load-generating processes
 
 
 def make_prompt(random: Random, own_words: int, shared_words: int = 0) -> str:

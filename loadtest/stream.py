@@ -13,10 +13,10 @@ from msgspec import Meta, Struct
 from msgspec.json import Decoder
 
 Clock = Callable[[], float]
-Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # number of tokens; up to the bound a float is exact
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]  # number of tokens, small enough to be exact as a float
 
 
-# ---------------------------------------------------------------- the fields of a stream's chunk; each may be null
+# ---------------------------------------------------------------- the JSON fields of a streamed chunk; each may be null
 class Details(Struct):
     cached_tokens: Count | None = None
 
@@ -61,7 +61,7 @@ class Reply:
     """
 
     arrival_times: list[float] = field(default_factory=list)
-    end_time: float | None = None  # time at which [DONE] ended the stream; None if it has not
+    end_time: float | None = None  # time at which [DONE] ended the stream; None before that
     pieces: list[str] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int | None = None  # number of prompt tokens found in the cache; None if not reported
@@ -72,7 +72,7 @@ class Reply:
         return "".join(self.pieces)
 
     def gaps(self) -> list[float]:
-        """Return the seconds between each two consecutive pieces."""
+        """Return the seconds between each two consecutive pieces of the answer."""
         return [later - earlier for earlier, later in pairwise(self.arrival_times)]
 
     def compute_tokens_per_second(self) -> float | None:
@@ -82,7 +82,7 @@ class Reply:
 
     def take(self, line: bytes, clock: Clock = perf_counter) -> None:
         """Add the stream's next line to the answer. Raises StreamError if it is an error or not a part of an answer."""
-        # lines without data are blank, or comments that keep the connection alive
+        # ignore lines without data: they are blank, or comments that keep the connection alive
         if self.end_time is not None or not line.startswith(b"data:"):
             return
         data = line[len(b"data:") :].strip()
@@ -102,7 +102,7 @@ class Reply:
         for choice in chunk.choices or ():
             delta = choice.delta or Delta()
             text = choice.text or delta.content or delta.reasoning_content or ""
-            # no piece: the first chunk (role) and the last (finish_reason) if they have no text
+            # the first chunk (role) and the last one (finish_reason) do not count as pieces if they have no text
             if text or (choice.finish_reason is None and delta.role is None):
                 self.arrival_times.append(clock())
                 self.pieces.append(text)

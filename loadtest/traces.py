@@ -56,7 +56,7 @@ class Workload(NamedTuple):
     message: Lognormal = Lognormal(50, 1.3)  # tokens of a user's message: mostly a sentence or two, sometimes a page
     answer: Lognormal = Lognormal(250, 0.8)
     pause: Lognormal = Lognormal(120, 1.9)  # seconds in which the answer is read and the next message written
-    tokens_per_second: float = 30.0  # generated tokens per second: how long an answer takes
+    tokens_per_second: float = 30.0  # generated tokens per second; decides how long an answer takes
     context: int = 8192  # maximum number of tokens of a conversation, which ends before a turn that would not fit
 
 
@@ -71,7 +71,7 @@ def generate_trace(seed: int, conversations: int, workload: Workload = CHAT) -> 
     starts = list(accumulate(random.expovariate(workload.arrivals) for _ in range(conversations)))
     turns = []
     for number, start in enumerate(starts):
-        own_random = Random(f"{seed}/{number}")  # own generator: a conversation is the same, however many there are
+        own_random = Random(f"{seed}/{number}")  # own seed: independent of how many conversations there are
         text = list(own_random.choices(prompts, cum_weights=weights)[0])
         turns += [
             (time, number, text, prompt_end, answer_end)

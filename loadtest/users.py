@@ -86,7 +86,7 @@ def parse_json_object(text: str) -> dict[str, Any]:
     return decode(text, type=dict[str, Any])
 
 
-# Names of the report's rows, by value of the option --rows.
+# Names of the rows in locust's report, by value of the option --rows.
 ROW_NAMES = {"strategy": "{model}", "class": "{kind}", "both": "{model} {kind}"}
 
 
@@ -94,9 +94,9 @@ class Client(FastHttpUser):
     """A locust user that sends requests and reads each answer to its end, or to a given number of pieces."""
 
     abstract = True
-    network_timeout = 600.0  # seconds; long, as a request may wait for its first token
+    network_timeout = 600.0  # seconds to wait for a response; long, as a request may queue
     connection_timeout = 10.0
-    models: dict[str, float]  # weight of each model name, with which choose_model() draws it
+    models: dict[str, float]  # relative probability of each model name in choose_model()
     max_model_len = CONTEXT  # maximum number of tokens of prompt and answer together that fits into every model
 
     def __init__(self, environment: Environment) -> None:
@@ -162,13 +162,14 @@ class Client(FastHttpUser):
                 response.stream.release()  # closes the connection if the answer has not ended
             if reply.end_time is None:
                 response.request_meta["request_type"] = "CANCEL"
-            response.request_meta["response_time"] = (perf_counter() - send_time) * 1000  # ms until the answer's end
+            # milliseconds from sending the request to the end of the answer
+            response.request_meta["response_time"] = (perf_counter() - send_time) * 1000
             response.request_meta["response_length"] = reply.completion_tokens or len(reply.arrival_times)
         self._report(row, send_time, reply)
         return reply
 
     def _report(self, row: str, send_time: float, reply: Reply) -> None:
-        if reply.arrival_times:  # empty if the first token was the end of the text
+        if reply.arrival_times:  # empty if the answer has no text, as its first token ended it
             self._fire("TTFT", row, (reply.arrival_times[0] - send_time) * 1000, reply.prompt_tokens)
         for gap in reply.gaps():
             self._fire("ITL", row, gap * 1000, 1)

@@ -25,7 +25,7 @@ class Arrivals(Protocol):
         """
 
     def times(self, random: Random) -> Iterator[float]:
-        """Yield the time at which each request is to be sent, in seconds since the start."""
+        """Yield the time at which each request is to be sent, in seconds since sending began."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from loadtest.listing import ListingError, read_listing
 from loadtest.prompts import TEXT
 from loadtest.stream import Reply, StreamError, format_http_error
 
-TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # seconds; long, as a request may wait for its first token
+TIMEOUT = httpx.Timeout(600.0, connect=10.0)  # seconds to wait for a response; long, as requests may queue
 PORTS = range(1 << 16)
 
 
@@ -27,11 +27,11 @@ class Version(Struct):
 
 
 class TokenIds(Struct):
-    tokens: list[Annotated[int, Meta(ge=0, lt=1 << 22)]]  # token ids; the bound refuses nonsense
+    tokens: list[Annotated[int, Meta(ge=0, lt=1 << 22)]]  # token ids; a larger number cannot be one
 
 
 class ServerError(Exception):
-    """The server cannot be measured; the message says what to change."""
+    """The benchmark cannot measure the server; the message says what to change."""
 
 
 @asynccontextmanager
@@ -41,7 +41,7 @@ async def open_client(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncC
     Ignores proxies in the environment: they would be measured, too. Raises ServerError if the URL or the API key cannot
     be used.
     """
-    if not all("!" <= each <= "~" for each in api_key):  # other characters cannot be sent in an HTTP header
+    if not all("!" <= each <= "~" for each in api_key):  # an HTTP header cannot carry other characters
         raise ServerError(
             "--api-key or OPENAI_API_KEY: a key consists of ASCII letters, digits and signs, no spaces or line breaks"
         )
@@ -59,7 +59,7 @@ async def open_client(url: str, api_key: str = "") -> AsyncIterator[httpx.AsyncC
 
 
 async def read_server_info(client: httpx.AsyncClient, model: str = "") -> ServerInfo:
-    """Return what the server reports about itself and about a model; its first one if `model` is empty.
+    """Return what the server reports about itself and about `model`; if that is empty, about its first model.
 
     Raises ServerError if the server does not answer, is not OpenAI-compatible or does not list the model.
     """

@@ -51,7 +51,7 @@ class FileError(Exception):
 
 
 def check_writable(file: Path | None) -> None:
-    """Raise FileError if a file cannot be written, before the slow part; does not change its contents.
+    """Raise FileError if the report's file cannot be written; called before the benchmark. Keeps the file's contents.
 
     Checks nothing for None (no file) and "-" (standard output).
     """
@@ -109,7 +109,7 @@ def make_notes(figures: Mapping[Key, Figures]) -> list[str]:
 
 
 def get_report_options(options: BenchOptions, rounds: int) -> dict[str, Any]:
-    """Return the options as they are shown in the report: without the API key."""
+    """Return the options as the report shows them: with the number of rounds, without the API key."""
     shown = {name: value for name, value in vars(options).items() if name not in ("api_key", "json")}
     return shown | {"rounds": rounds, "trace": options.trace and str(options.trace)}
 

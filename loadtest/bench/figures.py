@@ -69,7 +69,7 @@ class Figures:
         return sum(outcome.reply.completion_tokens != outcome.requested_tokens for outcome in self.successes)
 
     def ttft(self) -> dict[str, float] | None:
-        """Return mean, percentiles and maximum (ms) of the times to the first token: from request to first piece."""
+        """Return mean, percentiles and maximum (ms) of the times from sending a request to its first token."""
         return summarize_latency(
             o.reply.arrival_times[0] - o.send_time for o in self.successes if o.reply.arrival_times
         )

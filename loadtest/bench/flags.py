@@ -45,7 +45,7 @@ WORKLOAD_NAMES = ("a", "b", "c8", "c16", "d")
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The options of a benchmark. If a field is None, the value of the chosen workload applies."""
+    """The options of a benchmark. A length, arrival or number of requests that is None is the workload's."""
 
     url: str = URL
     model: str = ""
@@ -210,7 +210,8 @@ def _positive_float(text: str) -> float:
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # raises ValueError if it cannot be sent
+        # raises ValueError for NaN, infinity and text that UTF-8 cannot encode, which cannot be sent
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:
         value = None
     if not isinstance(value, dict):

@@ -21,13 +21,15 @@ from loadtest.bench.workloads import (
 from loadtest.listing import select_models
 
 DEFAULT_ROUNDS = 3
-CUSTOM = replace(NAMED_WORKLOADS["c8"], name="own")  # workload that flags change if none is named
+# The workload whose lengths and arrivals are changed by flags such as --rate if no --workload is given.
+CUSTOM = replace(NAMED_WORKLOADS["c8"], name="own")
 MIXED = "mixed"  # name of the report's row for requests that are distributed among all strategies
-MAX_WORDS_PERCENT = 75  # maximum length of a prompt in words, in percent of the model's context in tokens
+# Maximum of a prompt's words and its answer's tokens together, in percent of the model's context in tokens.
+MAX_WORDS_PERCENT = 75
 
 
 def plan_workloads(options: BenchOptions) -> list[Workload]:
-    """Return the workloads of the options, with the lengths and arrivals that flags change.
+    """Return the workloads that the options name, with lengths and arrivals replaced by those given in flags.
 
     Raises WorkloadError if --trace is combined with --workload, or if its file cannot be read.
     """
@@ -59,8 +61,8 @@ def make_arrivals(options: BenchOptions) -> Arrivals | None:
 def apply_overrides(workload: Drawn, changes: Mapping[str, Any], requests: int | None) -> Drawn:
     """Return the workload with fields replaced by `changes` and with `requests` requests.
 
-    If `requests` is None, their number depends on the new arrivals: three bursts, one request per client, four times
-    the workload's own number for random arrivals, the workload's own number if arrivals do not change.
+    If `requests` is None, their number depends on the arrivals in `changes`: enough for three bursts; one per client
+    of a closed loop; for random arrivals four times the workload's own number; without arrivals that number.
     """
     match changes.get("arrivals"):
         case Bursts(size=size):

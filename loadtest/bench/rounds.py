@@ -1,8 +1,8 @@
 """Rounds of a benchmark, in which the strategies take turns at a workload.
 
-Within a round every strategy gets the same requests: they share no cached tokens. Each round has new requests, so that
-no cache has them from an earlier round, and begins with another strategy. The mixed measurement, which distributes
-requests among all strategies, has requests of its own, which no strategy has in its cache.
+Within a round every strategy gets the same requests, as strategies share no cached tokens. Each round has new requests,
+so that no cache has them from an earlier round, and begins with another strategy. The mixed measurement, which
+distributes requests among all strategies, has requests of its own, which no strategy has in its cache.
 """
 
 from __future__ import annotations

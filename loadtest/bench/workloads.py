@@ -86,7 +86,7 @@ class Replayed:
         return len(self.turns)
 
     def make_requests(self, vocabulary: PromptVocabulary, salt: str, phase: str) -> list[BenchRequest]:
-        """Return the trace's requests with each id replaced by a piece of the vocabulary, which depends on `salt`."""
+        """Return the trace's requests with each token id replaced by a piece of the vocabulary, chosen by `salt`."""
         pieces = vocabulary.shuffled(Random(salt))
         prompts = ([pieces[each % len(pieces)] for each in turn.prompt] for turn in self.turns)
         return [

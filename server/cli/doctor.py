@@ -47,7 +47,8 @@ def doctor(out: Path = REPORT) -> int:
     error = _write_report(out, text)
     if error is None:
         console.print(f"\nWritten to {out}: please attach it when you report a problem.")
-    if torch.backends.mps.is_available():  # every report is of use: the kernels have not been run on all kinds of Mac
+    # ask for the report even without a fault: the kernels have not been run on all kinds of Mac
+    if torch.backends.mps.is_available():
         console.print("A report from a Mac is welcome even if nothing is wrong.")
     if error is not None or torch.backends.mps.is_available():
         print(f"\n```json\n{text}\n```")
@@ -119,14 +120,15 @@ def _check_kernels() -> Iterator[tuple[str, str]]:
     for backend in list_backends():
         if backend.missing is not None:
             yield backend.name, f"none: {backend.missing}"
-        elif backend.device.is_emulated:  # not checked here: an engine checks it at start; its speed means nothing
+        elif backend.device.is_emulated:
+            # emulated kernels are not checked here: an engine checks them at its start, and their speed means nothing
             yield backend.name, f"usable: --device {backend.device.name}"
         else:
             yield from _check_backend(backend)
 
 
 def _check_backend(backend: Backend) -> Iterator[tuple[str, str]]:
-    """Yield (name, verdict) for each operation of a backend; the time in it includes all samples and compilation."""
+    """Yield (name, verdict) for each operation of a backend; a verdict's time includes compilation and all samples."""
     tracer, device = Tracer(), backend.device.tensors
     ops = trace_ops(backend.load(), tracer)
     by_dtype = []
@@ -139,7 +141,7 @@ def _check_backend(backend: Backend) -> Iterator[tuple[str, str]]:
 
 
 def _format_verdict(dtype: torch.dtype, verdict: Verdict, seconds: float | None) -> str:
-    """Return the verdict in words; `seconds` is None for an operation composed of other ones, which is not timed."""
+    """Return the verdict on an operation as text; `seconds` is None if it consists of others: it is not timed."""
     found = f"off by {verdict.error:.0e}" if verdict.fault is None else f"{FAULT} {verdict.fault}"
     took = "" if seconds is None else f" in {1e3 * seconds:.1f} ms"
     return f"{str(dtype).removeprefix('torch.')} {found}{took}"

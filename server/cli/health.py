@@ -21,7 +21,10 @@ TIMEOUT = 4.0  # seconds to wait for a response; the HEALTHCHECK of the Docker i
 
 
 def check_health(url: str | None = None, timeout: float = TIMEOUT) -> int:
-    """Print whether each server is ready; return 0 if there is at least one and all are ready, else 1."""
+    """Print whether the server at `url` is ready, or if that is None, each server of this user on this machine.
+
+    Return 0 if there is at least one and all are ready, else 1.
+    """
     urls = find_running_urls() if url is None else [url]
     if not urls:
         print_safely(

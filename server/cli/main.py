@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(run(options))
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has closed it
+    except BrokenPipeError:  # the program that reads the output, such as `head`, has ended
         redirect_to_devnull(sys.stdout)
         return 1
     except (SettingsError, ListenError, OSError) as error:
@@ -202,7 +202,7 @@ def check_api_keys(settings: Settings) -> None:
 
 # ---------------------------------------------------------------- kvmux health
 def health(options: dict[str, Any]) -> int:
-    """Print whether servers are ready; return the exit code."""
+    """Print whether the server of --url, or each one of this user here, is ready; return the exit code."""
     return ask_health(**options)
 
 

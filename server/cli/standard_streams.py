@@ -1,6 +1,6 @@
 """Printing to standard streams that may be closed, on a full disk, or a pipe whose reader is gone.
 
-None of these is a reason for a server to end.
+Text that cannot be printed is dropped: none of these is a reason for a server to end.
 """
 
 from __future__ import annotations

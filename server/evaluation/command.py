@@ -30,11 +30,11 @@ from server.models.files.directory import resolve_model_settings
 from server.models.load import read_model_info
 from server.text.tokenizer import Tokenizer
 
-DEFAULT_MAX_LENGTH = 2048  # most tokens of a document if --length is not given
+DEFAULT_MAX_LENGTH = 2048  # maximum number of tokens of a document if --length is not given
 BASELINE = "exact_caching"  # name of the exact instance that is added if no chosen strategy is exact
 # Options of each strategy: none reserves memory, and each may use all of it, as it holds only one document at a time.
 WHOLE = {"floor": "0%", "limit": "100%"}
-MAX_LOGITS = 1 << 26  # most logits of a step, over all its tokens; their softmax takes a few times their memory
+MAX_LOGITS = 1 << 26  # maximum number of logits of a step, of all its tokens; softmax takes a few times their memory
 
 
 def run(file: Path | None, flags: dict[str, Any]) -> int:
@@ -131,9 +131,10 @@ def select_strategies(settings: Settings, wanted: Sequence[str]) -> dict[str, St
 
 
 def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateOptions) -> tuple[Engine, list[str]]:
-    """Build an engine with room for one document under each strategy; return it and their names, an exact one first.
+    """Build an engine with room for one document under each strategy.
 
-    Raises SettingsError for wrong settings, or if --strategy or --length does not fit them.
+    Return (the engine, the names of the strategies, of which the first is exact). Raises SettingsError for wrong
+    settings, or if --strategy or --length does not fit them.
     """
     settings = resolve_model_settings(load_settings(file, flags))
     strategies = select_strategies(settings, options.strategy)

@@ -26,9 +26,9 @@ class Fidelity:
     """The agreement of one strategy with exact caching, as sums over the tokens of some documents."""
 
     num_tokens: int = 0
-    total_nll: float = 0.0  # negative log-likelihood of the documents' tokens, nats
-    num_agreed: int = 0  # positions at which the likeliest token is the same as with exact caching
-    total_kl: float = 0.0  # KL divergence from exact caching, KL(exact || this strategy), nats
+    total_nll: float = 0.0  # sum of the tokens' negative log-likelihoods under this strategy, nats
+    num_agreed: int = 0  # number of tokens at which the likeliest token is the same as with exact caching
+    total_kl: float = 0.0  # sum over the tokens of the KL divergence KL(exact || this strategy), nats
     # For each answer: (tokens back to its latest mention, whether all tokens of the answer were predicted).
     answer_recalls: list[tuple[int, bool]] = field(default_factory=list)
 
@@ -50,7 +50,7 @@ class Fidelity:
         return self.total_kl / self.num_tokens
 
     def recall(self, nearest: int, farthest: int) -> tuple[int, int]:
-        """Return the numbers of (right, all) answers whose latest mention is `nearest` to `farthest` tokens before.
+        """Return the numbers of (right, all) answers whose latest mention is `nearest` to `farthest` tokens back.
 
         Both distances are inclusive.
         """
@@ -76,10 +76,11 @@ def compare(
     _check_room(caches, max(documents, key=lambda document: len(document.ids)))
     results = [Fidelity() for _ in caches]
     for document in documents:
-        known = torch.zeros(len(caches), len(document.ids), dtype=torch.bool)  # whether each predicted the token
+        # [strategy, position in the document]: whether the strategy predicted the token
+        known = torch.zeros(len(caches), len(document.ids), dtype=torch.bool)
         with _open_seats(caches, document) as seats:
             for first in range(0, len(document.ids) - 1, row_tokens):
-                tokens = document.ids[first : first + row_tokens + 1]  # the last one is only a target, not an input
+                tokens = document.ids[first : first + row_tokens + 1]  # the last is only predicted, not an input
                 logits = _run_step(model, caches, seats, tokens[:-1])
                 targets = torch.tensor(tokens[1:], device=logits.device)
                 known[:, first + 1 : first + len(tokens)] = update_fidelities(results, logits, targets)
@@ -90,7 +91,7 @@ def compare(
 
 
 def _run_step(model: Model, caches: Sequence[KVCache], seats: Sequence[Seat], tokens: Sequence[int]) -> Tensor:
-    """Compute n tokens under each of S caches in one batch; return logits [S, n, V].
+    """Compute the n `tokens` under each of S caches in one batch; return their logits [S, n, V].
 
     Raises SettingsError if the memory is full or logits are NaN or infinite.
     """
@@ -108,9 +109,9 @@ def _run_step(model: Model, caches: Sequence[KVCache], seats: Sequence[Seat], to
 
 
 def update_fidelities(results: Sequence[Fidelity], logits: Tensor, targets: Tensor) -> Tensor:
-    """Add n tokens to the sums of S strategies; return bool [S, n]: whether the target was the likeliest token.
+    """Add n tokens to the sums in `results`; return bool [S, n]: whether the target was a strategy's likeliest token.
 
-    `logits` are [S, n, V], with exact caching first; `targets` are [n].
+    `logits` [S, n, V] are those of S strategies, exact caching first; `targets` [n] are the tokens that follow.
     """
     logp = logits.log_softmax(-1)
     nll = -logp.gather(-1, targets.expand(len(logits), -1).unsqueeze(-1)).squeeze(-1)  # [S, n]
@@ -134,7 +135,7 @@ def _open_seats(caches: Sequence[KVCache], document: Document) -> Iterator[list[
         seats = []
         for cache in caches:
             stack.callback(_reclaim_idle, cache)
-            seat = cache.open(document.ids[:-1], max_cached=0)  # the last token is only a target, not an input
+            seat = cache.open(document.ids[:-1], max_cached=0)  # the last token is only predicted, not an input
             if seat is None:
                 raise _no_room_error(cache)
             stack.callback(cache.close, seat)

@@ -16,7 +16,7 @@ MAX_TOKEN_LENGTH = 16  # characters to read from a file for each token needed: m
 
 
 class Document(NamedTuple):
-    """A text as token ids, the last only as a target; `answers` are spans of it whose text also occurs earlier."""
+    """A text as token ids; the last one is only predicted. `answers` are spans whose text also occurs earlier."""
 
     ids: Sequence[int]
     answers: Sequence[MarkedAnswer] = ()

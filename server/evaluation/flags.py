@@ -96,6 +96,6 @@ def _parse_positive(text: str) -> int:
 
 
 def _parse_text(text: str) -> str:
-    if not text.isprintable():  # isprintable() is also false for arguments that are not UTF-8
+    if not text.isprintable():  # false for control characters and for what is not UTF-8
         raise argparse.ArgumentTypeError(f"{text!r} is not printable text")
     return text

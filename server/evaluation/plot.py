@@ -17,7 +17,7 @@ MARKERS = "osD^vP*X"  # markers tell strategies apart, as lines may coincide and
 
 
 def check_plot(file: Path) -> None:
-    """Raise SettingsError if the file's ending is not in ENDINGS, or if matplotlib is not installed."""
+    """Raise SettingsError if the file's ending is not .png, .svg or .pdf, or if matplotlib is not installed."""
     if file.suffix.lower() not in ENDINGS:
         raise SettingsError(f"--plot {file}: the name should end in {', '.join(ENDINGS)}")
     if importlib.util.find_spec("matplotlib") is None:

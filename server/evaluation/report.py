@@ -29,7 +29,7 @@ class DistanceRange(NamedTuple):
 
 @dataclass(frozen=True)
 class StrategyResult:
-    """The results of one strategy in an evaluation."""
+    """A strategy, its memory, and its fidelity to exact caching on running text and on records."""
 
     name: str
     kind: str
@@ -50,7 +50,7 @@ class EvaluationReport:
     source: str  # source of the running text: a file's name or "stories"
     num_documents: tuple[int, int]  # numbers of (documents of running text, records)
     length: int  # tokens of a document
-    row_tokens: int  # tokens of a document that one step computes
+    row_tokens: int  # number of tokens of a document that one step computes
     results: Sequence[StrategyResult]
 
     @property

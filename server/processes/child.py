@@ -27,8 +27,9 @@ class Timing:
 
     min_restart_delay: float = 0.5  # seconds before a dead child is started again; doubles each time it dies again
     max_restart_delay: float = 30.0
-    healthy_after: float = 60.0  # a child that dies after this many seconds is restarted after min_restart_delay
-    worker_margin: float = 5.0  # seconds after drain_seconds at which a worker is killed; time for its last messages
+    healthy_after: float = 60.0  # seconds of serving after which a child's delay is min_restart_delay again
+    # a worker is killed drain_seconds plus this many seconds after it was asked to stop; time for its last messages
+    worker_margin: float = 5.0
     engine_grace: float = 10.0  # seconds after which an engine that was asked to stop is killed
 
 
@@ -71,7 +72,7 @@ class Child:
         return exitcode, "killed, as its heartbeat had stopped" if self.killed else describe_exit(exitcode)
 
     def schedule_restart(self) -> float:
-        """Set when to start the process again; return the seconds until then."""
+        """Set when to start the dead process again; return the delay in seconds, which doubles while it keeps dying."""
         timing = self._timing
         healthy = self.watchdog is not None and self.watchdog.uptime >= timing.healthy_after
         self._delay = timing.min_restart_delay if healthy else max(timing.min_restart_delay, 2 * self._delay)
@@ -90,7 +91,7 @@ class Child:
             self.reap()
 
     def kill_stuck(self, stacks: Path) -> list[str]:
-        """Kill a process whose heartbeat has stopped; return lines: why it stopped, then stack traces if it hung."""
+        """Kill a process whose heartbeat has stopped; return lines to log: the reason, then stack traces if it hung."""
         assert self.process is not None, self.name
         assert self.process.pid is not None, self.name
         why = _explain_silence(self.process.pid, stacks)
@@ -125,7 +126,7 @@ def _explain_silence(pid: int, stacks: Path) -> list[str]:
 
 
 def _read_stacks(stacks: Path) -> list[str]:
-    """Return the lines of a file of stack traces once it no longer grows; none if it grows for STACK_DUMP_TIMEOUT."""
+    """Return the lines of a file of stack traces once it no longer grows; [] if it grows for STACK_DUMP_TIMEOUT."""
     text, end = "", monotonic() + STACK_DUMP_TIMEOUT
     while monotonic() < end:
         time.sleep(0.05)

@@ -13,7 +13,7 @@ import msgspec
 
 T = TypeVar("T")
 
-MAX_FRAME_BYTES = 256 * 2**20  # a longer frame means that the stream is broken
+MAX_FRAME_BYTES = 256 * 2**20  # maximum of a message; a longer one means that the stream is broken
 
 _LENGTH = struct.Struct(">I")
 
@@ -34,8 +34,8 @@ class FrameDecoder(Generic[T]):
 
     def __init__(self, decode: Callable[[memoryview], T]) -> None:
         self._decode = decode
-        self._buffer = bytearray()  # the bytes of an incomplete frame
-        # The bytes that the incomplete frame will have; while its head is incomplete, those of the head.
+        self._buffer = bytearray()  # the bytes received so far of an incomplete frame
+        # Size in bytes of the incomplete frame once it is complete; until its head (its length) is there, the head's.
         self._frame_size = 0
 
     def feed(self, data: bytes) -> Iterator[T]:
@@ -60,7 +60,7 @@ class FrameDecoder(Generic[T]):
 
 
 def _read_length(data: bytes, start: int) -> int:
-    """Return the bytes of the frame that begins at `start`, with its head; those of the head while it is incomplete."""
+    """Return the size in bytes of the frame at `start`, with its head; the head's size while the head is incomplete."""
     if len(data) - start < _LENGTH.size:
         return _LENGTH.size
     (length,) = _LENGTH.unpack_from(data, start)

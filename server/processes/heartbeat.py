@@ -18,7 +18,7 @@ LOADING_BEAT_INTERVAL = 0.25  # seconds between two heartbeats of a process that
 
 
 class Heartbeat:
-    """Two counters that a child increments: one while it loads, the other while it works or waits for work."""
+    """Two shared counters that a child increments: one while it loads, the other while it works or waits for work."""
 
     def __init__(self, context: SpawnContext) -> None:
         self._loading: Any = context.RawValue("Q", 0)
@@ -111,7 +111,7 @@ class Recovery:
 
 
 class EngineStatus:
-    """An engine's connection to its supervisor: {"ready": summary} or {"error": message}, and heartbeats."""
+    """An engine's means to tell its supervisor {"ready": summary} or {"error": message}, and to send heartbeats."""
 
     def __init__(self, pipe: Connection, heartbeat: Heartbeat) -> None:
         self._pipe = pipe

@@ -10,6 +10,6 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGKILL when the thread that started this process ends; do nothing outside Linux."""
+    """Have Linux send this process SIGKILL when the thread that started it ends; do nothing on another system."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)

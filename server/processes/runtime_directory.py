@@ -18,12 +18,12 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 PREFIX, LOCK_FILE, URL_FILE = "kvmux-", "lock", "url"
-MAX_SOCKET_PATH = 103  # bytes of a socket's path; macOS has room for 104, with the closing zero
+MAX_SOCKET_PATH = 103  # maximum bytes of a socket's path; macOS has room for 104, with the closing zero
 
 
 @contextlib.contextmanager
 def runtime_directory(url: str) -> Iterator[str]:
-    """Make a directory for this user alone, with a path short enough for a Unix socket; remove it at the end.
+    """Make a directory for this user alone, with a path short enough for a Unix socket; remove it after the block.
 
     `url` is where the server listens.
     """
@@ -106,7 +106,7 @@ def _remove_if_unlocked(directory: Path) -> None:
     descriptor = os.open(directory / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # If not, another server has removed the directory before this one locked the file, and nothing is left to do.
+        # If the locked file is no longer there, another server has removed the directory: nothing is left to do.
         if os.path.samestat(os.fstat(descriptor), (directory / LOCK_FILE).lstat()):
             shutil.rmtree(directory)
             log.info("removed %s, left behind by a server that was killed", directory)

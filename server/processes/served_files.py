@@ -18,12 +18,12 @@ from pathlib import Path
 import psutil
 
 MAPPED_SUFFIXES = (".safetensors", ".gguf")
-READ_AHEAD_BYTES = 1 << 20  # bytes to read ahead in one call; the system reads no more
+READ_AHEAD_BYTES = 1 << 20  # bytes that one call asks to read ahead; the system reads no more per call
 ADVICE = "files must not change while they are served: write a new file and rename it over the old one"
 
 
 class ServedFiles:
-    """The weight files of a directory, as they were when this object was made."""
+    """The weight files of a directory, with the size and time of change that each had when this object was made."""
 
     def __init__(self, directory: Path) -> None:
         self._files = {file: now for file in _list_mapped_files(directory) if (now := _stat(file))}
@@ -39,7 +39,7 @@ class ServedFiles:
         if size > psutil.virtual_memory().available // 2:
             return
         for file, now in self._files.items():
-            with suppress(OSError), file.open("rb") as opened:  # errors are ignored: the engine will report them
+            with suppress(OSError), file.open("rb") as opened:  # ignored: the engine will report the error
                 for start in range(0, now.st_size, READ_AHEAD_BYTES):
                     os.posix_fadvise(opened.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
 
@@ -56,7 +56,7 @@ class ServedFiles:
 def _list_mapped_files(directory: Path) -> list[Path]:
     try:
         return sorted(file for file in directory.iterdir() if file.suffix in MAPPED_SUFFIXES)
-    except OSError:  # errors are ignored: the engine will report them
+    except OSError:  # ignored: the engine will report the error when it loads the model
         return []
 
 

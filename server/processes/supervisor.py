@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 STOPPED, DIED, REFUSED, INTERRUPTED = 0, 1, USER_ERROR, 130  # exit codes
 CHECKS_PER_TIMEOUT = 8  # number of checks of the heartbeats within watchdog_timeout
-MAX_CHECK_INTERVAL = 1.0  # most seconds between two checks of the heartbeats
+MAX_CHECK_INTERVAL = 1.0  # maximum number of seconds between two checks of the heartbeats
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Targets:
 class Supervisor:
     """The parent of all processes of a server.
 
-    `announce` is called once with the engine's summary, when the engine is ready for the first time.
+    `announce` is called once, when the engine is ready for the first time, with the summary that it has sent.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Supervisor:
         self._recovery.record_start(monotonic())
         heartbeat = Heartbeat(self._spawn_context)
         self._files = ServedFiles(Path(self._settings.model))
-        # Read ahead unless weights are int8 or int4, which may come from the cache of quantized weights instead.
+        # Read the files ahead unless weights are int8 or int4: those may come from the cache of quantized weights.
         if self._settings.weights not in ("int8", "int4"):
             threading.Thread(target=self._files.read_ahead, name="read-ahead", daemon=True).start()
         with theirs:
@@ -133,13 +133,14 @@ class Supervisor:
 
     # ------------------------------------------------------------ running
     def _step(self) -> None:
-        """Wait for a signal, a message, the end of a child or the next check, and handle it."""
+        """Wait for a signal, a message, the end of a child or the next check of the heartbeats, and handle it."""
         happened = wait(self._list_waitables(), timeout=self._compute_wait_timeout())
         if self._signals in happened:
             self._signals.recv(64)
             self._exit_code = STOPPED
             return
-        if self._status_pipe in happened:  # handled before the engine's end, which its last message explains
+        # read the engine's message before its end is handled: its last message says why it ends
+        if self._status_pipe in happened:
             self._read_engine_message()
         for child in self._children():
             if child.process is None:
@@ -215,7 +216,7 @@ class Supervisor:
 
     # ------------------------------------------------------------ stopping
     def _stop(self, outcome: int) -> int:
-        """Stop the workers, then the engine, which running requests need until then; return the exit code."""
+        """Stop the workers, then the engine, which the workers' requests need until then; return the exit code."""
         self._listener.close()
         if self._metrics_listener is not None:
             self._metrics_listener.close()
@@ -230,7 +231,7 @@ class Supervisor:
         return outcome
 
     def _wait_for_exit(self, group: Iterable[Child], grace: float) -> bool:
-        """Wait for processes to end, and kill those left after `grace` seconds; return False after SIGINT."""
+        """Wait for processes to end; kill those left after `grace` seconds. Return False as soon as SIGINT arrives."""
         deadline = monotonic() + grace
         while running := {child.process.sentinel: child for child in group if child.process is not None}:
             happened = wait([self._signals, *running], timeout=max(0.0, deadline - monotonic()))

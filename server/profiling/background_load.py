@@ -8,7 +8,8 @@ from time import monotonic
 import psutil
 
 BUSY_THRESHOLD = 0.05  # share of all processors; if other processes use more, figures are not reliable
-IDLE_STATES = ("idle", "iowait", "guest", "guest_nice")  # CPU times to leave out; guest time is contained in user time
+# CPU times that do not count as use; guest time is contained in user time.
+IDLE_STATES = ("idle", "iowait", "guest", "guest_nice")
 
 
 class Neighbours:
@@ -18,16 +19,16 @@ class Neighbours:
         self._start_times = _read_cpu_times()
 
     def compute_share(self, own: float = 0.0) -> float:
-        """Return the share of all processors that neither this process nor its ended children used.
+        """Return the share of the CPU time of all processors, since this object was made, that other processes used.
 
-        `own`: CPU seconds of further processes to leave out, such as children that still run.
+        This process and its ended children do not count, nor do `own` CPU seconds, such as of children that still run.
         """
         wall, busy, ours = (now - before for now, before in zip(_read_cpu_times(), self._start_times, strict=True))
         return max(0.0, busy - ours - own) / (wall * (os.cpu_count() or 1))
 
 
 def _read_cpu_times() -> tuple[float, float, float]:
-    """Return the wall-clock seconds, the CPU seconds of all processes, and those of this process and its children."""
+    """Return (wall-clock seconds, CPU seconds of all processes, those of this process and its ended children)."""
     times = psutil.cpu_times()._asdict()
     busy = sum(seconds for name, seconds in times.items() if name not in IDLE_STATES)
     return monotonic(), busy, sum(psutil.Process().cpu_times()[:4])

@@ -37,7 +37,7 @@ class ProfileOptions:
     kv_cache: str = "paged"
     engine_only: bool = False
     json: Path | None = None
-    url: str | None = None  # the address of a running server, to profile its steps
+    url: str | None = None  # URL of a running server, whose steps are to be recorded
     seconds: float | None = None
     trace: Path = Path("kvmux-trace.json")
 

@@ -14,7 +14,7 @@ from kernels.cpu.library import find_memory_reader
 from kernels.memory import allocate
 
 PASSES = 3  # number of timed calls, of which the fastest counts
-ROWS, WIDTH, OUT = 512, 896, 9728  # sizes of a large matrix product: 512 tokens, gate and up of Qwen2.5-0.5B
+ROWS, WIDTH, OUT = 512, 896, 9728  # a large matrix product: 512 tokens, gate and up projection of Qwen2.5-0.5B
 
 
 def measure_fastest(run: Callable[[], object]) -> float:
@@ -38,7 +38,7 @@ def measure_read_bandwidth(memory: Tensor) -> float:
 
 
 def measure_bandwidth(size: int, threads: int) -> float:
-    """Return the bytes per second at which `threads` threads read `size` bytes, as a bound for steps that do so."""
+    """Return the bytes per second at which `threads` threads read `size` bytes: a limit of steps that read as many."""
     with use_threads(threads):
         return measure_read_bandwidth(allocate(size // 4 * 4).view(torch.float32))
 

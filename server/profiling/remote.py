@@ -22,7 +22,7 @@ from server.profiling.flags import ProfileOptions
 
 PROFILE_OPTIONS = ("url", "steps", "seconds", "trace")
 TOKEN = "admin_token"
-DEFAULT_SECONDS = 10.0  # longest time of a recording, unless --seconds is given
+DEFAULT_SECONDS = 10.0  # maximum seconds of a recording if --seconds is not given
 EXTRA_TIMEOUT = 150.0  # seconds that the response may take after the recording has ended
 ROWS = 25
 
@@ -82,7 +82,7 @@ def _request_profile(url: str, token: str, wanted: Mapping[str, Any]) -> bytes:
 
 
 def _read_summary(answer: bytes) -> Mapping[str, Any]:
-    """Return the summary that a trace of kvmux contains. Raises SettingsError if it is not such a trace."""
+    """Return the summary in a trace from a kvmux server. Raises SettingsError if `answer` is not such a trace."""
     match _decode_json(answer):
         case {"kvmux": dict(summary)}:
             return summary

@@ -19,7 +19,7 @@ HTTP = "API process and HTTP"
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """The speed limits of this machine, measured in the same run as the steps."""
+    """The speed limits of this machine, measured by the same `kvmux profile` as the steps."""
 
     bandwidth: float  # bytes per second that the engine's threads can read from memory
     products: float  # floating-point operations per second in large matrix products
@@ -36,18 +36,18 @@ class ServedSteps:
 
 @dataclass(frozen=True)
 class Part:
-    """A line of the table: an operation, another part of a step, or the time that the socket or HTTP adds."""
+    """A line of a profile's table: an operation, another part of a step, or the time that the socket or HTTP adds."""
 
     what: str
     seconds: float
-    calls: int | None = None  # calls of the operation in a step
-    bytes: int | None = None  # bytes that the operation must read and write in a step
-    serving: bool = False  # whether `seconds` is a difference between two runs
+    calls: int | None = None  # number of calls of the operation in a step
+    bytes: int | None = None  # number of bytes that the operation must read and write in a step
+    serving: bool = False  # whether `seconds` is the time that the socket or HTTP adds: a difference between two runs
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Steps of one kind, with the limits of the machine to compare them with."""
+    """The measurements of one kind of step (decoding n sequences, or prefill), and the machine's limits."""
 
     steps: Steps
     limits: MachineLimits

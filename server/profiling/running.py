@@ -23,21 +23,21 @@ import psutil
 
 URL_PATTERN = re.compile(r"serves .* on (http://[^\s\"]+)")
 START_TIMEOUT = 300.0  # seconds that a server may take to become ready
-TERMINATE_TIMEOUT = 10.0  # seconds that a process may take to end before it gets SIGTERM again
+TERMINATE_TIMEOUT = 10.0  # seconds that a process may take to end after SIGTERM before it gets another
 POLL_INTERVAL = 0.01
 
 
 class RunError(Exception):
-    """Raised if a server or a client failed; the message has its output."""
+    """A server or a benchmark client, run as a process, failed; the message has its output."""
 
 
 @dataclass(frozen=True)
 class RunningServer:
-    """A server that is ready for requests."""
+    """The process of a `kvmux serve` that is ready for requests; `run_server` starts it and ends it."""
 
     url: str
     process: psutil.Process
-    ready_seconds: float  # seconds from its start until it was ready
+    ready_seconds: float  # seconds from the start of the process until it was ready for requests
 
     @property
     def processes(self) -> list[psutil.Process]:

@@ -33,7 +33,7 @@ POLL_INTERVAL = 0.01  # seconds between two checks whether the engine has sent H
 def measure_at_socket(
     settings: Settings, kv_cache: str, sequences: Sequence[int], context: int, steps: int
 ) -> list[float]:
-    """Return the median seconds between two tokens at an engine's socket, for each number of sequences.
+    """Return the median seconds between two tokens at an engine's socket, for each number of simultaneous sequences.
 
     Raises SettingsError if the engine does not start.
     """
@@ -102,7 +102,7 @@ def _compute_gaps(times: Sequence[float]) -> list[float]:
 def measure_over_http(
     flags: Sequence[str], kv_cache: str, sequences: Sequence[int], context: int, steps: int
 ) -> list[float]:
-    """Return the median seconds between two tokens at an HTTP client, for each number of sequences.
+    """Return the median seconds between two tokens at an HTTP client, for each number of simultaneous sequences.
 
     The client sends its requests to `kvmux serve` with these flags. Raises RunError if either fails.
     """

@@ -22,7 +22,7 @@ SAMPLING = "sampling"
 SCHEDULING = "scheduling"
 LAYOUT = "laying out the batch"
 BOOKKEEPING = "books and events"
-# Names that a report uses for the spans of an engine's step.
+# Names that a report gives to the spans (timed parts) of an engine's step.
 LABELS = {"forward": MODEL, "sample_and_verify": SAMPLING, "schedule": SCHEDULING, "plan": LAYOUT}
 
 
@@ -31,10 +31,10 @@ class Steps:
     """Measurements of one kind of step; its seconds are means over the fastest fifth of the steps."""
 
     sequences: int  # number of sequences that decode; 0: the steps compute a prompt
-    tokens: int  # tokens of each sequence in the cache before the step; in prefill, tokens of the prompt
-    seconds: Mapping[str, float]  # seconds of each operation and each other part of a step (LABELS)
-    calls: Mapping[str, int]  # calls of each operation in a step
-    bytes: Mapping[str, int]  # bytes that each operation must read and write in a step
+    tokens: int  # number of cached tokens of each sequence before the step; in prefill, number of the prompt's tokens
+    seconds: Mapping[str, float]  # mean seconds of each operation, and each other part, of a step
+    calls: Mapping[str, int]  # number of calls of each operation in a step
+    bytes: Mapping[str, int]  # number of bytes that each operation must read and write in a step
     flops: int | None  # floating-point operations of a step in matrix products; None: not known for this model
 
     @property
@@ -90,7 +90,7 @@ def _submit(core: Core, name: str, prompt: int, answer: int, kv_cache: str) -> N
 
 @contextmanager
 def trace_steps(engine: Engine) -> Iterator[Callable[[], dict[str, float]]]:
-    """Yield a function that runs a step and returns the seconds of its parts.
+    """Yield a function that runs a step and returns the seconds of each of its parts, by name.
 
     Switches the engine's own timing of operations off within the block.
     """

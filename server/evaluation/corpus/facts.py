@@ -177,7 +177,7 @@ SECRET = FactKind(
 )
 
 KINDS = (KEEPS, LIKES, COLOR, NUMBER, TOWN, PET, GAVE, SECRET)
-WEIGHTS = (4, 1, 1, 1, 1, 1, 1, 1)  # relative frequencies of KINDS; KEEPS ("who keeps what where") is the main task
+WEIGHTS = (4, 1, 1, 1, 1, 1, 1, 1)  # relative frequencies of the kinds; KEEPS ("who keeps what where") is the main task
 
 
 def draw_fact(

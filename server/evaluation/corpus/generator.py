@@ -259,9 +259,9 @@ class _Record:
             heapq.heappush(self.due, (self.position + second, index))
 
     def _distance(self, nearest: int, farthest: int) -> int | None:
-        """Draw a distance in characters: half of them log-uniform, half uniform, so that near and far ones are common.
+        """Draw the number of characters from a fact to a question: half of the draws log-uniform, half uniform.
 
-        None if there is no room for one.
+        So near and far questions are both common. None if `nearest` is not less than `farthest`.
         """
         if nearest >= farthest:
             return None
@@ -288,7 +288,8 @@ class _Record:
                 DocumentPiece(f'" said {telling.name}. '),
             )
         else:
-            again = rng.choice(("As before: ", "Do not forget: "))  # without such a mark, a model would learn to repeat
+            # mark the sentence as a repetition: otherwise a model would learn to repeat sentences
+            again = rng.choice(("As before: ", "Do not forget: "))
             self._add(
                 DocumentPiece(again), *_make_pieces(fact.answers[-1], fact, index, PieceKind.ANSWER), DocumentPiece(" ")
             )

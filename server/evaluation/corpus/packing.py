@@ -17,7 +17,7 @@ from server.evaluation.corpus.words import Lexicon
 
 BOS_ID, EOS_ID = 0, 1  # ids of these special tokens in the embedded model's tokenizer
 CHARACTERS_PER_TOKEN = 3.5
-CHAT_SHARE = 0.4  # share of chats among the documents in a row of stories and chats; chats are short
+CHAT_SHARE = 0.4  # share of chats among the documents in rows of stories and chats; of the tokens, it is smaller
 
 # Loss weights: answers count most, as they are rare and recall is the goal; unpredictable values count little.
 WEIGHTS = {PieceKind.TEXT: 1.0, PieceKind.VALUE: 0.3, PieceKind.ANSWER: 3.0, PieceKind.END: 1.0}
@@ -102,7 +102,7 @@ def _encode_segment(tokenizer: Tokenizer, segment: Document, into: EncodedDocume
         if piece.fact < 0:
             continue
         start, stop = (int(np.searchsorted(owners, index, side)) + shift for side in ("left", "right"))
-        # With start == stop no token ends in the answer, as another tokenizer's token contains all of it.
+        # If start == stop, no token ends within the answer: a longer one contains it. Such an answer is not marked.
         if piece.kind is PieceKind.ANSWER and start < stop:
             into.answers.append(MarkedAnswer(start, stop, start - seen[piece.fact]))
         seen[piece.fact] = start
@@ -117,7 +117,7 @@ def pack(
     lexicon: Lexicon = words.TRAIN,
     marks: SpecialTokens = TINY_SPECIAL_TOKENS,
 ) -> Rows:
-    """Return `rows` rows of context + 1 tokens: the model's `context` inputs, and one more as the last target."""
+    """Return `rows` rows of generated documents, each of `context` input tokens and one more as the last target."""
     generator = DocumentGenerator(seed, lexicon)
     ids = np.zeros((rows, context + 1), np.uint32)
     weights = np.zeros((rows, context + 1), np.float32)
