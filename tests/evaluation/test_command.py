@@ -181,7 +181,7 @@ def test_a_name_is_not_given_twice(model_directory: Path, tmp_path: Path, capsys
     file.write_text(f'model = "{model_directory}"\n[strategies.paged-block_size8]\nkind = "paged"\n')
     code, _, err = _run(capsys, "--config", str(file), "--strategy", "paged:block_size=8")
     assert code == 2
-    assert "an instance paged-block_size8 exists" in err
+    assert "an instance paged-block_size8 already exists" in err
 
 
 def test_a_strategy_that_fails_is_reported(

@@ -109,7 +109,7 @@ def test_no_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
     load_emulated.cache_clear()
-    with pytest.raises(KernelsMissing, match="set TMPDIR to a folder"):
+    with pytest.raises(KernelsMissing, match="set TMPDIR to one"):
         load_emulated()
 
 

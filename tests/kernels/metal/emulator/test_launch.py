@@ -167,7 +167,7 @@ def test_every_scalar_is_told_by_its_name() -> None:
     kernels = "".join(f"kernel void take_{name}(device {name}* out) {{}}\n" for name in names)
     library = compile_shader(f"#include <metal_stdlib>\n{kernels}")
     for name in names:
-        with pytest.raises(TypeError, match=f"argument 0 'out' is {name}, not torch.complex64"):
+        with pytest.raises(TypeError, match=f"argument 0 'out': the kernel reads {name}, not torch.complex64"):
             getattr(library, f"take_{name}")(torch.zeros(4, dtype=torch.complex64))
 
 
