@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 
-BACKLOG = 2048  # maximum number of connections that the system holds while the workers are busy or still starting
+BACKLOG = 2048  # maximum number of connections that the system holds until a worker accepts them
 
 
 class ListenError(Exception):

@@ -50,7 +50,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class StreamedToken(NamedTuple):
-    """A generated token with the text that it added. Incomplete characters come with a later token."""
+    """A generated token with the text that it added. A character of several tokens comes with its last one."""
 
     text: str
     token_id: int
@@ -172,7 +172,7 @@ class LLM:
 
 
 def _check_sampling(sampling: Mapping[str, Any]) -> SamplingRequest:
-    """Check sampling parameters. Raises ValueError for invalid values, and TypeError for unknown names."""
+    """Return checked sampling parameters. Raises ValueError for invalid values, and TypeError for unknown names."""
     known = SamplingOptions.__annotations__
     for name in sampling.keys() - known.keys():
         raise TypeError(f"{name!r} is not a sampling parameter{did_you_mean(name, known)}")

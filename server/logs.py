@@ -48,7 +48,7 @@ def configure_logging(settings: Settings) -> None:
     sys.unraisablehook = lambda it: log.error("an exception was raised where none can be caught", exc_info=it.exc_value)
     threading.excepthook = lambda it: log.error("an exception ends a thread", exc_info=it.exc_value)
     if settings.log_format == "json":
-        # Progress bars, which are not lines, are switched off
+        # Progress bars of downloads, which are not lines, are switched off
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         sys.stderr = io.TextIOWrapper(StderrToLog(sys.stderr), "utf-8", "backslashreplace", write_through=True)
 
@@ -172,13 +172,13 @@ class LineWriter(QueueListener):
             self._thread.join(FLUSH_TIMEOUT)
 
     def _write(self, line: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # lines are dropped if the reading end is closed
+        with contextlib.suppress(OSError, ValueError):  # lines are dropped if nobody can read the stream any more
             self._stream.write(line + "\n")
             self._stream.flush()
 
 
 class PartialLine(threading.local):
-    """The beginning of a line that a thread has not ended yet."""
+    """The beginning of a line that a thread has written to sys.stderr and not ended yet."""
 
     line = b""
 

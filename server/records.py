@@ -25,7 +25,7 @@ Role = Literal["engine", "api", "supervisor"]  # kind of process
 
 @dataclass(frozen=True)
 class StepPart:
-    """The numbers of rows and tokens of one strategy in a step."""
+    """The numbers of rows and tokens that a step computes for one strategy instance."""
 
     decode_rows: int = 0
     prefill_rows: int = 0
@@ -89,7 +89,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     """A request that has ended. Times are in seconds, and None if the request ended before that phase did."""
 
     instance: str
-    reason: str  # what chose the instance: request, header, model, rule or default
+    reason: str  # what chose the instance: "request", "header", "model", "rule <i>" or "default"
     outcome: Outcome
     prompt_tokens: int
     cached_tokens: int | None  # prompt tokens found in the cache; None: the request was never admitted
@@ -101,15 +101,15 @@ class RequestRecord(msgspec.Struct, frozen=True):
     accepted_tokens: int  # number of draft tokens that were accepted
     preemptions: int
     kv_bytes: int  # peak bytes of KV memory for its text; shared blocks count in full
-    queue_seconds: float | None
-    prefill_seconds: float | None
-    decode_seconds: float | None
-    first_token_seconds: float | None
-    total_seconds: float
+    queue_seconds: float | None  # from its arrival to its first admission
+    prefill_seconds: float | None  # from its first admission to its first token
+    decode_seconds: float | None  # from its first to its last token
+    first_token_seconds: float | None  # from its arrival to its first token
+    total_seconds: float  # from its arrival to its end
 
 
 class DeviceMemory(NamedTuple):
-    """The memory of a device in bytes; for a CPU that of the machine, or of the container."""
+    """How much memory of a device is used and free, in bytes; for a CPU that of the machine, or of the container."""
 
     used: int
     free: int
@@ -120,18 +120,18 @@ class EngineInfo:
     """The properties of an engine that do not change while it runs."""
 
     instances: Sequence[Instance]
-    backends: Mapping[str, str]  # by operation
+    backends: Mapping[str, str]  # the name of the backend that computes each operation
     fallback_ops: Sequence[str]  # operations whose kernels failed their check; plain torch computes them
     versions: Mapping[str, str]
     settings: Mapping[str, Any]
-    restarts: int  # number of engines that ran before this one
+    restarts: int  # number of engines that this server ran before this one
 
 
 @dataclass(frozen=True)
 class EngineState:
     """Gauges of an engine: bytes and counts, keyed by instance unless noted."""
 
-    running: Mapping[str, int]  # requests
+    running: Mapping[str, int]  # number of running requests
     waiting: Mapping[tuple[str, WaitReason], int]  # number of waiting requests by instance and by what they wait for
     usage: Mapping[str, CacheUsage]
     blocks: Mapping[str, Blocks]

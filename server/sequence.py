@@ -10,7 +10,7 @@ import torch
 from cache_strategies.base import KVCache, Row
 from server.engine.batch import Batch, RowInput
 
-_NO_TOKEN_ID = -1  # id of a token whose embedding was given without one: its block is not shared
+_NO_TOKEN_ID = -1  # stands for the id of a token of which only the embedding is given: its block is not shared
 POLL_INTERVAL = 0.001  # seconds between two polls of a seat that is not ready
 
 

@@ -17,7 +17,7 @@ from server.engine.scheduling.request import RequestError
 
 
 def run_command(core: Core, command: Command) -> dict[str, Any]:
-    """Run an operator's command and return the answer as JSON.
+    """Run an operator's command and return the answer, a JSON object.
 
     Raises RequestError if the instance is unknown, does not support the command or cannot follow it now.
     """

@@ -27,7 +27,7 @@ class StrategyError(Exception):
 
 
 class RowInput(NamedTuple):
-    """A row of the step, the token ids that enter, and the number of its last positions whose logits are needed."""
+    """A row of a step, the ids of its tokens, and the number of its last tokens whose logits are needed."""
 
     cache: KVCache
     row: Row
@@ -48,7 +48,7 @@ class Batch:
 
     def __init__(self, work: Sequence[RowInput], device: torch.device | str = "cpu") -> None:
         """Plan the rows of every strategy and copy token ids to the device. Raises StrategyError if a plan fails."""
-        self.row_order = _order_rows(work)  # indices into `work`
+        self.row_order = _order_rows(work)  # for each row of the batch, its index in `work`
         self._rows = [work[i] for i in self.row_order]
         ids: list[int] = []
         positions: list[int] = []
@@ -73,7 +73,7 @@ class Batch:
         return locations
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with each strategy's plan: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> [N,Hq,Dv].
+        """Compute attention of all N tokens by their strategies' plans: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> [N,Hq,Dv].
 
         Raises StrategyError if a strategy's code raises.
         """

@@ -46,7 +46,8 @@ from server.models.files.directory import locate
 from server.models.load import load_model, read_model_info
 
 DEFAULT_MAX_SEQ_LEN = 8192
-INITIAL_KV_BYTES = 64 << 20  # bytes of KV memory touched before the engine is ready; more if a sequence needs more
+# Bytes of KV memory that the system provides before the engine is ready; more if a sequence of max_seq_len needs more
+INITIAL_KV_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Engine:
 
     settings: Settings
     model_name: str
-    aliases: Sequence[str]  # other names of the model
+    aliases: Sequence[str]  # other names of the model in the API
     model_dir: Path
     core: Core
     instances: Sequence[Instance]
@@ -67,8 +68,8 @@ class Engine:
 def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
     """Load the model, allocate the KV memory and return the engine. Raises SettingsError for settings that cannot work.
 
-    With `gradual`, only the part of a CPU's KV memory that the first steps need is touched now; the rest is touched in
-    the background while the engine runs.
+    With `gradual`, only the part of a CPU's KV memory that the first steps need is touched now, so that the system
+    provides it; the rest is touched in the background while the engine runs.
     """
     directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
     info = read_model_info(directory, settings.model_impl)
@@ -190,7 +191,8 @@ def _load_model(
 def _warm_up(settings: Settings, model: Model, max_num_batched_tokens: int, max_step_scores: int) -> None:
     """Run the largest possible step: max_num_batched_tokens prompt tokens and one token for each of max_num_seqs rows.
 
-    Raises SettingsError if the device's memory does not suffice.
+    The device's allocator keeps that step's memory, so that the KV memory cannot take it. Raises SettingsError if the
+    device's memory does not suffice.
     """
     rows = settings.max_num_seqs
     with _translate_oom_errors(

@@ -47,7 +47,7 @@ TIMING_INTERVAL = 61
 
 
 class Event(NamedTuple):
-    """A message for an API worker."""
+    """A message, and the number of the API worker's connection on which it is sent."""
 
     worker: int
     message: FromEngine
@@ -63,12 +63,12 @@ class StepResult(NamedTuple):
 
 @dataclass
 class _StepAccumulator:
-    """Metrics and events since the last step's report; counters and dicts are keyed by instance."""
+    """Metrics and events since the last step's report; counters and dicts are keyed by strategy instance."""
 
     failures: Counter[str] = field(default_factory=Counter)  # number of exceptions in a strategy's code
     generated_tokens: Counter[str] = field(default_factory=Counter)
     drafts: defaultdict[str, list[DraftRecord]] = field(default_factory=lambda: defaultdict(list))
-    # Number of requests that took over the prompt of another choice (n > 1)
+    # Number of requests that took over the prompt that another choice (n > 1) of the same request had computed
     forks: Counter[str] = field(default_factory=Counter)
     admissions: list[Admission] = field(default_factory=list)
     inter_token_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -237,7 +237,7 @@ class Core:
         return StepResult(all_events, report, totals.finished)
 
     def _add_touched_memory(self) -> None:
-        """Let caches use the KV memory touched since the last step; if the system has no more, lower all shares."""
+        """Let caches use the KV memory that the system provided since the last step; lower all shares if it ran out."""
         arena, total = self.arena, self.arena.total_pages
         if not arena.add_touched_pages():
             return
@@ -262,7 +262,7 @@ class Core:
         return evicted
 
     def _compute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
-        """Compute and commit the rows of a step; return the computed rows by instance, and events for clients."""
+        """Compute and commit the rows of a step; return numbers of rows and tokens by instance, and events."""
         parts: list[Mapping[str, StepPart]] = []
         events: list[Event] = []
         for result in run_step(self._runner, scheduled):
@@ -305,7 +305,7 @@ class Core:
         return events + self._append_tokens([each for each in inputs if each.request in results], output.sampled)
 
     def _record_admission(self, request: Request) -> list[Event]:
-        """Record how many prompt tokens the cache had, after a request's first row has run; return its Admitted."""
+        """Record how many prompt tokens the cache had, after a request's first row has run; return its event."""
         assert request.seat is not None
         seat, name = request.seat, request.cache.name
         request.num_cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)

@@ -100,7 +100,7 @@ def choose_max_batched_tokens(setting: int | None, device: Device) -> int:
 
 # -------------------------------------------------------------------- memory
 def device_memory(device: torch.device) -> DeviceMemory:
-    """Return the bytes that all processes together use now, and the free bytes."""
+    """Return how much of a device's memory all processes (on mps: this one) use now, and how much is free, in bytes."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return DeviceMemory(total - free, free)

@@ -213,7 +213,7 @@ def compute_digest(configuration: Any, directory: Path) -> str:
     """Return 16 hexadecimal digits of a hash of `configuration` (encoded by msgspec) and the files of a model."""
     digest = hashlib.sha256(msgspec.json.encode(configuration, order="deterministic"))
     for file in _iter_model_files(directory):
-        with contextlib.suppress(OSError):  # skip an unreadable file: it was not needed to load the model
+        with contextlib.suppress(OSError):  # an unreadable file is skipped: the model was loaded without it
             stat = file.stat()
             large = stat.st_size > SMALL_FILE_BYTES
             content = f"{stat.st_size} {stat.st_mtime_ns}".encode() if large else file.read_bytes()

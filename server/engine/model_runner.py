@@ -56,7 +56,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[Scheduled]) -> StepOutput:
-        """Compute the rows of a step. Raises StrategyError if a strategy fails, and any exception of the model."""
+        """Compute a step's rows and sample tokens. Raises StrategyError, and any exception of the model."""
         rows = [_make_row_input(s) for s in scheduled]
         with self._tracer.span("plan"):
             batch = Batch(rows, self._model.device)
@@ -82,7 +82,7 @@ class ModelRunner:
         return StepOutput(batch, ordered, to_sample, siblings, sampled)
 
     def run_dummy_step(self) -> None:
-        """Compute a step of one token without any request. Raises what the model raises."""
+        """Compute a step of one token without any request, to test the model. Raises what the model raises."""
         run_dummy_step(self._model, num_tokens=1, num_logits=1)
 
 
@@ -117,7 +117,7 @@ class RowsComputed(NamedTuple):
 
 
 class StrategyFailed(NamedTuple):
-    """A strategy's code raised an exception. The step is repeated once; the second time its requests fail."""
+    """A strategy's code raised an exception: the step is repeated; if it raises again, the strategy's requests fail."""
 
     instance: str
 
@@ -152,7 +152,7 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
     """Run the rows as one step; repeat it if a strategy fails, without that strategy's rows if it fails twice."""
     failed_before: set[str] = set()
     while scheduled:
-        # Rows are counted before the forward pass, which displaces the requests from the CPU's caches.
+        # Rows are counted before the forward pass: afterwards the requests are no longer in the CPU's caches.
         parts = make_step_parts(scheduled)
         try:
             output = runner.execute(scheduled)

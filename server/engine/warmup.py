@@ -2,8 +2,8 @@
 
 The device's allocator keeps the memory of the largest step, so the memory that is free afterwards already excludes
 activations, logits and log-probabilities of any model. torch also compiles its operations at first use (this project's
-kernels are compiled by the self-check and by `Ops.prepare`). Attention returns zeros: its scratch memory does not grow
-with a step. Knows no cache and no request.
+kernels are compiled by the self-check and by `Ops.prepare`). Attention only returns zeros: its scratch memory does not
+grow with a step, so it need not be tried. Knows no cache and no request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from server.engine.sampling.logprobs import compute_logprobs
 from server.models.base import Model
 
 MAX_LOGPROBS = 20  # maximum of the API's `top_logprobs`
-DUMMY_SAMPLING = SamplingParams(1, temperature=1.0, top_k=2, top_p=0.9, min_p=0.1)  # enables every filter
+# Enables every filter of likely tokens: top_k, top_p, min_p
+DUMMY_SAMPLING = SamplingParams(1, temperature=1.0, top_k=2, top_p=0.9, min_p=0.1)
 
 
 class DummyAttention:

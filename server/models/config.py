@@ -74,7 +74,7 @@ class MixtureOfExperts:
     projections: tuple[str, str, str]  # the names of an expert's gate, up and down matrices
     num_experts: int
     num_experts_per_tok: int
-    intermediate_size: int  # rows of an expert's gate matrix
+    intermediate_size: int  # number of rows of an expert's gate matrix
     norm_topk_prob: bool  # whether the weights of the chosen experts are scaled to sum to 1
 
 
@@ -204,7 +204,7 @@ def parse_config(raw: RawConfig, file: Path) -> ModelConfig:
 
 
 def get_architecture(raw: RawConfig) -> str:
-    """Return the first architecture that config.json names."""
+    """Return the first architecture that config.json names; "none" if it names none."""
     named = raw.get("architectures")
     first = named[0] if isinstance(named, list) and named else "none"
     return first if isinstance(first, str) and first.isidentifier() else shorten_repr(first)
@@ -233,7 +233,7 @@ def _check_supported(raw: RawConfig, file: Path) -> None:
 
 
 def _parse_layers(raw: RawConfig, family: ModelFamily, head_dim: int, file: Path) -> tuple[LayerConfig, ...]:
-    """Return each layer's config; the family's sliding rule is used only if layer_types is missing (vllm#49795)."""
+    """Return each layer's config; the family's sliding rule is used only if layer_types is missing (see vllm#49795)."""
     count = raw["num_hidden_layers"]
     kinds = raw.get("layer_types") or [
         SLIDING_ATTENTION if sliding else FULL_ATTENTION for sliding in family.sliding_rule(raw, count)

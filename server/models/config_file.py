@@ -102,7 +102,7 @@ class ConfigFile(_Strict):
 
 
 def check_config(raw: Mapping[str, Any], file: Path) -> None:
-    """Raise ModelError for a missing key or an invalid value."""
+    """Raise ModelError if config.json lacks a required key or has an invalid value; `file` is named in the message."""
     try:
         ConfigFile.model_validate(raw)
     except ValidationError as error:
@@ -110,7 +110,7 @@ def check_config(raw: Mapping[str, Any], file: Path) -> None:
 
 
 def check_counts(raw: Mapping[str, Any], file: Path) -> None:
-    """Raise ModelError if any key with "layer" or "expert" in its name has a value far beyond any model.
+    """Raise ModelError if a key of config.json with "layer" or "expert" in its name has a value far beyond any model.
 
     This protects transformers, which makes an object for each layer and expert before it looks at the weights.
     """

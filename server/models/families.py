@@ -110,7 +110,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         qkv_bias=False,
         sliding_rule=_slide_all,
         defaults={"rms_norm_eps": 1e-5},
-        rope_scaling_aliases={"su": "longrope", "yarn": "longrope"},  # names in the first Phi-3 files
+        rope_scaling_aliases={"su": "longrope", "yarn": "longrope"},  # names in config.json of the first Phi-3 models
     ),
     "Qwen2ForCausalLM": ModelFamily(qkv_bias=True, sliding_rule=_slide_upper_if_enabled, defaults=_QWEN_DEFAULTS),
     "Qwen3ForCausalLM": ModelFamily(

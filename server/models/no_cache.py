@@ -35,7 +35,7 @@ class NoCacheAttention:
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
         if spec.softcap:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        # Scores of values [N, Hq] that are not finite become NaN: even a weight of 0 times NaN is NaN
+        # A token whose value is not finite gets the score NaN: its weight times the value is NaN even if that is 0
         broken = ~v.isfinite().all(-1)
         scores = scores.masked_fill(broken.T[:, None], torch.nan)
         distance = self.positions[:, None] - self.positions

@@ -107,7 +107,7 @@ class _TensorInfo(NamedTuple):
     dtype: str  # safetensors' name of the dtype, such as "BF16"
     shape: tuple[int, ...]
     start: int  # bytes from the start of the file
-    size: int  # bytes
+    size: int  # number of bytes
 
 
 class Safetensors:
@@ -240,7 +240,7 @@ def _strip_root_prefix(name: str, root: str) -> str:
 
 
 def _read_weight_map(directory: Path) -> Mapping[str, str]:
-    """Return the file of each tensor, from the index; {} if there is no index. Raises ModelError if it is invalid."""
+    """Return each tensor's file name, from the index; {} if there is no index. Raises ModelError if it is invalid."""
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return {}

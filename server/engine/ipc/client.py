@@ -54,7 +54,7 @@ def make_event_decoder() -> FrameDecoder[list[FromEngine]]:
 
 
 class EngineRefused(Exception):
-    """The engine refused a command, or failed to answer."""
+    """The engine refused a query, or failed to answer it; `error` has the HTTP status and the message."""
 
     def __init__(self, refused: Failed) -> None:
         super().__init__(refused.message)
@@ -154,7 +154,7 @@ class EngineClient:
         """Make an unconnected client; `estimate_retry_after` returns seconds until a lost engine is expected back."""
         self.hello: Hello | None = None  # what the engine serves; None while it is not connected
         self.query_timeout = 10.0  # seconds to wait for an answer, which the engine gives between two steps
-        # `epoch` is replaced after each command and for each new engine: answers from before are then out of date
+        # `epoch` is replaced after each command and for each new engine: answers kept from before are then out of date
         self.epoch = object()
         self.estimate_retry_after = estimate_retry_after
         self._path = os.fspath(path)
@@ -239,7 +239,7 @@ class EngineClient:
         """Send messages in one write, so that the choices of one prompt arrive together."""
         self.get_hello()
         assert self._connection is not None, "a client with a Hello is connected"
-        if self._connection.transport.is_closing():  # the engine has just ended; `hello` is not None yet
+        if self._connection.transport.is_closing():  # the engine has just ended, and `hello` is still that of its start
             raise self._make_lost_error("the engine is not ready; try again")
         self._connection.transport.write(b"".join(map(encode_message, messages)))
 

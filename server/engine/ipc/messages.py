@@ -50,7 +50,7 @@ class Caching(msgspec.Struct, frozen=True):
     max_cached: int | None = None  # maximum number of prompt tokens that may be taken from the cache; None: no limit
     # Priority of the blocks that the request leaves in the cache; blocks of higher priority are evicted later
     priority: int = 0
-    # seconds after which the blocks that the request leaves are evicted before others; None: the instance's setting
+    # seconds of disuse after which the request's blocks are evicted before others; None: the instance's option `ttl`
     ttl: float | None = None
 
 
@@ -76,7 +76,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     caching: Caching = Caching()
     # Id of an earlier request with the same prompt, whose keys and values this request may take over
     sibling_of: str | None = None
-    explain: bool = False  # whether the last event is an Explained, unless the request fails
+    explain: bool = False  # whether an Explained (its record) follows its last tokens; none follows a failure
     speculation: Speculation | None = None  # None: speculation as in the settings
 
 
@@ -146,7 +146,7 @@ Command = Inspect | Clear | PinPrefix | Unpin | Share
 
 # Questions are answered with JSON, except "metrics": with an encoded `server.metrics` Snapshot
 Question = Literal["kv_cache", "settings", "metrics"]
-ANSWER_TTL = 1.0  # seconds for which an answer to a question is reused
+ANSWER_TTL = 1.0  # seconds after its computation for which an answer to a question is reused
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):
@@ -164,18 +164,18 @@ class Strategy(msgspec.Struct, frozen=True):
     """A strategy instance that requests may choose."""
 
     name: str
-    kind: str
+    kind: str  # such as "paged"
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
     """First message on every connection: the engine is ready; the fields tell what it serves."""
 
     model: str
-    aliases: list[str]  # other names of it
+    aliases: list[str]  # other names of the model in the API
     max_seq_len: int
     vocab_size: int
     strategies: list[Strategy]
-    system_fingerprint: str = ""  # of responses
+    system_fingerprint: str = ""  # the field of this name in responses; it changes with model, code or settings
 
 
 class Admitted(msgspec.Struct, tag=True, frozen=True):
@@ -185,8 +185,8 @@ class Admitted(msgspec.Struct, tag=True, frozen=True):
     instance: str
     reason: str
     cached_tokens: int
-    miss: str | None = None  # as in its RequestRecord
-    queue_seconds: float = 0.0
+    miss: str | None = None  # why no more were in the cache (`cache_strategies.base.Miss`); None: all reusable were
+    queue_seconds: float = 0.0  # from its arrival to its first admission
 
 
 class Preempted(msgspec.Struct, tag=True, frozen=True):
@@ -246,9 +246,10 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     """The reply to a Query; `error` is set if the query was refused or failed."""
 
     query_id: int
-    body: bytes
+    body: bytes  # JSON, encoded metrics or a gzipped trace, as the Query asks; empty if `error` is set
     error: Failed | None = None
-    created_at: float = 0.0  # seconds of the monotonic clock, which all processes of this machine share
+    # When it was computed, in seconds of the monotonic clock, which all processes of this machine share
+    created_at: float = 0.0
 
 
 RequestEvent = Admitted | Preempted | PromptScores | Tokens | Explained | Failed

@@ -1,4 +1,4 @@
-"""The engine's end of the socket: takes the workers' messages, and sends them the engine's events.
+"""The engine's end of the socket: takes the API workers' messages, and sends them events.
 
 A thread of its own reads, so that the engine's thread never waits for a worker. The engine's thread writes events
 itself, as far as the socket has room. Knows no request: it moves messages. A worker's messages are in `inbox` in the
@@ -36,7 +36,7 @@ _DECODER: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
 
 
 def encode_events(events: list[FromEngine]) -> bytes:
-    """Return a worker's events as one frame. Raises WireError when it is too long."""
+    """Return the events for a worker as one frame. Raises WireError when it is too long."""
     return encode_frame(_ENCODER.encode(events))
 
 
@@ -46,7 +46,7 @@ def make_message_decoder() -> FrameDecoder[ToEngine]:
 
 
 class WorkerDisconnected(msgspec.Struct, frozen=True):
-    """The worker's connection has ended: its requests can be cancelled."""
+    """Follows an API worker's last message: its connection has ended, so its requests can be cancelled."""
 
 
 class EngineServer:
@@ -73,7 +73,7 @@ class EngineServer:
         self._listening.result()
 
     def send(self, worker_id: int, events: list[FromEngine]) -> None:
-        """Send one frame without waiting. Does nothing if the worker is gone or the server is closed.
+        """Send a worker events without waiting until it reads them. Does nothing if it is gone or the server is closed.
 
         The caller's thread writes to the socket itself: waking another thread for every step takes longer than that.
         """

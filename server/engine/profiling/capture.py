@@ -21,7 +21,7 @@ TRACE_FILE = f"0000-{TRACE_NAME}.gputrace"  # the file that torch writes for a c
 
 
 class Capture:
-    """A capture of Metal launches that ends after a number of steps, or with its `with` block."""
+    """A capture of what is launched on Apple's GPU; it ends after a number of steps, or with its `with` block."""
 
     def __init__(self, steps: int, capturing: AbstractContextManager[None] | None) -> None:
         """Begin to capture by entering `capturing`, if given; it is left after `steps` calls of count_step."""

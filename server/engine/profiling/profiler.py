@@ -44,7 +44,7 @@ class OpAnnotator(Recorder):
     """Names each call of an operation in the trace of torch's profiler."""
 
     def __init__(self) -> None:
-        # Seconds by name of operation, for operations within compiled layers
+        # Total seconds by name of operation, for operations within compiled layers
         self.layer_op_seconds: defaultdict[str, float] = defaultdict(float)
 
     def op(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
@@ -66,16 +66,16 @@ class Recording:
     limits: Profile
     torch_profiler: profile
     annotator: OpAnnotator
-    exit_stack: ExitStack  # closed at the end
-    started_at: float
-    steps: int = 0
+    exit_stack: ExitStack  # closing it ends the recording by torch's profiler
+    started_at: float  # in seconds of the monotonic clock
+    steps: int = 0  # number of steps recorded so far
 
     def is_over(self) -> bool:
         return self.steps >= self.limits.steps or monotonic() - self.started_at >= self.limits.seconds
 
 
 class Profiler:
-    """Records steps on request. A step without a recording only reads an attribute twice."""
+    """Records steps on request. Without a recording, a step costs no more than two reads of an attribute."""
 
     def __init__(self, tracer: Tracer, device: torch.device, about: Mapping[str, Any]) -> None:
         """Make the profiler of an engine; `about` describes the engine in each trace."""
@@ -85,7 +85,7 @@ class Profiler:
         self._about = about
         self._busy = False  # True from a query for a recording to its answer
         self._recording: Recording | None = None
-        # Finished answers, each with its API worker
+        # Answers that after_step has not returned yet, each with its API worker
         self._done: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
 
     def begin(self, worker: int, query_id: int, wanted: Profile) -> Answer | None:
@@ -161,7 +161,7 @@ class Profiler:
         self._done.put((recording.worker, answer))
 
     def _pack_trace(self, recording: Recording, seconds: float) -> bytes:
-        """Return the trace with a summary, as gzip. Raises RequestError if the trace exceeds MAX_TRACE_BYTES."""
+        """Return the trace and a summary as gzipped JSON. Raises RequestError if the trace exceeds MAX_TRACE_BYTES."""
         trace = _export_trace(recording.torch_profiler)
         summary = {
             **self._about,
@@ -174,7 +174,7 @@ class Profiler:
 
 
 def _export_trace(torch_profiler: profile) -> bytes:
-    """Return a chrome trace as JSON. Raises RequestError if it has more than MAX_TRACE_BYTES."""
+    """Return the recording as JSON (Chrome's trace format). Raises RequestError if it exceeds MAX_TRACE_BYTES."""
     with tempfile.TemporaryDirectory(prefix="kvmux-profile-") as folder:
         file = Path(folder) / "trace.json"
         torch_profiler.export_chrome_trace(str(file))

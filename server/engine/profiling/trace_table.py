@@ -22,8 +22,8 @@ class TraceSpan(msgspec.Struct):
     ph: str = ""
     name: str = ""
     cat: str = ""
-    ts: float = 0.0  # microseconds
-    dur: float = 0.0
+    ts: float = 0.0  # start, in microseconds
+    dur: float = 0.0  # duration, in microseconds
     pid: int | str = 0
     tid: int | str = 0
 
@@ -39,8 +39,8 @@ class TraceRow:
 
     def __init__(self) -> None:
         self.calls = 0
-        self.total_time = 0.0  # microseconds
-        self.self_time = 0.0  # microseconds without nested events
+        self.total_time = 0.0  # microseconds, nested events included
+        self.self_time = 0.0  # microseconds without those of nested events
 
 
 def make_table(trace: bytes) -> list[dict[str, Any]]:

@@ -147,7 +147,7 @@ def _compute_token_logprobs(
 
 
 def score_prompt(request: Request, logits: Tensor) -> PromptScores:
-    """Return log-probabilities of prompt tokens: logits [n, V] follow the n tokens of the request in this step.
+    """Return log-probabilities of the prompt tokens after each of the request's n tokens of a step, by logits [n, V].
 
     Tokens that were scored before a preemption, and are computed again, are left out.
     """

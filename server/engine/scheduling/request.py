@@ -38,7 +38,7 @@ class DraftProposer(Protocol):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """The times of a request's events, in monotonic seconds; 0 if an event has not happened yet."""
+    """When a request's events happened first (last_token: last), in seconds of the monotonic clock; 0: not yet."""
 
     arrived: float
     admitted: float = 0.0
@@ -48,7 +48,7 @@ class RequestTimes:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request: waiting while it has no seat, running while it has one. Preemption only closes the seat."""
+    """A request: waiting while it has no seat, running while it has one. Preemption only takes away the seat."""
 
     key: tuple[int, str]  # the API worker and the id that it gave the request
     tokens: list[int]  # prompt and output
@@ -62,7 +62,7 @@ class Request:
     # All choices (n > 1) of the same prompt, this request included
     siblings: list[Request] = field(default_factory=list)
     proposer: DraftProposer | None = None  # proposes draft tokens; None: the request gets no drafts
-    due: float = 0.0  # sort key of the queue, in monotonic seconds: its arrival, shifted by its priority
+    due: float = 0.0  # sort key of the queue: when it arrived, by the monotonic clock, shifted by its priority
     arrival_index: int = 0  # number of the request in order of arrival: sorts requests with the same `due`
     seat: Seat | None = None
     num_cached_tokens: int | None = None  # number of prompt tokens found in the cache; None until its first row has run

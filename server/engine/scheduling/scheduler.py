@@ -1,9 +1,9 @@
 """The scheduler: chooses the requests, and how many of their tokens, to compute in each step (continuous batching).
 
-Each step takes one token of every decoding request, then parts of prompts (chunked prefill) within a token budget that
-decoding does not use up; then it admits waiting requests. Once half of the budget is used and a prompt ends in the
-step, no more prompt tokens are added: first tokens come earlier, for slightly less throughput. The rest of the budget
-goes to draft tokens. A preempted request loses its seat, waits again and recomputes its tokens.
+Each step takes one token of every decoding request, then parts of prompts (chunked prefill) within a token budget, of
+which decoding tokens use nothing; then it admits waiting requests. Once half of the budget is used and a prompt ends in
+the step, no more prompt tokens are added: first tokens come earlier, for slightly less throughput. The rest of the
+budget goes to draft tokens. A preempted request loses its seat, waits again and recomputes its tokens.
 
 The queue is ordered by arrival time, shifted by priority: one level of priority is worth some seconds of waiting. So a
 request of the lowest priority eventually comes before later ones of the highest, which then do not preempt it.
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Limits(NamedTuple):
-    """The scheduler's limits, from the settings."""
+    """The scheduler's limits: most are the settings of the same names; `kv_bytes` is the usable KV memory in bytes."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -19,7 +19,7 @@ EMBEDDED = {"tiny": Path(__file__).parents[1] / "tiny"}
 
 
 def resolve_model_settings(settings: Settings) -> Settings:
-    """Return the settings with the model's directory and its name in the API. Raises ModelError as `locate` does."""
+    """Return settings whose `model` is its directory, with model_name filled in. Raises ModelError as `locate` does."""
     directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
     name = settings.model if _is_on_hub(settings.model) else directory.resolve().name
     known = {"model": str(directory), "revision": None, "model_name": settings.model_name or name}

@@ -25,7 +25,7 @@ LINK = f"model{SUFFIX}"  # name of the link to the GGUF file
 
 
 def ensure_unpacked(file: Path) -> Path:
-    """Return the directory made from a GGUF file, unpacked if necessary; its last part is the model's name.
+    """Return the directory made from a GGUF file, unpacked if necessary; the last part of its path is the model's name.
 
     Raises ModelError if the file cannot be read or the directory cannot be written.
     """

@@ -139,7 +139,7 @@ class _Cursor:
 
     def _read_array(self) -> list[Any]:
         kind, count = self.read_scalar("I"), self.read_scalar("Q")
-        self._check_bounds(count)  # checked for the smallest elements, of one byte
+        self._check_bounds(count)  # each element has at least one byte: a wrong count must not fill memory
         self._elements += count
         if self._elements > MAX_ARRAY_ELEMENTS:
             raise ValueError(f"its arrays have more than {MAX_ARRAY_ELEMENTS} elements")

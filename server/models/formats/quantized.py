@@ -150,7 +150,7 @@ class QuantizationProgress:
             self._bar.stop()
 
     def _start_bar(self) -> Progress:
-        from rich.console import Console  # imported here, so that other models start without it
+        from rich.console import Console  # imported here, so that a start without quantization does not need it
         from rich.progress import Progress
 
         bar = Progress(console=Console(file=sys.stderr), transient=True)

@@ -116,7 +116,7 @@ class CachedWeightsWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._scratch: AtomicDirectory | None = None  # where files are written until `publish`; None: no file yet
+        self._scratch: AtomicDirectory | None = None  # where files are written until `publish`; None: none written yet
         self._shards = 0
         self._waiting: dict[str, Tensor] = {}
         self._checksums: dict[str, int] = {}
@@ -132,7 +132,7 @@ class CachedWeightsWriter:
                 self._write()
 
     def publish(self) -> None:
-        """Publish the folder after the last matrix; delete folders of earlier states of the checkpoint."""
+        """Publish the folder after the last matrix; delete those of earlier states of the checkpoint."""
         if self._given_up or not (self._waiting or self._shards):
             return
         with self._or_give_up():
