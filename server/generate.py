@@ -55,7 +55,7 @@ def generate(
 
 
 def _check_arguments(model: Model, cache: KVCache, prompt: Sequence[int], sampling: SamplingParams) -> None:
-    """Raise ValueError for arguments that do not fit the model or the cache."""
+    """Raise ValueError for arguments of `generate` that the model or the cache cannot take."""
     total, context = len(prompt) + sampling.max_tokens, cache.setup.geometry.max_seq_len
     if sampling.max_tokens < 1:
         raise ValueError(f"max_tokens is {sampling.max_tokens}: ask for at least one token")
@@ -112,7 +112,7 @@ def _prefill(model: Model, request: Request, sequence: CachedSequence) -> Tensor
 
 @torch.inference_mode()
 def _decode(model: Model, token: int, sequence: CachedSequence) -> Tensor:
-    """Compute one token; return the logits [1, V] of the next one."""
+    """Run the model on one token of the sequence; return the logits [1, V] of the next token."""
     embedding = model.embed(torch.tensor([token], device=model.device)).view(1, 1, -1)
     return model.forward_step(embedding, sequence.length, sequence)[0]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
-if TYPE_CHECKING:  # API workers must not import strategies
+if TYPE_CHECKING:  # API workers import this file, and must not import strategies
     from cache_strategies.base import BlockEvents, Blocks, CacheUsage
     from cache_strategies.registry import Instance
 
@@ -38,7 +38,7 @@ class Admission:
 
     instance: str
     prompt_tokens: int
-    cached_tokens: int  # prompt tokens that were found in the cache
+    cached_tokens: int  # number of prompt tokens that were found in the cache
     miss: str | None  # see RequestRecord
     forked: bool  # see RequestRecord
 
@@ -57,7 +57,7 @@ class StepReport:
     seconds: float
     parts: Mapping[str, StepPart]
     preemptions: Mapping[str, int]  # number of preempted requests
-    failures: Mapping[str, int]  # number of exceptions in a strategy's code
+    failures: Mapping[str, int]  # number of exceptions that the strategy's code has raised
     generated_tokens: Mapping[str, int]  # number of sampled tokens
     drafts: Mapping[str, Sequence[DraftRecord]]
     forks: Mapping[str, int]  # number of requests that took over the prompt of another choice (n > 1)
@@ -92,7 +92,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     reason: str  # what chose the instance: "request", "header", "model", "rule <i>" or "default"
     outcome: Outcome
     prompt_tokens: int
-    cached_tokens: int | None  # prompt tokens found in the cache; None: the request was never admitted
+    cached_tokens: int | None  # number of prompt tokens found in the cache; None: the request was never admitted
     # Why no more prompt tokens were found (`cache_strategies.base.Miss`); None: all were found, or not looked up
     miss: str | None
     forked: bool  # whether it took over the prompt of another choice (n > 1) instead of looking it up in the cache
@@ -101,11 +101,11 @@ class RequestRecord(msgspec.Struct, frozen=True):
     accepted_tokens: int  # number of draft tokens that were accepted
     preemptions: int
     kv_bytes: int  # peak bytes of KV memory for its text; shared blocks count in full
-    queue_seconds: float | None  # from its arrival to its first admission
-    prefill_seconds: float | None  # from its first admission to its first token
-    decode_seconds: float | None  # from its first to its last token
-    first_token_seconds: float | None  # from its arrival to its first token
-    total_seconds: float  # from its arrival to its end
+    queue_seconds: float | None  # from the request's arrival to its first admission
+    prefill_seconds: float | None  # from the request's first admission to its first token
+    decode_seconds: float | None  # from the request's first token to its last
+    first_token_seconds: float | None  # from the request's arrival to its first token
+    total_seconds: float  # from the request's arrival to its end
 
 
 class DeviceMemory(NamedTuple):
@@ -136,7 +136,7 @@ class EngineState:
     usage: Mapping[str, CacheUsage]
     blocks: Mapping[str, Blocks]
     floor_bytes: Mapping[str, int]
-    pool_free: int  # bytes of KV memory that no instance holds
+    pool_free: int  # usable bytes of KV memory that no instance holds
     pool_held: int  # bytes of KV memory that instances hold
     pool_untouched: int  # bytes of KV memory that the system has not provided yet
     device_memory: DeviceMemory

@@ -18,7 +18,7 @@ class CachedSequence:
     """Implements `server.models.base.SequenceCache` with a seat of a KVCache."""
 
     def __init__(self, cache: KVCache, device: torch.device | str = "cpu", token_ids: Sequence[int] = ()) -> None:
-        """Open a seat. Raises MemoryError if there is no room.
+        """Open a seat in the cache for a new sequence. Raises MemoryError if there is no room.
 
         `token_ids`: the ids of the tokens to come; the caller may append to the list later. A strategy with a prefix
         cache finds their longest cached prefix (`length` tokens, which must not be computed again) and caches the

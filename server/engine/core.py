@@ -65,7 +65,7 @@ class StepResult(NamedTuple):
 class _StepAccumulator:
     """Metrics and events since the last step's report; counters and dicts are keyed by strategy instance."""
 
-    failures: Counter[str] = field(default_factory=Counter)  # number of exceptions in a strategy's code
+    failures: Counter[str] = field(default_factory=Counter)  # number of exceptions that the strategy's code has raised
     generated_tokens: Counter[str] = field(default_factory=Counter)
     drafts: defaultdict[str, list[DraftRecord]] = field(default_factory=lambda: defaultdict(list))
     # Number of requests that took over the prompt that another choice (n > 1) of the same request had computed
@@ -262,7 +262,7 @@ class Core:
         return evicted
 
     def _compute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
-        """Compute and commit the rows of a step; return numbers of rows and tokens by instance, and events."""
+        """Compute and commit a step's rows; return counts of rows and tokens by instance, and events for clients."""
         parts: list[Mapping[str, StepPart]] = []
         events: list[Event] = []
         for result in run_step(self._runner, scheduled):
@@ -305,7 +305,7 @@ class Core:
         return events + self._append_tokens([each for each in inputs if each.request in results], output.sampled)
 
     def _record_admission(self, request: Request) -> list[Event]:
-        """Record how many prompt tokens the cache had, after a request's first row has run; return its event."""
+        """Record the number of cached prompt tokens, once a request's first row has run; return its Admitted event."""
         assert request.seat is not None
         seat, name = request.seat, request.cache.name
         request.num_cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)

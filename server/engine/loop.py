@@ -58,7 +58,7 @@ class StepObserver(Protocol):
         ...
 
     def observe_responses(self, responses: Mapping[int, int]) -> None:
-        """Count HTTP responses: numbers of responses by status."""
+        """Add an API worker's new HTTP responses to the metrics: their numbers by status."""
         ...
 
     def snapshot(self, state: EngineState) -> bytes:

@@ -25,7 +25,7 @@ class DummyAttention:
     """A step's attention without a KV cache, which returns zeros: implements `kernels.ops.Attention`."""
 
     def __init__(self, num_tokens: int, num_logits: int, device: torch.device) -> None:
-        """Prepare a step of `num_tokens` tokens and `num_logits` rows of logits."""
+        """Prepare a step of `num_tokens` tokens, of which `num_logits` get logits."""
         self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self.logit_index = torch.zeros(num_logits, dtype=torch.int64, device=device)
 
@@ -34,7 +34,7 @@ class DummyAttention:
         """None: there is no KV memory."""
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return zeros [N,Hq,Dv]."""
+        """Return zeros [N,Hq,Dv] as the output of attention."""
         return q.new_zeros((q.shape[0], q.shape[1], v.shape[2]))
 
 

@@ -15,7 +15,7 @@ from server.models.config import ModelInfo
 
 
 class Model(Protocol):
-    """A model that computes N tokens of any number of sequences, and logits for K of them."""
+    """A model, which computes a step's N tokens, of any number of sequences, and the logits after K of them."""
 
     @property
     def info(self) -> ModelInfo: ...
@@ -74,7 +74,7 @@ class SequenceCache(Protocol):
         ...
 
     def begin(self, num_tokens: int) -> Attention:
-        """Return the attention for the next tokens; commit() then adds them to the cache."""
+        """Return the attention for the next `num_tokens` tokens; commit() then adds them to the cache."""
         ...
 
     def commit(self) -> None: ...

@@ -49,12 +49,12 @@ class ModelInfo(NamedTuple):
     vocab_size: int
     max_positions: int
     eos_ids: frozenset[int]
-    dtype: str  # dtype of the checkpoint: "float32", "bfloat16", "float16"
+    dtype: str  # dtype of the checkpoint: "float32", "bfloat16" or "float16"
 
 
 @dataclass(frozen=True)
 class Rope:
-    """The rotary position embedding of a layer."""
+    """The parameters of a layer's rotary position embedding."""
 
     theta: float
     dim: int  # number of leading dimensions of a head that are rotated; the others stay as they are
@@ -106,7 +106,7 @@ class ModelConfig:
     mlp_bias: bool
     layers: tuple[LayerConfig, ...]
     eos_ids: frozenset[int]
-    dtype: str  # dtype of the checkpoint: "float32", "bfloat16", "float16"
+    dtype: str  # dtype of the checkpoint: "float32", "bfloat16" or "float16"
     scale: float  # factor of attention scores before softmax
     activation: Activation = "silu"
     qk_norm: bool = False

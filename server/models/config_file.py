@@ -35,7 +35,7 @@ class _Strict(BaseModel):
 
 
 class RopeFile(_Strict):
-    """The values of rope_parameters or rope_scaling, or their part for one kind of layer."""
+    """The values of rope_parameters or rope_scaling in config.json, or their part for one kind of layer."""
 
     rope_type: str | None = None
     type: str | None = None

@@ -35,7 +35,7 @@ class NoCacheAttention:
         scores = torch.einsum("qhd,khd->hqk", q.float(), k) * spec.scale
         if spec.softcap:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        # A token whose value is not finite gets the score NaN: its weight times the value is NaN even if that is 0
+        # A token whose value is not finite gets the score NaN: weight times value is NaN even if the weight is 0
         broken = ~v.isfinite().all(-1)
         scores = scores.masked_fill(broken.T[:, None], torch.nan)
         distance = self.positions[:, None] - self.positions

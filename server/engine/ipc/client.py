@@ -44,7 +44,7 @@ _DECODER: msgspec.msgpack.Decoder[list[FromEngine]] = msgspec.msgpack.Decoder(li
 
 
 def encode_message(message: ToEngine) -> bytes:
-    """Return a message as a frame. Raises WireError when it is too long."""
+    """Return a message to the engine as a frame. Raises WireError when it is too long."""
     return encode_frame(_ENCODER.encode(message))
 
 

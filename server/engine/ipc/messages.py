@@ -26,10 +26,10 @@ class SamplingParams(msgspec.Struct, frozen=True):
     min_p: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
-    min_tokens: int = 0  # number of output tokens before the text may end
+    min_tokens: int = 0  # number of output tokens before a token that ends the text may be drawn
     stop_token_ids: tuple[int, ...] = ()  # tokens that end the text, beside the model's own end tokens
     frequency_penalty: float = 0.0  # subtracted from a token's logit once for each time it was drawn
-    presence_penalty: float = 0.0  # subtracted from the logits of all tokens that were drawn
+    presence_penalty: float = 0.0  # subtracted once from the logit of each token that was drawn
     # The repetition penalty divides positive logits of tokens in prompt and output, and multiplies negative ones.
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()  # pairs of a token id and the number added to its logit
@@ -84,7 +84,7 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     """Ends a request now and frees its memory; only an Explained may follow (after "stop"). Unknown ids are ignored."""
 
     request_id: str
-    # stop: the text reached a stop string; error: the API worker failed
+    # cancelled: the client does not wait any more; stop: the text reached a stop string; error: the API worker failed
     outcome: Literal["cancelled", "stop", "error"] = "cancelled"
 
 
@@ -113,7 +113,7 @@ class PinPrefix(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unpin(msgspec.Struct, tag=True, frozen=True):
-    """Releases a pinned prefix."""
+    """Ends a pin, so that the prefix that it protects can be evicted again."""
 
     instance: str
     pin_id: str
@@ -161,7 +161,7 @@ ToEngine = Submit | Cancel | Query | Observed
 
 # ---------------------------------------------------------------- from the engine
 class Strategy(msgspec.Struct, frozen=True):
-    """A strategy instance that requests may choose."""
+    """A cache strategy with its options, under a name by which requests may choose it."""
 
     name: str
     kind: str  # such as "paged"
@@ -186,7 +186,7 @@ class Admitted(msgspec.Struct, tag=True, frozen=True):
     reason: str
     cached_tokens: int
     miss: str | None = None  # why no more were in the cache (`cache_strategies.base.Miss`); None: all reusable were
-    queue_seconds: float = 0.0  # from its arrival to its first admission
+    queue_seconds: float = 0.0  # from the request's arrival to its first admission
 
 
 class Preempted(msgspec.Struct, tag=True, frozen=True):

@@ -1,1 +1,1 @@
-"""Recordings of the engine's steps, by torch's profiler or as Metal captures. Knows neither requests nor HTTP."""
+"""Records the engine's steps, with torch's profiler or as Metal captures. Knows neither requests nor HTTP."""

@@ -67,7 +67,7 @@ class Recording:
     torch_profiler: profile
     annotator: OpAnnotator
     exit_stack: ExitStack  # closing it ends the recording by torch's profiler
-    started_at: float  # in seconds of the monotonic clock
+    started_at: float  # when recording began, in seconds of the monotonic clock
     steps: int = 0  # number of steps recorded so far
 
     def is_over(self) -> bool:
@@ -83,7 +83,7 @@ class Profiler:
         self._tracer = tracer
         self._device = "cuda" if device.type == "cuda" else None  # with "cuda" the GPU's kernels are recorded, too
         self._about = about
-        self._busy = False  # True from a query for a recording to its answer
+        self._busy = False  # True from the arrival of a query for a recording until its answer is returned
         self._recording: Recording | None = None
         # Answers that after_step has not returned yet, each with its API worker
         self._done: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()

@@ -40,7 +40,7 @@ class TraceRow:
     def __init__(self) -> None:
         self.calls = 0
         self.total_time = 0.0  # microseconds, nested events included
-        self.self_time = 0.0  # microseconds without those of nested events
+        self.self_time = 0.0  # microseconds, nested events excluded
 
 
 def make_table(trace: bytes) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ class RequestError(Exception):
 
 
 class DraftProposer(Protocol):
-    """Proposes draft tokens for a request's text."""
+    """Proposes draft tokens for a request's text, for speculative decoding."""
 
     def propose(self, text: Sequence[int], max_tokens: int) -> list[int]:
         """Return up to `max_tokens` draft tokens to follow the text."""
@@ -38,7 +38,7 @@ class DraftProposer(Protocol):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When a request's events happened first (last_token: last), in seconds of the monotonic clock; 0: not yet."""
+    """When a request's events happened, in seconds of time.monotonic(); 0: not yet. Only last_token may change again."""
 
     arrived: float
     admitted: float = 0.0
@@ -58,7 +58,7 @@ class Request:
     salt: Salt  # only sequences with an equal salt share cached tokens with this request
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
-    explain: bool = False  # whether the client gets this request's RequestRecord
+    explain: bool = False  # whether the client gets this request's RequestRecord when it ends
     # All choices (n > 1) of the same prompt, this request included
     siblings: list[Request] = field(default_factory=list)
     proposer: DraftProposer | None = None  # proposes draft tokens; None: the request gets no drafts
@@ -73,8 +73,8 @@ class Request:
     refused_at: int = -1
     passed_over: int = 0  # number of later requests that were admitted while this request found no room
     num_scored_tokens: int = 0  # number of prompt tokens whose log-probabilities have been sent
-    num_draft_tokens: int = 0  # number of draft tokens that were verified
-    num_accepted_tokens: int = 0  # number of draft tokens that were accepted
+    num_draft_tokens: int = 0  # number of draft tokens that the model has verified
+    num_accepted_tokens: int = 0  # number of draft tokens that became part of the text
     finish_reason: Literal["stop", "length"] | None = None
     num_prompt_tokens: int = field(init=False)
     times: RequestTimes = field(default_factory=lambda: RequestTimes(time.monotonic()))
@@ -157,7 +157,7 @@ class Request:
             raise RequestError(400, message, param="allowed_token_ids")
 
     def get_end_token_ids(self, eos_ids: Collection[int]) -> Collection[int]:
-        """Return the tokens that end the text."""
+        """Return the ids of the tokens that end the text: the request's and, unless ignore_eos is set, the model's."""
         if self.sampling.ignore_eos:
             return self.sampling.stop_token_ids
         return {*eos_ids, *self.sampling.stop_token_ids} if self.sampling.stop_token_ids else eos_ids

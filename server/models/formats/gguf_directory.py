@@ -20,8 +20,8 @@ from server.models.files.user_cache import user_cache_dir
 from server.models.formats.gguf_file import SUFFIX, read_header
 
 FORMAT = "1"  # version of the unpacked files; change it to have all files unpacked again
-FOLDER = "gguf"  # folder in the user's cache
-LINK = f"model{SUFFIX}"  # name of the link to the GGUF file
+FOLDER = "gguf"  # name of the folder in the user's cache with the directories of all unpacked files
+LINK = f"model{SUFFIX}"  # name of the link to the GGUF file in its unpacked directory
 
 
 def ensure_unpacked(file: Path) -> Path:
