@@ -173,7 +173,7 @@ class Core:
     def set_share(self, name: str, *, floor: int, limit: int) -> None:
         """Change an instance's floor and limit, in pages.
 
-        Raises RequestError if the longest sequence of any instance would then not fit.
+        Raises RequestError if the floor exceeds the limit, or if the longest sequence of any instance would not fit.
 
         Idle memory beyond the limit is freed now. Running requests go on; no other request of the instance starts until
         they need no more than the limit.

@@ -73,7 +73,7 @@ def _llama3(rope: Rope, positions: int) -> tuple[Tensor, float]:
 def _yarn(rope: Rope, positions: int) -> tuple[Tensor, float]:
     """Scale as YaRN (Peng et al. 2023): divide the frequencies with few rotations in the training context.
 
-    cos and sin are multiplied by a factor.
+    cos and sin are to be multiplied by the second result.
     """
     p, dim = rope.parameters, rope.dim
     trained = p["original_max_position_embeddings"]

@@ -69,7 +69,7 @@ def _make_sampling_rows(draws: Sequence[Draw]) -> NDArray[np.float64]:
 class Noise:
     """Random numbers determined by seed and position, from numpy's counter-based Philox 4x64 (Salmon et al. 2011).
 
-    torch's CPU generators cannot be set to a counter.
+    torch's CPU generators are not used, as they cannot be set to a counter.
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ class DraftProposer(Protocol):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When a request's events happened, in seconds of time.monotonic(); 0: not yet. Only last_token may change again."""
+    """When a request's events happened, in seconds of the monotonic clock; 0: not yet. Only last_token can change."""
 
     arrived: float
     admitted: float = 0.0

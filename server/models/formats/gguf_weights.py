@@ -36,7 +36,7 @@ class GGUFWeights:
     """The weights of a GGUF file; implements `server.models.weights.Weights`."""
 
     def __init__(self, file: Path, dtype: torch.dtype, device: torch.device, *, as_stored: bool = False) -> None:
-        """Check all tensors. With `as_stored`, Q8_0 and Q4_0 stay quantized; otherwise all become `dtype`.
+        """Open a file and check its tensors. With `as_stored` Q8_0 and Q4_0 stay quantized, else all become `dtype`.
 
         Raises ModelError if the file is truncated, or has tensors of a type that cannot be read.
         """

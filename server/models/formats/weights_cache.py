@@ -111,7 +111,7 @@ def open_cached_weights(folder: Path) -> CachedWeights | None:
 class CachedWeightsWriter:
     """Writes quantized matrices to a folder of the cache, which appears only when it is complete.
 
-    Other processes may write the same folder, and the disk may be full: errors are logged once, and nothing is cached.
+    Other processes may write the same folder, and the disk may be full: an error is logged once, and nothing is cached.
     """
 
     def __init__(self, folder: Path) -> None:
