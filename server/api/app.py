@@ -31,7 +31,7 @@ from server.engine.ipc.client import EngineClient
 from server.text.tokenizer import TokenizerBase, read_tokenizer_info
 from server.version import get_version
 
-# Switches off FastAPI's own telemetry, which would add a span around ours, and exceptions with their messages, which
+# Switches off FastAPI's own telemetry: it would add a span around ours, and record the messages of exceptions, which
 # may quote prompts. Versions of FastAPI without telemetry ignore this.
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
 
@@ -45,7 +45,8 @@ def create_app(
 ) -> FastAPI:
     """Return the HTTP application. Raises SettingsError for settings that cannot be used.
 
-    While it runs, `client` stays connected and sends `observations`, and the processes of `tokenizer` run.
+    While it runs, `client` stays connected to the engine and sends it the counts of `observations`, and the processes
+    of `tokenizer` run.
     `metrics_port` is the port of /metrics, if it has one of its own.
     """
     tracing = make_tracing(settings.otlp_traces_endpoint)

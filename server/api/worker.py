@@ -35,7 +35,8 @@ from server.text.tokenizer import TokenizerBase
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, so that none is closed while a client reuses it
+# Seconds to keep an idle connection: longer than clients do, so that none is closed while a client reuses it
+KEEP_ALIVE = 75
 MAX_OPEN_FILES = 65_536
 SHUTDOWN_GRACE = 3  # seconds after drain_seconds to send the last errors; the supervisor waits a little longer
 
@@ -75,7 +76,7 @@ class ApiServer(uvicorn.Server):
         *,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wrap the application; `beat` is called every 0.1 s, and /metrics is on `metrics_socket` if there is one."""
+        """Wrap the application; `beat` (heartbeat) is called every 0.1 s; /metrics is on `metrics_socket` if given."""
         self._client = client
         self._beat = beat
         self._drain_seconds = settings.drain_seconds

@@ -85,7 +85,7 @@ class Renderer:
     def __init__(self) -> None:
         self._encoded_families = b""
         self._families: tuple[FamilyShape, ...] = ()
-        self._templates: dict[bool, list[str]] = {}  # by `openmetrics`: texts around the values
+        self._templates: dict[bool, list[str]] = {}  # by `openmetrics` (True, False): the texts around the values
 
     def render(self, encoded: bytes, *, openmetrics: bool) -> bytes:
         """Return the text of an encoded Snapshot, in Prometheus' format or in OpenMetrics 1.0."""
@@ -120,7 +120,7 @@ def _iter_sample_values(families: Sequence[FamilyShape], numbers: Sequence[float
 
 
 def _make_template(families: Sequence[FamilyShape], *, openmetrics: bool) -> list[str]:
-    """Return the text before each sample's value, then the text after the last one, as prometheus_client writes it."""
+    """Return the text before each sample's value, then that after the last value, as prometheus_client writes them."""
     registry = CollectorRegistry()
     registry.register(_Empty(families))
     # Names are not escaped: that would change `vllm:` to `vllm_`, though colons are allowed.
@@ -136,7 +136,7 @@ def _make_template(families: Sequence[FamilyShape], *, openmetrics: bool) -> lis
 
 
 class _Empty(Collector):
-    """A collector of families whose values are all zero."""
+    """A collector for prometheus_client with all values zero: the text's template is made from its output."""
 
     def __init__(self, families: Sequence[FamilyShape]) -> None:
         self._families = families

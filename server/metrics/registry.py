@@ -78,7 +78,7 @@ class Metrics:
             numbers[place + len(edges) + 1] += value
 
     def _observe_summary(self, value: float, family: MetricFamily[Summary], *labels: str) -> None:
-        """Add a value to a summary."""
+        """Add a value to a summary: add one to its count, and the value to its sum."""
         place = self._offsets[family, labels]
         self._numbers[place] += 1
         self._numbers[place + 1] += value
@@ -127,7 +127,7 @@ class Metrics:
             missed = admitted.prompt_tokens - admitted.cached_tokens
             self._increment(
                 missed, f.PREFIX_MISSES, name, admitted.miss or "short"
-            )  # the default reason is "short": the last token of a prompt is never cached
+            )  # "short" where the admission names no reason: a prompt's last token is never cached
 
     def _observe_drafts(self, name: str, drafts: Sequence[DraftRecord]) -> None:
         self._increment(len(drafts), f.DRAFTS, name)

@@ -23,7 +23,7 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 COMMON_ROLES = frozenset({"user", "assistant"})  # roles that every chat template accepts
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "model"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # message keys for reasoning; templates read the first two
-END_MARK = "[the final message ends here] "  # its last space shows whether the template strips a message's text
+END_MARK = "[the final message ends here] "  # added to a text; its last space shows whether templates strip texts
 
 Message = Mapping[str, Any]
 
@@ -44,7 +44,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """Return the default template; None if there is none."""
+        """Return the default template as jinja source text; None if there is none."""
         return self._sources.get("default")
 
     def render(
@@ -141,7 +141,7 @@ class ChatTemplate:
         return [role for role, mark in marks.items() if mark not in text]
 
     def _get_template(self, *, with_tools: bool) -> _Template:
-        """Return the template to use, compiled when first needed, so that a broken one does not prevent completions."""
+        """Return the default template or the one for tools, compiled at first use: completions do not need it."""
         if not self._sources:
             raise ChatTemplateError(
                 "the model has no chat template: use /v1/completions, or put a chat_template.jinja into its directory"

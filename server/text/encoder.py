@@ -100,7 +100,7 @@ class Encoder:
             return cls(backend, chat)
 
     def answer(self, call: Call) -> Encoded:
-        """Return the result of a call. Raises TextRefused for a text or messages that cannot be encoded."""
+        """Return the ids or text that `call` (Encode, ...) asks for. Raises TextRefused if it cannot be encoded."""
         match call:
             case Encode(text, special):
                 return Encoded(self.encode(text, add_special_tokens=special))
@@ -143,5 +143,5 @@ def _mark_special_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
     named = [*(config.get(name) for name in SPECIAL_TOKEN_NAMES), *further]
     named += [token for token in added.values() if token.get("special")]
     special = {content for token in named if (content := get_token_text(token)) is not None}
-    known = sorted(content for content in special if backend.token_to_id(content) is not None)  # do not add new tokens
+    known = sorted(content for content in special if backend.token_to_id(content) is not None)  # no new tokens
     backend.add_special_tokens(known)

@@ -28,7 +28,7 @@ class TextTooLong(TextRefused):
 
 
 class InfillError(TextRefused):
-    """The model cannot fill in the middle."""
+    """The model has no special tokens for fill-in-the-middle prompts."""
 
 
 class TokenizerError(TextRefused):

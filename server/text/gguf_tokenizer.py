@@ -155,7 +155,7 @@ class _Vocabulary:
 def _make_bpe(ids: Mapping[str, int], merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     try:
         return Tokenizer(models.BPE(dict(ids), merges, **options))
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise SettingsError(f"the tokenizer's merges do not fit its vocabulary: {error}") from None
 
 
@@ -219,7 +219,7 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 
 # ---------------------------------------------------------------- tokens that are never cut
 def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Add control tokens, which have no text, and user-defined tokens, which do; neither is ever split."""
+    """Add the control tokens, which have no text, and the user-defined tokens, which have; neither are ever split."""
     named = {vocabulary.get_special_token(key) for key in ("bos", "eos", "eot", "eom", "unknown", "padding")}
     control, defined = [], []
     for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):

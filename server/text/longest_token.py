@@ -14,7 +14,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 COMPOSED = 4  # most characters that Unicode composes into one: its longest canonical decomposition
-NORMALIZERS = {  # most characters that each kind replaces by one; kinds that are not listed may drop any number
+# By kind of normalizer: most characters that it replaces by one; kinds that are not listed may drop any number
+NORMALIZERS = {
     "NFC": COMPOSED,
     "NFKC": COMPOSED,
     "NFD": 1,
@@ -23,7 +24,8 @@ NORMALIZERS = {  # most characters that each kind replaces by one; kinds that ar
     "Prepend": 1,
     "ByteLevel": 1,
 }
-PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits"}  # kinds that drop no character; UnicodeScripts drops spaces
+# Kinds of pre-tokenizers that drop no character; UnicodeScripts is not among them, as it drops spaces
+PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits"}
 CUTTING = {"Split", "Punctuation"}  # pre-tokenizers that drop no character unless their behavior is "Removed"
 BYTES = {f"<0x{byte:02X}>" for byte in range(256)}  # the tokens of a vocabulary with byte fallback
 

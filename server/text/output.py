@@ -219,7 +219,7 @@ def locate_tokens(tokenizer: Vocabulary, ids: Sequence[int], text: str) -> list[
 
 
 def _continues_with(piece: str, text: str, length: int, *, has_pending: bool) -> bool:
-    """Return whether `text` has the piece at `length`, or behind the replacement characters of pending bytes."""
+    """Return whether `text` has `piece` at offset `length`, or after the replacement characters of pending bytes."""
     ahead = text[length : length + MAX_BROKEN_LENGTH + len(piece)]
     return ahead.startswith(piece) or (has_pending and ahead.lstrip(REPLACEMENT).startswith(piece))
 

@@ -34,13 +34,13 @@ class TokenizerBase(Vocabulary, ABC):
 
     @abstractmethod
     async def answer(self, call: Call) -> Encoded:
-        """Return the result of a call.
+        """Return the ids, the text or both that `call` (Encode, EncodeChat, Infill, Decode) asks for.
 
         Raises TextRefused for a text that cannot be encoded, TextUnavailable if a later attempt may succeed.
         """
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`, with the special tokens the model expects around it."""
+        """Return the ids of `text`; with `add_special_tokens`, between the special tokens that the model expects."""
         return (await self.answer(Encode(text, add_special_tokens))).ids
 
     async def encode_chat(self, chat: EncodeChat) -> Encoded:
@@ -82,7 +82,7 @@ class Tokenizer(TokenizerBase):
         self.chat_template = encoder.chat_template
 
     async def answer(self, call: Call) -> Encoded:
-        """Return the result of a call; calls that may take long run in a thread."""
+        """Return the ids or the text that `call` (Encode, Decode, ...) asks for; long calls run in a thread."""
         if isinstance(call, Encode) and len(call.text) < MAX_INLINE_LENGTH:
             return self.encoder.answer(call)
         return await asyncio.to_thread(self.encoder.answer, call)

@@ -24,16 +24,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from server.api.http.errors import ApiError, make_headers_error
 
-LINGER = 5.0  # seconds before closing after an early response: at once, a client that still sends could lose it
+# Seconds from a response before the end of a request's body to closing the connection; if it was closed at once, a
+# client that still sends could lose the response
+LINGER = 5.0
 # Most unanswered requests of a connection; with more, nothing is read from it, and a disconnect is not noticed
 MAX_PIPELINED_REQUESTS = 16
-Headers = Iterable[tuple[bytes, bytes]]  # pairs of name, in lower case, and value
+Headers = Iterable[tuple[bytes, bytes]]  # pairs of a header's name, in lower case, and its value
 
 
 def make_connection_class(
     max_header_bytes: int, header_timeout: float, body_timeout: float, on_refusal: Callable[[int], None]
 ) -> type[HttpToolsProtocol]:
-    """Return a connection class for uvicorn with these limits; `on_refusal` is called with each refusal's status."""
+    """Return a connection class for uvicorn with these limits (bytes, seconds).
+
+    `on_refusal` is called with the HTTP status of each request that the connection itself refuses.
+    """
 
     class Bounded(BoundedConnection):
         header_bytes_limit = max_header_bytes
@@ -56,7 +61,7 @@ class BoundedConnection(HttpToolsProtocol):
     unread_seconds: float
     on_refusal: Callable[[int], None]
 
-    _unanswered: deque[RequestResponseCycle]  # requests to answer: the first runs, the others wait; `cycle` is the last
+    _unanswered: deque[RequestResponseCycle]  # requests to answer: the first runs, the others wait
     _receive_timer: asyncio.TimerHandle | None = None  # limits the time until the client sends more
     _write_timer: asyncio.TimerHandle | None = None  # limits the time until the client reads more
     _num_unparsed_bytes = 0  # bytes received since the parser last completed something
@@ -101,7 +106,7 @@ class BoundedConnection(HttpToolsProtocol):
             except HttpParserUpgrade as upgrade:
                 data = data[upgrade.args[0] :]
                 method, version = self.parser.get_method(), self.parser.get_http_version()
-                self.parser = HttpRequestParser(self)  # the old parser may have ended with that request
+                self.parser = HttpRequestParser(self)  # the old parser may take no more bytes after that request
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
                 self.parser.feed_data(make_head_without_upgrade(method, self.url, version, self.headers))
 
@@ -112,7 +117,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._start_receive_timer(self.header_seconds, self._on_header_timeout)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # else it is a trailer after a body, which is ignored
+        if self._in_headers:  # otherwise the header is a trailer after a body, which is ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -123,7 +128,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._unanswered.append(self.cycle)
         if self.cycle.scope["http_version"] == "1.0":
             disable_chunked_encoding(self.cycle)
-        if len(self._unanswered) <= MAX_PIPELINED_REQUESTS:  # read on, where uvicorn would stop
+        if len(self._unanswered) <= MAX_PIPELINED_REQUESTS:  # keep reading, unlike uvicorn, while requests wait
             self.flow.resume_reading()
         self._made_progress = self._in_body = True
         self._in_headers = False
@@ -204,7 +209,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     # ------------------------------------------------------------ refusals, without the application
     def _refuse(self, error: ApiError) -> None:
-        """Answer with the error, and close the connection once the client has had time to read it."""
+        """Answer with the error, and close the connection LINGER seconds later, so that the client can read it."""
         self._refused = True
         self.logger.info("a connection is refused: %d, %s", error.status_code, error.log_message)
         if self.transport.is_closing():
@@ -266,7 +271,7 @@ def disable_chunked_encoding(cycle: RequestResponseCycle) -> None:
 
     async def send_plain(message: ASGISendEvent) -> None:
         if message["type"] == "http.response.body":
-            cycle.expected_content_length = len(message.get("body", b""))  # makes uvicorn send this body
+            cycle.expected_content_length = len(message.get("body", b""))  # else uvicorn refuses this body
         await send(message)
 
     cycle.send = send_plain  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ from server.engine.ipc.client import EngineLost, EngineRefused
 from server.engine.ipc.messages import Failed
 from server.text.errors import TextError, TextRefused, TextUnavailable
 
-RETRY_HEADERS = {"Retry-After": "1"}  # seconds, for errors without an estimate of their own
+RETRY_HEADERS = {"Retry-After": "1"}  # seconds until a client may retry, where the error has no estimate
 NO_RETRY_HEADERS = {"x-should-retry": "false"}  # keeps OpenAI's clients from repeating the request
 STATUS_HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
@@ -36,9 +36,9 @@ MAX_PROBLEMS = 5  # most problems of a body that one error message names
 MAX_FIELD_LENGTH = 100  # most characters of a field's name in an error
 MAX_MESSAGE_LENGTH = 1000  # most characters of an error message, which may quote a client or a chat template
 TYPE_NAMES: Mapping[type, str] = {bool: "a boolean", int: "a number", float: "a number", str: "a text"}
-EMPTY = '""'  # written for a field whose name is empty
+EMPTY = '""'  # how an error message writes a field whose name is empty
 MAX_PATH_LENGTH = 200  # most characters of a URL's path in an error
-NO_ROUTE = "there is no such route"  # for the log: an unquoted path may contain line breaks
+NO_ROUTE = "there is no such route"  # logged instead of the path, which may contain line breaks
 QUOTING_CODES = ("unknown_kv_cache", "not_found")  # codes of engine errors whose messages quote the client
 METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")  # of all routes
 
@@ -61,7 +61,7 @@ class Error(BaseModel):
 class ApiError(HTTPException):
     """An error with its HTTP status; the message tells the client what to change.
 
-    `log_message` replaces a message in the log that quotes what the client sent; `retry_after` is in seconds.
+    `log_message` is logged instead of a message that quotes what the client sent; `retry_after` is in seconds.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ def _format_sent_value(problem: Mapping[str, Any]) -> str:
         return f", not {len(sent)}"
     if kind in ("value_error", "too_long", "too_short"):
         return ""
-    if kind.endswith("_type") and sent in (0, ""):  # 0 or "" may replace a value that was not decoded
+    if kind.endswith("_type") and sent in (0, ""):  # 0 or "" may stand for a value that was not decoded
         return f", not {TYPE_NAMES[type(sent)]}"
     return f", not {format_value(sent)}"
 

@@ -19,7 +19,7 @@ from server.api.http.errors import ApiError, make_body_error
 from server.api.http.json_body import Body, FieldNotes, ReadAs, TooManyValues, decode, get_read_modes
 from server.api.http.middleware import release_body
 
-LARGE_BODY_BYTES = 2**20  # bytes of a body that takes several milliseconds to decode
+LARGE_BODY_BYTES = 2**20  # a body of more bytes takes several milliseconds to decode
 
 
 class JsonRoute(APIRoute):
@@ -92,7 +92,7 @@ class JsonRequest(Request):
         received, self._received = self._received, b""
         values = self._decode(received)
         if len(received) > LARGE_BODY_BYTES:
-            await asyncio.sleep(0)  # lets other requests run before the rest of the work
+            await asyncio.sleep(0)  # lets other requests run between decoding and checking the body
         return values if self._model is None else self._validate(self._model, values)
 
     def _validate(self, model: type[Body], values: Any) -> Body:

@@ -34,7 +34,8 @@ from server.engine.ipc.messages import Hello
 
 _VALID_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 UNCOUNTED_BYTES = 2**16  # first bytes of each body, not counted as in flight: uvicorn buffers as many anyway
-# Least speed of larger bodies after the first `body_timeout` seconds: they hold memory that other requests need
+# Least speed at which bodies of more than UNCOUNTED_BYTES must arrive, measured after the first `body_timeout` seconds:
+# they hold memory that other requests need
 MIN_BYTES_PER_SECOND = 2**14
 ADMIN_PREFIX = "/v1/kv_cache/"
 PROFILE_PATH = "/v1/profile"
@@ -90,7 +91,7 @@ class RequestLifecycleMiddleware:
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            if status is not None:  # too late for an error response: uvicorn closes the connection
+            if status is not None:  # the response has begun: uvicorn closes the connection
                 state["error"] = to_api_error(error)
                 raise
             await make_error_response(Request(scope), error)(scope, receive, send_with_id)
@@ -137,7 +138,7 @@ class InflightBodies:
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """Most bytes of one body and of all together; `is_final` is false until the engine's context length is known."""
+    """Most bytes of one body and of all in flight; `is_final` is false until the engine's context length is known."""
 
     max_body_bytes: int
     max_inflight_body_bytes: int

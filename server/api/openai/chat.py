@@ -124,11 +124,11 @@ async def make_chat_job(
     return make_job("chatcmpl", body, [prompt], sampling, body.n, hints)
 
 
-# ---------------------------------------------------------------- functions that make a response of deltas
+# ---------------------------------------------------------------- functions that convert deltas to a response
 def make_chat_chunks(delta: OutputDelta | None, generation: Generation[ChatRequest]) -> list[ChatChunk]:
     """Return the chunks of a delta: a choice's role comes before its text, and its finish reason after it.
 
-    Only the first chunk of the response has the prompt's fields.
+    Only the first chunk of the response has the fields of the prompt (its token ids and log-probabilities).
     """
     if delta is None:
         return [ChatChunk(**make_chunk_fields(None, generation), choices=[])]

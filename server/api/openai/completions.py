@@ -1,4 +1,7 @@
-"""POST /v1/completions: makes a job of OpenAI's request, and OpenAI's response of the deltas of its texts."""
+"""POST /v1/completions: converts OpenAI's request to a job, and the job's deltas to OpenAI's response.
+
+A job has the requests that the engine gets; a delta is a piece of a choice's generated text.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +134,7 @@ def router(serving: Serving) -> APIRouter:
     return routes
 
 
-# ---------------------------------------------------------------- functions that make a job of a body
+# ---------------------------------------------------------------- functions that make a job of a request's body
 async def make_completion_job(
     serving: Serving, body: CompletionRequest, header: str | None, authorization: str | None
 ) -> Job[CompletionRequest]:
@@ -173,7 +176,8 @@ def _make_completion_sampling(body: CompletionRequest, hello: Hello, choices: in
 async def encode_prompt(tokenizer: TokenizerBase, prompt: str | list[int], body: CompletionRequest) -> PromptTokens:
     """Return a prompt's ids, truncated to `truncate_prompt_tokens`, and its text.
 
-    Raises ApiError for a suffix that the model or the prompt does not allow, TextError if the text cannot be encoded.
+    Without `echo` the text is empty for token ids and truncated prompts. Raises ApiError for a suffix if the prompt is
+    token ids or the model cannot fill in the middle, TextError if the text cannot be encoded.
     """
     if isinstance(prompt, str) and body.suffix:
         try:
@@ -193,7 +197,7 @@ async def encode_prompt(tokenizer: TokenizerBase, prompt: str | list[int], body:
     return PromptTokens(kept, text)
 
 
-# ---------------------------------------------------------------- functions that make a response of deltas
+# ---------------------------------------------------------------- functions that convert deltas to a response
 def make_completion_chunks(
     delta: OutputDelta | None, generation: Generation[CompletionRequest]
 ) -> list[CompletionResponse]:
@@ -231,7 +235,7 @@ def _make_choice(delta: OutputDelta, generation: Generation[CompletionRequest]) 
 
 
 def _get_token_namer(generation: Generation[CompletionRequest]) -> Callable[[int], str]:
-    """Return the function that names tokens in log-probabilities: by their text, or by their ids."""
+    """Return a function that names tokens in log-probabilities: by id with return_tokens_as_token_ids, else by text."""
     by_id = generation.job.body.return_tokens_as_token_ids
     return format_token_id if by_id else generation.tokenizer.token_string
 

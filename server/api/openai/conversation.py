@@ -110,7 +110,7 @@ class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: Function
-    index: Ignored[int] = None  # part of tool calls in streamed chunks
+    index: Ignored[int] = None  # streamed tool calls have it, and clients send it back
 
 
 class Message(Body):
@@ -219,7 +219,7 @@ async def encode_chat(
 ) -> Encoded:
     """Return the prompt that the chat template makes of messages, and its ids.
 
-    Raises ApiError 400 for messages that it refuses, or a prompt of more than `max_characters` characters.
+    Raises ApiError 400 for messages that the template refuses, or a prompt of more than `max_characters` characters.
     """
     chat = EncodeChat(
         [message.model_dump(exclude_none=True) for message in messages],

@@ -81,8 +81,8 @@ class Generation(Generic[B]):
         self.submit_time = 0.0
         self.first_token_time: float | None = None
         self.preemptions = 0
-        self.drafted_tokens = 0  # draft tokens that were verified
-        self.accepted_tokens = 0  # verified draft tokens that were accepted
+        self.drafted_tokens = 0  # number of draft tokens that were verified, of all choices
+        self.accepted_tokens = 0  # number of verified draft tokens that were accepted, of all choices
         num_choices = len(job.submits)
         self.texts: list[str] | None = [""] * num_choices if serving.log_prompts else None  # each choice's text
         self._client = serving.client
@@ -207,7 +207,7 @@ class Generation(Generic[B]):
         return next(iter(self._admitted.values()))
 
     async def iter_deltas(self) -> AsyncIterator[list[OutputDelta]]:
-        """Yield lists of deltas, each with all that arrived since the list before.
+        """Yield lists of deltas; each list has all deltas that arrived since the list before was yielded.
 
         Raises ApiError if a request fails, EngineLost if the engine is gone.
         """

@@ -39,7 +39,7 @@ class PromptTokens:
 
 
 class StrategyHints(NamedTuple):
-    """The model's name in the response, the strategy instances named outside of the body, and the tenant."""
+    """The model's name in the response, the instances that the header and the model's name choose, and the tenant."""
 
     model: str
     system_fingerprint: str
@@ -50,7 +50,7 @@ class StrategyHints(NamedTuple):
 
 @dataclass(frozen=True)
 class Job(Generic[B]):
-    """A body, the requests that the engine gets for it, and the fields that every part of the response repeats."""
+    """A body, the requests that the engine gets for it, and the fields that each chunk of the response has."""
 
     body: B
     id: str
@@ -58,7 +58,7 @@ class Job(Generic[B]):
     system_fingerprint: str
     prompts: Sequence[PromptTokens]
     choices_per_prompt: int  # number of choices generated for each prompt
-    submits: Sequence[Submit]  # one for each choice of the first prompt, then of the second ...
+    submits: Sequence[Submit]  # the engine's requests: one for each choice of the first prompt, then of the second ...
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property

@@ -12,13 +12,16 @@ from server.text.vocabulary import Vocabulary
 
 
 def format_token_id(token: int) -> str:
-    """Return a token's name for requests with `return_tokens_as_token_ids`, as in vLLM."""
+    """Return a token's name, such as "token_id:123", for requests with `return_tokens_as_token_ids`, as in vLLM."""
     return f"token_id:{token}"
 
 
 # ---------------------------------------------------------------- completions
 class CompletionLogprobs(Struct):
-    """Four lists with one item for each token. A token that is only a part of a character is "bytes:\\xe2"."""
+    """OpenAI's log-probabilities of a completion: four lists with one item for each token.
+
+    A token that is only a part of a character is named "bytes:\\xe2".
+    """
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -43,7 +46,7 @@ def make_completion_logprobs(
     top: int,
     base: int = 0,
 ) -> CompletionLogprobs:
-    """Return the log-probabilities of the tokens that are shown.
+    """Return the log-probabilities of the tokens whose text is shown, not cut off by a stop string.
 
     `get_name` names a token; `base` is the offset, in characters, of their text in the choice's text. Only the
     first token may have None as its score. The token itself is always among the alternatives, so that there may be one

@@ -31,7 +31,7 @@ from server.api.openai.response_models import (
 
 ENCODER = msgspec.json.Encoder()
 TEXT_PLACEHOLDER = "\0"  # stands for a chunk's text; occurs nowhere else in a chunk
-# Fewer log-probabilities are encoded on the event loop; more could hold up other requests for 20 ms
+# Chunks with fewer log-probabilities are encoded on the event loop; others in a thread, as they could take 20 ms
 MAX_INLINE_LOGPROBS = 500
 EVENT_STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -41,7 +41,7 @@ EVENT_STREAM_HEADERS = {
 
 
 class Format(NamedTuple, Generic[B]):
-    """How an endpoint writes a generation as its response: two pure functions of deltas and the generation."""
+    """How an endpoint writes its response, streamed or whole: two pure functions of deltas and their generation."""
 
     # Returns the chunks of a streamed delta; for None, the last chunk, with the usage and without choices
     make_chunks: Callable[[OutputDelta | None, Generation[B]], Sequence[GenerationResponse]]

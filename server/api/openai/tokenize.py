@@ -24,7 +24,7 @@ from server.engine.ipc.messages import Hello
 from server.text.tokenizer import TokenizerBase
 from server.text.vocabulary import Vocabulary
 
-MAX_DECODED_TOKENS = 2**16  # most tokens that /detokenize takes, unless the context is longer
+MAX_DECODED_TOKENS = 2**16  # most tokens that /detokenize takes, unless the model's context is longer
 
 
 class TokenizeRequest(Rendering):

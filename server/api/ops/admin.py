@@ -26,7 +26,7 @@ from server.text.tokenizer import TokenizerBase
 MAX_PIN_SECONDS = 7 * 24 * 3600  # seconds
 MAX_PROFILED_STEPS = 200
 MAX_PROFILED_SECONDS = 60.0
-PROFILE_EXTRA_TIMEOUT = 120.0  # seconds added for loading torch's profiler and writing a trace
+PROFILE_EXTRA_TIMEOUT = 120.0  # seconds to wait beyond the recording, for loading torch's profiler and writing a trace
 
 
 class TenantBody(Body):
@@ -43,7 +43,7 @@ class TenantBody(Body):
 
 
 class ClearRequest(TenantBody):
-    """Body of POST /v1/kv_cache/{instance}/clear; without a field everything is cleared."""
+    """Body of POST /v1/kv_cache/{instance}/clear; without api_key and cache_salt all tenants' blocks are cleared."""
 
     def to_command(self, instance: str) -> messages.Clear:
         everything = self.api_key is None and self.cache_salt is None
@@ -104,7 +104,7 @@ def router(client: EngineClient, tokenizer: TokenizerBase, limits: RequestLimits
 
 # ---------------------------------------------------------------- profiles
 class ProfileRequest(Body):
-    """Body of POST /v1/profile: the recording ends when either of its limits is reached."""
+    """Body of POST /v1/profile: the recording ends after `steps` steps or `seconds` seconds, whichever comes first."""
 
     steps: int = Field(
         MAX_PROFILED_STEPS, ge=1, le=MAX_PROFILED_STEPS, description="greatest number of engine steps to record"

@@ -94,7 +94,7 @@ class CachedAnswer:
         self._before_query = before_query
         self._answer: Answer | None = None
         self._expires_at = 0.0  # monotonic seconds: when the answer expires
-        self._epoch: object = None  # the client's epoch when the query was sent
+        self._epoch: object = None  # `epoch` of the EngineClient when the query was sent
         self._query_task: asyncio.Task[None] | None = None
 
     async def get(self) -> Answer:
@@ -105,7 +105,7 @@ class CachedAnswer:
         self._client.get_hello()
         if monotonic() >= self._expires_at:
             await self._refresh()
-        while self._epoch is not self._client.epoch:  # query again after a command or with a new engine
+        while self._epoch is not self._client.epoch:  # the epoch changes with each command and each new engine
             await self._refresh()
         assert self._answer is not None
         if self._answer.error is not None:
@@ -116,7 +116,7 @@ class CachedAnswer:
         """Wait for the query to the engine that is under way; send one if there is none."""
         if self._query_task is None or self._query_task.done():
             self._query_task = asyncio.create_task(self._query(), name=f"ask for {self._question}")
-            # If every waiting client has left, nothing else retrieves the task's exception.
+            # Retrieve the task's exception: if every waiting client has left, nothing else does, and asyncio complains.
             self._query_task.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._query_task)
 
@@ -149,7 +149,7 @@ class Page:
     def __init__(self, client: EngineClient, observations: Observations) -> None:
         self._snapshot = CachedAnswer(
             client, "metrics", before_query=observations.send
-        )  # first report, so that the snapshot counts this process's latest responses
+        )  # send the counts first, so that the snapshot has this process's latest responses
         self._renderer = Renderer()
         self._written: Answer | None = None
         self._texts: dict[bool, bytes] = {}

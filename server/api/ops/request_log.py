@@ -20,7 +20,7 @@ from server.logs import fields
 
 log = logging.getLogger(__name__)
 
-POLLED_ROUTES = ("/ready",)  # routes of which a 503 is an ordinary response
+POLLED_ROUTES = ("/ready",)  # routes whose 503 is an ordinary response, logged at DEBUG only
 MAX_PATH_LENGTH = 200
 CLIENT_CLOSED_REQUEST = 499  # status, as in nginx, of a request whose client left before the response
 PHASES = ("queue", "prefill", "decode")
@@ -30,7 +30,7 @@ PHASES = ("queue", "prefill", "decode")
 class EndedRequest:
     """What is known of a request when it has ended.
 
-    Times are monotonic seconds; of several choices, those of the one that was admitted first.
+    Times are monotonic seconds; if the request has several choices, times of the choice that was admitted first.
     """
 
     request_id: str
@@ -55,7 +55,7 @@ class EndedRequest:
 
     @property
     def phases(self) -> dict[str, tuple[float, float]]:
-        """Return (start, end) of each phase that the request reached. The last phase ends with the request."""
+        """Return (start, end) of each phase that was reached (queue, prefill, decode); the last ends at `end_time`."""
         if self.generation is None:
             return {}
         known = (self.generation.submit_time, self._admission_time, self._first_token_time)
@@ -125,7 +125,7 @@ def make_error_fields(error: ApiError, *, whole: bool) -> dict[str, Any]:
 
 
 def make_generation_fields(ended: EndedRequest, generation: Generation[Any]) -> dict[str, Any]:
-    """Return a generation's log fields: strategy and times of the choice admitted first, tokens of all choices."""
+    """Return a generation's log fields: strategy and times of the choice admitted first, token counts of all."""
     admitted, job = generation.first_admitted, generation.job
     line_fields = {
         "completion_id": job.id,
@@ -150,7 +150,7 @@ def make_generation_fields(ended: EndedRequest, generation: Generation[Any]) -> 
 
 
 def get_outcome(ended: EndedRequest) -> str:
-    """Return "error", "cancelled" if a choice had not ended, or the distinct finish reasons of all choices."""
+    """Return "error" for a failed request, "cancelled" if a choice had not ended, else the choices' finish reasons."""
     if ended.error is not None:
         return "error"
     reasons = set(ended.finish_reasons)

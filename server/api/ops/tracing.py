@@ -72,7 +72,7 @@ class Tracing:
         if ended.route not in OPERATIONS or ended.method != "POST":
             return None
         operation, generation, error = OPERATIONS[ended.route], ended.generation, ended.error
-        epoch = time.time() - time.monotonic()  # read once: each span ends exactly when the next begins
+        epoch = time.time() - time.monotonic()  # computed once: each span ends exactly when the next begins
 
         def nanoseconds(moment: float) -> int:
             return int((epoch + moment) * 1e9)
@@ -117,7 +117,7 @@ def http_attributes(ended: EndedRequest) -> dict[str, Any]:
 
 
 def generation_attributes(ended: EndedRequest, generation: Generation[Any]) -> dict[str, Any]:
-    """Return a generation's span attributes: strategy and times of the choice admitted first, tokens of all choices."""
+    """Return a generation's span attributes: strategy and times of the choice admitted first, token counts of all."""
     job, admitted = generation.job, generation.first_admitted
     sampling = job.submits[0].sampling
     return {

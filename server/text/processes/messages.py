@@ -25,14 +25,14 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Encode(msgspec.Struct, frozen=True):
-    """Encode a text as ids."""
+    """Call that asks for the token ids of a text."""
 
     text: str
     add_special_tokens: bool
 
 
 class EncodeChat(msgspec.Struct, frozen=True):
-    """Render a conversation as a prompt and encode it; one of more than `max_length` characters is refused."""
+    """Call that asks for a conversation's prompt and its ids; a prompt above `max_length` characters is refused."""
 
     messages: list[dict[str, Any]]
     max_length: int
@@ -43,14 +43,14 @@ class EncodeChat(msgspec.Struct, frozen=True):
 
 
 class Infill(msgspec.Struct, frozen=True):
-    """Encode a fill-in-the-middle prompt: after it the model writes the text between prefix and suffix."""
+    """Call for the ids of a fill-in-the-middle prompt: after it the model writes the text between prefix and suffix."""
 
     prefix: str
     suffix: str
 
 
 class Decode(msgspec.Struct, frozen=True):
-    """Decode ids to a text."""
+    """Call that asks for the text of token ids."""
 
     ids: list[int]
     skip_special_tokens: bool
@@ -70,7 +70,7 @@ class VocabularyData(msgspec.Struct, frozen=True):
 
 
 class TokenizerLoaded(msgspec.Struct, tag=True, frozen=True):
-    """The first answer of a process: the tokenizer is loaded."""
+    """The first answer of a process that has loaded the tokenizer, with the vocabulary if Start asked for it."""
 
     vocabulary: VocabularyData | None
 
@@ -82,14 +82,15 @@ class Broken(msgspec.Struct, tag=True, frozen=True):
 
 
 class Encoded(msgspec.Struct, tag=True, frozen=True):
-    """The result of a call: ids, a text, or both."""
+    """The result of a call: ids for Encode and Infill, a text for Decode, both for EncodeChat."""
 
     ids: list[int] = []
     text: str = ""
 
 
 RefusalKind: TypeAlias = Literal["template", "length", "infill", "tokenizer", "memory"]
-REFUSAL_ERRORS: dict[RefusalKind, type[TextRefused]] = {  # exception to raise for each kind; "memory" ends the process
+# Exception that the worker raises for each kind of refusal; none for "memory", after which the process ends
+REFUSAL_ERRORS: dict[RefusalKind, type[TextRefused]] = {
     "template": ChatTemplateError,
     "length": TextTooLong,
     "infill": InfillError,

@@ -81,7 +81,7 @@ class SandboxedTokenizer(TokenizerBase):
         await asyncio.gather(self._short.close(), self._long.close())
 
     async def answer(self, call: Call) -> Encoded:
-        """Return the result of a call.
+        """Return the ids, the text or both that `call` (Encode, EncodeChat, Infill, Decode) asks for.
 
         Raises TextRefused for a text that cannot be encoded, TextUnavailable if a later attempt may succeed.
         """
@@ -207,14 +207,14 @@ class CallQueue:
             await self._process.end()
         await self._end_process_locked()
 
-    # ------------------------------------------------------------ methods that need the lock
+    # ------------------------------------------------------------ methods to call while the lock is held
     async def _run_with_retry(self, request: bytes) -> Answer:
         try:
             return await self._run_once(request)
         except ProcessFailed as error:
             if error.reason != "killed":
                 raise
-        return await self._run_once(request)  # a second attempt, as the call did not cause the kill
+        return await self._run_once(request)  # a second attempt: the kill may not be due to the call
 
     async def _run_once(self, request: bytes) -> Answer:
         process = await self._get_ready_process()
