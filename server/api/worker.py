@@ -47,7 +47,7 @@ def serve_worker(
     listening_socket: socket.socket,
     handles: WorkerHandles | None = None,
 ) -> None:
-    """Serve until STOP_SIGNAL, then finish the running requests and return.
+    """Serve HTTP in this process until STOP_SIGNAL, then finish the running requests and return.
 
     Raises SettingsError for settings or a tokenizer that cannot be used.
     """

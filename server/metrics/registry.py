@@ -27,7 +27,7 @@ WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 
 
 class Metrics:
-    """Counts the metrics of one engine."""
+    """The values of all metrics of one engine; its methods count steps, ended requests and HTTP responses."""
 
     def __init__(self, about: EngineInfo) -> None:
         self._instances = [instance.name for instance in about.instances]
@@ -150,7 +150,7 @@ class Metrics:
                 self._observe_summary(seconds, f.KERNEL_SECONDS, op, self._backends[op], phase)
 
     def observe_request(self, record: RequestRecord) -> None:
-        """Count a request that has left the engine."""
+        """Count a request that has left the engine, with its times and numbers of tokens."""
         name = record.instance
         self._increment(1, f.REQUESTS, name, record.outcome)
         for family, seconds in (

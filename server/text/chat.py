@@ -23,7 +23,8 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 COMMON_ROLES = frozenset({"user", "assistant"})  # roles that every chat template accepts
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "model"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # message keys for reasoning; templates read the first two
-END_MARK = "[the final message ends here] "  # added to a text; its last space shows whether templates strip texts
+# Added to the text of the final message before rendering; its last space shows whether the template strips the text
+END_MARK = "[the final message ends here] "
 
 Message = Mapping[str, Any]
 

@@ -18,7 +18,7 @@ from jinja2.utils import Namespace
 
 
 def make_environment() -> jinja2.Environment:
-    """Return the environment that templates are compiled with."""
+    """Return the sandboxed jinja environment that chat templates are compiled with."""
     language = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, LoopControlExtension]
     )

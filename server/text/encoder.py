@@ -143,5 +143,6 @@ def _mark_special_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
     named = [*(config.get(name) for name in SPECIAL_TOKEN_NAMES), *further]
     named += [token for token in added.values() if token.get("special")]
     special = {content for token in named if (content := get_token_text(token)) is not None}
-    known = sorted(content for content in special if backend.token_to_id(content) is not None)  # no new tokens
+    # Only tokens that the tokenizer has: the others would be added to it.
+    known = sorted(content for content in special if backend.token_to_id(content) is not None)
     backend.add_special_tokens(known)

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from config.errors import SettingsError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # GGUF's types of tokens; 5 is unused, 6 is a byte
-MAX_TOKEN_LENGTH = 2048  # characters of a token; the work for one is proportional to its length squared
+MAX_TOKEN_LENGTH = 2048  # most characters of a token; the work for one is proportional to its length squared
 SPACE = "\u2581"  # SentencePiece's
 PREFIX = "tokenizer.ggml."
 END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
@@ -217,7 +217,7 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     return merges
 
 
-# ---------------------------------------------------------------- tokens that are never cut
+# ---------------------------------------------------------------- tokens that the tokenizer never splits
 def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
     """Add the control tokens, which have no text, and the user-defined tokens, which have; neither are ever split."""
     named = {vocabulary.get_special_token(key) for key in ("bos", "eos", "eot", "eom", "unknown", "padding")}

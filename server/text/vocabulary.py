@@ -31,7 +31,8 @@ def make_piece_reader(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
     def read(piece: str) -> bytes:
         if "ByteFallback" in kinds and (byte := _BYTE.fullmatch(piece)):
             return bytes([int(byte[1], 16)])
-        if alphabet and all(char in alphabet for char in piece):  # not so for some added tokens
+        # The tokens added to a vocabulary may have characters outside of the byte alphabet.
+        if alphabet and all(char in alphabet for char in piece):
             return bytes(alphabet[char] for char in piece)
         for old, new in replaced:
             piece = piece.replace(old, new)

@@ -271,7 +271,8 @@ def disable_chunked_encoding(cycle: RequestResponseCycle) -> None:
 
     async def send_plain(message: ASGISendEvent) -> None:
         if message["type"] == "http.response.body":
-            cycle.expected_content_length = len(message.get("body", b""))  # else uvicorn refuses this body
+            # uvicorn raises an error if a body has more or fewer bytes than expected.
+            cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 
     cycle.send = send_plain  # type: ignore[method-assign]

@@ -44,7 +44,7 @@ METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")  # of all routes
 
 
 class ErrorDetails(BaseModel):
-    """What went wrong, in OpenAI's form."""
+    """The object under "error" in a response: what went wrong, in which field of the request, as OpenAI writes it."""
 
     message: str
     type: str
@@ -238,5 +238,5 @@ def _format_known_field(problem: Mapping[str, Any]) -> str | None:
 
 
 def make_headers_error(limit: int) -> ApiError:
-    """Return the refusal of a request whose line and headers are longer than `limit` bytes."""
+    """Return the error for a request whose request line and headers are longer than `limit` bytes."""
     return ApiError(431, f"the headers are longer than {limit} bytes; send less in them", code="headers_too_long")

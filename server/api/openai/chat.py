@@ -98,7 +98,7 @@ def router(serving: Serving) -> APIRouter:
 async def make_chat_job(
     serving: Serving, body: ChatRequest, header: str | None, authorization: str | None
 ) -> Job[ChatRequest]:
-    """Return the job of a request; `header` is the value of its header X-KV-Cache.
+    """Return the job (the engine's requests) of an HTTP request; `header` is the value of its header X-KV-Cache.
 
     Raises ApiError for a wrong request, EngineLost without an engine, TextError if the prompt cannot be encoded.
     """
@@ -124,7 +124,7 @@ async def make_chat_job(
     return make_job("chatcmpl", body, [prompt], sampling, body.n, hints)
 
 
-# ---------------------------------------------------------------- functions that convert deltas to a response
+# ---------------------------------------------------------------- functions that make a response of generated text
 def make_chat_chunks(delta: OutputDelta | None, generation: Generation[ChatRequest]) -> list[ChatChunk]:
     """Return the chunks of a delta: a choice's role comes before its text, and its finish reason after it.
 

@@ -134,11 +134,11 @@ def router(serving: Serving) -> APIRouter:
     return routes
 
 
-# ---------------------------------------------------------------- functions that make a job of a request's body
+# ---------------------------------------------------------------- functions that make the engine's requests of a body
 async def make_completion_job(
     serving: Serving, body: CompletionRequest, header: str | None, authorization: str | None
 ) -> Job[CompletionRequest]:
-    """Return the job of a request; `header` is the value of its header X-KV-Cache.
+    """Return the job (the engine's requests) of an HTTP request; `header` is the value of its header X-KV-Cache.
 
     Raises ApiError for a wrong request, EngineLost without an engine, TextError if a prompt cannot be encoded.
     """
@@ -197,7 +197,7 @@ async def encode_prompt(tokenizer: TokenizerBase, prompt: str | list[int], body:
     return PromptTokens(kept, text)
 
 
-# ---------------------------------------------------------------- functions that convert deltas to a response
+# ---------------------------------------------------------------- functions that make a response of generated text
 def make_completion_chunks(
     delta: OutputDelta | None, generation: Generation[CompletionRequest]
 ) -> list[CompletionResponse]:

@@ -63,7 +63,7 @@ class Job(Generic[B]):
 
     @cached_property
     def common_fields(self) -> dict[str, Any]:
-        """Return the fields that each response and each chunk of this job has."""
+        """Return the fields that all responses and chunks of this job have: id, created, model, system_fingerprint."""
         return {name: getattr(self, name) for name in ("id", "created", "model", "system_fingerprint")}
 
     def get_prompt(self, choice: int) -> PromptTokens:
@@ -112,7 +112,7 @@ def make_job(
 def make_sampling(
     body: SamplingRequest, hello: Hello, *, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None
 ) -> SamplingParams:
-    """Return the sampling parameters of the first choice.
+    """Return the sampling parameters of the first choice; those of other choices differ in the seed.
 
     Raises ApiError for token ids that the model does not have, or min_tokens above max_tokens.
     """
@@ -282,7 +282,7 @@ def hash_api_key(key: bytes) -> str:
 
 
 class PriorityBounds(NamedTuple):
-    """The bounds of the priorities that one client's requests may have."""
+    """The bounds of the priorities that one client's requests, and their cached blocks, may have."""
 
     min_priority: int
     max_kv_cache_priority: int
@@ -332,7 +332,7 @@ def _make_priority_error(param: str, should: str, sent: int, setting: str) -> Ap
 
 # ---------------------------------------------------------------- what endpoints share
 class Deadlines(NamedTuple):
-    """The longest times that a request may take, in seconds; None: no limit."""
+    """The longest times that a request may take, in seconds after it was sent to the engine; None: no limit."""
 
     queue_timeout: float | None = None  # most seconds until the request is admitted
     request_timeout: float | None = None  # most seconds until the request has ended
@@ -340,7 +340,7 @@ class Deadlines(NamedTuple):
 
 @dataclass(frozen=True)
 class Serving:
-    """The objects and settings that the endpoints of generation share."""
+    """What the endpoints of generation share: the connection to the engine, the tokenizer, and limits of requests."""
 
     client: EngineClient
     tokenizer: TokenizerBase

@@ -79,7 +79,7 @@ Prompt = Annotated[
     ReadAs.TOKEN_IDS,
 ]
 Ignored = Annotated[T | None, ReadAs.IGNORED, Field(exclude=True)]
-Unsupported = Annotated[Any, allow_only()]  # refused, as ignoring it would change the response
+Unsupported = Annotated[Any, allow_only()]  # refused with any value, as ignoring it would change the response
 AllowedTokens = Annotated[LongList[int], AfterValidator(_check_not_empty)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
@@ -164,7 +164,7 @@ class SamplingRequest(Body):
     def to_sampling(
         self, max_tokens: int, *, logprobs: int | None = None, prompt_logprobs: int | None = None
     ) -> SamplingParams:
-        """Return the engine's sampling parameters of the first choice, with a random seed if the request has none."""
+        """Return the engine's sampling parameters of the first choice; its seed is random if the request has none."""
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,

@@ -45,7 +45,7 @@ class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_by
 
 
 class Choice(Struct, kw_only=True):
-    """The fields that choices of completions, chats and their chunks have."""
+    """The fields that every choice has, in completions and chats, whole or in a chunk."""
 
     index: int
     finish_reason: str | None = None
@@ -62,7 +62,7 @@ class CompletionChoice(Choice, kw_only=True):
 
 
 class GenerationResponse(Struct, kw_only=True):
-    """A whole response, or a chunk of a streamed one."""
+    """The fields, except choices, of a whole response or a streamed chunk, for completions and chats."""
 
     id: str
     created: int

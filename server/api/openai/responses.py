@@ -120,7 +120,7 @@ class ChunkEncoder(Generic[B]):
         return before + ENCODER.encode(delta.text) + after
 
 
-# ---------------------------------------------------------------- response fields of all endpoints
+# ---------------------------------------------------------------- fields that responses of all endpoints have
 def make_response_fields(generation: Generation[B]) -> dict[str, Any]:
     """Return the fields of a whole response except its choices."""
     usage = _make_usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)

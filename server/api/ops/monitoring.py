@@ -24,7 +24,7 @@ from server.metrics.exposition import Renderer
 from server.version import get_version
 
 OPENMETRICS = "application/openmetrics-text"
-SEND_INTERVAL = 1.0  # seconds between two messages to the engine
+SEND_INTERVAL = 1.0  # seconds between two reports of the counted responses to the engine
 
 
 # ---------------------------------------------------------------- this process
@@ -98,7 +98,7 @@ class CachedAnswer:
         self._query_task: asyncio.Task[None] | None = None
 
     async def get(self) -> Answer:
-        """Return the engine's answer.
+        """Return the engine's answer to the question, at most ANSWER_TTL seconds old.
 
         Raises EngineLost without an engine, and EngineRefused if the engine refuses, which is cached, too.
         """

@@ -70,13 +70,13 @@ class VocabularyData(msgspec.Struct, frozen=True):
 
 
 class TokenizerLoaded(msgspec.Struct, tag=True, frozen=True):
-    """The first answer of a process that has loaded the tokenizer, with the vocabulary if Start asked for it."""
+    """The first answer of a tokenizer process that has loaded, with the vocabulary if Start asked for it."""
 
     vocabulary: VocabularyData | None
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
-    """The first and only answer of a process that cannot use the model's files, with the reason."""
+    """The only answer of a tokenizer process that cannot use the model's files, with the reason."""
 
     message: str
 

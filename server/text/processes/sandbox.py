@@ -39,7 +39,7 @@ MARGIN = 5.0  # seconds after the time limit of a call at which a process ends i
 MAX_QUEUED_CALLS, MAX_QUEUED_BYTES = 1024, 2**26  # for each queue
 LINGER = 300.0  # seconds that the process of the long queue is kept while there are no calls
 UNAVAILABLE = "texts cannot be tokenized at the moment; try again"
-RESTART_DELAY = 1.0  # seconds to wait after a process failed to start
+RESTART_DELAY = 1.0  # seconds after a process failed to start until another is started
 
 
 class CallLimits(NamedTuple):

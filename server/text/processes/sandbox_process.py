@@ -70,7 +70,7 @@ def serve(connection: socket.socket) -> None:
         answer = answer_with_timeout(start.seconds, loaded, call)
         send(connection, answer)
         if isinstance(answer, Refused) and answer.kind == "memory":
-            return None  # end the process: after a MemoryError it may be in any state
+            return None  # ends the process: after a MemoryError its state is unknown
 
 
 def receive_messages(connection: socket.socket) -> Iterator[Start | Call]:

@@ -38,7 +38,7 @@ MEMORY_LIMIT_ENFORCED = sys.platform != "darwin"  # whether the system enforces 
 MEMORY_POLL_INTERVAL = 0.05  # seconds between two readings of the process's memory, where no limit is enforced
 LOAD_TIMEOUT = 120.0  # most seconds that loading a tokenizer may take
 CHUNK = 2**18  # most bytes read from the socket at a time
-BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # blocked, as whole process groups receive them
+BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # they may be sent to the whole process group
 # Environment variables that the process inherits: none that may hold secrets.
 INHERITED = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
 
@@ -55,7 +55,7 @@ class ProcessFailed(Exception):
 
 
 class TextProcess(asyncio.Protocol):
-    """A process that loads a tokenizer from the moment it is made.
+    """Handle of a tokenizer process, which starts and begins to load the tokenizer when the handle is made.
 
     Call `connect`, `wait_until_ready`, then `run_call` any number of times, and `end`.
     """
@@ -226,7 +226,7 @@ class TextProcess(asyncio.Protocol):
 
 
 def _start_program(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a tokenizer process with this socket as its standard input, and with signals blocked."""
+    """Start a tokenizer process with the socket `theirs` as standard input, and with BLOCKED_SIGNALS blocked."""
     with _block_signals(BLOCKED_SIGNALS):
         return subprocess.Popen(
             [sys.executable, "-P", "-m", MODULE],
