@@ -169,7 +169,7 @@ class Metrics:
             self._observe((record.generated_tokens,), f.REQUEST_GENERATION_TOKENS, name)
 
     def observe_responses(self, responses: Mapping[int, int]) -> None:
-        """Count the HTTP responses of an API process; `responses` maps each status to its number."""
+        """Count the HTTP responses of an API process; `responses` maps each status to its number of responses."""
         for status, count in responses.items():
             self._increment(count, f.RESPONSES, str(status) if status in f.STATUSES else f.OTHER)
 

@@ -156,7 +156,7 @@ class ChatTemplate:
 
 
 class _Template:
-    """One compiled template, and the form in which it reads messages."""
+    """One compiled template, and whether it reads a message's content as text or as a list of parts."""
 
     def __init__(self, environment: jinja2.Environment, source: str) -> None:
         try:

@@ -112,7 +112,10 @@ class Encoder:
                 return Encoded(text=self.vocabulary.decode(ids, skip_special_tokens=skip))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Return the ids of `text`, maybe with special tokens around it. Raises TokenizerError if the library fails."""
+        """Return the ids of `text`, with the model's special tokens around it if `add_special_tokens` is set.
+
+        Raises TokenizerError if the library fails.
+        """
         try:  # in a batch of one, as `encode` of the library holds the GIL and so stops the event loop
             return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:

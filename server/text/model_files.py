@@ -55,6 +55,6 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
     Raises SettingsError for files that are not JSON objects.
     """
     config = read_json_object(directory / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:  # an old model, where special_tokens_map.json takes precedence
+    if "added_tokens_decoder" not in config:  # old models: special_tokens_map.json takes precedence
         config |= read_json_object(directory / "special_tokens_map.json")
     return {name: content for name in SPECIAL_TOKEN_NAMES if (content := get_token_text(config.get(name))) is not None}

@@ -40,7 +40,7 @@ class Detokenizer:
     """The detokenizer of one completion. It decodes only the last few tokens at each step, whatever the length."""
 
     def __init__(self, tokenizer: Vocabulary, prompt: Sequence[int], *, skip_special: bool = True) -> None:
-        """Start after a prompt. With `skip_special`, special tokens have no text."""
+        """Start the text that follows `prompt`, without its own text. With `skip_special`, special tokens have none."""
         self._decoder = TokenDecoder(tokenizer, skip_special)
         self._window = _find_context(self._decoder, prompt)  # latest tokens, decoded together with the next one
         self._num_emitted = len(self._window)  # number of the window's first tokens whose text was returned

@@ -153,7 +153,7 @@ class Vocabulary:
         return sum(token is not None for token in self._tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of a few ids, with or without special tokens.
+        """Return the text of a few ids; with `skip_special_tokens`, special tokens have none.
 
         Ids that are not in the vocabulary have no text. Raises TokenizerError if the model's decoder fails.
         """

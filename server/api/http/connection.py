@@ -45,7 +45,7 @@ def make_connection_class(
         header_seconds = header_timeout
         unread_seconds = body_timeout
 
-    # Set outside of the class body, where the attribute would hide the parameter of the same name.
+    # `on_refusal` is set outside of the class body, where the attribute would hide the parameter of the same name.
     Bounded.on_refusal = staticmethod(on_refusal)
     return Bounded
 
@@ -66,8 +66,8 @@ class BoundedConnection(HttpToolsProtocol):
     _write_timer: asyncio.TimerHandle | None = None  # limits the time until the client reads more
     _num_unparsed_bytes = 0  # bytes received since the parser last completed something
     _made_progress = False  # whether the bytes being parsed completed headers or a piece of a body
-    _in_headers = False  # the client has sent some of a request's headers, but not all
-    _in_body = False  # the client has sent the headers, but not the whole body
+    _in_headers = False  # whether the client has sent some of a request's headers, but not all
+    _in_body = False  # whether the client has sent a request's headers, but not its whole body
     _refused = False  # nothing more is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

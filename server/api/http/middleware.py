@@ -287,7 +287,7 @@ def _is_unversioned(path: str) -> bool:
 
 # ---------------------------------------------------------------- authentication
 class AuthenticationMiddleware:
-    """Middleware that checks keys and ports, before any part of a body is read.
+    """Middleware that checks API keys, other tokens and ports, before any part of a body is read.
 
     An API key opens the paths of API_KEY_PREFIXES; the admin token opens only the administration of caches and
     profiles; the metrics key opens /metrics. Without API keys every request is let in; without an admin token there is
@@ -335,7 +335,7 @@ class AuthenticationMiddleware:
 
 
 def _check_token(authorization: str, allowed: Iterable[str], what: str) -> ApiError | None:
-    """Return None if an allowed token was sent, else an error; compares tokens in constant time."""
+    """Return None if an allowed token was sent, else an error that asks for `what`; compares in constant time."""
     scheme, _, token = authorization.partition(" ")
     given = token.strip().encode("latin-1")  # the bytes of the header as the client sent them
     same = [hmac.compare_digest(given, each.encode()) for each in allowed]

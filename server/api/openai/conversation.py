@@ -110,7 +110,7 @@ class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: Function
-    index: Ignored[int] = None  # streamed tool calls have it, and clients send it back
+    index: Ignored[int] = None  # position in a streamed response, which clients send back
 
 
 class Message(Body):

@@ -242,7 +242,7 @@ def list_model_names(hello: Hello) -> dict[str, Strategy | None]:
 
 
 def find_strategy(hello: Hello, model: str) -> Strategy | None:
-    """Return the strategy in a name `model:instance`, None for a plain model. Raises ApiError 404 for another name."""
+    """Return the strategy of a name `model:instance`; None for a plain model. Raises ApiError 404 for unknown names."""
     names = list_model_names(hello)
     if model not in names:
         raise ApiError(
@@ -256,7 +256,7 @@ def find_strategy(hello: Hello, model: str) -> Strategy | None:
 
 
 def find_instance(hello: Hello, model: str) -> str | None:
-    """Return the instance in a name `model:instance`, None for a plain model. Raises ApiError 404 for another name."""
+    """Return the instance of a name `model:instance`; None for a plain model. Raises ApiError 404 for unknown names."""
     strategy = find_strategy(hello, model)
     return strategy.name if strategy else None
 

@@ -127,7 +127,7 @@ async def _encode_body(tokenizer: TokenizerBase, body: TokenizeRequest, limits: 
 
 
 def _get_hello(serving: Serving, model: str | None) -> Hello:
-    """Return the Hello of the engine that serves a model. Raises EngineLost, and ApiError 404 for another model."""
+    """Return the engine's Hello. Raises EngineLost without an engine, ApiError 404 for a model it does not serve."""
     hello = serving.client.get_hello()
     find_instance(hello, resolve_model_name(hello, model, any_name=serving.any_model_name))
     return hello

@@ -105,7 +105,7 @@ class CachedAnswer:
         self._client.get_hello()
         if monotonic() >= self._expires_at:
             await self._refresh()
-        while self._epoch is not self._client.epoch:  # the epoch changes with each command and each new engine
+        while self._epoch is not self._client.epoch:  # `epoch` changes with each command and each new engine
             await self._refresh()
         assert self._answer is not None
         if self._answer.error is not None:

@@ -158,7 +158,7 @@ def get_outcome(ended: EndedRequest) -> str:
 
 
 def make_text_fields(generation: Generation[Any]) -> dict[str, Any]:
-    """Return the fields for the log with the prompts, as text or token ids, and the generated texts."""
+    """Return log fields with the generated texts and the prompts, each as text if that is known, else as token ids."""
     return {"prompts": [prompt.text or prompt.ids for prompt in generation.job.prompts], "texts": generation.texts}
 
 

@@ -46,7 +46,7 @@ class CallLimits(NamedTuple):
     """The time and memory that one call may take in the long queue."""
 
     seconds: float
-    memory: int  # bytes beyond those in use after loading the tokenizer
+    memory: int  # most bytes that a call may take beyond those in use after loading the tokenizer
 
 
 class SandboxedTokenizer(TokenizerBase):

@@ -38,7 +38,8 @@ MEMORY_LIMIT_ENFORCED = sys.platform != "darwin"  # whether the system enforces 
 MEMORY_POLL_INTERVAL = 0.05  # seconds between two readings of the process's memory, where no limit is enforced
 LOAD_TIMEOUT = 120.0  # most seconds that loading a tokenizer may take
 CHUNK = 2**18  # most bytes read from the socket at a time
-BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # they may be sent to the whole process group
+# Signals that are blocked in tokenizer processes: they may be sent to the worker's whole process group.
+BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 # Environment variables that the process inherits: none that may hold secrets.
 INHERITED = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
 
