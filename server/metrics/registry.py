@@ -91,7 +91,7 @@ class Metrics:
             self.observe_request(record)
 
     def observe_step(self, report: StepReport) -> None:
-        """Add what happened in one step of the engine to the metrics."""
+        """Add the times, tokens, admissions, drafts and block events of one engine step to the metrics."""
         if report.rows:
             self._increment(1, f.STEPS)
             self._observe((report.seconds,), f.STEP_SECONDS)

@@ -96,7 +96,7 @@ def truncate_prompt(ids: list[int], limit: int | None) -> list[int]:
 
 # Keys of tokenizer_config.json whose values are paths on the machine where the tokenizer was saved.
 PATHS = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
-DEFAULT_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # reported if tokenizer_config.json names no class
+DEFAULT_TOKENIZER_CLASS = "PreTrainedTokenizerFast"  # for a tokenizer_config.json that names no class
 
 
 def read_tokenizer_info(directory: Path) -> dict[str, Any]:

@@ -86,7 +86,7 @@ LINEAR = frozenset({"ByteFallback", "ByteLevel", "BPEDecoder", "CTC", "Fuse", "M
 
 
 def extract_vocabulary(backend: tokenizers.Tokenizer) -> VocabularyData:
-    """Return the tables that decoding needs. Raises SettingsError if they are too large or too slow to use."""
+    """Return the tokens and the decoder, which decoding needs. Raises SettingsError if either is too large or slow."""
     vocab_size = max(backend.get_vocab().values(), default=-1) + 1
     if vocab_size > MAX_VOCAB_SIZE:
         raise SettingsError(
@@ -137,7 +137,7 @@ class Vocabulary:
     """The decoding half of a tokenizer, built from the result of `extract_vocabulary`."""
 
     def __init__(self, data: VocabularyData) -> None:
-        """Build the tables. Raises SettingsError for a decoder that `check_decoder` refuses."""
+        """Build the table of tokens by id, and the decoder. Raises SettingsError if `check_decoder` refuses it."""
         decoder = _parse_decoder(data.decoder)
         check_decoder(decoder)
         self._decoder = None if decoder is None else _make_decoder(decoder)

@@ -134,7 +134,7 @@ def router(serving: Serving) -> APIRouter:
     return routes
 
 
-# ---------------------------------------------------------------- functions that make the engine's requests of a body
+# ---------------------------------------------------------------- functions that convert a body to engine requests
 async def make_completion_job(
     serving: Serving, body: CompletionRequest, header: str | None, authorization: str | None
 ) -> Job[CompletionRequest]:
