@@ -195,9 +195,7 @@ def check_api_keys(settings: Settings) -> None:
     """Warn about API keys that are short enough to be guessed, without logging them."""
     if settings.short_api_keys:
         which = ", ".join(map(str, settings.short_api_keys))
-        log.warning(
-            "api_keys: key number %s has fewer than %d characters and may be guessed", which, MIN_API_KEY_LENGTH
-        )
+        log.warning("api_keys: keys of fewer than %d characters may be guessed: number %s", MIN_API_KEY_LENGTH, which)
 
 
 # ---------------------------------------------------------------- kvmux health

@@ -202,7 +202,7 @@ def test_short_api_keys_are_warned_of_and_not_shown(caplog: pytest.LogCaptureFix
     cli.check_api_keys(Settings(api_keys=["long-enough"]))
     assert caplog.text == ""
     cli.check_api_keys(Settings(api_keys=["tgi", "long-enough", "x7"]))
-    assert "key 1, 3 has fewer than 8 characters" in caplog.text
+    assert "fewer than 8 characters may be guessed: number 1, 3" in caplog.text
     assert "tgi" not in caplog.text
 
 
