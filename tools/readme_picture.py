@@ -9,22 +9,20 @@ from __future__ import annotations
 import argparse
 import io
 import re
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 from rich.console import Console
 from rich.text import Text
 
-ROOT = Path(__file__).parents[1]
+from tools.serving import THIS_CHECKOUT as ROOT
+from tools.serving import TIMEOUT_SECONDS, serving
+
 PICTURE = ROOT / "docs" / "guide" / "img" / "example.svg"
 COLUMNS = 158  # the width of the terminal
-SECONDS_TO_START = 120
-PORT = 8000  # what the README shows
+ADDRESS = "http://127.0.0.1:8000"  # of the server in the README
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,31 +48,13 @@ def read_example(readme: str) -> tuple[str, str]:
 
 def run_example(program: str, config: str) -> tuple[str, str]:
     """Return what the server and the program print."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    command = [sys.executable, "-m", "server", "serve", "--config", config, "--port", str(port)]
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        wait_until_ready(f"http://127.0.0.1:{port}/ready")
-        program = program.replace(f":{PORT}", f":{port}")
-        printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    finally:
-        server.terminate()
-        served, _ = server.communicate()
-    return served.replace(f":{port}", f":{PORT}"), printed
-
-
-def wait_until_ready(url: str) -> None:
-    """Wait for a 200 of `url`. Raises TimeoutError."""
-    deadline = time.monotonic() + SECONDS_TO_START
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(url).is_success:
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.2)
-    raise TimeoutError(f"the server was not ready after {SECONDS_TO_START} seconds")
+    with serving(ROOT, ["--config", config]) as server:
+        command = [sys.executable, "-c", program.replace(ADDRESS, server.url)]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        server.process.terminate()
+        server.process.wait(TIMEOUT_SECONDS)  # it writes the rest of its log
+        served = server.output.read_text()
+    return served.replace(server.url, ADDRESS), printed
 
 
 def select_lines(served: str) -> str:

@@ -30,6 +30,7 @@ class ServeProcess(NamedTuple):
     url: str
     process: psutil.Process
     start_seconds: float  # until the first 200 of /ready
+    output: Path  # file of what the server prints and logs, readable until it is stopped by `serving`
 
     def processes(self) -> list[psutil.Process]:
         """Return the server's process and all its descendants."""
@@ -44,8 +45,9 @@ def serving(checkout: Path, flags: Sequence[str]) -> Iterator[ServeProcess]:
         start = time.monotonic()
         process = subprocess.Popen(command, cwd=checkout, stdout=output, stderr=subprocess.STDOUT)
         try:
-            url = _wait_until_ready(process, Path(f"/proc/self/fd/{output.fileno()}"))
-            yield ServeProcess(url, psutil.Process(process.pid), time.monotonic() - start)
+            printed = Path(f"/proc/self/fd/{output.fileno()}")
+            url = _wait_until_ready(process, printed)
+            yield ServeProcess(url, psutil.Process(process.pid), time.monotonic() - start, printed)
         finally:
             process.terminate()
             process.wait(TIMEOUT_SECONDS)

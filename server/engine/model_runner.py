@@ -88,13 +88,13 @@ class ModelRunner:
 
 def _make_row_input(scheduled: Scheduled) -> RowInput:
     request, num_tokens, draft = scheduled
-    assert request.seat is not None
-    first = request.seat.length
+    seat = _get_seat(scheduled)
+    first = seat.length
     tokens = [*request.tokens[first : first + num_tokens], *draft]
     logits = (
         num_tokens if request.needs_prompt_logprobs else int(num_tokens == request.num_remaining_tokens) + len(draft)
     )
-    return RowInput(request.cache, Row(request.seat, len(tokens)), tokens, logits)
+    return RowInput(request.cache, Row(seat, len(tokens)), tokens, logits)
 
 
 def _find_waiting_siblings(parent: SamplerInput) -> list[SamplerInput]:

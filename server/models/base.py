@@ -22,7 +22,7 @@ class Model(Protocol):
 
     @property
     def impl(self) -> Literal["lean", "transformers"]:
-        """What computes the model: "lean" (this project's decoder) or "transformers"."""
+        """Return which code computes the model: "lean" (this project's decoder) or "transformers"."""
         ...
 
     @property

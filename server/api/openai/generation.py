@@ -203,8 +203,8 @@ class Generation(Generic[B]):
         except TimeoutError:
             message = f"the request did not get its place within {seconds:g} seconds; try again later"
             raise ApiError(503, message, code="queue_timeout") from None
-        assert self._admitted, "the engine sends Admitted before Tokens"
-        return next(iter(self._admitted.values()))
+        assert self.first_admitted is not None, "the engine sends Admitted before Tokens"
+        return self.first_admitted
 
     async def iter_deltas(self) -> AsyncIterator[list[OutputDelta]]:
         """Yield lists of deltas; each list has all deltas that arrived since the list before was yielded.

@@ -123,15 +123,14 @@ class ChunkEncoder(Generic[B]):
 # ---------------------------------------------------------------- fields that responses of all endpoints have
 def make_response_fields(generation: Generation[B]) -> dict[str, Any]:
     """Return the fields of a whole response except its choices."""
-    usage = _make_usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
-    return {**generation.job.common_fields, "usage": usage, "kv_cache": _make_kv_cache_choice(generation)}
+    kv_cache = _make_kv_cache_choice(generation)
+    return {**generation.job.common_fields, "usage": _compute_usage(generation), "kv_cache": kv_cache}
 
 
 def make_chunk_fields(delta: OutputDelta | None, generation: Generation[B]) -> dict[str, Any]:
     """Return the fields of a delta's chunk except choices; for None, those of the last chunk, which has the usage."""
     if delta is None:
-        usage = _make_usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
-        return {**generation.job.common_fields, "usage": usage}
+        return {**generation.job.common_fields, "usage": _compute_usage(generation)}
     fields = dict(generation.job.common_fields)
     if generation.job.body.include_usage:
         continuous = generation.job.body.continuous_usage
@@ -139,6 +138,11 @@ def make_chunk_fields(delta: OutputDelta | None, generation: Generation[B]) -> d
     if delta.is_first_of_all:
         fields["kv_cache"] = _make_kv_cache_choice(generation)
     return fields
+
+
+def _compute_usage(generation: Generation[B]) -> Usage:
+    """Return the usage of all prompts and choices, up to now."""
+    return _make_usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
 
 
 def _compute_usage_so_far(delta: OutputDelta, generation: Generation[B]) -> Usage:
