@@ -23,6 +23,7 @@ from cache_strategies.reserved_memory import ReservedMemory
 from kernels.memory import allocate
 
 PAGES_PER_STRETCH = 1024
+FREE, UNTOUCHED = 0, 255  # marks of pages without an owner; owners have the marks between
 
 
 class Owner(Protocol):
@@ -46,6 +47,7 @@ class _Share:
     """One owner's share of the arena: its floor, its limit and the pages it holds. All sizes are in pages."""
 
     owner: Owner
+    mark: int  # the byte that marks the owner's pages
     floor: int
     limit: int
     held: int = 0
@@ -96,13 +98,13 @@ class Arena:
         assert self.memory.nbytes == pages * page_bytes
         self._low, self._high = (0, pages) if gradual else (pages, pages)  # pages [low, high) are untouched
         self.total_pages = pages  # number of usable pages, and of untouched ones that are expected to become usable
-        self._taken = bytearray(pages)  # a byte per page, 0 if it is free: find() and rfind() search it quickly
+        self._marks = bytearray(pages)  # a byte per page: its owner's mark, or FREE; find() searches it quickly
         # A byte for each stretch of PAGES_PER_STRETCH pages, 1 if no page in it is free: a search skips the stretch.
         self._full_stretches = bytearray(-(-pages // PAGES_PER_STRETCH))
         self._num_free = pages
         self._shares: dict[str, _Share] = {}
         if self._reserved:
-            self._set_free(0, pages, free=False)
+            self._set_marks(0, pages, UNTOUCHED)
             weakref.finalize(self, self._reserved.stop)
 
     # ---------------------------------------------------------------- gradual memory
@@ -139,8 +141,8 @@ class Arena:
         if self._reserved.low_end == self._reserved.high_start:
             low = high = self.pages
         changed = is_finished or (low, high) != (self._low, self._high)
-        self._set_free(self._low, min(low, self._high), free=True)
-        self._set_free(max(high, low), self._high, free=True)
+        self._set_marks(self._low, min(low, self._high), FREE)
+        self._set_marks(max(high, low), self._high, FREE)
         self._low, self._high = low, high
         if is_finished:
             self._reserved = None
@@ -173,9 +175,16 @@ class Arena:
     # ---------------------------------------------------------------- owners and their pages
 
     def register_owner(self, name: str, owner: Owner, *, floor: int = 0, limit: int | None = None) -> None:
-        """Register an owner with a floor and a limit in pages; a limit of None is the whole arena."""
-        assert name not in self._shares
-        self._shares[name] = _Share(owner, floor, self.total_pages if limit is None else limit)
+        """Register an owner with a floor and a limit in pages; a limit of None is the whole arena.
+
+        If there is an owner of this name, the new one takes its place, with its share and its pages.
+        """
+        if name in self._shares:
+            self._shares[name].owner = owner
+            return
+        mark = len(self._shares) + 1
+        assert mark < UNTOUCHED, "too many owners"
+        self._shares[name] = _Share(owner, mark, floor, self.total_pages if limit is None else limit)
 
     def allocate(self, owner: str, run: int = 1) -> int | None:
         """Allocate `run` consecutive pages, reclaiming idle ones if needed; return the first, or None if none fit."""
@@ -193,9 +202,18 @@ class Arena:
         self._shares[owner].max_sequence_pages, self._shares[owner].run = longest, run
 
     def release(self, owner: str, page: int, run: int = 1) -> None:
-        """Free `run` consecutive pages of an owner, from `page` on."""
-        assert self._taken[page : page + run] == b"\1" * run, "page released twice"
-        self._mark_pages(self._shares[owner], page, run, taken=False)
+        """Free `run` consecutive pages of an owner, from `page` on. Raises ValueError if they are not the owner's."""
+        share = self._shares[owner]
+        if not 0 <= page <= self.pages - run or self._marks[page : page + run] != bytes([share.mark]) * run:
+            raise ValueError(f"pages {page} to {page + run - 1} do not belong to {owner!r}: were they released before?")
+        self._mark_pages(share, page, run, taken=False)
+
+    def release_all(self, owner: str) -> int:
+        """Free all pages of an owner, whatever it uses them for; return their number."""
+        share, page, num_held = self._shares[owner], 0, self._shares[owner].held
+        while (page := self._marks.find(share.mark, page)) >= 0:
+            self._mark_pages(share, page, 1, taken=False)
+        return num_held
 
     def set_share(self, owner: str, *, floor: int, limit: int) -> None:
         """Set an owner's floor and limit in pages; idle pages beyond a lower limit are freed at once."""
@@ -235,6 +253,16 @@ class Arena:
         promised = sum(max(0, s.floor - s.held) for s in others)
         enough = pages <= free and free + self.num_untouched_pages - pages >= promised
         return enough and share.held - own_idle + pages <= share.max_pages
+
+    def has_room_for_sequence(self, owner: str, pages: int) -> bool:
+        """Return whether an owner could surely allocate a further sequence of so many pages, in blocks of its size.
+
+        False if it is not sure: blocks of several pages must be consecutive.
+        """
+        run = self._shares[owner].run
+        if run > 1 and (pages > run or not self.has_room(owner, run)):
+            return False
+        return self.can_allocate(owner, pages)
 
     def explain_refusal(
         self, owner: str, *, floor: int | None = None, limit: int | None = None, pinned: Collection[int] | None = None
@@ -300,24 +328,24 @@ class Arena:
 
     def _find_free_run(self, run: int) -> int:
         if run > 1:
-            return self._taken.rfind(bytes(run))
+            return self._marks.rfind(bytes(run))
         stretch = self._full_stretches.find(0)
-        return self._taken.find(0, stretch * PAGES_PER_STRETCH) if stretch >= 0 else -1
+        return self._marks.find(FREE, stretch * PAGES_PER_STRETCH) if stretch >= 0 else -1
 
     def _mark_pages(self, share: _Share, page: int, run: int, *, taken: bool) -> None:
-        self._set_free(page, page + run, free=not taken)
+        self._set_marks(page, page + run, share.mark if taken else FREE)
         share.held += run if taken else -run
 
-    def _set_free(self, first: int, end: int, *, free: bool) -> None:
-        """Mark the pages [first, end) as free or allocated. All of them must change; the range may be empty."""
+    def _set_marks(self, first: int, end: int, mark: int) -> None:
+        """Mark the pages [first, end) as free, or as not free. All of them must change; the range may be empty."""
         if end <= first:
             return
-        self._taken[first:end] = (b"\0" if free else b"\1") * (end - first)
+        self._marks[first:end] = bytes([mark]) * (end - first)
         for stretch in range(first // PAGES_PER_STRETCH, (end - 1) // PAGES_PER_STRETCH + 1):
             self._full_stretches[stretch] = (
-                self._taken.find(0, stretch * PAGES_PER_STRETCH, (stretch + 1) * PAGES_PER_STRETCH) < 0
+                self._marks.find(FREE, stretch * PAGES_PER_STRETCH, (stretch + 1) * PAGES_PER_STRETCH) < 0
             )
-        self._num_free += end - first if free else first - end
+        self._num_free += end - first if mark == FREE else first - end
 
     def _reclaim(self, share: _Share, run: int) -> int:
         """Reclaim up to `run` idle pages for the owner of `share`; return the number freed.
@@ -342,8 +370,9 @@ class Arena:
 
     def check_integrity(self) -> None:
         """Assert that the numbers of free, held and untouched pages are consistent."""
-        assert self._num_free == self._taken.count(0)
-        stretches = [self._taken[at : at + PAGES_PER_STRETCH] for at in range(0, self.pages, PAGES_PER_STRETCH)]
-        assert list(self._full_stretches) == [0 not in stretch for stretch in stretches]
+        assert self._num_free == self._marks.count(FREE)
+        stretches = [self._marks[at : at + PAGES_PER_STRETCH] for at in range(0, self.pages, PAGES_PER_STRETCH)]
+        assert list(self._full_stretches) == [FREE not in stretch for stretch in stretches]
+        assert all(share.held == self._marks.count(share.mark) for share in self._shares.values())
         assert sum(s.held for s in self._shares.values()) == self.num_usable_pages - self._num_free
-        assert self._taken[self._low : self._high] == b"\1" * (self._high - self._low)
+        assert self._marks[self._low : self._high] == bytes([UNTOUCHED]) * (self._high - self._low)

@@ -1,9 +1,9 @@
 """The interface of a KV-cache strategy, as the scheduler, the engine and the model use it. Implements nothing.
 
 One `KVCache` serves ALL sequences of one instance. A request opens a seat in it; the tokens of a seat that enter in a
-step form a row; the rows of an instance become a plan, and the model calls the plan's `attend` once per layer. Within
-a step only `commit` changes the cache's state, so that a failed step can be repeated. open, grow, crop, fork, discard
-and close change it between steps.
+step form a row; the rows of an instance become a plan, which says where each layer's keys are stored, or computes the
+layer's attention itself. Within a step only `commit` changes the cache's state, so that a failed step can be repeated.
+open, grow, crop, fork, discard and close change it between steps. The data in these calls is in types.py.
 """
 
 from __future__ import annotations
@@ -12,56 +12,30 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, runtime_checkable
 
-import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 from typing_extensions import TypeVar  # with `default`, which typing.TypeVar has from Python 3.13 on
 
 from cache_strategies.arena import Arena
-from kernels.ops import KVLocation, Ops
+from cache_strategies.types import (
+    EVERYTHING,
+    NO_SALT,
+    BlockEvents,
+    Blocks,
+    CacheUsage,
+    Contract,
+    Geometry,
+    Miss,
+    Pin,
+    Salt,
+    SaltScope,
+    SeatShape,
+)
+from kernels.ops import KVLocation, Ops, QueryTap
 from kernels.store import KVStore
 from kernels.types import LayerSpec
-
-Miss = Literal["cold", "short", "evicted", "window", "busy", "salt", "bypass"]
-"""Why the first prompt token that open() did not find in the cache was not found.
-
-cold: never cached, or evicted too long ago to be remembered, or cached by another tenant, which is not disclosed;
-short: the remaining tokens do not fill a block; evicted: it was evicted to make room; window: the strategy drops old
-tokens, so no later sequence can reuse its memory; busy: a running sequence holds it, and the strategy cannot share it;
-salt: cached under another salt of the same tenant; bypass: the request limited the lookup (max_cached).
-"""
-
-
-class Salt(NamedTuple):
-    """Keeps sequences from sharing cached tokens: only sequences with equal salts share them."""
-
-    tenant: str = ""  # identifies an API key; empty for requests without a key
-    cache_salt: str = ""  # the request's `cache_salt`, which separates requests of one tenant
-
-
-NO_SALT = Salt()
-
-
-class SaltScope(NamedTuple):
-    """A set of salts: those with this tenant and this cache_salt; None stands for every value."""
-
-    tenant: str | None = None
-    cache_salt: str | None = None
-
-    def includes(self, salt: Salt) -> bool:
-        """Return whether the scope includes a salt."""
-        return self.tenant in (None, salt.tenant) and self.cache_salt in (None, salt.cache_salt)
-
-
-EVERYTHING = SaltScope()
-
-
-def count_reusable_tokens(tokens: Sequence[int], max_cached: int | None = None) -> int:
-    """Return how many leading tokens open() may reuse: at most max_cached, never the last, whose logits are needed."""
-    limit = len(tokens) - 1
-    return max(0, limit if max_cached is None else min(limit, max_cached))
 
 
 class Seat:
@@ -85,72 +59,6 @@ class Row(NamedTuple, Generic[SeatT]):
     num_tokens: int
 
 
-class Contract(NamedTuple):
-    """The properties that a strategy instance guarantees, given its options and the model's layers."""
-
-    exact: bool  # every key that the model's own attention uses is kept as it was computed
-    shareable: bool  # sequences with a common prefix can share memory
-    forkable: bool  # fork() can duplicate a seat if there is memory
-    rewind: int | None  # maximum number of committed tokens that crop() may drop; None: any number
-    replayable: bool  # a seat that is closed and computed again from its first token gets the same state
-    chunk_invariant: bool  # a seat's state does not depend on how its tokens were split into rows
-    max_row: int | None  # maximum number of tokens in a row, to which the scheduler splits prompts; None: no maximum
-    reusable: bool = False  # a sequence can reuse the tokens of a closed one with the same prefix
-
-
-KEEPS_EVERYTHING = Contract(
-    exact=True,
-    shareable=False,
-    forkable=True,
-    rewind=None,
-    replayable=True,
-    chunk_invariant=True,
-    max_row=None,
-)
-
-
-class CacheUsage(NamedTuple):
-    """The memory of an instance by use, in bytes; reserved = used + idle + wasted."""
-
-    seats: int  # number of open seats
-    tokens: int  # number of committed tokens in open seats; shared tokens count once
-    reserved: int  # bytes of arena pages that the instance holds
-    used: int  # bytes that hold tokens of open seats or of pins
-    idle: int  # bytes that hold tokens of closed seats, kept for reuse
-    wasted: int  # bytes of held pages that hold no tokens
-    limit: int  # maximum of `reserved`
-
-
-class Blocks(NamedTuple):
-    """The numbers of an instance's blocks by state: in use, idle or pinned. A pinned block may also be in use."""
-
-    in_use: int = 0  # referenced by open seats
-    shared: int = 0  # blocks in use that several seats reference
-    pending: int = 0  # blocks in use that can be found by hash, but are not computed yet
-    pinned: int = 0
-    idle: int = 0
-
-
-class BlockEvents(NamedTuple):
-    """The events of an instance's blocks since the last collect_block_events(). Times are in seconds, as in vLLM."""
-
-    copies: int = 0  # number of shared blocks that were copied before a write (copy-on-write)
-    lifetimes: Sequence[float] = ()  # seconds from allocation to eviction, of each evicted block
-    idle_times: Sequence[float] = ()  # seconds from the last use to eviction, of each evicted block
-    reuse_gaps: Sequence[float] = ()  # seconds from the last use to the reuse, of each idle block that was reused
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The model's layers and the maximum sizes of a batch: all that is known before memory is allocated."""
-
-    layers: Sequence[LayerSpec]
-    kv_dtype: torch.dtype
-    max_seats: int
-    max_seq_len: int
-    max_num_batched_tokens: int
-
-
 @dataclass(frozen=True)
 class CacheSetup:
     """The arguments from which a strategy instance is built, in addition to its options."""
@@ -169,35 +77,38 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class SeatShape(NamedTuple):
-    """The arena memory that one sequence needs: the size and the number of its blocks."""
-
-    block_bytes: int  # bytes of a block, which is allocated as consecutive pages
-    blocks: int  # maximum number of blocks of a sequence; 0: the strategy does not use the arena
-
-
 class Plan(ABC, Generic[SeatT]):
-    """One instance's part of a step. Valid until plan() of its cache is called again."""
+    """One instance's part of a step. Valid until plan() of its cache is called again.
+
+    A plan gives the addresses of its rows' keys in each layer, for kernels that compute all strategies at once. In a
+    layer without addresses it computes attention itself, by attend() (a hook).
+    """
 
     rows: Sequence[Row[SeatT]]  # the rows that were passed to plan()
+    query_tap: QueryTap | None = None  # a request for copies of recent queries, which are there once the step has run
 
-    @property
-    def kv_location(self) -> KVLocation | None:
-        """The store and slots of the rows, for a fused kernel in place of attend(); None: only attend() may be used."""
+    def kv_location(self, layer_idx: int) -> KVLocation | None:
+        """Return where a layer's keys are stored; None if attend() computes the layer.
+
+        Layers with the same addresses should get the same object, which is then checked and prepared once.
+        """
         return None
 
-    @abstractmethod
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Write k and v, then compute attention: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> out [N,Hq,Dv].
 
-        N is the number of tokens of all rows: first those of rows[0], then those of rows[1], and so on. All keys and
-        values are written before any are read; a second call gives the same result. q, k and v may be strided (only
-        the last dimension is contiguous). `out` is overwritten.
+        Called for layers without addresses only. N is the number of tokens of all rows: first those of rows[0], then
+        those of rows[1], and so on. All keys and values are written before any are read; a second call gives the same
+        result. q, k and v may be strided (only the last dimension is contiguous). `out` is overwritten.
         """
+        raise NotImplementedError(f"{type(self).__name__} has no addresses for layer {layer_idx}, so it needs attend()")
 
     @abstractmethod
     def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (K [S,H,D], V [S,H,Dv], their positions [S], ascending) that the last token of a row attends to."""
+        """Return (K [S,H,D], V [S,H,Dv], their positions) that the last token of a row attends to.
+
+        Positions are [S] and ascend, or [S, H] if heads keep different tokens; -1 fills up heads that keep fewer.
+        """
 
 
 class KVCache(ABC, Generic[SeatT]):
@@ -318,6 +229,21 @@ class KVCache(ABC, Generic[SeatT]):
         May be called again without a commit() in between: the earlier plan is then discarded.
         """
 
+    def attend(self, plan: Plan[SeatT], layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Compute one layer for a plan's rows: at the addresses that the plan gives, or by its hook; see `Plan.attend`.
+
+        Kernels that compute all strategies at once do the same without calling this.
+        """
+        location = plan.kv_location(layer_idx)
+        if location is None:
+            return plan.attend(layer_idx, q, k, v, out)
+        ops, spec = self.setup.ops, self.setup.geometry.layers[layer_idx]
+        ops.write_kv(location.store, layer_idx, k, v, location.at)
+        ops.attend(out, q, location.store, layer_idx, location.at, spec, window=location.window)
+        if plan.query_tap is not None and (queries := plan.query_tap.queries[layer_idx]) is not None:
+            queries.copy_(q[plan.query_tap.tokens])
+        return None
+
     @abstractmethod
     def commit(self, plan: Plan[SeatT], tokens: Sequence[Sequence[int]]) -> None:
         """Advance the seats of a plan after its step was computed. Must not fail.
@@ -351,20 +277,6 @@ class KVCache(ABC, Generic[SeatT]):
 
 
 # ---------------------------------------------------------------- optional features of a strategy
-class PinError(Exception):
-    """Raised if a prefix cannot be pinned; the message says why."""
-
-
-class Pin(NamedTuple):
-    """A prefix that stays in memory until the time `expires`, even while no sequence uses it."""
-
-    id: str
-    num_tokens: int
-    num_bytes: int
-    salt: Salt
-    expires: float  # time at which the pin expires, in seconds on the monotonic clock
-
-
 @runtime_checkable
 class Clearing(Protocol):
     """A cache whose idle memory can be freed by an operator."""

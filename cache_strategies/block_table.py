@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from operator import add
 from typing import Any, Literal
@@ -19,14 +20,15 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from cache_strategies.base import CacheSetup, Geometry, KVCache, Options, Plan, Row, Seat, SeatShape
+from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row, Seat
+from cache_strategies.types import Geometry, SeatShape
 from config.errors import SettingsError
+from kernels.arguments import check_entries
 from kernels.ops import KVLocation
 from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec, Slots
 
 Int32 = NDArray[np.int32]
-INT32_MAX = 2**31 - 1  # largest int32, the type of slots on the device
 
 
 class TableOptions(Options):
@@ -70,13 +72,15 @@ TableSeatT = TypeVar("TableSeatT", bound=TableSeat, default=TableSeat)
 class BlockTable:
     """The block table [max seats, max blocks per seat] and a step's arrays for `Slots`, on the host and the device."""
 
-    def __init__(self, seats: int, width: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, seats: int, width: int, block_size: int, device: torch.device, num_blocks: int) -> None:
+        """Allocate a table for `seats` sequences of up to `width` blocks, of a store that has `num_blocks`."""
         self._block_size = block_size
+        self._num_blocks = num_blocks
         self._host_table: Int32 = np.zeros((seats, width), np.int32)
-        self._host_steps: Int32 = np.zeros((4, seats + 1), np.int32)  # row_seat, q_start, start, kept
+        self._host_steps: Int32 = np.zeros((3, seats + 1), np.int32)  # table_row, q_start, start
         self._table = torch.from_numpy(self._host_table).to(device)  # on "cpu": a view of the host's array
         self._steps = torch.from_numpy(self._host_steps).to(device)
-        # by number of rows: (row_seat, q_start, start, kept), views of `_steps` for that many rows
+        # by number of rows: (table_row, q_start, start), views of `_steps` for that many rows
         self._views_by_num_rows: dict[int, tuple[Tensor, ...]] = {}
         self._is_dirty = False  # whether the host's table has changed since it was copied to the device
         self._free = list(range(seats))[::-1]  # indices of unused table rows
@@ -111,34 +115,47 @@ class BlockTable:
         num_decode = lengths.count(1)
         assert 1 not in lengths[num_decode:], "decode rows must come first"
         B = len(rows)
-        max_kept = sinks + ring if ring else INT32_MAX
         self._host_steps[:, : B + 1] = (
             [*(row.seat.index for row in rows), 0],
             list(accumulate(lengths, initial=0)),
             [*starts, -1],
-            [*(min(start, max_kept) for start in starts), 0],
         )
         self._copy_to_device()
-        row_seat, q_start, start, kept = self._get_row_views(B)
-        return Slots(
+        table_row, q_start, start = self._get_row_views(B)
+        slots = Slots(
             self._table,
             self._block_size,
-            row_seat,
+            table_row,
             q_start,
             start,
-            kept,
             num_decode=num_decode,
             max_q=max(lengths, default=1),
             max_kv=max(map(add, starts, lengths), default=1),
             sinks=sinks,
             ring=ring,
         )
+        return slots if self._table.device.type == "cpu" else self._check_on_host(slots, B)
+
+    def _check_on_host(self, slots: Slots, num_rows: int) -> Slots:
+        """Check addresses by the host's arrays, from which they were copied: no operation then waits for the device.
+
+        Raises ValueError if they are outside of the store.
+        """
+        table_row, q_start, start = torch.from_numpy(self._host_steps[:, : num_rows + 1])
+        host = replace(
+            slots,
+            table=torch.from_numpy(self._host_table),
+            table_row=table_row[:num_rows],
+            q_start=q_start,
+            start=start[:num_rows],
+        )
+        return replace(slots, num_tokens=check_entries("plan", host, self._num_blocks))
 
     def _get_row_views(self, rows: int) -> tuple[Tensor, ...]:
-        """Return (row_seat, q_start, start, kept): views of the device's arrays for `rows` rows, made only once."""
+        """Return (table_row, q_start, start): views of the device's arrays for `rows` rows, made only once."""
         if rows not in self._views_by_num_rows:
             steps = self._steps
-            self._views_by_num_rows[rows] = steps[0, :rows], steps[1, : rows + 1], steps[2, :rows], steps[3, :rows]
+            self._views_by_num_rows[rows] = steps[0, :rows], steps[1, : rows + 1], steps[2, :rows]
         return self._views_by_num_rows[rows]
 
     def _copy_to_device(self) -> None:
@@ -152,22 +169,16 @@ class BlockTable:
 
 
 class TablePlan(Plan[TableSeatT]):
-    """A plan whose keys and values are addressed by `Slots` in the cache's store."""
+    """A plan whose keys and values are addressed by `Slots` in the cache's store, in all layers alike."""
 
     def __init__(self, cache: BlockTableCache[TableSeatT], rows: Sequence[Row[TableSeatT]], slots: Slots) -> None:
         self.rows = rows
         self._cache = cache
         self._slots = slots
+        self._location = KVLocation(cache.store, slots, cache.window)
 
-    @property
-    def kv_location(self) -> KVLocation:
-        return KVLocation(self._cache.store, self._slots, self._cache.window)
-
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        setup, store, at = self._cache.setup, self._cache.store, self._slots
-        setup.ops.write_kv(store, layer_idx, k, v, at)
-        spec = setup.geometry.layers[layer_idx]
-        setup.ops.attend(out, q, store, layer_idx, at, spec, window=self._cache.window)
+    def kv_location(self, layer_idx: int) -> KVLocation:
+        return self._location
 
     def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
         seat, num_tokens = self.rows[row]
@@ -194,7 +205,8 @@ class BlockTableCache(KVCache[TableSeatT]):
         tokens, blocks = self.block_layout(options, geometry)
         self.store = KVStore(setup.arena, geometry.layers, tokens, resolve_kv_dtype(options, geometry))
         setup.ops.prepare(geometry.layers, geometry.kv_dtype, self.store.dtype)
-        self.table = BlockTable(geometry.max_seats, blocks, tokens, setup.arena.memory.device)
+        device = setup.arena.memory.device
+        self.table = BlockTable(geometry.max_seats, blocks, tokens, device, self.store.num_blocks)
         self.seats: set[TableSeatT] = set()
 
     @classmethod

@@ -16,26 +16,25 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from cache_strategies.base import (
-    EVERYTHING,
-    KEEPS_EVERYTHING,
-    NO_SALT,
-    BlockEvents,
-    Blocks,
-    CacheSetup,
-    CacheUsage,
-    Geometry,
-    Miss,
-    Plan,
-    Salt,
-    SaltScope,
-    count_reusable_tokens,
-)
+from cache_strategies.base import CacheSetup, Plan
 from cache_strategies.block_table import TableOptions, TableSeat
 from cache_strategies.eviction.lru import LRU
 from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.paged.block_metrics import BlockMetrics
 from cache_strategies.single_block import SingleBlockCache
+from cache_strategies.types import (
+    EVERYTHING,
+    KEEPS_EVERYTHING,
+    NO_SALT,
+    BlockEvents,
+    Blocks,
+    CacheUsage,
+    Geometry,
+    Miss,
+    Salt,
+    SaltScope,
+    count_reusable_tokens,
+)
 
 Ids = NDArray[np.int64]
 

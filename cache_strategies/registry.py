@@ -13,8 +13,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import CacheSetup, Geometry, KVCache, Options
+from cache_strategies.base import CacheSetup, KVCache, Options
 from cache_strategies.plugins import list_plugins, load_class
+from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from config.sizes import share_to_bytes
@@ -141,8 +142,7 @@ def build_caches(
     """
     caches = {}
     for instance in instances:
-        cache = instance.cls(CacheSetup(instance.name, geometry, arena, ops, model), instance.options)
-        assert hasattr(cache, "contract"), f"{instance.cls.__name__}.__init__ must set self.contract"
+        cache = build_cache(instance, geometry, arena, ops, model)
         floor, limit = compute_share(instance, arena.pages, arena.page_bytes)
         arena.set_share(instance.name, floor=floor, limit=limit)
         shape = instance.cls.seat_shape(instance.options, geometry)
@@ -150,3 +150,10 @@ def build_caches(
         arena.set_longest_sequence(instance.name, shape.blocks * run, max(1, run))
         caches[instance.name] = cache
     return caches
+
+
+def build_cache(instance: Instance, geometry: Geometry, arena: Arena, ops: Ops, model: str = "") -> KVCache:
+    """Build the cache of one instance; if there was one of this name, the new one takes over its share of the arena."""
+    cache = instance.cls(CacheSetup(instance.name, geometry, arena, ops, model), instance.options)
+    assert hasattr(cache, "contract"), f"{instance.cls.__name__}.__init__ must set self.contract"
+    return cache

@@ -30,6 +30,7 @@ PIECE_BYTES = 4 << 20  # bytes that are touched at once
 PAUSE_FACTOR = 3  # pause after each piece, as a multiple of the time to touch it: at most a quarter of a core is used
 SMALLEST_PAGE = 4096  # bytes of the smallest virtual-memory page; writing one byte touches a whole page
 CHECK_INTERVAL_BYTES = 64 << 20  # bytes that are touched between two checks of the free memory
+STOP_TIMEOUT = 5.0  # seconds that stop() waits for the background thread
 MIN_FREE_BYTES = 64 << 20  # bytes of the machine's free memory that are left to other programs
 LINUX = sys.platform == "linux"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -86,8 +87,13 @@ class ReservedMemory:
         self._thread.start()
 
     def stop(self) -> None:
-        """Make the background thread end after its current piece; do nothing if there is no thread."""
+        """Make the background thread end after its current piece, and wait for that; do nothing if there is none.
+
+        The interpreter must not end while the thread writes memory, as that would abort the process.
+        """
         self._stop.set()
+        if self._thread is not None:
+            self._thread.join(STOP_TIMEOUT)
 
     def _touch_pieces(self, ends: list[bool], get_free_memory: Callable[[], int]) -> None:
         allowed = 0  # number of bytes to touch until the next check of the free memory

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cache_strategies.base import NO_SALT, Blocks, CacheUsage, Salt
 from cache_strategies.block_table import BlockTableCache, TableSeat, TableSeatT
+from cache_strategies.types import NO_SALT, Blocks, CacheUsage, Salt
 
 
 class SingleBlockCache(BlockTableCache[TableSeatT]):

@@ -18,9 +18,10 @@ from typing import Any
 
 from pydantic import Field
 
-from cache_strategies.base import CacheSetup, Contract, Geometry
+from cache_strategies.base import CacheSetup
 from cache_strategies.block_table import TableOptions, TableSeat
 from cache_strategies.single_block import SingleBlockCache
+from cache_strategies.types import Contract, Geometry
 
 INT32_MAX = 2**31 - 1  # largest int32, the type of positions on the device; maximum of the options
 

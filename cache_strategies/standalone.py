@@ -11,7 +11,8 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.arena import Arena
-from cache_strategies.base import Geometry, KVCache
+from cache_strategies.base import KVCache
+from cache_strategies.types import Geometry
 from config.settings import StrategySettings
 from kernels.backends import load_ops
 from kernels.device import device_of

@@ -304,6 +304,13 @@ class Settings(BaseSettings):
         description="number of seconds in which running requests may finish after the server has received SIGTERM",
     )
 
+    strategy_timeout: float = Field(
+        5.0,
+        ge=0.1,
+        le=MAX_TIMEOUT,
+        description="number of seconds after which a call of a strategy that has not returned, or a sequence that it "
+        "does not let go on, counts as a fault of the strategy",
+    )
     watchdog_timeout: float = Field(
         120.0,
         ge=1,

@@ -76,34 +76,106 @@ class SlotsChecker:
     """Checks the addresses of a step (`Slots`) only once, although the operations of every layer get them."""
 
     def __init__(self) -> None:
-        self._tokens: WeakKeyDictionary[Slots, tuple[KVStore, int]] = WeakKeyDictionary()
+        self._checked: WeakKeyDictionary[Slots, tuple[KVStore, int]] = WeakKeyDictionary()
 
-    def check(self, operation: str, at: Slots, store: KVStore, tokens: int | None = None) -> None:
-        """Raise ValueError unless the addresses fit each other and the store.
+    def check(self, operation: str, at: Slots, store: KVStore, tokens: int | None = None) -> int:
+        """Return the tokens of the rows. Raises ValueError unless the addresses fit each other and lie in the store.
 
-        If `tokens` is given, their rows must not have more tokens than that.
+        If `tokens` is given, their rows must not have more tokens than that. On a GPU this waits for the GPU, once.
         """
-        found = self._tokens.get(at)
+        found = self._checked.get(at)
         if found is None or found[0] is not store:
-            found = self._tokens[at] = store, _check_slots(operation, at, store)
-        if tokens is not None and found[1] > tokens:
-            raise ValueError(f"{operation}: the rows have {found[1]} tokens, but only {tokens} are given")
+            _check_sizes(operation, at, store)
+            num_tokens = check_entries(operation, at, store.num_blocks) if at.num_tokens is None else at.num_tokens
+            found = self._checked[at] = store, num_tokens
+        check(
+            tokens is None or found[1] <= tokens,
+            "{}: the rows have {} tokens, but only {} are given",
+            *(operation, found[1], tokens),
+        )
+        return found[1]
 
 
-def _check_slots(operation: str, at: Slots, store: KVStore) -> int:
-    """Check a step's addresses; return the number of tokens in its rows.
-
-    On a GPU it returns 0, as reading the number would wait for the GPU.
-    """
+def _check_sizes(operation: str, at: Slots, store: KVStore) -> None:
+    """Check the types and sizes of a step's addresses."""
     device, integers = store.device, (torch.int32,)
-    check_tensor(operation, "start", at.start, (ANY,), integers, device)
+    heads = at.start.shape[1:] if store.split_heads else ()
+    check(len(heads) == store.split_heads, "{}: a store of split heads needs a start for each head", operation)
+    check_tensor(operation, "start", at.start, (ANY, *heads), integers, device)
     rows = at.num_rows
     check_tensor(operation, "table", at.table, (AT_LEAST_ONE, AT_LEAST_ONE), integers, device)
-    check_tensor(operation, "row_seat", at.row_seat, (rows,), integers, device)
+    check_tensor(operation, "table_row", at.table_row, (rows, *heads), integers, device)
     check_tensor(operation, "q_start", at.q_start, (rows + 1,), integers, device)
+    if at.window_start is not None:
+        check_tensor(operation, "window_start", at.window_start, (ANY, *heads), integers, device)
+    for name in ("table_row", "q_start", "start", "window_start"):
+        tensor = getattr(at, name)
+        check(tensor is None or tensor.is_contiguous(), "{}: {} must be dense", operation, name)
+    check(at.table.shape[1] == 1 or at.table.stride(1) == 1, "{}: the rows of table must be dense", operation)
     check(
         at.block_size == store.block_size and at.sinks >= 0 and at.ring >= 0 and 0 <= at.num_decode <= rows,
         "{}: blocks of {} slots, {} sinks, a ring of {} and {} rows of one token do not fit a store of {} and {} rows",
         *(operation, at.block_size, at.sinks, at.ring, at.num_decode, store.block_size, rows),
     )
-    return int(at.q_start[-1]) if device.type == "cpu" else 0
+
+
+def check_entries(operation: str, at: Slots, num_blocks: int) -> int:
+    """Check the numbers in a step's addresses, whose types and sizes are right; return the tokens of its rows.
+
+    Raises ValueError if some are wrong, or outside of a store of `num_blocks` blocks.
+    """
+    R, M = at.table.shape
+    start, table_row = by_head(at.start), by_head(at.table_row)  # [B, 1 or H]
+    lengths = at.q_start.diff().long()[:, None]
+    padding = start[:, :1] < 0  # [B, 1]
+    end = start + lengths
+    num_slots = torch.full_like(end, at.sinks + at.ring) if at.ring else end
+    is_used = torch.arange(M, device=start.device) * at.block_size < num_slots[..., None]  # [B, 1 or H, M]
+    blocks = at.table[table_row.clamp(0, R - 1)]
+    size = at.sinks + at.ring if at.ring else M * at.block_size  # most tokens of a row
+    rules = {
+        "q_start must begin with 0 and ascend": ((lengths >= 0).all(), at.q_start[:1] == 0),
+        f"table_row must be from 0 to {R - 1}": ((table_row >= 0) & (table_row < R) | padding,),
+        f"the rows must fit the {size} slots of a row of the table": (
+            (num_slots <= M * at.block_size) & (end - start.clamp_min(at.sinks) <= (at.ring or size)) | padding,
+        ),
+        "start must be negative for all heads of a row or for none": ((start < 0) == padding,),
+        f"the table must have numbers of blocks from 0 to {num_blocks - 1}": (
+            (blocks >= 0) & (blocks < num_blocks) | ~is_used | padding[..., None],
+        ),
+        f"{at.num_decode} rows must have one token, and the others at most max_q={at.max_q}": (
+            lengths[: at.num_decode] == 1,
+            lengths <= at.max_q,
+        ),
+        f"indices of tokens must be below max_kv={at.max_kv}": ((end <= at.max_kv) | padding,),
+    }
+    if at.window_start is not None:
+        rules["window_start must be from 0 to the index of each token"] = (_is_window_right(at, start, lengths),)
+    held = torch.stack([torch.stack([x.all() for x in each]).all() for each in rules.values()])
+    *all_held, num_tokens = torch.cat((held, at.q_start[-1:])).tolist()  # waits for a GPU only once
+    for rule, holds in zip(rules, all_held, strict=True):
+        check(bool(holds), "{}: {}", operation, rule)
+    return int(num_tokens)
+
+
+def _is_window_right(at: Slots, start: Tensor, lengths: Tensor) -> Tensor:
+    """Return for each token of the rows whether its window begins at an index from 0 to its own; False: too few."""
+    assert at.window_start is not None
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=start.device), lengths[:, 0].clamp_min(0))
+    if len(row) > len(at.window_start):
+        return start.new_zeros(1)
+    index = compute_indices(start, lengths[:, 0], row)
+    window_start = by_head(at.window_start)[: len(row)]
+    return (window_start >= 0) & (window_start <= index) | (index < 0)
+
+
+def by_head(x: Tensor) -> Tensor:
+    """Return addresses [B] or [B, H] as int64 [B, 1] or [B, H]."""
+    return (x if x.dim() == 2 else x[:, None]).long()
+
+
+def compute_indices(start: Tensor, lengths: Tensor, row: Tensor) -> Tensor:
+    """Return the index of each token of a step [N, 1 or H], from start [B, 1 or H], lengths [B] and its row [N]."""
+    first = lengths.cumsum(0) - lengths  # [B] of each row among the tokens
+    own = torch.arange(len(row), device=row.device) - first[row]
+    return torch.where(start[row] < 0, start[row], start[row] + own[:, None])

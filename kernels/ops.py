@@ -7,7 +7,7 @@ shapes, such as [N, d].
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
@@ -153,11 +153,28 @@ class DecoderLayers:
 
 # ---------------------------------------------------------------- attention
 class KVLocation(NamedTuple):
-    """Where the keys and values of some rows are stored in all layers: the arguments for `Ops.attend`."""
+    """Where the keys and values of some rows are stored in some layers: the arguments for `Ops.attend`."""
 
     store: KVStore
     at: Slots
     window: int | None  # the argument of `Ops.attend`
+
+
+class QueryTap(NamedTuple):
+    """A request for copies of some queries, after RoPE: for strategies that score keys by recent queries."""
+
+    tokens: Tensor  # [T] int64, ascending: which tokens of the slice
+    queries: Sequence[Tensor | None]  # by layer: [T, Hq, D], dense, to which they are copied; None: not in this layer
+
+
+class AttentionSlice(NamedTuple):
+    """The tokens of a step that belong to one strategy, and where their keys and values are stored."""
+
+    tokens: slice
+    kv_locations: Sequence[KVLocation | None]  # by layer; None: `hook` computes the layer
+    query_tap: QueryTap | None = None
+    # Called as hook(layer index, q, k, v, out) with the slice's tokens, as `Attention.attend`; writes out [n,Hq,Dv].
+    hook: Callable[[int, Tensor, Tensor, Tensor, Tensor], None] | None = None
 
 
 class Attention(Protocol):
@@ -167,11 +184,11 @@ class Attention(Protocol):
     logit_index: Tensor  # [K] int64, rows of the hidden states for which logits are computed
 
     @property
-    def kv_locations(self) -> Sequence[tuple[slice, KVLocation]] | None:
-        """The addresses of all keys and values, as (slice of the N tokens, location); None if only attend() knows them.
+    def slices(self) -> Sequence[AttentionSlice]:
+        """The slices of the step, which cover all tokens in order; empty if only attend() knows what is stored.
 
-        If they are given, attend() only calls `Ops.write_kv` and `Ops.attend` with them, so a backend may do that
-        itself.
+        In a layer in which a slice has a location, attend() only calls `Ops.write_kv` and `Ops.attend` with it and
+        copies queries for the slice's tap, so a backend may do that itself.
         """
         ...
 
@@ -283,6 +300,13 @@ class Ops(Protocol):
         """Multiply x int8 [..., D] by scale [...] -> float32 [..., D]."""
         ...
 
+    def check_slots(self, store: KVStore, layer: int, at: Slots, num_tokens: int) -> None:
+        """Raise ValueError unless addresses fit a layer's store, lie within it, and are those of `num_tokens` tokens.
+
+        Called for the addresses of each plan, so that a mistake in them is known before any key is written.
+        """
+        ...
+
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         """Write k [N,H,D], v [N,H,Dv] to their slots; if the store is int8, they are quantized as by `quantize`."""
         ...
@@ -300,17 +324,19 @@ class Ops(Protocol):
     ) -> None:
         """Attend from q [N,Hq,D] to the stored keys and values, into out [N,Hq,Dv].
 
-        A query at position i sees the keys at j <= i that lie within the model's spec.window and, if the strategy
-        gives a `window`, within that or in a sink slot. Tiles of keys are summed in float32, in an order that depends
-        on positions alone. Rows of `out` for padding are not written. Keys and values that a query does not see never
-        change its result, even if they are NaN or infinite.
+        A query with index i sees the keys with indices j <= i that lie within the model's window (from `window_start`
+        of the addresses on or, if that is None, the latest spec.window) and, if the strategy gives a `window`, are
+        among the latest `window` or in a sink slot. Tiles of keys are summed in float32, in an order that depends on
+        indices alone. Rows of `out` for padding are not written. Keys and values that a query does not see never change
+        its result, even if they are NaN or infinite.
         """
         ...
 
-    def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return K [S,H,D] and V [S,H,Dv] of a row at positions [S], for tests, measurements and adapters.
+    def gather(self, store: KVStore, layer: int, at: Slots, row: int, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return K [S,H,D] and V [S,H,Dv] of a row's tokens with these indices, for tests, measurements and adapters.
 
-        They have the dtype of the store, or float32 if that is int8.
+        `indices` are [S], or [S, H] for a store of split heads. K and V have the dtype of the store, or float32 if that
+        is int8.
         """
         ...
 

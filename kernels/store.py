@@ -6,13 +6,13 @@ consecutive pages, and its id is the number of its first page:
     block  | layer 0: K [H, block_size, D] | V [H, block_size, Dv] | layer 1: K | V | ... | unused |
            0                              v_offset(0)             k_offset(1)            block_bytes   run * page_bytes
 
-In int8 each vector of D numbers is followed by its float32 scale, 4 bytes.
+In int8 each vector of D numbers is followed by its float32 scale, 4 bytes. A store may hold some layers of a model only
+or blocks of a single KV head (`split_heads`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -37,7 +37,7 @@ def compute_vector_bytes(dim: int, dtype: torch.dtype) -> int:
     return dim + SCALE.itemsize
 
 
-def compute_plane_offsets(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> list[int]:
+def compute_plane_offsets(layers: Iterable[LayerSpec], block_size: int, dtype: torch.dtype) -> list[int]:
     """Return the byte offsets within a block of each layer's K and V (K0, V0, K1, ...), and last the size of the block.
 
     These are Python integers, so they do not overflow 32 bits.
@@ -49,7 +49,7 @@ def compute_plane_offsets(layers: Sequence[LayerSpec], block_size: int, dtype: t
     return offsets
 
 
-def compute_block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
+def compute_block_bytes(layers: Iterable[LayerSpec], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of a block of `block_size` tokens over all layers."""
     return compute_plane_offsets(layers, block_size, dtype)[-1]
 
@@ -92,23 +92,41 @@ class Pages:
 class KVStore:
     """The blocks of one strategy instance: views of its keys and of its values for each layer, made once."""
 
-    def __init__(self, memory: PagedMemory, layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        memory: PagedMemory,
+        layers: Sequence[LayerSpec] | Mapping[int, LayerSpec],
+        block_size: int,
+        dtype: torch.dtype,
+        *,
+        split_heads: bool = False,
+    ) -> None:
+        """View the memory as blocks of these layers: all of a model, or some by their numbers.
+
+        With `split_heads` a block holds one KV head of each layer, whichever it is used for.
+        """
         assert memory.page_bytes % ALIGN == 0
         self.memory = memory.memory
         self.page_bytes = memory.page_bytes
         self.block_size = block_size
         self.dtype = dtype
         self.device = memory.memory.device
-        self._heads = [(spec.num_kv_heads, spec.head_dim, spec.v_head_dim) for spec in layers]
-        self._offsets = compute_plane_offsets(layers, block_size, dtype)
-        self.block_bytes = self._offsets[-1]
+        self.split_heads = split_heads
+        specs = dict(layers) if isinstance(layers, Mapping) else dict(enumerate(layers))
+        self._heads = {i: (spec.num_kv_heads, spec.head_dim, spec.v_head_dim) for i, spec in specs.items()}
+        stored = {i: spec._replace(num_kv_heads=1) if split_heads else spec for i, spec in specs.items()}
+        offsets = compute_plane_offsets(stored.values(), block_size, dtype)
+        self.block_bytes = offsets[-1]
+        self._offsets = dict(zip(specs, zip(offsets[:-1:2], offsets[1::2], strict=True), strict=True))
         self.pages_per_block = -(-self.block_bytes // self.page_bytes)
         self.num_blocks = max(0, memory.pages - self.pages_per_block + 1)
-        dims = ((spec, dim) for spec in layers for dim in (spec.head_dim, spec.v_head_dim))
-        self._planes = [
-            self._plane(offset, spec.num_kv_heads, dim)
-            for (offset, _), (spec, dim) in zip(pairwise(self._offsets), dims, strict=True)
-        ]
+        self._planes = {
+            i: (
+                self._plane(self.k_offset(i), spec.num_kv_heads, spec.head_dim),
+                self._plane(self.v_offset(i), spec.num_kv_heads, spec.v_head_dim),
+            )
+            for i, spec in stored.items()
+        }
         shape = (self.num_blocks, self.pages_per_block * self.page_bytes)
         self.blocks = self.memory.as_strided(shape, (self.page_bytes, 1))
 
@@ -127,20 +145,26 @@ class KVStore:
         scale = self._view(SCALE, offset + dim, heads, 1, dim)[..., 0] if self.dtype is torch.int8 else None
         return Plane(numbers, scale)
 
+    @property
+    def layers(self) -> Sequence[int]:
+        """The numbers of the layers whose keys and values the store holds."""
+        return list(self._heads)
+
     def heads(self, layer: int) -> tuple[int, int, int]:
-        """Return a layer's (number of KV heads, head_dim, v_head_dim). Raises ValueError if there is no such layer."""
-        if not 0 <= layer < len(self._heads):
-            raise ValueError(f"there is no layer {layer} among {len(self._heads)}")
+        """Return a layer's (number of KV heads, head_dim, v_head_dim). Raises ValueError for a layer not stored."""
+        if layer not in self._heads:
+            raise ValueError(f"layer {layer} is not stored: the layers are {self.layers}")
         return self._heads[layer]
 
     def planes(self, layer: int) -> tuple[Plane, Plane]:
-        """Return the keys and the values of a layer. Raises ValueError if there is no such layer."""
+        """Return the keys and the values of a layer. Raises ValueError for a layer that is not stored."""
         self.heads(layer)
-        return self._planes[2 * layer], self._planes[2 * layer + 1]
+        return self._planes[layer]
 
     def find_finite_blocks(self, blocks: Sequence[int]) -> list[bool]:
         """Return for each of these full blocks whether all its keys and values are finite. Waits for the device."""
-        tensors = (plane.numbers if plane.scale is None else plane.scale for plane in self._planes)
+        planes = (plane for pair in self._planes.values() for plane in pair)
+        tensors = (plane.numbers if plane.scale is None else plane.scale for plane in planes)
         finite_by_plane = torch.stack(
             [plane[blocks].isfinite().flatten(1).all(dim=1) for plane in tensors]
         )  # [planes, blocks]
@@ -157,10 +181,8 @@ class KVStore:
 
     def k_offset(self, layer: int) -> int:
         """Return the offset in bytes of a layer's keys from the start of a block."""
-        return self._offsets[2 * layer]
+        return self._offsets[layer][0]
 
     def v_offset(self, layer: int) -> int:
         """Return the offset in bytes of a layer's values from the start of a block."""
-        return self._offsets[2 * layer + 1]
-
-    layer_offset = k_offset
+        return self._offsets[layer][1]

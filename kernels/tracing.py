@@ -176,7 +176,7 @@ class _TracedOps:
         if not tracer.recorders:
             return self._ops.forward_layers(layers, x, attention)
         with tracer.layers():
-            if tracer.needs_every_op or attention.kv_locations is None or layers.op_seconds() is None:
+            if tracer.needs_every_op or not attention.slices or layers.op_seconds() is None:
                 return CompositeOps.forward_layers(cast(Ops, self), layers, x, attention)  # calls the operations above
             out = self._ops.forward_layers(layers, x, attention)
             for name, seconds in (layers.op_seconds() or {}).items():

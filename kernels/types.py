@@ -1,7 +1,7 @@
 """Types that models, strategies and kernels share: the attention of a layer, and the addresses of keys. Data only.
 
-Letters in shapes: N tokens of a step (or of one strategy's slice of it), B rows, R seats (rows of the block table), M
-blocks of the longest seat, Hq / H query / KV heads, D head dim.
+Letters in shapes: N tokens of a step (or of one strategy's slice of it), B rows of the step, R rows of the block table,
+M blocks of the longest one, Hq / H query / KV heads, D head dim.
 """
 
 from __future__ import annotations
@@ -33,35 +33,50 @@ class LayerSpec(NamedTuple):
 class Slots:
     """The addresses of one strategy's keys in one step: what strategies pass to kernels.
 
-    The token at position p of a seat is in slot(p) = p if p < sinks else sinks + (p - sinks) % ring (if ring is 0,
-    slot(p) = p), that is in block table[seat, slot // block_size] at slot % block_size. Tensors are int32 on the
-    device, and their memory addresses stay the same from step to step.
+    The tokens that a strategy keeps of a seat have the indices 0, 1, 2, ... in the order of their positions; as long as
+    it has dropped none, a token's index is its position. The token with index i is in slot(i) = i if i < sinks else
+    sinks + (i - sinks) % ring (if ring is 0, slot(i) = i), that is in block table[r, slot // block_size] at slot %
+    block_size, where r is the table row of the row. A query sees tokens up to its own index.
+
+    If `table_row` and `start` have a column for each KV head, each head has a table row and indices of its own, and a
+    block holds one head (`KVStore.split_heads`); heads may then keep different tokens, and different numbers of them.
+    Tensors are dense int32 on the device, and their memory addresses stay the same from step to step.
     """
 
-    table: Tensor  # [R, M] block ids of each seat; kernels look up a row's seat by row_seat
+    table: Tensor  # [R, M] block ids
     block_size: int  # slots of a block
-    row_seat: Tensor  # [B] seat of each row: its row of the block table
+    table_row: Tensor  # [B] or [B, H] the table row of each row of the step, or of each of its KV heads
     q_start: Tensor  # [B + 1] index of each row's first token among the N tokens; decode rows (one token) come first
-    start: Tensor  # [B] position of the row's first token; negative for padding, which is neither read nor written
-    kept: Tensor  # [B] number of slots in use before this step, for backends that read keys in the order of slots
+    start: Tensor  # [B] or [B, H] index of the row's first token: how many tokens are kept before it; padding: negative
     num_decode: int  # number of rows of one token; backends choose a kernel and its splits by this, max_q and max_kv
     max_q: int  # longest row
-    max_kv: int  # number of tokens in the longest sequence, those of this step included
+    max_kv: int  # largest index of a token of this step, plus one
     sinks: int = 0
     ring: int = 0
+    # [N] or [N, H] for layers with a window, if tokens were dropped: the index of the oldest token in each query's
+    # window. None: the window is counted in indices, as they are positions or the layers have no window.
+    window_start: Tensor | None = None
+    # Number of tokens of the rows, if the numbers in the tensors were checked on the host (`check_entries` of
+    # arguments.py); None: an operation checks them, which on a GPU waits for the GPU.
+    num_tokens: int | None = None
 
     @property
     def num_rows(self) -> int:
         return self.start.shape[0]
 
-    def slot(self, position: Tensor) -> Tensor:
-        """Return the slots of positions (>= 0), in the shape of `position`."""
-        if not self.ring:
-            return position
-        in_ring = self.sinks + (position - self.sinks) % self.ring
-        return in_ring.where(position >= self.sinks, position)
+    @property
+    def split_heads(self) -> bool:
+        """Whether each KV head has a table row of its own."""
+        return self.table_row.dim() == 2
 
-    def locate(self, seat: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (block, slot within the block), int64, for positions in seats `seat`; the two arguments broadcast."""
-        slot = self.slot(position)
-        return self.table[seat, slot // self.block_size].long(), slot % self.block_size
+    def slot(self, index: Tensor) -> Tensor:
+        """Return the slots of tokens with these indices (>= 0), in the shape of `index`."""
+        if not self.ring:
+            return index
+        in_ring = self.sinks + (index - self.sinks) % self.ring
+        return in_ring.where(index >= self.sinks, index)
+
+    def locate(self, table_row: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (block, slot within the block), int64, for indices in rows of the table; the arguments broadcast."""
+        slot = self.slot(index)
+        return self.table[table_row, slot // self.block_size].long(), slot % self.block_size

@@ -113,7 +113,7 @@ def _draw_tokens(random: Random, tokens: int) -> list[int]:
 
 
 def format_line(request: TracedRequest) -> str:
-    """Return a request as a line of JSON, which `python -m cache_strategies.replay` and `kvmux bench --trace` read."""
+    """Return a request as a line of JSON, for `cache_strategies.eviction.replay` and `kvmux bench --trace`."""
     return json.dumps(request._asdict(), separators=(",", ":"))
 
 

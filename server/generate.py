@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cache_strategies.base import NO_SALT, KVCache
+from cache_strategies.base import KVCache
+from cache_strategies.types import NO_SALT
 from server.engine.core import NON_FINITE_LOGITS_MESSAGE
 from server.engine.ipc.messages import SamplingParams
 from server.engine.sampling.draw import draw_tokens

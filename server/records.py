@@ -5,15 +5,15 @@ Data only. Engine and metrics do not import each other; both import this.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
 if TYPE_CHECKING:  # API workers import this file, and must not import strategies
-    from cache_strategies.base import BlockEvents, Blocks, CacheUsage
     from cache_strategies.registry import Instance
+    from cache_strategies.types import BlockEvents, Blocks, CacheUsage
 
 # What a waiting request waits for: a seat (of max_num_seqs), memory, the prompt that another choice (n > 1) computes,
 # or its turn in the queue
@@ -57,7 +57,7 @@ class StepReport:
     seconds: float
     parts: Mapping[str, StepPart]
     preemptions: Mapping[str, int]  # number of preempted requests
-    failures: Mapping[str, int]  # number of exceptions that the strategy's code has raised
+    failures: Mapping[str, int]  # number of faults of the strategy: exceptions, wrong results, things left undone
     generated_tokens: Mapping[str, int]  # number of sampled tokens
     drafts: Mapping[str, Sequence[DraftRecord]]
     forks: Mapping[str, int]  # number of requests that took over the prompt of another choice (n > 1)
@@ -136,6 +136,7 @@ class EngineState:
     usage: Mapping[str, CacheUsage]
     blocks: Mapping[str, Blocks]
     floor_bytes: Mapping[str, int]
+    quarantined: Collection[str]  # instances that get no requests after repeated faults
     pool_free: int  # usable bytes of KV memory that no instance holds
     pool_held: int  # bytes of KV memory that instances hold
     pool_untouched: int  # bytes of KV memory that the system has not provided yet

@@ -258,7 +258,12 @@ def test_only_reference_and_loader_are_imported_as_kernels_by_others() -> None:
     The engine gives them; outside the server whoever builds a strategy alone does, and the replay of traces. The doctor
     looks at all of them.
     """
-    giving = {"server.engine.build", "server.cli.doctor", "cache_strategies.standalone", "cache_strategies.replay"}
+    giving = {
+        "server.engine.build",
+        "server.cli.doctor",
+        "cache_strategies.standalone",
+        "cache_strategies.eviction.replay",
+    }
     for name, file in modules().items():
         if top(name) in ("cache_strategies", "server") and name not in giving:
             assert not {m for m in imports(file) if m.startswith(("kernels.reference", "kernels.backends"))}, name

@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 from unittest import mock
 
 from config.settings import Settings, load_settings
@@ -57,7 +57,13 @@ ASIDE = {  # functions, or methods of any class, called on the way, but neither 
     "merge_step_parts": "figures of the step",
     "StepReport.rows": "figures of the step",
     "Capture.count_step": "figures of the step",
-    "Core._count_evicted_bytes": "figures of the step",
+    "KVMemory.collect_evicted_bytes": "figures of the step",
+    "KVMemory.drain": "the memory of instances whose limits were lowered",
+    "Isolation.check_admission": "whether a strategy is in quarantine",
+    "Isolation.begin": "the request that tries a strategy after a quarantine",
+    "Isolation.record_steps": "faults of strategies",
+    "Isolation.collect_faults": "faults of strategies",
+    "Core._end_stalled": "requests that their strategies hold up",
     "collect_block_events": "figures of the step",
     "KVCache.name": "the instance under which figures are counted",
     "Core._remove": "the end of a request: its memory becomes free, and its record is made",
@@ -125,6 +131,9 @@ def trace_requests() -> Ways:
 
 class Client(threading.Thread):
     """Runs an API worker, sends it requests, and ends worker and engine. It is also what the engine reports to."""
+
+    calls = None  # as an engine's status has
+    disabled: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, settings: Settings, socket_path: str, recorder: Recorder, found: list[Ways]) -> None:
         super().__init__(name="client")

@@ -21,8 +21,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
-from cache_strategies.base import CacheUsage, Geometry, Plan, Row, Seat
+from cache_strategies.base import Plan, Row, Seat
 from cache_strategies.standalone import build_standalone_cache
+from cache_strategies.types import CacheUsage, Geometry
 from kernels.types import LayerSpec
 
 _UNKNOWN_TOKEN_ID = -1  # stands for every token id, as transformers passes none to a cache; prevents prefix sharing
@@ -174,7 +175,7 @@ class StrategyCache(Cache):
             self._check_no_partial_pass()
         dtype = self._cache.setup.geometry.kv_dtype
         k, v = (x.detach().to(dtype).transpose(1, 2).flatten(0, 1) for x in (key, value))  # each [B * n, H, D]
-        forward_pass.plan.attend(layer, k, k, v, torch.empty_like(v))  # only writes: see build_standalone_cache
+        self._cache.attend(forward_pass.plan, layer, k, k, v, torch.empty_like(v))  # writes: build_standalone_cache
         forward_pass.updated_layers.add(layer)
         if layer in forward_pass.past:
             new = (x.unflatten(0, (B, n)).transpose(1, 2) for x in (k, v))
@@ -241,7 +242,7 @@ class StrategyCache(Cache):
         spec, setup, B = self._specs[layer], self._cache.setup, len(self._seats)
         shape, device = (B, spec.num_kv_heads, spec.head_dim), setup.arena.memory.device
         zeros = torch.zeros(shape, dtype=setup.geometry.kv_dtype, device=device)
-        plan.attend(layer, zeros, zeros, zeros, torch.empty_like(zeros))
+        self._cache.attend(plan, layer, zeros, zeros, zeros, torch.empty_like(zeros))
         k, v = _stack_kv(plan, layer, B)
         return k[:, :, :-1], v[:, :, :-1]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Set
 
-from cache_strategies.base import BlockEvents
+from cache_strategies.types import BlockEvents
 
 Key = Hashable
 MAX_SAMPLES = 1024  # maximum number of durations of each kind that wait for collect(); older ones are dropped

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from cache_strategies.base import Miss, SaltScope
 from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.paged.block_metrics import BlockMetrics
 from cache_strategies.paged.prefix_index import BlockHash, PrefixIndex
 from cache_strategies.paged.ref_counts import RefCounts
+from cache_strategies.types import Miss, SaltScope
 
 
 class BlockPool:

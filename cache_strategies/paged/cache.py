@@ -18,24 +18,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
-from cache_strategies.base import (
-    EVERYTHING,
-    KEEPS_EVERYTHING,
-    NO_SALT,
-    BlockEvents,
-    Blocks,
-    CacheSetup,
-    CacheUsage,
-    Geometry,
-    Miss,
-    Pin,
-    PinError,
-    Plan,
-    Row,
-    Salt,
-    SaltScope,
-    count_reusable_tokens,
-)
+from cache_strategies.base import CacheSetup, Plan, Row
 from cache_strategies.block_table import BlockTableCache, TableOptions
 from cache_strategies.eviction import load_policy
 from cache_strategies.eviction.queue import EvictionQueue
@@ -45,6 +28,21 @@ from cache_strategies.paged.pins import Pins
 from cache_strategies.paged.prefix_index import BlockHash, BlockHasher, PendingBlocks
 from cache_strategies.paged.ref_counts import RefCounts
 from cache_strategies.paged.seat import PagedSeat
+from cache_strategies.types import (
+    EVERYTHING,
+    KEEPS_EVERYTHING,
+    NO_SALT,
+    BlockEvents,
+    Blocks,
+    CacheUsage,
+    Geometry,
+    Miss,
+    Pin,
+    PinError,
+    Salt,
+    SaltScope,
+    count_reusable_tokens,
+)
 from config.errors import SettingsError
 
 

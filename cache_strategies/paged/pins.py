@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from cache_strategies.base import Pin, Salt, SaltScope
+from cache_strategies.types import Pin, Salt, SaltScope
 
 
 @dataclass

@@ -11,7 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple
 
-from cache_strategies.base import Miss, Salt, SeatT
+from cache_strategies.base import SeatT
+from cache_strategies.types import Miss, Salt
 
 MAX_EVICTED_HASHES = 1 << 16  # maximum number of evicted blocks whose hashes are kept, to explain later misses
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from cache_strategies.base import Salt
 from cache_strategies.block_table import TableSeat
 from cache_strategies.paged.prefix_index import BlockHash, BlockHasher
+from cache_strategies.types import Salt
 
 
 class PagedSeat(TableSeat):

@@ -48,9 +48,9 @@ class AmxAttentionHead {
 
   // Sets the keys and values that this thread reads next, from split number `split` on: their first tile is prefetched
   // while the last tile of the current ones is computed.
-  void set_next(Plane<Kept> k, Plane<Kept> v, QueryRows rows, int64_t split) {
+  void set_next(Plane<Kept> k, Plane<Kept> v, Mask mask, QueryRows rows, int64_t split) {
     if (rows_.count > L || rows.count > L) return;
-    next_.emplace(k, v, mask_, rows.position(0), rows.position(rows.count - 1));
+    next_.emplace(k, v, mask, rows.position(0), rows.position(rows.count - 1));
     next_at_ = split * SPLIT;
   }
 

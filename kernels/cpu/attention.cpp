@@ -19,17 +19,19 @@ using at::Tensor;
 int64_t splits_before(int64_t position) { return (position + SPLIT - 1) / SPLIT; }
 
 template <typename T, typename KV>
-void write(const Memory& k_plane, const Memory& v_plane, const Rows& rows, int64_t row, int64_t i, Heads<const char> k,
-           Heads<const char> v) {
-  const int64_t slot = rows.layout.slot(rows.start(row) + i), token = rows.first(row) + i;
-  const int64_t block = rows.blocks(row)[slot / rows.layout.block_size], at = slot % rows.layout.block_size;
-  const auto into = [&](const Memory& plane, Heads<const char> x) {
-    for (int64_t h = 0; h < plane.heads; ++h)
-      write_vector(x.at<T>(token, h), plane.head<KV>(h) + block * plane.block_stride + at * plane.vector_stride,
-                   plane.dim);
-  };
-  into(k_plane, k);
-  into(v_plane, v);
+void write(const Memory& k_plane, const Memory& v_plane, const Rows& rows, int64_t heads, int64_t row, int64_t i,
+           Heads<const char> k, Heads<const char> v) {
+  const int64_t token = rows.first(row) + i;
+  for (int64_t h = 0; h < heads; ++h) {
+    const int64_t slot = rows.layout.slot(rows.start(row, h) + i), at = slot % rows.layout.block_size;
+    const int64_t block = rows.blocks(row, h)[slot / rows.layout.block_size];
+    const auto into = [&](const Memory& plane, Heads<const char> x) {
+      KV* const to = plane.head<KV>(rows.head_in_block(h)) + block * plane.block_stride + at * plane.vector_stride;
+      write_vector(x.at<T>(token, h), to, plane.dim);
+    };
+    into(k_plane, k);
+    into(v_plane, v);
+  }
 }
 
 template <typename AttentionHead>
@@ -58,14 +60,20 @@ void item(const AttentionCall& call, const Item& item, const Item* next) {
   const auto& [part, begin, end, partial] = item;
   const int64_t width = AttentionHead::padded(call.v.dim), stride = partial_width<AttentionHead>(call.v.dim);
   const auto plane = [&](const Memory& memory, const Part& of) {
-    const auto blocks = call.rows.blocks(of.row);
-    return Plane<KV>{memory.head<KV>(of.head), memory.block_stride, memory.vector_stride, memory.dim, blocks,
+    const auto blocks = call.rows.blocks(of.row, of.head);
+    return Plane<KV>{memory.head<KV>(call.rows.head_in_block(of.head)),
+                     memory.block_stride,
+                     memory.vector_stride,
+                     memory.dim,
+                     blocks,
                      call.rows.layout};
   };
-  AttentionHead head(plane(call.k, part), plane(call.v, part), call.plan.mask, call.scores, part.rows);
+  const auto mask = [&](const Part& of) { return call.rows.mask(call.plan.mask, of.row, of.head); };
+  AttentionHead head(plane(call.k, part), plane(call.v, part), mask(part), call.scores, part.rows);
   if constexpr (requires { &AttentionHead::set_next; })
     if (next != nullptr)
-      head.set_next(plane(call.k, next->part), plane(call.v, next->part), next->part.rows, next->begin);
+      head.set_next(plane(call.k, next->part), plane(call.v, next->part), mask(next->part), next->part.rows,
+                    next->begin);
   for (int64_t r = 0; r < part.rows.count; ++r)
     head.set_query(
         r, call.q.at<T>(call.rows.first(part.row) + part.rows.query(r), part.head * call.group + part.rows.head(r)));
@@ -107,6 +115,42 @@ AttentionKernels kernels_of() {
   return kernels_by<AttentionHead<KV>, T>();
 }
 
+// Throws unless all tokens of the rows are in blocks of the store, and begin their windows at an index up to their own.
+void expect_addresses(const char* operation, const Addresses& at, int64_t heads, int64_t blocks) {
+  const Rows rows(at);
+  const Layout& layout = at.layout;
+  const int64_t slots = at.table.size(1) * layout.block_size, ring_end = layout.sinks + layout.ring;
+  const auto* table_row = at.table_row.const_data_ptr<int32_t>();
+  for (int64_t row = 0; row < rows.count; ++row)
+    for (int64_t head = 0; head < heads; ++head) {
+      const int64_t start = rows.start(row, head), n = rows.tokens(row), index = table_row[row * heads + head];
+      TORCH_CHECK_VALUE((start < 0) == rows.is_padding(row), operation, ": row ", row,
+                        " is padding for some heads only");
+      if (start < 0) continue;
+      TORCH_CHECK_VALUE(0 <= index && index < at.table.size(0), operation, ": row ", row, " has row ", index,
+                        " of a table of ", at.table.size(0));
+      const int64_t used = layout.ring ? ring_end : start + n;
+      const int64_t in_ring = start + n - std::max(start, layout.sinks);
+      TORCH_CHECK_VALUE(used <= slots && (layout.ring == 0 || in_ring <= layout.ring), operation, ": row ", row, " of ",
+                        n, " tokens from ", start, " on does not fit ", slots, " slots and a ring of ", layout.ring);
+      const int32_t* const ids = rows.blocks(row, head);
+      bool inside = true;
+      for (int64_t i = 0, end = (used + layout.block_size - 1) / layout.block_size; i < end; ++i)
+        inside &= 0 <= ids[i] && ids[i] < blocks;
+      TORCH_CHECK_VALUE(inside, operation, ": the table has blocks for row ", row, " outside of the store, which has ",
+                        blocks);
+      if (!at.window_start) continue;
+      const Mask mask = rows.mask({}, row, head);
+      bool ordered = true;
+      for (int64_t i = 0; i < n; ++i) {
+        const int64_t oldest = mask.oldest_of(start + i);
+        ordered &= 0 <= oldest && oldest <= start + i;
+      }
+      TORCH_CHECK_VALUE(ordered, operation, ": window_start of row ", row,
+                        " must be from 0 to the index of each token");
+    }
+}
+
 }  // namespace
 
 const Item* next_of(const Plan& plan, int64_t i) {
@@ -115,11 +159,13 @@ const Item* next_of(const Plan& plan, int64_t i) {
 
 // Cuts the attention of a step into pieces of work for threads: a chunk of a prompt by queries, with at most `most`
 // query rows in a piece; a single query, whose sequence may be long, by splits of its sequence.
-Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& mask, int64_t most) {
-  Plan work{.mask = mask};
+Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& common, int64_t most) {
+  Plan work{.mask = common};
   const auto add = [&](const Part& part, bool alone) {
+    const Mask mask = rows.mask(common, part.row, part.head);
     const int64_t oldest = part.rows.position(0), end = splits_before(part.rows.position(part.rows.count - 1) + 1);
-    const int64_t begin = mask.sinks_of(oldest).empty() ? mask.latest(oldest).begin / SPLIT : 0;
+    const Range sinks = mask.sinks_of(oldest);
+    const int64_t begin = (sinks.empty() ? mask.latest(oldest) : sinks).begin / SPLIT;
     if (!alone || end - begin == 1) return work.items.push_back({part, begin, end, -1});
     work.merges.push_back({part, end - begin, work.partials});
     for (int64_t split = begin; split < end; ++split, work.partials += part.rows.count)
@@ -130,7 +176,7 @@ Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& mask, i
     const int64_t queries = rows.tokens(row);
     for (int64_t head = 0; head < kv_heads; ++head)
       for (int64_t first = 0; first < queries * group; first += most)
-        add({row, head, {rows.start(row), first, std::min(most, queries * group - first), group}}, queries == 1);
+        add({row, head, {rows.start(row, head), first, std::min(most, queries * group - first), group}}, queries == 1);
   }
   return work;
 }
@@ -143,20 +189,33 @@ AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kept) {
   return found;
 }
 
-void expect_rows(const char* operation, const Tensor& table, const Tensor& row_seat, const Tensor& q_start,
-                 const Tensor& start, const Layout& layout, int64_t tokens) {
-  constexpr Types ADDRESSES = only(at::kInt);
-  expect(operation, "start", start, ADDRESSES, {ANY});
-  const int64_t rows = start.size(0);
-  expect(operation, "table", table, ADDRESSES, {SOME, SOME});
-  expect(operation, "row_seat", row_seat, ADDRESSES, {rows});
-  expect(operation, "q_start", q_start, ADDRESSES, {rows + 1});
+void expect_rows(const char* operation, const Addresses& at, int64_t split_heads, int64_t blocks, int64_t tokens) {
+  constexpr Types INTEGERS = only(at::kInt);
+  const auto expect_by_head = [&](const char* name, const Tensor& tensor, int64_t size) {
+    if (split_heads)
+      expect(operation, name, tensor, INTEGERS, {size, split_heads});
+    else
+      expect(operation, name, tensor, INTEGERS, {size});
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), operation, ": ", name, " must be dense");
+  };
+  const int64_t rows = at.start.dim() ? at.start.size(0) : 0;
+  expect_by_head("start", at.start, rows);
+  expect_by_head("table_row", at.table_row, rows);
+  expect(operation, "table", at.table, INTEGERS, {SOME, SOME});
+  expect(operation, "q_start", at.q_start, INTEGERS, {rows + 1});
+  if (at.window_start) expect_by_head("window_start", *at.window_start, ANY);
+  const Layout& layout = at.layout;
   TORCH_CHECK_VALUE(layout.block_size > 0 && layout.sinks >= 0 && layout.ring >= 0, operation, ": blocks of ",
                     layout.block_size, " slots, ", layout.sinks, " sinks and a ring of ", layout.ring);
-  const auto* first = q_start.const_data_ptr<int32_t>();
-  bool in_order = first[0] >= 0 && first[rows] <= tokens;
+  const auto* first = at.q_start.const_data_ptr<int32_t>();
+  bool in_order = first[0] == 0 && first[rows] <= tokens;
   for (int64_t row = 0; row < rows; ++row) in_order &= first[row] <= first[row + 1];
-  TORCH_CHECK_VALUE(in_order, operation, ": q_start must count up to ", tokens, " tokens at most, and is ", q_start);
+  TORCH_CHECK_VALUE(in_order, operation, ": q_start must count from 0 up to ", tokens, " tokens at most, and is ",
+                    at.q_start);
+  if (at.window_start)
+    TORCH_CHECK_VALUE(at.window_start->size(0) >= first[rows], operation, ": window_start has ",
+                      at.window_start->size(0), " numbers for ", first[rows], " tokens");
+  expect_addresses(operation, at, std::max<int64_t>(1, split_heads), blocks);
 }
 
 void expect_plane(const char* operation, const Memory& plane, int64_t heads, int64_t dim, int64_t block_size) {
@@ -165,8 +224,9 @@ void expect_plane(const char* operation, const Memory& plane, int64_t heads, int
                     " heads of ", plane.dim, " in blocks of ", plane.block_size);
 }
 
-Mask mask_of(int64_t model_window, int64_t window, int64_t sinks) {
-  return {std::min(model_window, window), model_window, window < model_window ? sinks : 0};
+Mask mask_of(const Rows& rows, int64_t model_window, int64_t window) {
+  if (rows.has_window_starts(model_window)) return {window, model_window, window < NO_REACH ? rows.layout.sinks : 0};
+  return {std::min(model_window, window), model_window, window < model_window ? rows.layout.sinks : 0};
 }
 
 namespace {
@@ -183,48 +243,54 @@ void expect_planes(const char* operation, const Tensor& k, const Tensor& v) {
   expect(operation, "the values' memory", v, only(k.scalar_type()), {k.size(0), k.size(1), k.size(2), SOME});
 }
 
+// Returns the number of heads whose addresses differ; 0 if all heads of a token are in one block.
+int64_t split_heads_of(const Tensor& start, int64_t heads) { return start.dim() == 2 ? heads : 0; }
+
 void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, const Tensor& v, const Tensor& table,
-              const Tensor& row_seat, const Tensor& q_start, const Tensor& start, int64_t block_size, int64_t sinks,
-              int64_t ring) {
+              const Tensor& table_row, const Tensor& q_start, const Tensor& start,
+              const std::optional<Tensor>& window_start, int64_t block_size, int64_t sinks, int64_t ring) {
   expect_planes("write_kv", k_plane, v_plane);
-  expect("write_kv", "k", k, FLOATS, {ANY, k_plane.size(1), k_plane.size(3)});
-  expect("write_kv", "v", v, only(k.scalar_type()), {k.size(0), v_plane.size(1), v_plane.size(3)});
-  const Layout layout{block_size, sinks, ring};
-  expect_rows("write_kv", table, row_seat, q_start, start, layout, k.size(0));
-  expect_plane("write_kv", Memory(k_plane), k.size(1), k.size(2), block_size);
-  const Rows rows(table, row_seat, q_start, start, layout);
+  expect("write_kv", "k", k, FLOATS, {ANY, SOME, k_plane.size(3)});
+  expect("write_kv", "v", v, only(k.scalar_type()), {k.size(0), k.size(1), v_plane.size(3)});
+  const int64_t heads_split = split_heads_of(start, k.size(1));
+  const Addresses addresses{table, table_row, q_start, start, window_start, {block_size, sinks, ring}};
+  expect_rows("write_kv", addresses, heads_split, k_plane.size(0), k.size(0));
+  expect_plane("write_kv", Memory(k_plane), heads_split ? 1 : k.size(1), k.size(2), block_size);
+  const Rows rows(addresses);
   const auto write = attention_kernels(k.scalar_type(), k_plane.scalar_type()).write;
   const Memory keys(k_plane), values(v_plane);
   for (int64_t row = 0; row < rows.count; ++row) {
     if (rows.is_padding(row)) continue;
     over_rows(rows.tokens(row), k.size(1) * k.size(2), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
-        write(keys, values, rows, row, i, heads<const char>(k), heads<const char>(v));
+        write(keys, values, rows, k.size(1), row, i, heads<const char>(k), heads<const char>(v));
     });
   }
 }
 
-void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& table,
-            const Tensor& row_seat, const Tensor& q_start, const Tensor& start, int64_t block_size, int64_t sinks,
-            int64_t ring, int64_t model_window, int64_t window, double scale, double softcap,
+void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, int64_t kv_heads, const Tensor& table,
+            const Tensor& table_row, const Tensor& q_start, const Tensor& start,
+            const std::optional<Tensor>& window_start, int64_t block_size, int64_t sinks, int64_t ring,
+            int64_t model_window, int64_t window, double scale, double softcap,
             const std::optional<Tensor>& sink_logits) {
   expect_planes("attend", k, v);
-  expect_plane("attend", Memory(k), k.size(1), k.size(3), block_size);
   expect("attend", "q", q, FLOATS, {ANY, SOME, k.size(3)});
   expect("attend", "out", out, only(q.scalar_type()), {q.size(0), q.size(1), v.size(3)});
   expect("attend", "sink_logits", sink_logits, FLOATS, {q.size(1)});
   const Tensor logits = sink_logits ? sink_logits->to(at::kFloat) : Tensor();
-  TORCH_CHECK_VALUE(q.size(1) % k.size(1) == 0, "attend: ", q.size(1), " query heads cannot share ", k.size(1),
-                    " heads of keys");
+  TORCH_CHECK_VALUE(kv_heads > 0 && q.size(1) % kv_heads == 0, "attend: ", q.size(1), " query heads cannot share ",
+                    kv_heads, " heads of keys");
   TORCH_CHECK_VALUE(model_window > 0 && window > 0, "attend: windows of ", model_window, " and ", window);
   TORCH_CHECK_VALUE(std::max(k.size(3), v.size(3)) <= MAX_DIM, "attend: heads wider than ", MAX_DIM);
-  const Layout layout{block_size, sinks, ring};
-  expect_rows("attend", table, row_seat, q_start, start, layout, q.size(0));
-  const Rows rows(table, row_seat, q_start, start, layout);
-  const Mask mask = mask_of(model_window, window, sinks);
+  const int64_t heads_split = split_heads_of(start, kv_heads);
+  expect_plane("attend", Memory(k), heads_split ? 1 : kv_heads, k.size(3), block_size);
+  const Addresses addresses{table, table_row, q_start, start, window_start, {block_size, sinks, ring}};
+  expect_rows("attend", addresses, heads_split, k.size(0), q.size(0));
+  const Rows rows(addresses);
+  const Mask mask = mask_of(rows, model_window, window);
   const AttentionKernels kernels = attention_kernels(q.scalar_type(), k.scalar_type());
-  const int64_t group = q.size(1) / k.size(1);
-  const Plan work = plan(rows, k.size(1), group, mask, kernels.most_rows);
+  const int64_t group = q.size(1) / kv_heads;
+  const Plan work = plan(rows, kv_heads, group, mask, kernels.most_rows);
   const Tensor partials = at::empty({work.partials, kernels.width(v.size(3))}, at::kFloat);
   const AttentionCall call{
       .rows = rows,
@@ -244,17 +310,31 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
   });
 }
 
+void check_slots(const Tensor& k_plane, int64_t kv_heads, const Tensor& table, const Tensor& table_row,
+                 const Tensor& q_start, const Tensor& start, const std::optional<Tensor>& window_start,
+                 int64_t block_size, int64_t sinks, int64_t ring, int64_t tokens) {
+  expect("check_slots", "the keys' memory", k_plane, FLOATS | only(at::kChar), {ANY, SOME, block_size, SOME});
+  const Addresses addresses{table, table_row, q_start, start, window_start, {block_size, sinks, ring}};
+  expect_rows("check_slots", addresses, split_heads_of(start, kv_heads), k_plane.size(0), tokens);
+  TORCH_CHECK_VALUE(q_start.const_data_ptr<int32_t>()[q_start.size(0) - 1] == tokens, "check_slots: the rows have ",
+                    q_start, " tokens instead of ", tokens);
+}
+
 }  // namespace
 }  // namespace kvmux
 
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.def(
-      "write_kv(Tensor(a!) k_plane, Tensor(b!) v_plane, Tensor k, Tensor v, Tensor table, Tensor row_seat, "
-      "Tensor q_start, Tensor start, int block_size, int sinks, int ring) -> ()",
+      "write_kv(Tensor(a!) k_plane, Tensor(b!) v_plane, Tensor k, Tensor v, Tensor table, Tensor table_row, "
+      "Tensor q_start, Tensor start, Tensor? window_start, int block_size, int sinks, int ring) -> ()",
       &kvmux::write_kv);
   library.def(
-      "attend(Tensor(a!) out, Tensor q, Tensor k_plane, Tensor v_plane, Tensor table, Tensor row_seat, "
-      "Tensor q_start, Tensor start, int block_size, int sinks, int ring, int model_window, int window, float scale, "
-      "float softcap, Tensor? sink_logits) -> ()",
+      "check_slots(Tensor k_plane, int kv_heads, Tensor table, Tensor table_row, Tensor q_start, Tensor start, "
+      "Tensor? window_start, int block_size, int sinks, int ring, int tokens) -> ()",
+      &kvmux::check_slots);
+  library.def(
+      "attend(Tensor(a!) out, Tensor q, Tensor k_plane, Tensor v_plane, int kv_heads, Tensor table, Tensor table_row, "
+      "Tensor q_start, Tensor start, Tensor? window_start, int block_size, int sinks, int ring, int model_window, "
+      "int window, float scale, float softcap, Tensor? sink_logits) -> ()",
       &kvmux::attend);
 }

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <limits>
+#include <optional>
 #include <vector>
 
 #include "kv_tiles.h"
@@ -10,29 +12,55 @@
 
 namespace kvmux {
 
-// The rows of a step and the addresses of their keys, from the tensors of `kernels.types.Slots`.
+constexpr int64_t NO_REACH = int64_t{1} << 40;  // a window of so many tokens is none; NO_WINDOW of decoder.py
+
+// The tensors of `kernels.types.Slots`.
+struct Addresses {
+  const at::Tensor &table, &table_row, &q_start, &start;
+  const std::optional<at::Tensor>& window_start;
+  Layout layout;
+};
+
+// The rows of a step and the addresses of their keys. If the heads are split, each KV head has a row of the block table
+// and indices of its own.
 class Rows {
  public:
-  // Takes the tensors of `kernels.types.Slots`, which must have passed the checks of `expect_rows`.
-  Rows(const at::Tensor& table, const at::Tensor& row_seat, const at::Tensor& q_start, const at::Tensor& start,
-       Layout layout)
-      : count(start.numel()), layout(layout), table_(table.const_data_ptr<int32_t>()), width_(table.stride(0)),
-        seats_(row_seat.const_data_ptr<int32_t>()), first_(q_start.const_data_ptr<int32_t>()),
-        starts_(start.const_data_ptr<int32_t>()) {}
+  // Takes addresses that have passed the checks of `expect_rows`.
+  explicit Rows(const Addresses& at)
+      : count(at.start.size(0)), layout(at.layout), heads_(at.start.dim() == 2 ? at.start.size(1) : 1),
+        table_(at.table.const_data_ptr<int32_t>()), width_(at.table.stride(0)),
+        table_rows_(at.table_row.const_data_ptr<int32_t>()), first_(at.q_start.const_data_ptr<int32_t>()),
+        starts_(at.start.const_data_ptr<int32_t>()),
+        window_starts_(at.window_start ? at.window_start->const_data_ptr<int32_t>() : nullptr) {}
 
-  bool is_padding(int64_t row) const { return starts_[row] < 0; }
-  int64_t start(int64_t row) const { return starts_[row]; }  // position of the row's first token in its sequence
-  int64_t first(int64_t row) const { return first_[row]; }   // index of the row's first token in the step
+  bool is_padding(int64_t row) const { return starts_[row * heads_] < 0; }
+  int64_t start(int64_t row, int64_t head) const { return starts_[own(row, head)]; }  // index of the row's first token
+  int64_t first(int64_t row) const { return first_[row]; }  // number of the row's first token in the step
   int64_t tokens(int64_t row) const { return first_[row + 1] - first_[row]; }
-  const int32_t* blocks(int64_t row) const { return table_ + seats_[row] * width_; }
+  const int32_t* blocks(int64_t row, int64_t head) const { return table_ + table_rows_[own(row, head)] * width_; }
+  int64_t head_in_block(int64_t head) const { return heads_ > 1 ? 0 : head; }
+
+  // Returns which tokens the queries of a row see in a head, given what the step's rows have in common.
+  Mask mask(Mask common, int64_t row, int64_t head) const {
+    if (!has_window_starts(common.model_reach)) return common;
+    common.window_start = window_starts_ + first(row) * heads_ + (heads_ > 1 ? head : 0);
+    common.start = start(row, head);
+    common.stride = heads_;
+    return common;
+  }
+  // Returns whether the addresses say where the window of a layer begins; not if the layer has none.
+  bool has_window_starts(int64_t model_window) const { return window_starts_ != nullptr && model_window != NO_REACH; }
 
   const int64_t count;
   const Layout layout;
 
  private:
+  int64_t own(int64_t row, int64_t head) const { return heads_ > 1 ? row * heads_ + head : row; }
+
+  int64_t heads_;  // 1: all heads have the same addresses
   const int32_t* table_;
   int64_t width_;
-  const int32_t *seats_, *first_, *starts_;
+  const int32_t *table_rows_, *first_, *starts_, *window_starts_;
 };
 
 // Keys or values of one layer in all blocks, [blocks, heads, block size, dim].
@@ -88,7 +116,7 @@ struct Merge {
 // The pieces of work of attention over some rows of a step; layers with the same mask and number of heads share one
 // Plan.
 struct Plan {
-  Mask mask;
+  Mask mask;  // what the rows have in common; see Rows::mask
   std::vector<Item> items;
   std::vector<Merge> merges;
   int64_t partials = 0;
@@ -115,15 +143,15 @@ struct AttentionKernels {
   // Computes an item; `next` is the item that this thread computes afterwards, or null if there is none.
   void (*item)(const AttentionCall&, const Item&, const Item* next);
   void (*merge)(const AttentionCall&, const Merge&);
-  // Writes token number `i` of a row, from k and v, to its slot.
-  void (*write)(const Memory& k_plane, const Memory& v_plane, const Rows&, int64_t row, int64_t i, Heads<const char> k,
-                Heads<const char> v);
+  // Writes token number `i` of a row, from `heads` heads of k and v, to its slot.
+  void (*write)(const Memory& k_plane, const Memory& v_plane, const Rows&, int64_t heads, int64_t row, int64_t i,
+                Heads<const char> k, Heads<const char> v);
 };
 
-// Throws unless the addresses of a step have the right types, fit each other, and its rows have at most `tokens`
-// tokens. The entries of the block table are not checked.
-void expect_rows(const char* operation, const at::Tensor& table, const at::Tensor& row_seat, const at::Tensor& q_start,
-                 const at::Tensor& start, const Layout& layout, int64_t tokens);
+// Throws unless the addresses of a step have the right types and fit each other, its rows have at most `tokens` tokens,
+// and all of them are within a store of `blocks` blocks. Layers of split heads have `split_heads` heads; 0: heads are
+// not split.
+void expect_rows(const char* operation, const Addresses& at, int64_t split_heads, int64_t blocks, int64_t tokens);
 // Throws unless a plane (the keys or the values of a layer) has this number of heads, this dimension and this block
 // size.
 void expect_plane(const char* operation, const Memory& plane, int64_t heads, int64_t dim, int64_t block_size);
@@ -131,6 +159,6 @@ void expect_plane(const char* operation, const Memory& plane, int64_t heads, int
 AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kept);  // throws if no kernels have these types
 Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& mask, int64_t most);
 const Item* next_of(const Plan& plan, int64_t i);  // null: there is none
-Mask mask_of(int64_t model_window, int64_t window, int64_t sinks);
+Mask mask_of(const Rows& rows, int64_t model_window, int64_t window);
 
 }  // namespace kvmux

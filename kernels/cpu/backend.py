@@ -52,10 +52,9 @@ class CpuOps(ReferenceOps):
         return super().pack_layers(layers, dtype)
 
     def forward_layers(self, layers: DecoderLayers, x: Tensor, attention: Attention) -> Tensor:
-        kv_locations = attention.kv_locations
-        if not isinstance(layers, CpuDecoderLayers) or kv_locations is None:
+        if not isinstance(layers, CpuDecoderLayers) or not attention.slices:
             return super().forward_layers(layers, x, attention)
-        return layers.run(x, attention.positions, kv_locations)
+        return layers.run(x, attention)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         packed = weight if isinstance(weight, PackedMatrix) else self.pack(weight)
@@ -124,6 +123,13 @@ class CpuOps(ReferenceOps):
         tokens: Tensor = self._library.sample(logits, params)
         return tokens
 
+    def check_slots(self, store: KVStore, layer: int, at: Slots, num_tokens: int) -> None:
+        if at.split_heads != store.split_heads:
+            return super().check_slots(store, layer, at, num_tokens)  # raises ValueError
+        heads, _, _ = store.heads(layer)
+        self._library.check_slots(store.k(layer), heads, *_address_arguments(at), num_tokens)
+        return None
+
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         self._library.write_kv(
             store.k(layer),
@@ -147,13 +153,14 @@ class CpuOps(ReferenceOps):
         if max(spec.head_dim, spec.v_head_dim) > MAX_DIM:
             return super().attend(out, q, store, layer, at, spec, window=window)
         heads = spec.num_kv_heads, spec.head_dim, spec.v_head_dim
-        if heads != store.heads(layer) or q.shape[1:2] != (spec.num_q_heads,):
-            check_attend(out, q, store, layer, spec, window)  # raises ValueError
+        if heads != store.heads(layer) or q.shape[1:2] != (spec.num_q_heads,) or store.split_heads != at.split_heads:
+            check_attend(out, q, store, layer, at, spec, window)  # raises ValueError
         self._library.attend(
             out,
             q,
             store.k(layer),
             store.v(layer),
+            spec.num_kv_heads,
             *_address_arguments(at),
             NO_WINDOW if spec.window is None else spec.window,
             NO_WINDOW if window is None else window,
@@ -169,6 +176,6 @@ def _rotates_all_dims(cos: Tensor, outputs: int, heads: int) -> bool:
     return cos.dim() == 2 and 2 * cos.shape[1] * heads == outputs
 
 
-def _address_arguments(at: Slots) -> tuple[Tensor | int, ...]:
+def _address_arguments(at: Slots) -> tuple[Tensor | int | None, ...]:
     """Return a step's addresses as the arguments of attention.cpp, in its order."""
-    return at.table, at.row_seat, at.q_start, at.start, at.block_size, at.sinks, at.ring
+    return at.table, at.table_row, at.q_start, at.start, at.window_start, at.block_size, at.sinks, at.ring

@@ -2,7 +2,11 @@
 #include <ATen/ops/clone.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <deque>
 #include <limits>
+#include <map>
+#include <tuple>
 
 #include "decoder_forward.h"
 
@@ -11,24 +15,42 @@ namespace {
 
 using at::Tensor;
 
-// The keys and values of one strategy in all layers. Like all types that are registered with torch, it has internal
-// linkage, as libraries for several instruction sets may be loaded together.
-struct Planes : torch::CustomClassHolder {
-  Planes(const std::vector<Tensor>& keys, const std::vector<Tensor>& values) : tensors{keys, values} {
-    TORCH_CHECK_VALUE(keys.size() == values.size() && !keys.empty(), "forward_layers: keys and values of other layers");
-    for (const Tensor& plane : keys) add("the keys' memory", plane, k);
-    for (const Tensor& plane : values) add("the values' memory", plane, v);
+// The keys and values of one store, for torch. Like all types that are registered with torch, it has internal linkage,
+// as libraries for several instruction sets may be loaded together.
+struct StorePlanes : torch::CustomClassHolder {
+  // Takes the keys and the values of those layers whose numbers are `layers`.
+  StorePlanes(const std::vector<Tensor>& keys, const std::vector<Tensor>& values, const std::vector<int64_t>& layers)
+      : tensors{keys, values} {
+    TORCH_CHECK_VALUE(keys.size() == values.size() && keys.size() == layers.size() && !keys.empty(),
+                      "forward_layers: keys and values of other layers");
+    for (const Tensor& plane : keys) add("the keys' memory", plane, planes.keys);
+    for (const Tensor& plane : values) add("the values' memory", plane, planes.values);
+    planes.index.resize(*std::ranges::max_element(layers) + 1, -1);
+    for (size_t i = 0; i < layers.size(); ++i) planes.index.at(layers[i]) = i;
   }
 
   // Adds the plane (keys or values) of one layer; all planes must have the type of the first one.
-  void add(const char* name, const Tensor& plane, std::vector<Memory>& planes) {
-    const Types types = k.empty() ? FLOATS | only(at::kChar) : only(k[0].type);
+  void add(const char* name, const Tensor& plane, std::vector<Memory>& to) {
+    const Types types = planes.keys.empty() ? FLOATS | only(at::kChar) : only(planes.keys[0].type);
     expect("forward_layers", name, plane, types, {ANY, SOME, SOME, SOME});
-    planes.emplace_back(plane);
+    to.emplace_back(plane);
   }
 
   const std::vector<Tensor> tensors[2];
-  std::vector<Memory> k, v;
+  Planes planes;
+};
+
+// Tensors that may be missing: None in Python.
+using OptionalTensors = c10::List<std::optional<Tensor>>;
+
+// The arguments of a step, as Python passes them. A location is where one strategy keeps its keys in some layers.
+struct StepArguments {
+  std::vector<c10::intrusive_ptr<StorePlanes>> planes;  // by location
+  std::vector<std::optional<Tensor>> addresses;         // by location: the tensors of `kernels.types.Slots`
+  std::vector<int64_t> numbers;                         // by location, in the order of the enum Number
+  std::vector<int64_t> first_tokens;                    // by slice (the tokens of one strategy)
+  std::vector<int64_t> locations;           // by slice and layer: the number of a location; negative: a hook
+  std::vector<std::optional<Tensor>> taps;  // by slice: which tokens' queries are copied; by layer: whereto
 };
 
 class Layers : public torch::CustomClassHolder {
@@ -43,30 +65,54 @@ class Layers : public torch::CustomClassHolder {
            const std::vector<std::vector<int64_t>>& formats, const std::vector<int64_t>& shape,
            const std::vector<double>& numbers);
 
-  // Returns x [N, d] after all layers. For each slice of x (one strategy's tokens), `planes` has its keys and values,
-  // `addresses` the four tensors of its addresses, and `numbers` its numbers in the order of the enum Number.
-  Tensor run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
-             const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers);
+  // Runs a step for x [N, d] (see StepArguments) to its end or to the first layer with a hook. Returns x after all
+  // layers, once the step has ended, and the number of that layer, -1 at the end.
+  std::tuple<Tensor, int64_t> run(const Tensor& x, const Tensor& positions,
+                                  const std::vector<c10::intrusive_ptr<StorePlanes>>& planes,
+                                  const OptionalTensors& addresses, const std::vector<int64_t>& numbers,
+                                  const std::vector<int64_t>& first_tokens, const std::vector<int64_t>& locations,
+                                  const OptionalTensors& taps);
+
+  // Returns q, k, v and the attention output [n, heads, head_dim] of a slice in the layer with a hook that the step has
+  // reached.
+  std::vector<Tensor> hook_tensors(int64_t slice) const {
+    TORCH_CHECK(step_ != nullptr, "forward_layers: no step has stopped at a hook");
+    return step_->hook_tensors(slice);
+  }
+
+  // Runs the step on after a hook has written its output; returns the number of the next layer with a hook, or -1.
+  int64_t resume() {
+    TORCH_CHECK(step_ != nullptr, "forward_layers: no step has stopped at a hook");
+    return run_step();
+  }
 
   // Returns the seconds that each operation took in the last run, in the order of the enum TimedOp.
   std::vector<double> seconds() const { return {seconds_.begin(), seconds_.end()}; }
 
  private:
   enum Shape { Q_HEADS, KV_HEADS, HEAD_DIM, WINDOW };
-  enum Number : size_t { BLOCK_SIZE, SINKS, RING, REACH, FIRST_TOKEN, NUMBERS };
-  static constexpr size_t TENSORS = 4;
+  enum Number : size_t { BLOCK_SIZE, SINKS, RING, REACH, NUMBERS };
+  enum AddressTensor : size_t { TABLE, TABLE_ROW, Q_START, START, WINDOW_START, TENSORS };
 
   // Throws unless the tensors of a layer fit each other. Checked when the layer is added, as the threads of a step must
   // not throw.
   void expect_layer(const Layer& layer) const;
-  void expect_planes(const Planes& planes, int64_t block_size) const;
-  Slice slice(const Planes& planes, const Tensor* addresses, const int64_t* numbers) const;
+  Slice slice(size_t s, int64_t tokens);
+  const Location* location(size_t number, const std::vector<size_t>& layers, int64_t tokens);
+  void add_taps(size_t s, Slice& slice) const;
+  int64_t run_step();
 
   at::ScalarType type_;
   std::vector<Layer> layers_;
   int64_t positions_ = std::numeric_limits<int64_t>::max();  // all RoPE tables have at least this many positions
   Workspace space_;
   Seconds seconds_{};
+  // The step that is being run.
+  StepArguments arguments_;
+  Tensor positions_of_step_, out_;
+  std::deque<Location> locations_;
+  std::vector<Slice> slices_;
+  std::unique_ptr<ForwardStep> step_;
 };
 
 void Layers::add(const c10::Dict<std::string, Tensor>& tensors, const std::vector<std::vector<Tensor>>& weights,
@@ -143,82 +189,137 @@ void Layers::expect_layer(const Layer& l) const {
                     "RoPE for ", 2 * l.cos.size(1), " numbers of heads of ", l.head_dim);
 }
 
-void Layers::expect_planes(const Planes& planes, int64_t block_size) const {
-  TORCH_CHECK_VALUE(planes.k.size() == layers_.size(), "forward_layers: keys of ", planes.k.size(), " layers, not ",
-                    layers_.size());
-  for (size_t i = 0; i < layers_.size(); ++i)
-    for (const Memory* plane : {&planes.k[i], &planes.v[i]})
-      expect_plane("forward_layers", *plane, layers_[i].kv_heads, layers_[i].head_dim, block_size);
-}
-
-Slice Layers::slice(const Planes& planes, const Tensor* at, const int64_t* numbers) const {
-  const Layout layout{numbers[BLOCK_SIZE], numbers[SINKS], numbers[RING]};
-  Slice s{
-      .rows = {at[0], at[1], at[2], at[3], layout},
-      .k = planes.k,
-      .v = planes.v,
-      .kernels = attention_kernels(type_, planes.k[0].type),
-      .begin = numbers[FIRST_TOKEN],
-  };
-  for (int64_t row = 0; row < s.rows.count; ++row) s.row_of.insert(s.row_of.end(), s.rows.tokens(row), row);
-  // Layers with the same mask and number of heads share an attention plan.
-  for (size_t i = 0; i < layers_.size(); ++i) {
-    const Layer& l = layers_[i];
-    size_t same = 0;
-    while (same < i && !l.shares_plan_with(layers_[same])) ++same;
-    s.plan_of.push_back(same < i ? s.plan_of[same] : s.plans.size());
-    if (same < i) continue;
-    const Mask mask = mask_of(l.model_window, numbers[REACH], layout.sinks);
-    s.plans.push_back(plan(s.rows, l.kv_heads, l.q_heads / l.kv_heads, mask, s.kernels.most_rows));
+// Returns where a slice of `tokens` tokens keeps its keys in some layers, with the attention plans of these layers.
+const Location* Layers::location(size_t number, const std::vector<size_t>& layers, int64_t tokens) {
+  const Planes& planes = arguments_.planes[number]->planes;
+  const int64_t* numbers = &arguments_.numbers[NUMBERS * number];
+  const auto* tensors = &arguments_.addresses[TENSORS * number];
+  for (size_t i = 0; i < WINDOW_START; ++i) TORCH_CHECK_VALUE(tensors[i], "forward_layers: addresses are missing");
+  const Addresses at{*tensors[TABLE], *tensors[TABLE_ROW],   *tensors[Q_START],
+                     *tensors[START], tensors[WINDOW_START], {numbers[BLOCK_SIZE], numbers[SINKS], numbers[RING]}};
+  const bool is_split = at.start.dim() == 2;
+  TORCH_CHECK_VALUE(numbers[REACH] > 0, "forward_layers: a window of ", numbers[REACH]);
+  for (const size_t i : layers) {
+    TORCH_CHECK_VALUE(planes.holds(i), "forward_layers: the store does not hold layer ", i);
+    for (const Memory* plane : {&planes.k(i), &planes.v(i)})
+      expect_plane("forward_layers", *plane, is_split ? 1 : layers_[i].kv_heads, layers_[i].head_dim,
+                   numbers[BLOCK_SIZE]);
+    TORCH_CHECK_VALUE(!is_split || at.start.size(1) == layers_[i].kv_heads, "forward_layers: addresses of ",
+                      at.start.size(1), " heads in a layer of ", layers_[i].kv_heads);
   }
-  return s;
+  const int64_t blocks = arguments_.planes[number]->tensors[0][0].size(0);
+  expect_rows("forward_layers", at, is_split ? layers_[layers[0]].kv_heads : 0, blocks, tokens);
+  const int64_t rows = at.start.size(0);
+  TORCH_CHECK_VALUE(at.q_start.const_data_ptr<int32_t>()[rows] == tokens,
+                    "forward_layers: the rows of a strategy must cover its ", tokens, " tokens");
+  Location& to = locations_.emplace_back(
+      Location{.rows = Rows(at), .planes = planes, .kernels = attention_kernels(type_, planes.keys[0].type)});
+  for (int64_t row = 0; row < rows; ++row) to.row_of.insert(to.row_of.end(), to.rows.tokens(row), row);
+  // Layers with the same mask and number of heads share an attention plan.
+  to.plan_of.resize(layers_.size());
+  for (const size_t i : layers) {
+    const Layer& l = layers_[i];
+    const auto same = std::ranges::find_if(layers, [&](size_t j) { return j == i || l.shares_plan_with(layers_[j]); });
+    to.plan_of[i] = *same < i ? to.plan_of[*same] : to.plans.size();
+    if (*same < i) continue;
+    const Mask mask = mask_of(to.rows, l.model_window, numbers[REACH]);
+    to.plans.push_back(plan(to.rows, l.kv_heads, l.q_heads / l.kv_heads, mask, to.kernels.most_rows));
+  }
+  return &to;
 }
 
-Tensor Layers::run(const Tensor& x, const Tensor& positions, const std::vector<c10::intrusive_ptr<Planes>>& planes,
-                   const std::vector<Tensor>& addresses, const std::vector<int64_t>& numbers) {
+// Returns slice number s of a step of `tokens` tokens.
+Slice Layers::slice(size_t s, int64_t tokens) {
+  const auto& firsts = arguments_.first_tokens;
+  Slice slice{.begin = firsts[s], .end = s + 1 < firsts.size() ? firsts[s + 1] : tokens};
+  TORCH_CHECK_VALUE((s > 0 || slice.begin == 0) && slice.begin <= slice.end && slice.end <= tokens,
+                    "forward_layers: the slices of the strategies must cover all ", tokens, " tokens, in order");
+  slice.locations.resize(layers_.size());
+  std::map<int64_t, std::vector<size_t>> layers_by_location;
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const int64_t number = arguments_.locations[s * layers_.size() + i];
+    TORCH_CHECK_VALUE(number < std::ssize(arguments_.planes), "forward_layers: there is no location ", number);
+    if (number >= 0) layers_by_location[number].push_back(i);
+  }
+  for (const auto& [number, layers] : layers_by_location) {
+    const Location* const at = location(number, layers, slice.end - slice.begin);
+    for (const size_t i : layers) slice.locations[i] = at;
+  }
+  if (!arguments_.taps.empty()) add_taps(s, slice);
+  return slice;
+}
+
+void Layers::add_taps(size_t s, Slice& slice) const {
+  const auto* taps = &arguments_.taps[s * (1 + layers_.size())];
+  if (!taps[0]) return;
+  const int64_t tokens = slice.end - slice.begin, copied = taps[0]->numel();
+  expect("forward_layers", "tokens of a tap", *taps[0], only(at::kLong), {ANY});
+  expect_indices("forward_layers", "tokens of a tap", *taps[0], tokens);
+  slice.tap_of.resize(tokens, -1);
+  for (int64_t i = 0; i < copied; ++i) slice.tap_of[taps[0]->const_data_ptr<int64_t>()[i]] = i;
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    const auto& to = taps[1 + i];
+    if (to) {
+      expect("forward_layers", "queries of a tap", *to, only(type_), {copied, layers_[i].q_heads, layers_[i].head_dim});
+      TORCH_CHECK_VALUE(to->is_contiguous(), "forward_layers: queries of a tap must be dense");
+    }
+    slice.taps.push_back(to ? static_cast<char*>(to->mutable_data_ptr()) : nullptr);
+  }
+}
+
+std::tuple<Tensor, int64_t> Layers::run(const Tensor& x, const Tensor& positions,
+                                        const std::vector<c10::intrusive_ptr<StorePlanes>>& planes,
+                                        const OptionalTensors& addresses, const std::vector<int64_t>& numbers,
+                                        const std::vector<int64_t>& first_tokens, const std::vector<int64_t>& locations,
+                                        const OptionalTensors& taps) {
+  step_.reset();
   expect("forward_layers", "x", x, only(type_), {ANY, layers_.at(0).width()});
   expect("forward_layers", "positions", positions, only(at::kLong), {x.size(0)});
   expect_indices("forward_layers", "positions", positions, positions_);
-  TORCH_CHECK(addresses.size() == TENSORS * planes.size() && numbers.size() == NUMBERS * planes.size(),
-              "forward_layers: ", planes.size(), " slices with ", addresses.size(), " tensors and ", numbers.size(),
-              " numbers");
-  const Tensor out = x.clone(at::MemoryFormat::Contiguous);
+  const size_t num_slices = first_tokens.size(), num_locations = planes.size();
+  TORCH_CHECK(addresses.size() == TENSORS * num_locations && numbers.size() == NUMBERS * num_locations &&
+                  locations.size() == num_slices * layers_.size() &&
+                  (taps.empty() || taps.size() == num_slices * (1 + layers_.size())),
+              "forward_layers: the arguments of ", num_slices, " slices and ", num_locations, " locations do not fit");
+  out_ = x.clone(at::MemoryFormat::Contiguous);
   seconds_ = {};
-  if (out.size(0) == 0) return out;
-  TORCH_CHECK_VALUE(!planes.empty(), "forward_layers: nothing says where keys lie");
-  std::vector<Slice> slices;
-  for (size_t i = 0; i < planes.size(); ++i) {
-    const int64_t* at = &numbers[NUMBERS * i];
-    const int64_t next = i + 1 < planes.size() ? at[NUMBERS + FIRST_TOKEN] : x.size(0), tokens = next - at[FIRST_TOKEN];
-    const Tensor* where = &addresses[TENSORS * i];
-    expect_rows("forward_layers", where[0], where[1], where[2], where[3], {at[BLOCK_SIZE], at[SINKS], at[RING]},
-                tokens);
-    const Tensor& q_start = where[2];
-    const auto* first = q_start.const_data_ptr<int32_t>();
-    TORCH_CHECK_VALUE((i > 0 || at[FIRST_TOKEN] == 0) && first[0] == 0 && first[q_start.size(0) - 1] == tokens,
-                      "forward_layers: the slices of the strategies must cover all ", x.size(0), " tokens, in order");
-    TORCH_CHECK_VALUE(at[REACH] > 0, "forward_layers: a window of ", at[REACH]);
-    expect_planes(*planes[i], at[BLOCK_SIZE]);
-    slices.push_back(slice(*planes[i], &addresses[TENSORS * i], &numbers[NUMBERS * i]));
-  }
+  if (x.size(0) == 0) return {out_, -1};
+  TORCH_CHECK_VALUE(num_slices > 0, "forward_layers: nothing says where keys lie");
+  arguments_ = {planes, addresses.vec(), numbers, first_tokens, locations, taps.vec()};
+  positions_of_step_ = positions.contiguous();
+  locations_.clear();
+  slices_.clear();
+  for (size_t s = 0; s < num_slices; ++s) slices_.push_back(slice(s, x.size(0)));
   space_.clear();
   with_type(type_, [&](auto number) {
     using X = decltype(number);
-    const auto* at = positions.const_data_ptr<int64_t>();
-    const DecoderForward<X> forward(layers_, slices, out.data_ptr<X>(), out.size(0), at, space_, seconds_);
-    Team::run(Team::max_threads(), forward);
+    step_ = std::make_unique<DecoderForward<X>>(layers_, slices_, out_.data_ptr<X>(), out_.size(0),
+                                                positions_of_step_.const_data_ptr<int64_t>(), space_, seconds_);
   });
-  return out;
+  const Tensor out = out_;
+  return {out, run_step()};
+}
+
+int64_t Layers::run_step() {
+  const int64_t hook = step_->run();
+  if (hook < 0) {
+    step_.reset();
+    out_.reset();
+  }
+  return hook;
 }
 
 }  // namespace
 }  // namespace kvmux
 
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
-  library.class_<kvmux::Planes>("Planes").def(torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>>());
+  library.class_<kvmux::StorePlanes>("Planes").def(
+      torch::init<std::vector<at::Tensor>, std::vector<at::Tensor>, std::vector<int64_t>>());
   library.class_<kvmux::Layers>("Layers")
       .def(torch::init<const at::Tensor&>())
       .def("add", &kvmux::Layers::add)
       .def("run", &kvmux::Layers::run)
+      .def("hook_tensors", &kvmux::Layers::hook_tensors)
+      .def("resume", &kvmux::Layers::resume)
       .def("seconds", &kvmux::Layers::seconds);
 }

@@ -5,15 +5,16 @@ Knows which layers C++ can run; kernels/composite.py runs the others operation b
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kernels.cpu.packed import PackedMatrix
-from kernels.ops import DecoderLayer, DecoderLayers, GatedMLP, KVLocation
+from kernels.ops import Attention, AttentionSlice, DecoderLayer, DecoderLayers, GatedMLP
 from kernels.store import KVStore
 
 MAX_DIM = 256  # of a head; online_softmax.h
@@ -33,6 +34,7 @@ class CpuDecoderLayers(DecoderLayers):
         for layer in layers:
             self._add(layer)
         self._planes: WeakKeyDictionary[KVStore, Any] = WeakKeyDictionary()
+        self._hook_seconds = 0.0  # seconds of the last step in which strategies computed their own attention
 
     @staticmethod
     def supports(layer: DecoderLayer) -> bool:
@@ -68,21 +70,50 @@ class CpuDecoderLayers(DecoderLayers):
             [attn.eps, spec.scale, spec.softcap or 0.0],
         )
 
-    def run(self, x: Tensor, positions: Tensor, kv_locations: Sequence[tuple[slice, KVLocation]]) -> Tensor:
-        """Return the output [N, d] of the last layer for embedded tokens x [N, d]."""
-        addresses, integers = [], []
-        for tokens, (_, at, window) in kv_locations:
-            addresses += [at.table, at.row_seat, at.q_start, at.start]
-            integers += [at.block_size, at.sinks, at.ring, NO_WINDOW if window is None else window, tokens.start]
-        planes = [self._get_planes(location.store) for _, location in kv_locations]
-        out: Tensor = self._layers.run(x, positions, planes, addresses, integers)
-        return out
+    def run(self, x: Tensor, attention: Attention) -> Tensor:
+        """Return the output [N, d] of the last layer for embedded tokens x [N, d].
+
+        C++ stops at each layer in which a slice computes its own attention (a hook), and is resumed after it.
+        """
+        out, hooked_layer = self._layers.run(x, attention.positions, *self._make_arguments(attention.slices))
+        self._hook_seconds = 0.0
+        while hooked_layer >= 0:
+            began = time.perf_counter()
+            for i, each in enumerate(attention.slices):
+                if each.kv_locations[hooked_layer] is None:
+                    assert each.hook is not None, "a slice without a location needs a hook"
+                    each.hook(hooked_layer, *self._layers.hook_tensors(i))
+            self._hook_seconds += time.perf_counter() - began
+            hooked_layer = self._layers.resume()
+        return cast(Tensor, out)
+
+    def _make_arguments(self, slices: Sequence[AttentionSlice]) -> tuple[list[Any], ...]:
+        """Return the fields of the struct StepArguments of decoder.cpp."""
+        # Many layers have the same location, which is passed once.
+        unique = {id(where): where for each in slices for where in each.kv_locations if where is not None}
+        numbers = {key: i for i, key in enumerate(unique)}
+        planes, addresses, integers = [], [], []
+        for store, at, window in unique.values():
+            planes.append(self._get_planes(store))
+            addresses += [at.table, at.table_row, at.q_start, at.start, at.window_start]
+            integers += [at.block_size, at.sinks, at.ring, NO_WINDOW if window is None else window]
+        locations = [-1 if where is None else numbers[id(where)] for each in slices for where in each.kv_locations]
+        taps: list[Tensor | None] = []
+        if any(each.query_tap is not None for each in slices):
+            nothing = [None] * (1 + len(self.layers))
+            for each in slices:
+                taps += nothing if each.query_tap is None else [each.query_tap.tokens, *each.query_tap.queries]
+        return planes, addresses, integers, [each.tokens.start for each in slices], locations, taps
 
     def op_seconds(self) -> Mapping[str, float] | None:
-        return dict(zip(TIMED_OPS, self._layers.seconds(), strict=True))
+        seconds = dict(zip(TIMED_OPS, self._layers.seconds(), strict=True))
+        seconds["attend"] += self._hook_seconds
+        return seconds
 
     def _get_planes(self, store: KVStore) -> Any:
         if store not in self._planes:
-            layers = range(len(self.layers))
-            self._planes[store] = self._library.Planes([store.k(i) for i in layers], [store.v(i) for i in layers])
+            layers = store.layers
+            self._planes[store] = self._library.Planes(
+                [store.k(i) for i in layers], [store.v(i) for i in layers], list(layers)
+            )
         return self._planes[store]

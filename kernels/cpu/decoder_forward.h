@@ -7,9 +7,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -47,17 +50,34 @@ struct Layer {
   }
 };
 
-// The rows of a step that belong to one strategy, with their KV memory and attention plans.
-struct Slice {
+// The keys and values of one store, in those layers that it holds.
+struct Planes {
+  const Memory& k(size_t layer) const { return keys[index[layer]]; }
+  const Memory& v(size_t layer) const { return values[index[layer]]; }
+  bool holds(size_t layer) const { return layer < index.size() && index[layer] >= 0; }
+
+  std::vector<Memory> keys, values;
+  std::vector<int64_t> index;  // by layer: its index in `keys` and `values`; negative: not held
+};
+
+// The addresses of one strategy's rows in some layers, with the attention plans of those layers.
+struct Location {
   const Plan& plan(size_t layer) const { return plans[plan_of[layer]]; }
 
   Rows rows;
-  const std::vector<Memory>&k, &v;  // of all layers
+  const Planes& planes;
   AttentionKernels kernels;
-  int64_t begin;                // index of the slice's first token in the step
-  std::vector<int64_t> row_of;  // for each token of the slice, its row in `rows`
+  std::vector<int64_t> row_of;  // for each token, its row in `rows`
   std::vector<Plan> plans;      // attention plans, one for each kind of layer (shares_plan_with)
   std::vector<size_t> plan_of;  // by layer
+};
+
+// The tokens of a step that belong to one strategy.
+struct Slice {
+  int64_t begin, end;                      // the slice's tokens in the step
+  std::vector<const Location*> locations;  // by layer; null: the caller computes attention (a hook)
+  std::vector<int64_t> tap_of;             // for each token, the number of its query among those that are copied, or -1
+  std::vector<char*> taps;                 // by layer: where queries are copied to, dense; null: nowhere
 };
 
 // Applies RMS norm to a row of n numbers; the norm's weight may be of another type than the row.
@@ -82,8 +102,18 @@ struct Buffers {
 enum TimedOp { QKV_PROJ_ROPE, WRITE_KV, ATTEND, O_PROJ_ADD_NORM, MLP, TIMED_OPS };
 using Seconds = std::array<double, TIMED_OPS>;
 
+// A step, which runs up to the next layer with a hook: there the caller computes attention of some slices, and resumes.
+class ForwardStep {
+ public:
+  virtual ~ForwardStep() = default;
+  // Runs to the end, or to the next layer with a hook; returns the number of that layer, or -1 at the end.
+  virtual int64_t run() = 0;
+  // Returns q, k, v and the attention output [n, heads, head_dim] of a slice, in the layer that run() has returned.
+  virtual std::vector<at::Tensor> hook_tensors(size_t slice) const = 0;
+};
+
 template <typename X>
-class DecoderForward {
+class DecoderForward : public ForwardStep {
  public:
   DecoderForward(const std::vector<Layer>& layers, const std::vector<Slice>& slices, X* x, int64_t rows,
                  const int64_t* positions, Workspace& space, Seconds& seconds)
@@ -91,19 +121,55 @@ class DecoderForward {
     prepare(space);
   }
 
+  int64_t run() override {
+    end_ = hook_ + 1;
+    while (end_ < std::ssize(layers_) && !has_hook(end_)) ++end_;
+    Team::run(Team::max_threads(), *this);
+    return hook_ = end_ == std::ssize(layers_) ? -1 : end_;
+  }
+
+  std::vector<at::Tensor> hook_tensors(size_t slice) const override {
+    const Layer& l = layers_.at(hook_);
+    const auto& [begin, end, locations, tap_of, taps] = slices_.at(slice);
+    const int64_t d = l.head_dim, width = l.heads() * d, mixed = l.q_heads * d;
+    const auto view = [&](X* first, int64_t heads, int64_t stride) {
+      return at::from_blob(first, {end - begin, heads, d}, {stride, d, 1}, c10::CppTypeToScalarType<X>::value);
+    };
+    X* const q = b_.qkv + begin * width;
+    return {view(q, l.q_heads, width), view(q + l.q_heads * d, l.kv_heads, width),
+            view(q + (l.q_heads + l.kv_heads) * d, l.kv_heads, width),
+            view(b_.mixed + begin * mixed, l.q_heads, mixed)};
+  }
+
   void operator()(Team& team, Member member) const {
-    for (size_t i = 0; i < layers_.size(); ++i) {
-      timed(member, QKV_PROJ_ROPE, [&] { qkv_proj(team, member, i); });
-      timed(member, WRITE_KV, [&] { rope_and_write(team, member, i); });
-      timed(member, ATTEND, [&] { attend(team, member, i); });
-      timed(member, O_PROJ_ADD_NORM, [&] { o_proj_add_norm(team, member, layers_[i]); });
-      timed(member, MLP, [&] { mlp(team, member, layers_[i]); });
+    if (hook_ >= 0) finish_layer(team, member, hook_);
+    for (int64_t i = hook_ + 1; i < end_; ++i) {
+      attend_layer(team, member, i);
+      finish_layer(team, member, i);
     }
+    if (end_ < std::ssize(layers_)) return attend_layer(team, member, end_);
     const int64_t d = layers_[0].width();
     team.share(member, n_, [&](int64_t row) { add_row(x_ + row * d, b_.projected + row * d, x_ + row * d, d); });
   }
 
  private:
+  // Computes layer i up to the attention of those slices that have no hook there.
+  void attend_layer(Team& team, Member member, size_t i) const {
+    timed(member, QKV_PROJ_ROPE, [&] { qkv_proj(team, member, i); });
+    timed(member, WRITE_KV, [&] { rope_and_write(team, member, i); });
+    timed(member, ATTEND, [&] { attend(team, member, i); });
+  }
+
+  // Computes the rest of layer i.
+  void finish_layer(Team& team, Member member, size_t i) const {
+    timed(member, O_PROJ_ADD_NORM, [&] { o_proj_add_norm(team, member, layers_[i]); });
+    timed(member, MLP, [&] { mlp(team, member, layers_[i]); });
+  }
+
+  bool has_hook(size_t i) const {
+    return std::ranges::any_of(slices_, [i](const Slice& slice) { return slice.locations[i] == nullptr; });
+  }
+
   // Calls work() in every thread; thread 0 measures the time and adds it to `seconds_`.
   template <typename Work>
   void timed(Member member, TimedOp op, const Work& work) const {
@@ -129,8 +195,10 @@ class DecoderForward {
     }
     for (const Slice& slice : slices_) {
       int64_t most = 0;
-      for (const Plan& plan : slice.plans) most = std::max(most, plan.partials);
-      partials += most * slice.kernels.width(MAX_DIM);
+      for (size_t i = 0; i < layers_.size(); ++i)
+        if (const Location* const at = slice.locations[i])
+          most = std::max(most, at->plan(i).partials * at->kernels.width(MAX_DIM));
+      partials += most;
     }
     b_.line = std::max(width, gated);
     const int64_t threads = Team::max_threads();
@@ -181,20 +249,28 @@ class DecoderForward {
         const int64_t half = l.cos.size(1), at = positions_[row] * l.cos.stride(0);
         rope_row(head, l.cos.const_data_ptr<float>() + at, l.sin.const_data_ptr<float>() + at, head, half);
       }
-      write_token(i, row, heads + l.q_heads * l.head_dim, heads + rotated_heads * l.head_dim);
+      write_token(i, row, heads, heads + l.q_heads * l.head_dim, heads + rotated_heads * l.head_dim);
     });
   }
 
-  // Writes the key and value of a token in layer i to its slot; a padding token has no slot.
-  void write_token(size_t i, int64_t token, const X* k, const X* v) const {
+  // Writes the key and value of a token in layer i to its slot, unless the layer has a hook; a padding token has no
+  // slot. Copies the token's query if the strategy asks for it.
+  void write_token(size_t i, int64_t token, const X* q, const X* k, const X* v) const {
     const Slice& slice = slice_of(token);
-    const int64_t own = token - slice.begin, row = slice.row_of[own], first = slice.rows.first(row),
-                  dim = layers_[i].head_dim;
-    if (slice.rows.is_padding(row)) return;
+    const int64_t own = token - slice.begin, dim = layers_[i].head_dim;
+    if (!slice.taps.empty() && slice.taps[i] != nullptr && slice.tap_of[own] >= 0) {
+      const int64_t size = layers_[i].q_heads * dim * sizeof(X);
+      std::memcpy(slice.taps[i] + slice.tap_of[own] * size, q, size);
+    }
+    const Location* const at = slice.locations[i];
+    if (at == nullptr) return;
+    const int64_t row = at->row_of[own], first = at->rows.first(row);
+    if (at->rows.is_padding(row)) return;
     const auto heads = [&](const X* x) {
       return Heads<const char>{reinterpret_cast<const char*>(x), /*token_stride=*/0, dim};
     };
-    slice.kernels.write(slice.k[i], slice.v[i], slice.rows, row, own - first, heads(k), heads(v));
+    at->kernels.write(at->planes.k(i), at->planes.v(i), at->rows, layers_[i].kv_heads, row, own - first, heads(k),
+                      heads(v));
   }
 
   const Slice& slice_of(int64_t token) const {
@@ -203,23 +279,24 @@ class DecoderForward {
     return slices_[s];
   }
 
-  // Computes the attention of layer i for all slices and stores it in the buffer `mixed`.
+  // Computes the attention of layer i, for all slices without a hook there, and stores it in the buffer `mixed`.
   void attend(Team& team, Member member, size_t i) const {
     int64_t items = 0, merges = 0;
-    for (const Slice& slice : slices_) {
-      const Plan& plan = slice.plan(i);
-      items += plan.items.size();
-      merges += plan.merges.size();
-    }
+    for (const Slice& slice : slices_)
+      if (const Location* const at = slice.locations[i]) {
+        items += at->plan(i).items.size();
+        merges += at->plan(i).merges.size();
+      }
     team.share(member, items, [&](int64_t n) {
       const Slice& slice = find_slice(i, n, &Plan::items);
-      const Plan& plan = slice.plan(i);
-      slice.kernels.item(make_call(slice, i), plan.items[n], next_of(plan, n));
+      const Location& at = *slice.locations[i];
+      at.kernels.item(make_call(slice, i), at.plan(i).items[n], next_of(at.plan(i), n));
     });
     if (merges == 0) return;
     team.share(member, merges, [&](int64_t n) {
       const Slice& slice = find_slice(i, n, &Plan::merges);
-      slice.kernels.merge(make_call(slice, i), slice.plan(i).merges[n]);
+      const Location& at = *slice.locations[i];
+      at.kernels.merge(make_call(slice, i), at.plan(i).merges[n]);
     });
   }
 
@@ -227,22 +304,27 @@ class DecoderForward {
   // that slice.
   template <typename Pieces>
   const Slice& find_slice(size_t i, int64_t& n, Pieces Plan::* pieces) const {
+    const auto size = [&](const Slice& slice) -> int64_t {
+      return slice.locations[i] == nullptr ? 0 : (slice.locations[i]->plan(i).*pieces).size();
+    };
     size_t s = 0;
-    for (int64_t size; n >= (size = (slices_[s].plan(i).*pieces).size()); ++s) n -= size;
+    for (int64_t here; n >= (here = size(slices_[s])); ++s) n -= here;
     return slices_[s];
   }
 
   AttentionCall make_call(const Slice& slice, size_t i) const {
     const Layer& l = layers_[i];
+    const Location& at = *slice.locations[i];
     const int64_t width = l.heads() * l.head_dim, out = l.q_heads * l.head_dim;
     float* partials = b_.partials;
     for (const Slice* before = slices_.data(); before != &slice; ++before)
-      partials += before->plan(i).partials * before->kernels.width(l.head_dim);
+      if (const Location* const other = before->locations[i])
+        partials += other->plan(i).partials * other->kernels.width(l.head_dim);
     return {
-        .rows = slice.rows,
-        .plan = slice.plan(i),
-        .k = slice.k[i],
-        .v = slice.v[i],
+        .rows = at.rows,
+        .plan = at.plan(i),
+        .k = at.planes.k(i),
+        .v = at.planes.v(i),
         .scores = l.scores,
         .sink_logits = l.sink_logits.defined() ? l.sink_logits.const_data_ptr<float>() : nullptr,
         .group = l.q_heads / l.kv_heads,
@@ -339,6 +421,8 @@ class DecoderForward {
   const int64_t* positions_;
   Seconds& seconds_;
   Buffers<X> b_{};
+  int64_t hook_ = -1;  // the layer in which the last run() stopped; -1: none has stopped yet
+  int64_t end_ = 0;    // run() computes the layers before this one, and this one up to its attention if there is one
 };
 
 }  // namespace kvmux

@@ -13,7 +13,7 @@ namespace kvmux {
 // Some query rows of one KV head. Query rows are the pairs (query, head of the KV head's group), numbered query by
 // query; these are `count` of them from number `first` on.
 struct QueryRows {
-  int64_t start;  // position of the step's first query in its sequence
+  int64_t start;  // index of the row's first query
   int64_t first, count, group;
 
   int64_t query(int64_t r) const { return (first + r) / group; }  // of the step's

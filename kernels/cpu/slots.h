@@ -13,11 +13,9 @@ namespace kvmux {
 struct Layout {
   int64_t block_size, sinks, ring;
 
-  int64_t slot(int64_t position) const {
-    return ring && position >= sinks ? sinks + (position - sinks) % ring : position;
-  }
+  int64_t slot(int64_t index) const { return ring && index >= sinks ? sinks + (index - sinks) % ring : index; }
 
-  // Returns how many positions from `first` on, before `end`, have consecutive slots within one block.
+  // Returns how many tokens with the indices from `first` on, before `end`, have consecutive slots within one block.
   int64_t run(int64_t first, int64_t end) const {
     const int64_t at = slot(first);
     int64_t n = std::min(end - first, block_size - at % block_size);
@@ -32,11 +30,11 @@ template <typename T>
 struct Plane {
   const T* memory;  // address of the head's first vector in block 0
   int64_t block_stride, vector_stride, dim;
-  const int32_t* blocks;  // ids of the row's blocks: its row of the block table
+  const int32_t* blocks;  // ids of its blocks: a row of the block table
   Layout layout;
 
-  const T* at(int64_t position) const {
-    const int64_t slot = layout.slot(position);
+  const T* at(int64_t index) const {
+    const int64_t slot = layout.slot(index);
     return memory + blocks[slot / layout.block_size] * block_stride + slot % layout.block_size * vector_stride;
   }
 };
@@ -84,18 +82,22 @@ struct Range {
   bool has(int64_t i) const { return begin <= i && i < end; }
 };
 
-// The positions that a query sees: the latest `reach` ones, its own included, and those sinks that are among the latest
-// `model_reach`.
+// The indices of the tokens that a query sees: the latest `reach` ones, its own included, and the sinks; of these,
+// those in the model's window.
 struct Mask {
   int64_t reach, model_reach, sinks;
+  // The index of the oldest token in the model's window, for each query of a row from index `start` on, `stride`
+  // numbers apart; null: the window has the latest `model_reach` tokens.
+  const int32_t* window_start = nullptr;
+  int64_t start = 0, stride = 0;
 
-  Range latest(int64_t query) const { return {std::max<int64_t>(0, query - reach + 1), query + 1}; }
-  Range sinks_of(int64_t query) const {
-    return {std::max<int64_t>(0, query - model_reach + 1), std::min(sinks, query + 1)};
+  int64_t oldest_of(int64_t query) const {
+    return window_start ? window_start[(query - start) * stride] : std::max<int64_t>(0, query - model_reach + 1);
   }
+  Range latest(int64_t query) const { return {std::max(oldest_of(query), query - reach + 1), query + 1}; }
+  Range sinks_of(int64_t query) const { return {oldest_of(query), std::min(sinks, query + 1)}; }
 
-  // Returns the smallest range within `where` that contains all positions seen by any query at positions oldest ..
-  // newest.
+  // Returns the smallest range within `where` that contains all tokens seen by any of the queries oldest .. newest.
   Range seen(int64_t oldest, int64_t newest, Range where) const {
     const Range kept{std::max(where.begin, sinks_of(oldest).begin), std::min(where.end, sinks_of(newest).end)};
     const Range late{std::max(where.begin, latest(oldest).begin), std::min(where.end, newest + 1)};

@@ -46,13 +46,14 @@ def typed_memory(store: KVStore) -> Tensor:
 
 
 def slot_tensors(at: Slots) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors of a step's addresses (block table, row_seat, q_start, start), in the kernels' order."""
-    return at.table, at.row_seat, at.q_start, at.start
+    """Return the tensors of a step's addresses (block table, table_row, q_start, start), in the kernels' order."""
+    return at.table, at.table_row, at.q_start, at.start
 
 
 def memory_sizes(at: Slots) -> tuple[int, ...]:
-    """Return the struct Memory of slots.h: block size, sinks, ring, stride of the block table, number of rows."""
-    return at.block_size, at.sinks, at.ring, at.table.stride(0), at.num_rows
+    """Return the struct Memory of slots.h: block size, sinks, ring, stride of the block table, rows, split heads."""
+    heads = at.start.shape[1] if at.split_heads else 1
+    return at.block_size, at.sinks, at.ring, at.table.stride(0), at.num_rows, heads
 
 
 def planes(store: KVStore, layer: int) -> Longs:

@@ -10,21 +10,35 @@ struct AttentionCall {
   int q_heads, group;                        // number of query heads, and of those that share a KV head
   int q_token, q_head, out_token, out_head;  // strides in numbers
   int model_window, window;                  // window of the model, and that of the strategy
+  int has_window_start;                      // whether the addresses say where the model's window begins
 };
 
 struct Scoring {
   float scale, softcap;  // softcap 0: none
 };
 
-// Which keys a query sees: the latest ones within both windows, and the sinks within the model's window.
+// Which keys a query sees, by their indices: those in the model's window that are among the latest `window` or sinks.
 struct Mask {
   int model_window, window, sinks;
+  // The oldest key in the model's window, for each query of a row from index `start` on, `stride` numbers apart; null:
+  // the window has the latest `model_window` keys.
+  const device int* window_start;
+  int start, stride;
+
+  int oldest_of(int query) const {
+    return window_start == nullptr ? query - model_window + 1 : window_start[(query - start) * stride];
+  }
 
   bool sees(int query, int key) const {
-    const int distance = query - key;
-    return distance >= 0 && distance < model_window && (distance < window || key < sinks);
+    return key <= query && key >= oldest_of(query) && (query - key < window || key < sinks);
   }
 };
+
+// Returns the mask of a row's KV head: `first` is the row's first token in the step, `start` its index.
+inline Mask mask_of(AttentionCall a, Memory m, const device int* window_start, int first, int start, int head) {
+  const device int* own = a.has_window_start ? window_start + first * m.heads + (m.heads > 1 ? head : 0) : nullptr;
+  return {a.model_window, a.window, m.layout.sinks, own, start, m.heads};
+}
 
 inline float score_of(float product, Scoring scoring) {
   const float score = product * scoring.scale;

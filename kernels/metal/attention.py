@@ -24,7 +24,7 @@ from kernels.types import LayerSpec, Slots
 # Most query heads that a decoding threadgroup computes, as registers limit them; by how many numbers of a head each
 # lane holds. The kernels are instantiated at the ends of decode.metal and prefill.metal.
 MAX_HEADS_PER_GROUP = {2: 8, 4: 8, 8: 4}
-SPLIT = 256  # positions of keys over which one threadgroup sums; as in decode.metal
+SPLIT = 256  # keys over which one threadgroup sums; as in decode.metal
 MAX_PARTIAL_SUMS = 16 << 20  # most float32 numbers of partial sums in one launch
 NO_WINDOW = 2**31 - 1  # positions: no window
 NO_SINK = torch.finfo(torch.float32).min  # NOTHING of attend.h
@@ -88,12 +88,15 @@ class MetalAttention:
         """Compute `Ops.attend` for checked arguments. Raises ValueError if the tensors are on different devices."""
         shape = get_kernel_shape(spec)
         assert shape is not None
-        kv_tensors = (typed_memory(store), *slot_tensors(at))
+        has_window_start = at.window_start is not None and spec.window is not None
+        window_start = at.window_start if has_window_start and at.window_start is not None else at.start  # not read
+        kv_tensors = (typed_memory(store), *slot_tensors(at), window_start)
         check_same_device(q, out, *kv_tensors)
         call = (
             *(spec.num_q_heads, shape.num_queries_per_kv),
             *(q.stride(0), q.stride(1), out.stride(0), out.stride(1)),
             *(NO_WINDOW if each is None else min(each, NO_WINDOW) for each in (spec.window, window)),
+            int(has_window_start),
         )
         sizes = memory_sizes(at), planes(store, layer), call, (spec.scale, spec.softcap or 0.0)
         arguments = AttentionArguments(
@@ -135,6 +138,7 @@ class MetalAttention:
             merge(
                 Grid((LANES, spec.num_q_heads, count), (LANES, 1, 1)),
                 *(arguments.out, partial, values, at.q_start, at.start, arguments.sinks),
+                arguments.sizes[0],
                 arguments.call,
                 (splits, first),  # Splits
                 spec.v_head_dim,

@@ -218,21 +218,21 @@ class MetalOps(ReferenceOps):
         )
         return None
 
-    def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, store: KVStore, layer: int, at: Slots, row: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         if store.dtype not in (*KERNEL_DTYPES, torch.int8):
-            return super().gather(store, layer, at, row, positions)
+            return super().gather(store, layer, at, row, indices)
         self._addresses.check("gather", at, store)
-        reference.check_gather(store, layer, at, row, positions)
-        table, row_seat, *_ = slot_tensors(at)
-        tensors = (typed_memory(store), table, row_seat, positions.long())
+        reference.check_gather(store, layer, at, row, indices)
+        table, table_row, *_ = slot_tensors(at)
+        tensors = (typed_memory(store), table, table_row, indices.long().contiguous())
         check_same_device(*tensors)
         plain = torch.float32 if store.dtype is torch.int8 else store.dtype
         kernel, sizes = self._kernels.get("store", "gather", T=plain, KV=store.dtype), memory_sizes(at)
+        heads, *dims = store.heads(layer)
         gathered = []
-        for part, plane in zip(plane_sizes(store, layer), store.planes(layer), strict=True):
-            _, H, _, dim = plane.numbers.shape
-            out = torch.empty(len(positions), H, dim, dtype=plain, device=positions.device)
-            kernel(Grid((LANES, H, len(positions)), (LANES, 1, 1)), out, *tensors, sizes, part, row)
+        for part, dim in zip(plane_sizes(store, layer), dims, strict=True):
+            out = torch.empty(len(indices), heads, dim, dtype=plain, device=indices.device)
+            kernel(Grid((LANES, heads, len(indices)), (LANES, 1, 1)), out, *tensors, sizes, part, row)
             gathered.append(out)
         return gathered[0], gathered[1]
 
@@ -258,7 +258,7 @@ class MetalOps(ReferenceOps):
         *,
         window: int | None = None,
     ) -> None:
-        reference.check_attend(out, q, store, layer, spec, window)
+        reference.check_attend(out, q, store, layer, at, spec, window)
         self._addresses.check("attend", at, store, len(q))
         if not has_kernel_dtype(q, out) or store.dtype not in (q.dtype, torch.int8) or get_kernel_shape(spec) is None:
             return super().attend(out, q, store, layer, at, spec, window=window)

@@ -121,15 +121,16 @@ template <int N, int HEADS>
     const device T* q [[buffer(3)]],
     const device KV* memory [[buffer(4)]],
     const device int* table [[buffer(5)]],
-    const device int* row_seat [[buffer(6)]],
+    const device int* table_row [[buffer(6)]],
     const device int* q_start [[buffer(7)]],
     const device int* start [[buffer(8)]],
-    const device float* sink_logits [[buffer(9)]],
-    constant Memory& memory_sizes [[buffer(10)]],
-    constant Planes& plane_sizes [[buffer(11)]],
-    constant AttentionCall& call [[buffer(12)]],
-    constant Scoring& scoring [[buffer(13)]],
-    constant Splits& splits [[buffer(14)]],
+    const device int* window_start [[buffer(9)]],
+    const device float* sink_logits [[buffer(10)]],
+    constant Memory& memory_sizes [[buffer(11)]],
+    constant Planes& plane_sizes [[buffer(12)]],
+    constant AttentionCall& call [[buffer(13)]],
+    constant Scoring& scoring [[buffer(14)]],
+    constant Splits& splits [[buffer(15)]],
     uint3 group_at [[threadgroup_position_in_grid]],  // indices: KV head and part of its query heads, row, split
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -139,16 +140,17 @@ template <int N, int HEADS>
   const Planes planes = plane_sizes;
   const AttentionCall a = call;
   const int row = splits.first_row + group_at.y, split = group_at.z;
-  const int query = start[row];
-  if (query < split * SPLIT) return;  // a padding row, or its sequence ends before this split
   const int parts = (a.group + HEADS - 1) / HEADS;
   const int kv_head = group_at.x / parts, first = group_at.x % parts * HEADS;
+  const int own = m.own(row, kv_head);
+  const int query = start[own];
+  if (query < split * SPLIT) return;  // a padding row, or its sequence ends before this split
   const int first_head = kv_head * a.group + first, heads = min(HEADS, a.group - first);
 
-  const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
-  const Plane<const KV> key_plane = {memory, blocks, planes.k, m.layout, kv_head};
-  const Plane<const KV> value_plane = {memory, blocks, planes.v, m.layout, kv_head};
-  const Mask mask = {a.model_window, a.window, m.layout.sinks};
+  const device int* blocks = table + size_t(table_row[own]) * m.table_width;
+  const Plane<const KV> key_plane = {memory, blocks, planes.k, m.layout, m.head_in_block(kv_head)};
+  const Plane<const KV> value_plane = {memory, blocks, planes.v, m.layout, m.head_in_block(kv_head)};
+  const Mask mask = mask_of(a, m, window_start, q_start[row], query, kv_head);
   const int begin = split * SPLIT + simdgroup * LANES;
   q += size_t(q_start[row]) * a.q_token;
   out += size_t(q_start[row]) * a.out_token;
@@ -180,15 +182,18 @@ kernel void merge(
     const device int* q_start [[buffer(3)]],
     const device int* start [[buffer(4)]],
     const device float* sink_logits [[buffer(5)]],
-    constant AttentionCall& call [[buffer(6)]],
-    constant Splits& splits [[buffer(7)]],
-    constant int& dim [[buffer(8)]],
+    constant Memory& memory_sizes [[buffer(6)]],
+    constant AttentionCall& call [[buffer(7)]],
+    constant Splits& splits [[buffer(8)]],
+    constant int& dim [[buffer(9)]],
     uint3 at [[thread_position_in_grid]]) {  // lane, query head, row
   const AttentionCall a = call;
+  const Memory m = memory_sizes;
   const int lane = at.x, head = at.y, row = splits.first_row + at.z;
-  if (start[row] < 0) return;
+  const int query = start[m.own(row, head / a.group)];
+  if (query < 0) return;
   Sums<N> all;
-  for (int split = 0; split <= start[row] / SPLIT; split++) {
+  for (int split = 0; split <= query / SPLIT; split++) {
     const size_t from = (size_t(at.z) * a.q_heads + head) * splits.count + split;
     float theirs[N];
     read_numbers<N>(theirs, values + from * dim, dim, lane);

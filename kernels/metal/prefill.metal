@@ -14,7 +14,7 @@ struct Shape {
   static constant constexpr int KEYS = N == MOST_NUMBERS ? LANES / 2 : LANES;
 };
 
-// The positions of a threadgroup's queries in their sequence: that of the first query and that of the last.
+// The indices of a threadgroup's queries among the kept tokens: that of the first query and that of the last.
 struct Span {
   int oldest, newest;
 };
@@ -63,7 +63,7 @@ struct Tile {
 
 // All queries of one row and KV head, numbered by token and, within a token, by query head of the KV head's group.
 struct Queries {
-  int first_token, start;  // the row's first token: its index in the step, its position in the sequence
+  int first_token, start;  // the row's first token: its number in the step, its index among the kept tokens
   int kv_head, group, count;
 
   int token(int i) const { return first_token + i / group; }
@@ -146,15 +146,16 @@ template <int N>
     const device T* q [[buffer(1)]],
     const device KV* memory [[buffer(2)]],
     const device int* table [[buffer(3)]],
-    const device int* row_seat [[buffer(4)]],
+    const device int* table_row [[buffer(4)]],
     const device int* q_start [[buffer(5)]],
     const device int* start [[buffer(6)]],
-    const device float* sink_logits [[buffer(7)]],
-    constant Memory& memory_sizes [[buffer(8)]],
-    constant Planes& plane_sizes [[buffer(9)]],
-    constant AttentionCall& call [[buffer(10)]],
-    constant Scoring& scoring [[buffer(11)]],
-    constant int& first_row [[buffer(12)]],
+    const device int* window_start [[buffer(7)]],
+    const device float* sink_logits [[buffer(8)]],
+    constant Memory& memory_sizes [[buffer(9)]],
+    constant Planes& plane_sizes [[buffer(10)]],
+    constant AttentionCall& call [[buffer(11)]],
+    constant Scoring& scoring [[buffer(12)]],
+    constant int& first_row [[buffer(13)]],
     uint3 group_at [[threadgroup_position_in_grid]],  // queries, KV head, row
     uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -167,13 +168,14 @@ template <int N>
   const Planes planes = plane_sizes;
   const AttentionCall a = call;
   const int row = first_row + group_at.z, kv_head = group_at.y, first = group_at.x * S::ROWS;
-  const Queries all = {q_start[row], start[row], kv_head, a.group, (q_start[row + 1] - q_start[row]) * a.group};
+  const int own = m.own(row, kv_head);
+  const Queries all = {q_start[row], start[own], kv_head, a.group, (q_start[row + 1] - q_start[row]) * a.group};
   if (all.start < 0 || first >= all.count) return;
 
-  const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
-  const Plane<const KV> keys = {memory, blocks, planes.k, m.layout, kv_head};
-  const Plane<const KV> values = {memory, blocks, planes.v, m.layout, kv_head};
-  const Mask mask = {a.model_window, a.window, m.layout.sinks};
+  const device int* blocks = table + size_t(table_row[own]) * m.table_width;
+  const Plane<const KV> keys = {memory, blocks, planes.k, m.layout, m.head_in_block(kv_head)};
+  const Plane<const KV> values = {memory, blocks, planes.v, m.layout, m.head_in_block(kv_head)};
+  const Mask mask = mask_of(a, m, window_start, all.first_token, all.start, kv_head);
   const Span span = {all.position(first), all.position(min(first + S::ROWS, all.count) - 1)};
   const Tile<N> tile = {numbers, scales, sound};
   const int before = simdgroup * S::QUERIES;  // queries of other simdgroups

@@ -7,11 +7,9 @@
 struct Layout {
   int block_size, sinks, ring;
 
-  int slot(int position) const {
-    return ring > 0 && position >= sinks ? sinks + (position - sinks) % ring : position;
-  }
+  int slot(int index) const { return ring > 0 && index >= sinks ? sinks + (index - sinks) % ring : index; }
 
-  // Returns how many positions from `first` on, before `end`, have consecutive slots within one block.
+  // Returns how many tokens with the indices from `first` on, before `end`, have consecutive slots within one block.
   int run(int first, int end) const {
     const int at = slot(first);
     const int here = min(end - first, block_size - at % block_size);
@@ -33,19 +31,24 @@ struct Planes {
 struct Memory {
   Layout layout;
   int table_width, rows;
+  int heads;  // KV heads with addresses of their own, in blocks of one head; 1: all heads of a row have the same
+
+  // Returns the number of the addresses of a row's KV head.
+  int own(int row, int head) const { return heads > 1 ? row * heads + head : row; }
+  int head_in_block(int head) const { return heads > 1 ? 0 : head; }
 };
 
 // The stored keys or values of one head of one row. Number is KV, or const KV if they are only read.
 template <typename Number>
 struct Plane {
   device Number* memory;     // the store's
-  const device int* blocks;  // ids of the row's blocks: its row of the block table
+  const device int* blocks;  // ids of its blocks: a row of the block table
   PlaneSizes sizes;
   Layout layout;
   int head;
 
-  device Number* at(int position) const {
-    const int slot = layout.slot(position);
+  device Number* at(int index) const {
+    const int slot = layout.slot(index);
     return memory + size_t(blocks[slot / layout.block_size]) * sizes.block_stride + sizes.offset +
            size_t(head) * sizes.head_stride + size_t(slot % layout.block_size) * sizes.vector_stride;
   }

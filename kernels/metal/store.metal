@@ -63,7 +63,7 @@ kernel void write_kv(
     const device T* k [[buffer(1)]],
     const device T* v [[buffer(2)]],
     const device int* table [[buffer(3)]],
-    const device int* row_seat [[buffer(4)]],
+    const device int* table_row [[buffer(4)]],
     const device int* q_start [[buffer(5)]],
     const device int* start [[buffer(6)]],
     constant Memory& sizes [[buffer(7)]],
@@ -74,15 +74,16 @@ kernel void write_kv(
   const Planes planes = plane_sizes;
   const int token = at.z, head = at.y;
   const int row = row_of(token, q_start, m.rows);
-  if (start[row] < 0 || token >= q_start[m.rows]) return;
-  const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
-  const Plane<KV> keys = {memory, blocks, planes.k, m.layout, head};
-  const Plane<KV> values = {memory, blocks, planes.v, m.layout, head};
-  const int position = start[row] + token - q_start[row];
+  const int own = m.own(row, head);
+  if (start[own] < 0 || token >= q_start[m.rows]) return;
+  const device int* blocks = table + size_t(table_row[own]) * m.table_width;
+  const Plane<KV> keys = {memory, blocks, planes.k, m.layout, m.head_in_block(head)};
+  const Plane<KV> values = {memory, blocks, planes.v, m.layout, m.head_in_block(head)};
+  const int index = start[own] + token - q_start[row];
   k += size_t(token) * entering.k_token + size_t(head) * entering.k_head;
   v += size_t(token) * entering.v_token + size_t(head) * entering.v_head;
-  write_vector(k, keys.at(position), planes.k.dim, at.x);
-  write_vector(v, values.at(position), planes.v.dim, at.x);
+  write_vector(k, keys.at(index), planes.k.dim, at.x);
+  write_vector(v, values.at(index), planes.v.dim, at.x);
 }
 
 // ---------------------------------------------------------------- gather
@@ -91,24 +92,25 @@ typedef conditional_t<is_same_v<KV, char>, float, KV> Plain;
 inline T number_of(const device T* vector, int i, int) { return vector[i]; }
 inline float number_of(const device char* vector, int i, int dim) { return float(vector[i]) * scale_of(vector, dim); }
 
-// Reads the keys or values of one row at some positions -> out [S, H, dim], as float if they are stored as int8; one
-// simdgroup per position and head.
+// Reads the keys or values of one row's tokens with indices [S], or [S, H] if heads have addresses of their own, -> out
+// [S, H, dim], as float if they are stored as int8; one simdgroup per token and head.
 kernel void gather(
     device Plain* out [[buffer(0)]],
     const device KV* memory [[buffer(1)]],
     const device int* table [[buffer(2)]],
-    const device int* row_seat [[buffer(3)]],
-    const device long* positions [[buffer(4)]],
+    const device int* table_row [[buffer(3)]],
+    const device long* indices [[buffer(4)]],
     constant Memory& sizes [[buffer(5)]],
     constant PlaneSizes& plane_sizes [[buffer(6)]],
     constant int& row [[buffer(7)]],
-    uint3 at [[thread_position_in_grid]],  // lane, head, position
+    uint3 at [[thread_position_in_grid]],  // lane, head, token
     uint3 grid [[threads_per_grid]]) {
   const Memory m = sizes;
   const PlaneSizes p = plane_sizes;
-  const device int* blocks = table + size_t(row_seat[row]) * m.table_width;
-  const Plane<const KV> plane = {memory, blocks, p, m.layout, int(at.y)};
-  const device KV* vector = plane.at(int(positions[at.z]));
+  const int head = at.y;
+  const device int* blocks = table + size_t(table_row[m.own(row, head)]) * m.table_width;
+  const Plane<const KV> plane = {memory, blocks, p, m.layout, m.head_in_block(head)};
+  const device KV* vector = plane.at(int(indices[m.own(int(at.z), head)]));
   out += (size_t(at.z) * grid.y + at.y) * p.dim;
   for (int i = at.x; i < p.dim; i += LANES) out[i] = number_of(vector, i, p.dim);
 }

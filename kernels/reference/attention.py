@@ -1,8 +1,9 @@
 """Attention in plain torch: keys are read tile by tile into scratch memory of fixed size.
 
 No tensor of keys, values or scores grows with the context; only the indices of the tiles do, which all layers of a step
-share. A tile covers TILE positions counted from 0, so the order of summation depends on positions alone, and not on
-where the keys are stored. So strategies that keep the same keys give results with the same bits. Knows no strategy.
+share. A tile covers TILE tokens counted by their indices from 0, so the order of summation depends on indices alone,
+and not on where the keys are stored. So strategies that keep the same keys give results with the same bits. Knows no
+strategy.
 """
 
 from __future__ import annotations
@@ -14,21 +15,21 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kernels.arguments import by_head
 from kernels.store import KVStore, Plane
 from kernels.types import LayerSpec, Slots
 
-TILE = 128  # positions
+TILE = 128  # tokens
 
 
 @dataclass(frozen=True)
 class _Tile:
-    """TILE positions of some rows: the addresses of their keys, and which queries see them."""
+    """TILE tokens of some rows: the addresses of their keys, and which queries see them; h is 1 if heads are alike."""
 
-    block: Tensor  # [B, 1, TILE] int64
-    slot: Tensor  # [B, 1, TILE] int64, slot of each key within its block
-    hidden_mask: (
-        Tensor | None
-    )  # [B, 1, n, TILE] bool, True where a query does not see a key; None: every query sees every key
+    block: Tensor  # [B, h, TILE] int64
+    slot: Tensor  # [B, h, TILE] int64, slot of each key within its block
+    # [B, h, n, TILE] bool, True where a query does not see a key; None: every query sees every key
+    hidden_mask: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -92,8 +93,8 @@ class TiledAttention:
     def _load_tile(self, name: str, plane: Plane, tile: _Tile, dim: int) -> Tensor:
         """Return the keys or values of a tile as float32 [B*H, TILE, dim], in scratch memory."""
         numbers = plane.numbers
-        heads = torch.arange(numbers.shape[1], device=numbers.device).view(1, -1, 1)
-        shape = (tile.block.shape[0], numbers.shape[1], TILE, dim)
+        heads = torch.arange(numbers.shape[1], device=numbers.device).view(1, -1, 1)  # split heads: 0 for all of them
+        shape = (len(tile.block), max(numbers.shape[1], tile.block.shape[1]), TILE, dim)
         tile_numbers = self._get_scratch(name, shape, numbers.dtype, numbers.device)
         torch.ops.aten.index.Tensor_out(numbers, [tile.block, heads, tile.slot], out=tile_numbers)
         if numbers.dtype is not torch.float32:
@@ -131,9 +132,18 @@ def _raise_maximum(top: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # -------------------------------------------------------------------- indices, once per step
+@dataclass(frozen=True)
+class _Queries:
+    """The queries of a group of rows of n tokens: what they may see is in terms of the indices of tokens."""
+
+    table_row: Tensor  # [B, h] row of the block table
+    index: Tensor  # [B, h, n]
+    first: Tensor  # [B, h, n], the oldest token in the model's window
+
+
 def _iter_groups(at: Slots, model_window: int | None, window: int | None) -> Iterator[_Group]:
     """Yield a group of all decode rows, then a group for each chunk of a prompt; padding rows are left out."""
-    start, q_start = at.start.tolist(), at.q_start.tolist()
+    start, q_start = by_head(at.start)[:, 0].tolist(), at.q_start.tolist()
     decode = [b for b in range(at.num_decode) if start[b] >= 0]
     groups = [decode] if decode else []
     groups += [[b] for b in range(at.num_decode, at.num_rows) if start[b] >= 0]
@@ -141,53 +151,40 @@ def _iter_groups(at: Slots, model_window: int | None, window: int | None) -> Ite
         token, n = q_start[rows[0]], q_start[rows[0] + 1] - q_start[rows[0]]
         dense = rows == list(range(rows[0], rows[-1] + 1))
         tokens = slice(token, token + len(rows) * n) if dense else torch.tensor([q_start[b] for b in rows])
-        index = torch.tensor(rows, device=at.start.device)
-        extents = [(start[b], n) for b in rows]
-        tiles = [
-            _make_tile(
-                at, index, n, first, model_window, window, whole=_is_fully_visible(extents, first, model_window, window)
-            )
-            for first in _list_tile_starts(extents, at.sinks, model_window, window)
-        ]
+        queries = _find_queries(at, rows, n, tokens, model_window)
+        tiles = [_make_tile(at, queries, first, window) for first in _list_tile_starts(queries, at.sinks, window)]
         yield _Group(tokens, len(rows), n, tiles)
 
 
-def _list_tile_starts(
-    rows: list[tuple[int, int]], sinks: int, model_window: int | None, window: int | None
-) -> list[int]:
-    """Return, in ascending order, the first positions of the tiles that some query of the rows (start, n) may see."""
-    reach = min((w for w in (model_window, window) if w is not None), default=None)
-    first = min(start for start, _ in rows)
-    oldest = 0 if reach is None else max(0, first - reach + 1)
-    end = max(start + n for start, n in rows)
-    starts = set(range(oldest // TILE * TILE, end, TILE))
-    if model_window is None or first - model_window < sinks:
+def _find_queries(at: Slots, rows: list[int], n: int, tokens: Tensor | slice, model_window: int | None) -> _Queries:
+    """Return the queries of `rows`, which have n tokens each: `tokens` of the step."""
+    which = torch.tensor(rows, device=at.start.device)
+    index = by_head(at.start)[which][..., None] + torch.arange(n, device=which.device)  # [B, h, n]
+    if at.window_start is not None and model_window is not None:
+        first = by_head(at.window_start)[tokens].unflatten(0, (len(rows), n)).transpose(1, 2)
+    else:
+        first = index - index if model_window is None else (index - model_window + 1).clamp_min(0)
+    return _Queries(by_head(at.table_row)[which], index, first)
+
+
+def _list_tile_starts(queries: _Queries, sinks: int, window: int | None) -> list[int]:
+    """Return, in ascending order, the first indices of the tiles that some of the queries may see."""
+    oldest, first, end = int(queries.first.min()), int(queries.index.min()), int(queries.index.max()) + 1
+    latest = oldest if window is None else max(oldest, first - window + 1)
+    starts = set(range(latest // TILE * TILE, end, TILE))
+    if window is not None and oldest < sinks:
         starts |= set(range(0, min(sinks, end), TILE))
     return sorted(starts)
 
 
-def _is_fully_visible(rows: list[tuple[int, int]], first: int, model_window: int | None, window: int | None) -> bool:
-    """Return whether every query of the rows (start, n) sees every key of the tile that begins at position `first`."""
-    reach = min((w for w in (model_window, window) if w is not None), default=None)
-    last_query = max(start + n - 1 for start, n in rows)
-    in_the_past = first + TILE - 1 <= min(start for start, _ in rows)
-    return in_the_past and (reach is None or last_query - first < reach)
-
-
-def _make_tile(
-    at: Slots, rows: Tensor, n: int, first: int, model_window: int | None, window: int | None, *, whole: bool
-) -> _Tile:
-    """Return the tile of positions first .. first + TILE - 1, for `rows` of n tokens each."""
-    start = at.start[rows].long().view(-1, 1, 1)
-    key = torch.arange(first, first + TILE, device=rows.device).view(1, 1, -1)
-    # Positions after a row's end were never written; the last written slot is read instead, and its score is masked.
-    block, slot = at.locate(at.row_seat[rows].long().view(-1, 1, 1), key.minimum(start + n - 1))
-    if whole:
-        return _Tile(block, slot, None)
-    query = start + torch.arange(n, device=rows.device).view(1, -1, 1)  # [B, n, 1]
-    visible = key <= query
-    if model_window is not None:
-        visible = visible & (query - key < model_window)
+def _make_tile(at: Slots, queries: _Queries, first: int, window: int | None) -> _Tile:
+    """Return the tile of the tokens with indices first .. first + TILE - 1."""
+    key = torch.arange(first, first + TILE, device=queries.index.device)
+    # Tokens that no query of a row sees may have no memory; instead of them one that is seen is read, and masked.
+    readable = key.maximum(queries.first[..., :1]).minimum(queries.index[..., -1:])  # [B, h, TILE]
+    block, slot = at.locate(queries.table_row[..., None], readable)
+    query, oldest = queries.index[..., None], queries.first[..., None]  # [B, h, n, 1]
+    visible = (key <= query) & (key >= oldest)
     if window is not None:
-        visible = visible & ((query - key < window) | (key < at.sinks))
-    return _Tile(block, slot, ~visible.unsqueeze(1))
+        visible &= (query - key < window) | (key < at.sinks)
+    return _Tile(block, slot, None if bool(visible.all()) else ~visible)

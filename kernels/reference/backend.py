@@ -1,8 +1,7 @@
 """Every operation in plain torch, on any device: the specification that backends are compared with.
 
 Arguments are checked here, too. The Metal kernels call the same functions (`check_linear` ...) before a launch; the C++
-kernels have checks of their own (`kernels/cpu/check.h`). The entries of the block table and the positions of rows are
-not checked. Attention is in attention.py. Knows no strategy.
+kernels have checks of their own (`kernels/cpu/check.h`). Attention is in attention.py. Knows no strategy.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import sampling
-from kernels.arguments import ANY, AT_LEAST_ONE, FLOATS, SlotsChecker, check, check_tensor
+from kernels.arguments import ANY, AT_LEAST_ONE, FLOATS, SlotsChecker, by_head, check, check_tensor, compute_indices
 from kernels.composite import CompositeOps
 from kernels.memory import ConcatenatedWeight
 from kernels.ops import PackedWeight, Weight
@@ -116,6 +115,16 @@ class ReferenceOps(CompositeOps):
         check_dequantize(x, scale)
         return x.float() * scale[..., None]
 
+    def check_slots(self, store: KVStore, layer: int, at: Slots, num_tokens: int) -> None:
+        heads, _, _ = store.heads(layer)
+        check(
+            not at.split_heads or (at.start.dim() == 2 and at.start.shape[1] == heads),
+            "check_slots: start must have a column for each of {} heads, and is {}",
+            *(heads, at.start.shape),
+        )
+        found = self._addresses.check("check_slots", at, store)
+        check(found == num_tokens, "check_slots: the rows have {} tokens instead of {}", found, num_tokens)
+
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         check_write_kv(store, layer, k, v)
         self._addresses.check("write_kv", at, store, len(k))
@@ -123,10 +132,11 @@ class ReferenceOps(CompositeOps):
             self._writes[at] = _compute_write_index(at)
         tokens, block, slot = self._writes[at]
         for new, plane in zip((k, v), store.planes(layer), strict=True):
+            where = block, _list_heads(plane), slot
             if plane.scale is None:
-                plane.numbers[block, :, slot] = new[tokens].to(store.dtype)
+                plane.numbers[where] = new[tokens].to(store.dtype)
             else:
-                plane.numbers[block, :, slot], plane.scale[block, :, slot] = self.quantize(new[tokens])
+                plane.numbers[where], plane.scale[where] = self.quantize(new[tokens])
 
     def attend(
         self,
@@ -139,20 +149,21 @@ class ReferenceOps(CompositeOps):
         *,
         window: int | None = None,
     ) -> None:
-        check_attend(out, q, store, layer, spec, window)
+        check_attend(out, q, store, layer, at, spec, window)
         self._addresses.check("attend", at, store, len(q))
         self._tiled_attention.attend(out, q, store, layer, at, spec, window)
 
-    def gather(self, store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, store: KVStore, layer: int, at: Slots, row: int, indices: Tensor) -> tuple[Tensor, Tensor]:
         self._addresses.check("gather", at, store)
-        check_gather(store, layer, at, row, positions)
-        block, slot = at.locate(at.row_seat[row].long(), positions.long())
+        check_gather(store, layer, at, row, indices)
+        block, slot = at.locate(by_head(at.table_row)[row], by_head(indices))  # [S, 1 or H]
         k, v = (self._read_plane(plane, block, slot) for plane in store.planes(layer))
         return k, v
 
     def _read_plane(self, plane: Plane, block: Tensor, slot: Tensor) -> Tensor:
-        numbers = plane.numbers[block, :, slot]
-        return numbers if plane.scale is None else self.dequantize(numbers, plane.scale[block, :, slot])
+        where = block, _list_heads(plane), slot
+        numbers = plane.numbers[where]
+        return numbers if plane.scale is None else self.dequantize(numbers, plane.scale[where])
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
         check_copy_blocks(store, src, dst)
@@ -176,16 +187,22 @@ def _copy_repeated(columns: Tensor, x: Tensor) -> None:
     columns.unflatten(0, (x.shape[1], -1)).copy_(x.transpose(0, 1)[:, None])
 
 
+def _list_heads(plane: Plane) -> Tensor:
+    """Return the numbers [H] of the heads in a block; blocks of split heads have head 0 only."""
+    return torch.arange(plane.numbers.shape[1], device=plane.numbers.device)
+
+
 def _compute_write_index(at: Slots) -> tuple[Tensor | slice, Tensor, Tensor]:
-    """Return (tokens of the step that are written, block of each, slot of each); padding tokens are not written."""
+    """Return (tokens of the step that are written, block of each [N, h], slot of each [N, h]).
+
+    h is 1 if all heads are in one block. Padding tokens are not written.
+    """
     lengths = at.q_start.diff().long()
     row = torch.repeat_interleave(torch.arange(at.num_rows, device=lengths.device), lengths)  # [N]
-    token = torch.arange(row.numel(), device=row.device)
-    start = at.start[row].long()
-    position = start + token - at.q_start[row].long()
-    real = start >= 0
-    tokens: Tensor | slice = slice(None) if bool(real.all()) else token[real]
-    block, slot = at.locate(at.row_seat[row[tokens]].long(), position[tokens])
+    index = compute_indices(by_head(at.start), lengths, row)
+    real = index[:, 0] >= 0
+    tokens: Tensor | slice = slice(len(row)) if bool(real.all()) else real.nonzero()[:, 0]
+    block, slot = at.locate(by_head(at.table_row)[row[tokens]], index[tokens])
     return tokens, block, slot
 
 
@@ -280,7 +297,9 @@ def check_write_kv(store: KVStore, layer: int, k: Tensor, v: Tensor) -> None:
     check_tensor("write_kv", "v", v, (len(k), H, Dv), (k.dtype,), device)
 
 
-def check_attend(out: Tensor, q: Tensor, store: KVStore, layer: int, spec: LayerSpec, window: int | None) -> None:
+def check_attend(
+    out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, window: int | None
+) -> None:
     """Raise ValueError for wrong arguments of `Ops.attend`, except its addresses, which `SlotsChecker` checks."""
     H, D, Dv = store.heads(layer)
     heads, device = spec.num_q_heads, store.device
@@ -294,18 +313,24 @@ def check_attend(out: Tensor, q: Tensor, store: KVStore, layer: int, spec: Layer
         "attend: a window must have at least one token, not {} or {}",
         *(spec.window, window),
     )
+    check(
+        at.split_heads == store.split_heads, "attend: a store has split heads, and its addresses do not, or vice versa"
+    )
     check_tensor("attend", "q", q, (ANY, heads, D), device=device)
     check_tensor("attend", "out", out, (len(q), heads, Dv), (q.dtype,), device)
     if spec.sink_logits is not None:
         check_tensor("attend", "sink_logits", spec.sink_logits, (heads,), device=device)
 
 
-def check_gather(store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> None:
+def check_gather(store: KVStore, layer: int, at: Slots, row: int, indices: Tensor) -> None:
     """Raise ValueError for wrong arguments of `Ops.gather`, except its addresses, which were checked before."""
-    store.heads(layer)
+    H, _, _ = store.heads(layer)
     check(0 <= row < at.num_rows, "gather: there is no row {} among {}", row, at.num_rows)
-    integers = torch.int64, torch.int32
-    check_tensor("gather", "positions", positions, (ANY,), integers, store.device)
+    sizes = (ANY, H) if store.split_heads else (ANY,)
+    check_tensor("gather", "indices", indices, sizes, (torch.int64, torch.int32), store.device)
+    start, length = by_head(at.start)[row], at.q_start[row + 1] - at.q_start[row]
+    there = bool(((by_head(indices) >= 0) & (by_head(indices) < start + length)).all())
+    check(there, "gather: indices must be from 0 to the row's last, and are {}", indices)
 
 
 def check_copy_blocks(store: KVStore, src: Sequence[int], dst: Sequence[int]) -> None:

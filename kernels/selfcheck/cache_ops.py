@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kernels.arguments import by_head
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
@@ -21,6 +22,7 @@ CASES = (
     (LayerSpec(2, 8, 16, 16, scale=0.25), Layout(300)),
     (LayerSpec(2, 14, 8, 24, scale=0.35), Layout(16, sinks=4, ring=61)),
     (LayerSpec(2, 2, 80, 80, scale=0.11, window=40, softcap=5.0, sink_logits=torch.tensor([0.0, 3.0])), Layout(16)),
+    (LayerSpec(2, 6, 16, 16, scale=0.25, window=90), Layout(16, dropped=True, split_heads=True)),
 )
 ROWS = (CaseRow(0, 1), CaseRow(200, 1), CaseRow(-1, 1), CaseRow(0, 9), CaseRow(187, 6), CaseRow(-1, 4))
 # Rows of one token with so long a past that a backend may split their sequences.
@@ -75,8 +77,8 @@ def _write_kv_bytes(store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots)
 
 def _token_bytes(store: KVStore, layer: int, dtype: torch.dtype) -> int:
     """Return the bytes of one token's keys and values in one layer, if they are stored in `dtype`."""
-    shapes = (plane.numbers.shape for plane in store.planes(layer))  # [blocks, H, block_size, dim]
-    return sum(heads * compute_vector_bytes(dim, dtype) for _, heads, _, dim in shapes)
+    heads, *dims = store.heads(layer)
+    return sum(heads * compute_vector_bytes(dim, dtype) for dim in dims)
 
 
 def _attend_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
@@ -95,27 +97,29 @@ def _attend_bytes(
     out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, *, window: int | None = None
 ) -> int:
     """Return the bytes of the keys that each row sees: those within both windows, and the sinks within the model's."""
-    reaches = [at.max_kv if each is None else each for each in (spec.window, window)]
-    keys = 0
-    for start, queries in zip(at.start.tolist(), at.q_start.diff().tolist(), strict=True):
-        if start >= 0:
-            oldest = max(0, start + 1 - min(reaches))
-            oldest_sink = max(0, start + 1 - reaches[0])
-            keys += start + queries - oldest + max(0, min(at.sinks, oldest) - oldest_sink)
-    return keys * _token_bytes(store, layer, store.dtype)
+    starts, lengths = by_head(at.start), at.q_start.diff()[:, None]
+    model_oldest = (starts + 1 - (at.max_kv if spec.window is None else spec.window)).clamp_min(0)
+    if at.window_start is not None and spec.window is not None:
+        model_oldest = by_head(at.window_start)[at.q_start[:-1].clamp_max(len(q) - 1)]
+    oldest = model_oldest if window is None else model_oldest.maximum(starts + 1 - window)
+    keys = starts + lengths - oldest + (oldest.clamp_max(at.sinks) - model_oldest).clamp_min(0)
+    seen = keys.where(starts >= 0, 0).float().mean(1).sum()  # heads may keep different numbers
+    return int(seen * _token_bytes(store, layer, store.dtype))
 
 
 def _gather_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     for name, case in _cases(ReferenceOps(), dtype, device):
         case.write()
-        positions = torch.arange(187, 193, device=device)
-        for plane in ops.gather(case.store, case.layer, case.at, 4, positions):
+        indices = by_head(case.at.start)[4] + torch.arange(6, device=device)[:, None]
+        for plane in ops.gather(
+            case.store, case.layer, case.at, 4, indices if case.layout.split_heads else indices[:, 0]
+        ):
             yield name, plane
 
 
-def _gather_bytes(store: KVStore, layer: int, at: Slots, row: int, positions: Tensor) -> int:
+def _gather_bytes(store: KVStore, layer: int, at: Slots, row: int, indices: Tensor) -> int:
     out = torch.float32 if store.dtype is torch.int8 else store.dtype
-    return len(positions) * (_token_bytes(store, layer, store.dtype) + _token_bytes(store, layer, out))
+    return len(indices) * (_token_bytes(store, layer, store.dtype) + _token_bytes(store, layer, out))
 
 
 def _copy_blocks_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:

@@ -87,10 +87,9 @@ def _make_slots(store: KVStore, block: int, starts: Sequence[int], n: int, decod
     return Slots(
         table=integers([block]).view(1, 1),
         block_size=store.block_size,
-        row_seat=integers([0] * len(starts)),
+        table_row=integers([0] * len(starts)),
         q_start=integers([i * n for i in range(len(starts) + 1)]),
         start=integers(starts),
-        kept=integers(starts),
         num_decode=decode,
         max_q=n,
         max_kv=max(starts) + n,

@@ -133,12 +133,12 @@ def _forward_layers_samples(ops: Ops, dtype: torch.dtype, device: torch.device) 
     ]
     for step in ([(0, 0, 4), (1, 0, 3)], [(0, 4, 1), (1, 3, 2)], [(1, 5, 1), (0, -1, 1)]):
         n = sum(tokens for _, _, tokens in step)
-        kv_locations = [
+        stored = [
             (slice(i * n, i * n + n), KVLocation(case.store, case.make_slots(step), 4 if case.layout.ring else None))
             for i, case in enumerate(cases)
         ]
         x = draw(2 * n, 48).to(dtype)
-        out = ops.forward_layers(decoder, x, Step(ops, specs, kv_locations))
+        out = ops.forward_layers(decoder, x, Step(ops, specs, stored))
         yield f"{step}", out[[i for i in range(2 * n) if n > 2 or i % n == 0]]
 
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from cache_strategies.base import Clearing, Inspectable, KVCache, Pin, PinError, Pinning, Salt, SaltScope
+from cache_strategies.base import Clearing, Inspectable, Pinning
+from cache_strategies.types import Pin, PinError, Salt, SaltScope
 from config.sizes import share_to_bytes
 from server.engine.core import Core
 from server.engine.info import describe_share
 from server.engine.ipc.messages import Clear, Command, Inspect, PinPrefix, Share, Unpin
+from server.engine.isolation.errors import StrategyError
+from server.engine.isolation.guard import GuardedCache
 from server.engine.scheduling.request import RequestError
 
 
@@ -21,7 +24,14 @@ def run_command(core: Core, command: Command) -> dict[str, Any]:
 
     Raises RequestError if the instance is unknown, does not support the command or cannot follow it now.
     """
-    cache = core.caches.get(command.instance)
+    try:
+        return _run_command(core, command)
+    except StrategyError as error:
+        raise RequestError(500, str(error), code="strategy_failed") from error
+
+
+def _run_command(core: Core, command: Command) -> dict[str, Any]:
+    cache = core.isolation.caches.get(command.instance)
     if cache is None:
         names = ", ".join(core.caches)
         raise RequestError(404, f"there is no cache strategy {command.instance!r}; there are {names}", code="not_found")
@@ -30,13 +40,13 @@ def run_command(core: Core, command: Command) -> dict[str, Any]:
             return _inspect(core, cache)
         case Share(_, floor, limit):
             return _set_share(core, cache, floor, limit)
-        case Clear(_, tenant, cache_salt) if isinstance(cache, Clearing):
-            freed = cache.clear(SaltScope(tenant, cache_salt))
+        case Clear(_, tenant, cache_salt) if isinstance(cache.inner, Clearing):
+            freed = cache.call("clear", SaltScope(tenant, cache_salt))
             core.scheduler.mark_room_changed()
             return {"freed_bytes": freed}
-        case PinPrefix() if isinstance(cache, Pinning):
+        case PinPrefix() if isinstance(cache.inner, Pinning):
             return _pin(cache, command)
-        case Unpin(_, pin_id) if isinstance(cache, Pinning):
+        case Unpin(_, pin_id) if isinstance(cache.inner, Pinning):
             answer = _unpin(cache, pin_id)
             core.scheduler.mark_room_changed()
             return answer
@@ -44,21 +54,21 @@ def run_command(core: Core, command: Command) -> dict[str, Any]:
     raise RequestError(409, f"strategy {cache.name!r} does not support {feature}", code="not_supported")
 
 
-def _pin(cache: Pinning, command: PinPrefix) -> dict[str, Any]:
+def _pin(cache: GuardedCache, command: PinPrefix) -> dict[str, Any]:
     try:
         salt = Salt(command.tenant, command.cache_salt)
-        return _format_pin(cache.pin(command.tokens, salt=salt, ttl=command.ttl))
+        return _format_pin(cache.call("pin", command.tokens, salt=salt, ttl=command.ttl))
     except PinError as error:
         raise RequestError(409, str(error), code="cannot_pin") from None
 
 
-def _unpin(cache: Pinning, pin_id: str) -> dict[str, Any]:
-    if not cache.unpin(pin_id):
+def _unpin(cache: GuardedCache, pin_id: str) -> dict[str, Any]:
+    if not cache.call("unpin", pin_id):
         raise RequestError(404, f"there is no pin {pin_id!r}: it may have expired", code="not_found")
     return {"id": pin_id, "deleted": True}
 
 
-def _inspect(core: Core, cache: KVCache) -> dict[str, Any]:
+def _inspect(core: Core, cache: GuardedCache) -> dict[str, Any]:
     answer: dict[str, Any] = {"name": cache.name, **describe_share(core.arena, cache.name)}
     answer["usage"] = cache.usage()._asdict()
     answer["requests"] = [
@@ -73,10 +83,12 @@ def _inspect(core: Core, cache: KVCache) -> dict[str, Any]:
         for request in (*core.scheduler.running, *core.scheduler.waiting)
         if request.cache is cache
     ]
-    if isinstance(cache, Inspectable):
-        answer |= cache.inspect()
-    if isinstance(cache, Pinning):
-        answer["pins"] = [_format_pin(pin) for pin in cache.pins()]
+    if cache.is_suspended:
+        return answer
+    if isinstance(cache.inner, Inspectable):
+        answer |= cache.call("inspect")
+    if isinstance(cache.inner, Pinning):
+        answer["pins"] = [_format_pin(pin) for pin in cache.call("pins")]
     return answer
 
 
@@ -85,11 +97,11 @@ def _format_pin(pin: Pin) -> dict[str, Any]:
     return {"id": pin.id, "tokens": pin.num_tokens, "bytes": pin.num_bytes, "ttl": round(left, 3)}
 
 
-def _set_share(core: Core, cache: KVCache, floor: str | None, limit: str | None) -> dict[str, Any]:
+def _set_share(core: Core, cache: GuardedCache, floor: str | None, limit: str | None) -> dict[str, Any]:
     total = core.arena.pages * core.arena.page_bytes
     pages = [
         old if new is None else min(share_to_bytes(new, total), total) // core.arena.page_bytes
         for old, new in zip(core.arena.get_share(cache.name), (floor, limit), strict=True)
     ]
-    core.set_share(cache.name, floor=pages[0], limit=pages[1])
+    core.memory.set_share(cache.name, floor=pages[0], limit=pages[1])
     return _inspect(core, cache)

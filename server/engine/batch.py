@@ -7,6 +7,7 @@ in. Knows plans and rows; not how a strategy stores keys.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -15,15 +16,8 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row
-from kernels.ops import KVLocation
-
-
-class StrategyError(Exception):
-    """A strategy's plan() or attend() raised; the rows of other strategies can still be computed."""
-
-    def __init__(self, instance: str, cause: Exception) -> None:
-        super().__init__(f"cache strategy {instance!r} failed: {type(cause).__name__}: {cause}")
-        self.instance = instance
+from kernels.ops import AttentionSlice
+from server.engine.isolation.errors import StrategyError
 
 
 class RowInput(NamedTuple):
@@ -35,19 +29,18 @@ class RowInput(NamedTuple):
     num_logits: int
 
 
-class _Slice(NamedTuple):
-    """One strategy's part of the batch: its plan, and the range of tokens that belong to it."""
+class _Part(NamedTuple):
+    """One strategy's part of the batch."""
 
     cache: KVCache
     plan: Plan
-    token_slice: slice
 
 
 class Batch:
     """One step's input of the model, and its attention: implements `kernels.ops.Attention`."""
 
     def __init__(self, work: Sequence[RowInput], device: torch.device | str = "cpu") -> None:
-        """Plan the rows of every strategy and copy token ids to the device. Raises StrategyError if a plan fails."""
+        """Plan the rows of every strategy and copy token ids to the device. Raises StrategyError."""
         self.row_order = _order_rows(work)  # for each row of the batch, its index in `work`
         self._rows = [work[i] for i in self.row_order]
         ids: list[int] = []
@@ -57,35 +50,24 @@ class Batch:
             ids += tokens
             positions += range(seat.length, seat.length + num_tokens)
             logit_index += range(len(positions) - num_logits, len(positions))
-        self._slices = list(self._plan())
+        planned = list(self._plan())
+        self._parts = [part for part, _ in planned]
+        self.slices = [each for _, each in planned]
         # One blocking copy: on mps a non-blocking copy reads the host memory later, when it may have been freed.
         packed = torch.from_numpy(np.array(ids + positions + logit_index, np.int64)).to(device)
         self.input_ids, self.positions, self.logit_index = packed.split((len(ids), len(ids), len(logit_index)))
 
-    @property
-    def kv_locations(self) -> Sequence[tuple[slice, KVLocation]] | None:
-        """Each strategy's range of tokens and where it stores their keys; None if any strategy does not tell where."""
-        locations = []
-        for _, plan, tokens in self._slices:
-            if (location := plan.kv_location) is None:
-                return None
-            locations.append((tokens, location))
-        return locations
-
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Compute attention of all N tokens by their strategies' plans: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> [N,Hq,Dv].
+        """Compute attention of all N tokens, strategy by strategy: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> [N,Hq,Dv].
 
-        Raises StrategyError if a strategy's code raises.
+        Raises StrategyError if a strategy that computes its own attention is at fault.
         """
         out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
         # With one strategy the tensors are not sliced, which saves time in every layer
-        is_single = len(self._slices) == 1
-        for cache, plan, at in self._slices:
-            parts = (q, k, v, out) if is_single else (q[at], k[at], v[at], out[at])
-            try:
-                plan.attend(layer_idx, *parts)
-            except Exception as error:
-                raise StrategyError(cache.name, error) from error
+        is_single = len(self._parts) == 1
+        for (cache, plan), (at, *_) in zip(self._parts, self.slices, strict=True):
+            tensors = (q, k, v, out) if is_single else (q[at], k[at], v[at], out[at])
+            cache.attend(plan, layer_idx, *tensors)
         return out
 
     @property
@@ -93,23 +75,31 @@ class Batch:
         """For each row of the batch, the number of its tokens whose logits are computed."""
         return [item.num_logits for item in self._rows]
 
-    def commit(self, num_entered: Sequence[int] | None = None) -> None:
-        """Commit the first num_entered[i] tokens of each row i; None: all tokens of all rows."""
+    def commit(self, num_entered: Sequence[int] | None = None) -> list[StrategyError]:
+        """Commit the first num_entered[i] tokens of each row i; None: all tokens of all rows.
+
+        Return an error for each strategy that failed to; the others have committed.
+        """
         counts = [item.row.num_tokens for item in self._rows] if num_entered is None else num_entered
         tokens = iter([item.tokens[:count] for item, count in zip(self._rows, counts, strict=True)])
-        for cache, plan, _ in self._slices:
-            cache.commit(plan, [next(tokens) for _ in plan.rows])
+        errors = []
+        for cache, plan in self._parts:
+            ids = [next(tokens) for _ in plan.rows]
+            try:
+                cache.commit(plan, ids)
+            except StrategyError as error:
+                errors.append(error)
+        return errors
 
-    def _plan(self) -> Iterator[_Slice]:
+    def _plan(self) -> Iterator[tuple[_Part, AttentionSlice]]:
         end = 0
         for cache, items in groupby(self._rows, key=lambda item: item.cache):
             rows = [item.row for item in items]
             begin, end = end, end + sum(row.num_tokens for row in rows)
-            try:
-                plan = cache.plan(rows)
-            except Exception as error:
-                raise StrategyError(cache.name, error) from error
-            yield _Slice(cache, plan, slice(begin, end))
+            plan = cache.plan(rows)
+            locations = [plan.kv_location(i) for i in range(len(cache.setup.geometry.layers))]
+            hook = partial(cache.attend, plan)
+            yield _Part(cache, plan), AttentionSlice(slice(begin, end), locations, plan.query_tap, hook)
 
 
 def _order_rows(work: Sequence[RowInput]) -> list[int]:

@@ -16,8 +16,9 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.arena import Arena
-from cache_strategies.base import Geometry, KVCache
+from cache_strategies.base import KVCache
 from cache_strategies.registry import Instance
+from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.settings import Settings
 from config.sizes import parse_bytes
@@ -36,6 +37,8 @@ from server.engine.device import (
     free_memory,
     limit_memory,
 )
+from server.engine.isolation.guard import CallObserver
+from server.engine.isolation.isolation import Isolation
 from server.engine.sampling.logprobs import MAX_STEP_LOGITS
 from server.engine.scheduling.scheduler import Limits, Scheduler
 from server.engine.scheduling.selection import Selector
@@ -65,15 +68,23 @@ class Engine:
     max_seq_len: int
 
 
-def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
+def build_engine(
+    settings: Settings,
+    *,
+    gradual: bool = False,
+    calls: CallObserver | None = None,
+    disabled: Mapping[str, str] | None = None,
+) -> Engine:
     """Load the model, allocate the KV memory and return the engine. Raises SettingsError for settings that cannot work.
 
     With `gradual`, only the part of a CPU's KV memory that the first steps need is touched now, so that the system
-    provides it; the rest is touched in the background while the engine runs.
+    provides it; the rest is touched in the background while the engine runs. `calls` is told of every call of a
+    strategy. Requests for the instances `disabled` are refused with the reasons given there.
     """
     directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
     info = read_model_info(directory, settings.model_impl)
-    instances = registry.resolve_instances(settings.strategies)
+    usable = {name: each for name, each in settings.strategies.items() if name not in (disabled or {})}
+    instances = registry.resolve_instances(usable)
     device = choose_device(settings.device)
     dtype = choose_dtype(settings.dtype, info.dtype, device)
     kernels = _load_kernels(settings, device, dtype)
@@ -98,8 +109,16 @@ def build_engine(settings: Settings, *, gradual: bool = False) -> Engine:
     arena, caches = _allocate_kv_memory(settings, instances, geometry, ops, device.tensors, directory, gradual=gradual)
     _check_ops_in_kv_memory(caches, arena, geometry, kernels)
     limits = _make_limits(settings, geometry, arena, max_step_scores)
-    selector = Selector(caches.keys(), settings.rules, settings.default_strategy)
-    core = Core(model, caches, arena, Scheduler(limits), selector, ops, tracer)
+    selector = Selector(settings.strategies.keys(), settings.rules, settings.default_strategy)
+    by_name = {instance.name: instance for instance in instances}
+    isolation = Isolation(
+        caches,
+        lambda name: registry.build_cache(by_name[name], geometry, arena, ops, str(directory)),
+        timeout=settings.strategy_timeout,
+        calls=calls,
+        disabled=disabled,
+    )
+    core = Core(model, isolation, arena, Scheduler(limits), selector, ops, tracer)
     name, *aliases = settings.model_names
     return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
 

@@ -15,24 +15,28 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import KVCache, Salt
+from cache_strategies.base import KVCache
+from cache_strategies.types import Salt
 from kernels.ops import Ops
 from kernels.tracing import OpTimer, Tracer
 from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
+from server.engine.isolation.errors import StrategyError
+from server.engine.isolation.isolation import Isolation
+from server.engine.kv_memory import KVMemory
 from server.engine.model_runner import (
     STEP_FAILED,
     ModelRunner,
     RequestsFailed,
     RowsComputed,
     StepOutput,
-    StrategyFailed,
     run_step,
 )
 from server.engine.sampling.ngram_proposer import NgramProposer
 from server.engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput
 from server.engine.scheduling.request import Request, RequestError
-from server.engine.scheduling.scheduler import Scheduled, Scheduler
+from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.selection import Selector
+from server.engine.scheduling.step import FailedRequest, Scheduled
 from server.engine.stats import make_request_record, merge_step_parts
 from server.models.base import Model
 from server.records import Admission, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
@@ -65,7 +69,6 @@ class StepResult(NamedTuple):
 class _StepAccumulator:
     """Metrics and events since the last step's report; counters and dicts are keyed by strategy instance."""
 
-    failures: Counter[str] = field(default_factory=Counter)  # number of exceptions that the strategy's code has raised
     generated_tokens: Counter[str] = field(default_factory=Counter)
     drafts: defaultdict[str, list[DraftRecord]] = field(default_factory=lambda: defaultdict(list))
     # Number of requests that took over the prompt that another choice (n > 1) of the same request had computed
@@ -83,7 +86,7 @@ class Core:
     def __init__(
         self,
         model: Model,
-        caches: Mapping[str, KVCache],
+        isolation: Isolation,
         arena: Arena,
         scheduler: Scheduler,
         selector: Selector,
@@ -91,13 +94,14 @@ class Core:
         tracer: Tracer,
     ) -> None:
         self.model = model
-        self.caches = caches
+        self.isolation = isolation
+        self.caches: Mapping[str, KVCache] = isolation.caches
         self.arena = arena
         self.scheduler = scheduler
         self._selector = selector
         self._requests: dict[tuple[int, str], Request] = {}
         self._accumulator = _StepAccumulator()
-        self._evicted_pages: Counter[str] = Counter()  # pages evicted from each instance until the last step
+        self.memory = KVMemory(arena, self.caches, scheduler)
         self.timing_interval = TIMING_INTERVAL  # one step in so many has its operations timed; 0: no step
         self.tracer = tracer
         self._runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample), tracer)
@@ -121,17 +125,21 @@ class Core:
             self.scheduler.submit(request)
         except RequestError as error:
             return Event(worker, error.to_message(message.request_id))
+        except StrategyError as error:
+            return Event(worker, Failed(message.request_id, 500, str(error), "strategy_failed"))
         except Exception as error:
             log.exception("a request could not be queued; other requests go on")
             failed = Failed(message.request_id, 500, STEP_FAILED.format(type(error).__name__), "request_failed")
             return Event(worker, failed)
         self._requests[request.key] = request
+        self.isolation.begin(request)
         request.siblings.append(request)
         return None
 
     def _make_request(self, worker: int, message: Submit) -> Request:
         """Make the request of a message and choose its strategy instance. Raises RequestError if it is invalid."""
         name, reason = self._selector.choose(message, self.arena.usage)
+        self.isolation.check_admission(name)
         cache = self.caches[name]
         speculation = self.scheduler.limits.resolve_speculation(message.speculation)
         request = Request(
@@ -170,61 +178,34 @@ class Core:
         for key in [key for key in self._requests if key[0] == worker]:
             self.cancel(*key)
 
-    def set_share(self, name: str, *, floor: int, limit: int) -> None:
-        """Change an instance's floor and limit, in pages.
-
-        Raises RequestError if the floor exceeds the limit, or if the longest sequence of any instance would not fit.
-
-        Idle memory beyond the limit is freed now. Running requests go on; no other request of the instance starts until
-        they need no more than the limit.
-        """
-        page = self.arena.page_bytes
-        if floor > limit:
-            raise RequestError(
-                400, f"the floor is {floor * page} bytes, more than the limit, {limit * page}", param="floor"
-            )
-        if (why_not := self.arena.explain_refusal(name, floor=floor, limit=limit)) is not None:
-            raise RequestError(409, f"this floor and limit cannot be set: {why_not}", code="no_room")
-        self.arena.set_share(name, floor=floor, limit=limit)
-        self._drain(name)
-        self.scheduler.mark_room_changed()
-
-    def _drain(self, name: str) -> None:
-        """Let an instance hold more than its limit only while its running requests and pins need that."""
-        running = [r for r in self.scheduler.running if r.cache.name == name]
-        needed = sum(r.cache.bytes_for(r.max_total_tokens) for r in running)
-        pinned = len(self.caches[name].pinned_pages())
-        self.arena.drain(name, -(-needed // self.arena.page_bytes) + pinned)
-
     # ---------------------------------------------------------------- a step
     def step(self) -> StepResult:
         """Schedule and compute one step, and return its results; without requests no row is computed."""
         began = time.monotonic()
-        self._add_touched_memory()
+        self.memory.add_touched_pages()
         for cache in self.caches.values():
             cache.poll()
-            if cache.draining:
-                self._drain(cache.name)
-                if not cache.draining:
-                    self.scheduler.mark_room_changed()
+        self.memory.drain()
         with self.tracer.span("schedule"):
-            scheduled, preempted = self.scheduler.schedule()
+            scheduled, preempted, failed = self.scheduler.schedule()
+        self._end_failed(failed)
         self._steps += bool(scheduled)
         timed = bool(scheduled and self.timing_interval) and self._steps % self.timing_interval == 0
         with self.tracer.record(OpTimer(self.model.device)) if timed else nullcontext() as op_timer:
             parts, step_events = self._compute(scheduled)
+        self._end_stalled(scheduled)
         totals, self._accumulator = self._accumulator, _StepAccumulator()
         report = StepReport(
             seconds=time.monotonic() - began,
             parts=parts,
             preemptions=Counter(r.cache.name for r in preempted),
-            failures=totals.failures,
+            failures=self.isolation.collect_faults(),
             inter_token_seconds=totals.inter_token_seconds,
             generated_tokens=totals.generated_tokens,
             drafts=totals.drafts,
             forks=totals.forks,
             admissions=totals.admissions,
-            evicted_bytes=self._count_evicted_bytes(),
+            evicted_bytes=self.memory.collect_evicted_bytes(),
             block_events={
                 name: events
                 for name, cache in self.caches.items()
@@ -236,31 +217,6 @@ class Core:
         all_events = [*preemption_events, *step_events, *totals.failure_events, *totals.explanation_events]
         return StepResult(all_events, report, totals.finished)
 
-    def _add_touched_memory(self) -> None:
-        """Let caches use the KV memory that the system provided since the last step; lower all shares if it ran out."""
-        arena, total = self.arena, self.arena.total_pages
-        if not arena.add_touched_pages():
-            return
-        if arena.total_pages < total:
-            log.warning(
-                "memory has run out: of %d bytes of KV memory planned, %d are available; floors and limits are lowered "
-                "in proportion",
-                total * arena.page_bytes,
-                arena.total_pages * arena.page_bytes,
-            )
-            for name in self.caches:
-                self._drain(name)
-        self.scheduler.set_kv_bytes(arena.num_usable_pages * arena.page_bytes)
-
-    def _count_evicted_bytes(self) -> dict[str, int]:
-        """Return the bytes of idle memory that were evicted since the last step, by instance."""
-        evicted: dict[str, int] = {}
-        for name in self.caches:
-            if pages := self.arena.num_reclaimed_pages(name) - self._evicted_pages[name]:
-                evicted[name] = pages * self.arena.page_bytes
-                self._evicted_pages[name] += pages
-        return evicted
-
     def _compute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
         """Compute and commit a step's rows; return counts of rows and tokens by instance, and events for clients."""
         parts: list[Mapping[str, StepPart]] = []
@@ -270,8 +226,6 @@ class Core:
                 case RowsComputed(part, output):
                     parts.append(part)
                     events += self._update_from_output(output)
-                case StrategyFailed(instance):
-                    self._accumulator.failures[instance] += 1
                 case RequestsFailed(requests, message, code):
                     self._fail(requests, message, code)
         return merge_step_parts(parts), events
@@ -281,7 +235,7 @@ class Core:
 
         Return events for clients.
         """
-        _commit_output(output)
+        output = self._commit_output(output)
         events: list[Event] = []
         for request, _, _ in output.scheduled:
             if request.num_cached_tokens is None:
@@ -303,6 +257,26 @@ class Core:
         inputs, results = [*output.to_sample, *forks], output.sampled.results
         events += [self._finish(each.request) for each in inputs if each.request not in results]
         return events + self._append_tokens([each for each in inputs if each.request in results], output.sampled)
+
+    def _commit_output(self, output: StepOutput) -> StepOutput:
+        """Commit the tokens that entered the caches, and free the slots of rejected draft tokens.
+
+        Requests whose strategies fail end with an error; return the output of the others.
+        """
+        errors = {error.instance: error for error in output.batch.commit(output.count_entered_tokens())}
+        self.isolation.record_steps({s.request.cache.name for s in output.scheduled} - errors.keys())
+        failed: dict[Request, StrategyError] = {}
+        for request, _, draft in output.scheduled:
+            assert request.seat is not None
+            try:
+                if request.cache.name in errors:
+                    raise errors[request.cache.name]
+                if draft:
+                    request.cache.crop(request.seat, request.seat.length)
+            except StrategyError as error:
+                failed[request] = error
+        self._end_failed([FailedRequest(*item) for item in failed.items()])
+        return output.without(failed.keys()) if failed else output
 
     def _record_admission(self, request: Request) -> list[Event]:
         """Record the number of cached prompt tokens, once a request's first row has run; return its Admitted event."""
@@ -362,6 +336,18 @@ class Core:
         self._accumulator.forks[request.cache.name] += len(forked)
         return forked
 
+    def _end_failed(self, failed: Sequence[FailedRequest]) -> None:
+        """End requests whose strategies were at fault."""
+        for request, error in failed:
+            self._fail([request], f"{error}; other strategies go on", "strategy_failed")
+
+    def _end_stalled(self, scheduled: Sequence[Scheduled]) -> None:
+        """End requests that wait for a strategy at fault, and all requests of an instance in quarantine."""
+        ended = self.isolation.find_stalled(self.scheduler.list_held_up(), [s.request for s in scheduled])
+        for requests, message, code in (*ended, *self.isolation.collect_quarantined(list(self._requests.values()))):
+            self._fail([request for request in requests if request.key in self._requests], message, code)
+        self.isolation.suspend_quarantined()
+
     def _fail(self, requests: Sequence[Request], message: str, code: str) -> None:
         """End requests with an error, whose events are sent after all others of the step."""
         for request in requests:
@@ -373,16 +359,9 @@ class Core:
         del self._requests[request.key]
         request.siblings.remove(request)
         self.scheduler.remove(request)
+        self.isolation.end(request, outcome)
         record = make_request_record(request, outcome)
         self._accumulator.finished.append(record)
         if request.explain and outcome in ("stop", "length"):
             worker, request_id = request.key
             self._accumulator.explanation_events.append(Event(worker, Explained(request_id, record)))
-
-
-def _commit_output(output: StepOutput) -> None:
-    """Commit the tokens of a step that entered the caches, and free the slots of rejected draft tokens."""
-    output.batch.commit(output.count_entered_tokens())
-    for request in (s.request for s in output.scheduled if s.draft):
-        assert request.seat is not None
-        request.cache.crop(request.seat, request.seat.length)

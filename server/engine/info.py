@@ -123,14 +123,21 @@ def describe_memory(arena: Arena) -> dict[str, int]:
 
 
 def describe_caches(engine: Engine) -> list[dict[str, Any]]:
-    """Return the instances for GET /v1/kv_cache: options, floor and limit in bytes, contract, memory by use.
+    """Return the instances for GET /v1/kv_cache: state, options, floor and limit in bytes, contract, memory by use.
 
-    The contract names the properties that a strategy guarantees, such as `exact`.
+    The contract names the properties that a strategy guarantees, such as `exact`. An instance whose state is "disabled"
+    has a reason only.
     """
-    return [
+    isolation = engine.core.isolation
+    disabled = [
+        {"name": name, "kind": engine.settings.strategies[name].kind, "state": "disabled", "reason": reason}
+        for name, reason in isolation.disabled.items()
+    ]
+    return disabled + [
         {
             "name": d.name,
             "kind": d.kind,
+            "state": "quarantined" if d.name in isolation.quarantined else "ok",
             "options": d.options.model_dump(),
             **describe_share(engine.core.arena, d.name),
             "contract": engine.core.caches[d.name].contract._asdict(),
@@ -172,6 +179,7 @@ def read_engine_state(core: Core, processes: Mapping[Role, int]) -> EngineState:
         usage={name: cache.usage() for name, cache in core.caches.items()},
         blocks={name: cache.blocks() for name, cache in core.caches.items()},
         floor_bytes={name: arena.get_share(name)[0] * arena.page_bytes for name in core.caches},
+        quarantined=core.isolation.quarantined,
         pool_free=arena.num_free_pages * arena.page_bytes,
         pool_held=(arena.num_usable_pages - arena.num_free_pages) * arena.page_bytes,
         pool_untouched=arena.num_untouched_pages * arena.page_bytes,

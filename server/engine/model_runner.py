@@ -8,7 +8,7 @@ computed. Knows neither the scheduler's queues nor where tokens and errors are s
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,10 +16,11 @@ import torch
 
 from cache_strategies.base import Row, Seat
 from kernels.tracing import Tracer
-from server.engine.batch import Batch, RowInput, StrategyError
+from server.engine.batch import Batch, RowInput
+from server.engine.isolation.errors import StrategyError
 from server.engine.sampling.sampler import PromptInput, Sampler, SamplerInput, SamplerOutput
 from server.engine.scheduling.request import Request
-from server.engine.scheduling.scheduler import Scheduled
+from server.engine.scheduling.step import Scheduled
 from server.engine.stats import make_step_parts
 from server.engine.warmup import run_dummy_step
 from server.models.base import Model
@@ -39,6 +40,13 @@ class StepOutput(NamedTuple):
     # For each request of `to_sample`, the other choices (n > 1) that wait to fork its seat
     siblings: Mapping[Request, Sequence[SamplerInput]]
     sampled: SamplerOutput  # new tokens of the requests in `to_sample` and `siblings`, except those with max_tokens=0
+
+    def without(self, requests: Collection[Request]) -> StepOutput:
+        """Return the results without those of some requests."""
+        return self._replace(
+            scheduled=[s for s in self.scheduled if s.request not in requests],
+            to_sample=[each for each in self.to_sample if each.request not in requests],
+        )
 
     def count_entered_tokens(self) -> list[int]:
         """Return the number of tokens of each row to commit; rejected draft tokens do not count."""
@@ -116,12 +124,6 @@ class RowsComputed(NamedTuple):
     output: StepOutput
 
 
-class StrategyFailed(NamedTuple):
-    """A strategy's code raised an exception: the step is repeated; if it raises again, the strategy's requests fail."""
-
-    instance: str
-
-
 class RequestsFailed(NamedTuple):
     """Requests that end with an error, whose message and code are sent to the clients."""
 
@@ -130,7 +132,7 @@ class RequestsFailed(NamedTuple):
     code: str
 
 
-RowsResult = RowsComputed | StrategyFailed | RequestsFailed
+RowsResult = RowsComputed | RequestsFailed
 
 
 def run_step(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
@@ -161,7 +163,6 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
                 "a strategy failed; %s",
                 "its requests end with an error" if error.instance in failed_before else "the step is repeated",
             )
-            yield StrategyFailed(error.instance)
             if error.instance in failed_before:
                 failed = [s.request for s in scheduled if s.request.cache.name == error.instance]
                 yield RequestsFailed(failed, f"{error}; other strategies go on", "strategy_failed")

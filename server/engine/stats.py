@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from server.engine.scheduling.request import Request
-from server.engine.scheduling.scheduler import Scheduled
+from server.engine.scheduling.step import Scheduled
 from server.records import Outcome, RequestRecord, StepPart
 
 

@@ -8,9 +8,12 @@ grow with a step, so it need not be tried. Knows no cache and no request.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from kernels.ops import AttentionSlice
 from server.engine.ipc.messages import SamplingParams
 from server.engine.sampling.draw import Draw, draw_tokens
 from server.engine.sampling.logprobs import compute_logprobs
@@ -24,14 +27,12 @@ DUMMY_SAMPLING = SamplingParams(1, temperature=1.0, top_k=2, top_p=0.9, min_p=0.
 class DummyAttention:
     """A step's attention without a KV cache, which returns zeros: implements `kernels.ops.Attention`."""
 
+    slices: Sequence[AttentionSlice] = ()  # there is no KV memory
+
     def __init__(self, num_tokens: int, num_logits: int, device: torch.device) -> None:
         """Prepare a step of `num_tokens` tokens, of which `num_logits` get logits."""
         self.positions = torch.zeros(num_tokens, dtype=torch.int64, device=device)
         self.logit_index = torch.zeros(num_logits, dtype=torch.int64, device=device)
-
-    @property
-    def kv_locations(self) -> None:
-        """None: there is no KV memory."""
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return zeros [N,Hq,Dv] as the output of attention."""

@@ -16,9 +16,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from cache_strategies.base import KVCache
 from config.errors import SettingsError
 from config.settings import Settings, StrategySettings, load_settings
-from server.engine.batch import StrategyError
 from server.engine.build import Engine, build_engine
 from server.engine.core import Core
+from server.engine.isolation.errors import StrategyError
 from server.evaluation import documents
 from server.evaluation.compare import Fidelity, compare
 from server.evaluation.corpus.packing import EVALUATION_SEED

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, get_args
 
 from prometheus_client import Counter, Gauge, Histogram, Info, Summary
 
-from cache_strategies.base import Blocks, Miss
+from cache_strategies.types import Blocks, Miss
 from config.settings import MAX_DRAFT_TOKENS
 from server.records import DeviceMemory, Outcome, Phase, Role, WaitReason
 
@@ -193,7 +193,12 @@ WAITING = _make_vllm_family(
     (STRATEGY, WAIT_REASON),
 )
 PREEMPTIONS = _make_vllm_family(Counter, "num_preemptions", "Seats taken to make room.", BY_STRATEGY)
-FAILURES = MetricFamily(Counter, "strategy_failures", "Exceptions in a strategy's code.", BY_STRATEGY)
+FAILURES = MetricFamily(
+    Counter, "strategy_failures", "Faults of a strategy: exceptions, wrong results, calls left undone.", BY_STRATEGY
+)
+QUARANTINED = MetricFamily(
+    Gauge, "strategy_quarantined", "1 while a strategy gets no requests after repeated faults, else 0.", BY_STRATEGY
+)
 FORKS = MetricFamily(
     Counter,
     "forks",

@@ -16,7 +16,7 @@ from typing import Any, cast, get_args
 import msgspec
 from prometheus_client import Histogram, Summary
 
-from cache_strategies.base import BlockEvents
+from cache_strategies.types import BlockEvents
 from server.metrics import families as f
 from server.metrics.exposition import FamilyShape, Kind, Series, Snapshot
 from server.metrics.families import FAMILIES, Label, MetricFamily
@@ -201,6 +201,7 @@ class Metrics:
             self._set(count, f.KV_BLOCKS, name, block)
         self._set(usage.limit, f.KV_LIMIT, name)
         self._set(state.floor_bytes[name], f.KV_FLOOR, name)
+        self._set(name in state.quarantined, f.QUARANTINED, name)
         self._set(usage.used / usage.limit if usage.limit else 0, f.KV_USAGE, name)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from kernels.ops import AttentionSlice
 from kernels.types import LayerSpec
 from server.models.base import Model
 
@@ -18,14 +19,12 @@ from server.models.base import Model
 class NoCacheAttention:
     """Implements `kernels.ops.Attention` for one text whose tokens are computed in one forward pass; stores nothing."""
 
+    slices: Sequence[AttentionSlice] = ()  # nothing is stored
+
     def __init__(self, specs: Sequence[LayerSpec] | Mapping[int, LayerSpec], length: int, device: torch.device) -> None:
         self._specs = specs
         self.positions = torch.arange(length, device=device)
         self.logit_index = self.positions[-1:]
-
-    @property
-    def kv_locations(self) -> None:
-        """None, as keys and values are not stored."""
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute causal attention, with the layer's window if it has one; all scores [Hq, N, N] are in memory."""

@@ -44,7 +44,7 @@ class Child:
         self.process: SpawnProcess | None = None
         self.start_at = 0.0  # time.monotonic() at which to start the process, if it is not running
         self.watchdog: Watchdog | None = None  # watchdog of the running process, or of the latest one
-        self.killed = False  # whether the process was killed because its heartbeat had stopped
+        self.kill_reason = ""  # why the process was killed, if it was, because it did not go on
         self._start = start
         self._timing = timing
         self._delay = 0.0
@@ -53,11 +53,11 @@ class Child:
         """Start the process. Raises OSError if the system cannot create it, for lack of memory for example."""
         self.watchdog = None  # forget the previous process: its uptime must not count if this start fails
         self.process, self.watchdog = self._start(self.name)
-        self.killed = False
+        self.kill_reason = ""
 
     def measure_silence(self) -> float:
         """Return the seconds since the latest heartbeat; 0 for a child that is not running."""
-        if self.process is None or self.watchdog is None or self.killed:
+        if self.process is None or self.watchdog is None or self.kill_reason:
             return 0.0
         self.watchdog.check_heartbeat()
         return self.watchdog.silent_seconds
@@ -69,7 +69,7 @@ class Child:
         exitcode = self.process.exitcode
         self.process.close()
         self.process = None
-        return exitcode, "killed, as its heartbeat had stopped" if self.killed else describe_exit(exitcode)
+        return exitcode, f"killed, as {self.kill_reason}" if self.kill_reason else describe_exit(exitcode)
 
     def schedule_restart(self) -> float:
         """Set when to start the dead process again; return the delay in seconds, which doubles while it keeps dying."""
@@ -90,13 +90,13 @@ class Child:
             self.process.kill()
             self.reap()
 
-    def kill_stuck(self, stacks: Path) -> list[str]:
-        """Kill a process whose heartbeat has stopped; return lines to log: the reason, then stack traces if it hung."""
+    def kill_stuck(self, stacks: Path, reason: str = "its heartbeat had stopped") -> list[str]:
+        """Kill a process that does not go on, for a `reason`; return lines to log: what it did, then stack traces."""
         assert self.process is not None, self.name
         assert self.process.pid is not None, self.name
         why = _explain_silence(self.process.pid, stacks)
         self.process.kill()
-        self.killed = True
+        self.kill_reason = reason
         return why
 
 

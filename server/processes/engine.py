@@ -23,7 +23,7 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
     `restarts` is the number of engines that ran before this one.
     """
     try:
-        engine = build_engine(settings, gradual=True)
+        engine = build_engine(settings, gradual=True, calls=status.calls, disabled=status.disabled)
         capture = Capture.begin(settings.metal_capture_steps, engine.device)
     except SettingsError as error:
         status.send({"error": str(error)})
@@ -33,7 +33,7 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
         list(engine.aliases),
         engine.max_seq_len,
         engine.core.model.info.vocab_size,
-        [Strategy(d.name, d.kind) for d in engine.instances],
+        [Strategy(name, each.kind) for name, each in settings.strategies.items()],  # disabled ones, too
         compute_fingerprint(engine),
     )
     with capture, EngineServer(socket_path, hello) as server:

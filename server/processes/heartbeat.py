@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnContext
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, NamedTuple
 
 BOOT_SECONDS = 20.0  # extra seconds for the first heartbeat of a process: Python starts and imports the settings
 LOADING_BEAT_INTERVAL = 0.25  # seconds between two heartbeats of a process that is still loading
@@ -110,12 +111,72 @@ class Recovery:
         return max(0.0, expected - monotonic()) if expected else float(self._start_seconds.value)
 
 
+class StuckCall(NamedTuple):
+    """A call of a strategy that has not returned for long."""
+
+    instance: str
+    method: str
+    seconds: float  # since it began
+
+
+class StrategyCalls:
+    """The strategy's method that the engine's thread is in: the engine writes it, the supervisor reads it.
+
+    If a call never returns, the engine cannot say so itself. Implements `CallObserver` of isolation/guard.py.
+    """
+
+    METHODS = (  # of KVCache
+        *("open", "retain", "ready", "grow", "crop", "fork", "discard", "close", "match", "bytes_for"),
+        *("idle_pages", "reclaim", "pinned_pages", "poll", "plan", "attend", "commit"),
+        *("usage", "blocks", "collect_block_events", "clear", "pin", "unpin", "pins", "inspect"),
+    )
+
+    def __init__(self, context: SpawnContext, instances: Sequence[str]) -> None:
+        self._instances = list(instances)
+        # When the call began, a value of time.monotonic(), or 0 if no call runs; the number of its method
+        self._numbers: Any = context.RawArray("d", 2)
+
+    def encode(self, instance: str, method: str) -> int:
+        """Return the number of a method of an instance."""
+        return self._instances.index(instance) * len(self.METHODS) + self.METHODS.index(method)
+
+    def enter(self, call: int) -> tuple[float, float]:
+        """Record that a call begins; return what to pass to leave()."""
+        numbers = self._numbers
+        outer = numbers[0], numbers[1]
+        numbers[1] = call
+        numbers[0] = monotonic()
+        return outer
+
+    def leave(self, outer: tuple[float, float]) -> None:
+        """Record that the call has ended, and its thread is back in the outer one, if there is one."""
+        self._numbers[:] = outer
+
+    def find_stuck(self, timeout: float) -> StuckCall | None:
+        """Return the running call if it began more than `timeout` seconds ago."""
+        began, call = self._numbers
+        seconds = monotonic() - began
+        if not began or seconds < timeout:
+            return None
+        instance, method = divmod(int(call), len(self.METHODS))
+        return StuckCall(self._instances[instance], self.METHODS[method], seconds)
+
+
 class EngineStatus:
     """An engine's means to tell its supervisor {"ready": summary} or {"error": message}, and to send heartbeats."""
 
-    def __init__(self, pipe: Connection, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self,
+        pipe: Connection,
+        heartbeat: Heartbeat,
+        calls: StrategyCalls | None = None,
+        disabled: Mapping[str, str] | None = None,
+    ) -> None:
+        """`disabled`: strategy instances that the engine must not use, with the reasons."""
         self._pipe = pipe
         self._heartbeat = heartbeat
+        self.calls = calls
+        self.disabled = dict(disabled or {})
 
     def send(self, message: dict[str, Any]) -> None:
         self._pipe.send(message)

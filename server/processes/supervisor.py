@@ -6,8 +6,9 @@
     any      -> stopping    on SIGTERM, SIGHUP or SIGINT (exit code 0); the workers end first, then the engine
 
 A child that dies while serving is restarted, with growing delays while it keeps dying; a child whose heartbeat stops
-for watchdog_timeout seconds is killed and restarted. Imports neither torch nor transformers: the children's code is
-named by import strings.
+for watchdog_timeout seconds is killed and restarted. If the engine does not return from a call of a strategy for
+strategy_timeout seconds, it is killed, and restarted without that instance. Imports neither torch nor transformers: the
+children's code is named by import strings.
 """
 
 from __future__ import annotations
@@ -31,7 +32,14 @@ from config.settings import Settings
 from server.listening import get_url
 from server.processes.child import DEFAULT_TIMING, Child, Timing
 from server.processes.child_process import SUPERVISOR_SIGNALS, USER_ERROR, block_signals, run_child, stacks_file
-from server.processes.heartbeat import EngineStatus, Heartbeat, Recovery, Watchdog, WorkerHandles
+from server.processes.heartbeat import (
+    EngineStatus,
+    Heartbeat,
+    Recovery,
+    StrategyCalls,
+    Watchdog,
+    WorkerHandles,
+)
 from server.processes.runtime_directory import runtime_directory
 from server.processes.served_files import ServedFiles
 
@@ -80,8 +88,11 @@ class Supervisor:
         self._serving = False
         self._exit_code: int | None = None  # exit code of the server; set when it has to stop
         self._num_engine_starts = 0
-        self._check_interval = min(MAX_CHECK_INTERVAL, settings.watchdog_timeout / CHECKS_PER_TIMEOUT)
+        shortest_timeout = min(settings.watchdog_timeout, settings.strategy_timeout)
+        self._check_interval = min(MAX_CHECK_INTERVAL, shortest_timeout / CHECKS_PER_TIMEOUT)
         self._recovery = Recovery(self._spawn_context)
+        self._calls: StrategyCalls | None = None  # of the running engine
+        self._disabled: dict[str, str] = {}  # strategy instances that engines must not use any more, with the reasons
         self._engine = Child("engine", self._start_engine, timing)
         self._workers = [Child(f"worker-{i}", self._start_worker, timing) for i in range(settings.workers)]
 
@@ -113,7 +124,8 @@ class Supervisor:
         if self._settings.weights not in ("int8", "int4"):
             threading.Thread(target=self._files.read_ahead, name="read-ahead", daemon=True).start()
         with theirs:
-            status = EngineStatus(theirs, heartbeat)
+            self._calls = StrategyCalls(self._spawn_context, list(self._settings.strategies))
+            status = EngineStatus(theirs, heartbeat, self._calls, self._disabled)
             process = self._spawn(name, self._targets.engine, heartbeat, status, self._num_engine_starts)
         self._num_engine_starts += 1
         return process, Watchdog(heartbeat, self._check_interval)
@@ -153,7 +165,28 @@ class Supervisor:
                 log.error("%s had no heartbeat for %.0f s and is killed; %s", child.name, silent, why)
                 for line in stacks:
                     log.error("%s: %s", child.name, line)
+            elif child is self._engine:
+                self._check_strategy_calls()
         self._recovery.extend_if_late()
+
+    def _check_strategy_calls(self) -> None:
+        """Kill the engine if a strategy's call does not return, and note that the next engine must not use it."""
+        assert self._calls is not None
+        stuck = self._calls.find_stuck(self._settings.strategy_timeout)
+        if stuck is None or self._engine.kill_reason:
+            return
+        instance, method, seconds = stuck
+        log.error("cache strategy %r: %s() did not return for %.1f s; the engine is killed", instance, method, seconds)
+        reason = f"cache strategy {instance!r} did not return from {method}()"
+        _, *stacks = self._engine.kill_stuck(stacks_file(self._socket_path, self._engine.name), reason)
+        for line in stacks:
+            log.error("%s: %s", self._engine.name, line)
+        others = set(self._settings.strategies) - {*self._disabled, instance}
+        if others:
+            self._disabled[instance] = f"{method}() did not return for {seconds:.1f} seconds"
+            log.error("cache strategy %r is disabled until the server is started again; fix it, or remove it", instance)
+        else:
+            log.error("no other strategy is left, so %r is not disabled", instance)
 
     def _restart(self, child: Child) -> None:
         """Start a child that has died; if the system cannot start it, try later, while the other children go on."""

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from cache_strategies import registry
 from cache_strategies.arena import Arena
-from cache_strategies.base import NO_SALT, Geometry, KVCache, Row, Salt, Seat
+from cache_strategies.base import KVCache, Row, Seat
 from cache_strategies.block_table import BlockTableCache, TableSeat
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
+from cache_strategies.types import NO_SALT, Geometry, Salt
 from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps
 from kernels.types import LayerSpec
@@ -59,7 +60,7 @@ def write(cache: KVCache, *rows: tuple[Seat, Sequence[int]], commit: bool = True
     rows = tuple(sorted(rows, key=lambda row: len(row[1]) > 1))
     plan = cache.plan([Row(seat, len(tokens)) for seat, tokens in rows])
     k = torch.cat([_entry(seat.length, tokens) for seat, tokens in rows])
-    plan.attend(0, k, k, -k, torch.empty_like(k))
+    cache.attend(plan, 0, k, k, -k, torch.empty_like(k))
     if commit:
         cache.commit(plan, [tokens for _, tokens in rows])
 

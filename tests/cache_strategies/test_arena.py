@@ -228,15 +228,34 @@ def test_giving_a_page_back_twice_is_caught() -> None:
     page = owners["a"].allocate(2)
     assert page is not None
     owners["a"].give()
-    with pytest.raises(AssertionError, match="twice"):
+    with pytest.raises(ValueError, match="pages 2 to 3 do not belong to 'a': were they released before?"):
         arena.release("a", page, 2)
 
 
 def test_giving_back_more_than_was_taken_is_caught() -> None:
     arena, owners = arena_of(4, a={})
     assert owners["a"].allocate() == 0
-    with pytest.raises(AssertionError, match="twice"):
+    with pytest.raises(ValueError, match="pages 0 to 1 do not belong to 'a'"):
         arena.release("a", 0, 2)
+
+
+def test_pages_of_others_and_beyond_the_end_are_not_released() -> None:
+    arena, owners = arena_of(4, a={}, b={})
+    assert owners["a"].allocate() == 0
+    for page, run in ((0, 1), (-1, 1), (4, 1), (3, 2)):
+        with pytest.raises(ValueError, match="do not belong to 'b'"):
+            arena.release("b", page, run)
+    arena.check_integrity()
+
+
+def test_all_pages_of_an_owner_are_released_and_no_others() -> None:
+    arena, owners = arena_of(8, a={}, b={})
+    for name in "aabab":
+        owners[name].allocate()
+    assert arena.release_all("a") == 3
+    assert (arena.num_held_pages("a"), arena.num_held_pages("b")) == (0, 2)
+    assert arena.release_all("a") == 0
+    arena.check_integrity()
 
 
 def test_idle_pages_within_a_floor_make_room_for_a_run_when_free_ones_are_only_scattered() -> None:
@@ -252,10 +271,13 @@ def test_idle_pages_within_a_floor_make_room_for_a_run_when_free_ones_are_only_s
     arena.check_integrity()
 
 
-def test_an_owner_joins_once() -> None:
-    arena, owners = arena_of(4, a={})
-    with pytest.raises(AssertionError):
-        arena.register_owner("a", owners["a"])
+def test_an_owner_of_the_same_name_takes_over_share_and_pages() -> None:
+    arena, owners = arena_of(4, a={"floor": 1, "limit": 3}, b={})
+    owners["a"].allocate()
+    heir = owners["b"]
+    arena.register_owner("a", heir, floor=0, limit=4)
+    assert arena.get_share("a") == (1, 3)
+    assert arena.num_held_pages("a") == 1
 
 
 # ---------------------------------------------------------------- memory that comes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cache_strategies.base import NO_SALT, Salt, SaltScope
 from cache_strategies.contiguous import ContiguousCache
+from cache_strategies.types import NO_SALT, Salt, SaltScope
 from tests.cache_strategies.cache_driver import (
     assert_nothing_leaked,
     enter,

@@ -10,7 +10,7 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.arena import Arena
-from cache_strategies.base import Geometry, KVCache
+from cache_strategies.base import KVCache
 from cache_strategies.contiguous import ContiguousCache
 from cache_strategies.registry import (
     build_caches,
@@ -20,6 +20,7 @@ from cache_strategies.registry import (
     page_bytes,
     resolve_instances,
 )
+from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.settings import StrategySettings, default_strategies
 from kernels.reference.backend import ReferenceOps

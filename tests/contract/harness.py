@@ -11,7 +11,8 @@ from torch import Tensor
 
 from cache_strategies import registry
 from cache_strategies.arena import Arena
-from cache_strategies.base import Geometry, KVCache, Plan, Row, Seat
+from cache_strategies.base import KVCache, Plan, Row, Seat
+from cache_strategies.types import Geometry
 from config.settings import StrategySettings
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
@@ -223,7 +224,7 @@ def _inputs(rows: Sequence[tuple[Reading, int]], part: str, layer: int) -> Itera
 
 def _plans(batch: Batch) -> Iterator[tuple[Plan, int]]:
     """Return the plan of every row and the row's index in it, in the batch's order."""
-    for _, plan, _ in batch._slices:
+    for _, plan in batch._parts:
         for row in range(len(plan.rows)):
             yield plan, row
 

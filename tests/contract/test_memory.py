@@ -81,7 +81,7 @@ class Watching(ReferenceOps):
         self.seen: set[tuple[int, ...]] = set()
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
-        tensors = (at.table, at.row_seat, at.q_start, at.start, at.kept)
+        tensors = (at.table, at.table_row, at.q_start, at.start)
         assert all(tensor.dtype is torch.int32 for tensor in tensors)
         self.seen.add(tuple(tensor.data_ptr() for tensor in tensors))
         super().write_kv(store, layer, k, v, at)
@@ -114,11 +114,10 @@ def test_each_layers_keys_and_values_lie_at_their_own_bytes(kind: str, dtype: to
     step([(other, 32), (reading, 32)])
     store, block = reading.cache.store, reading.seat.blocks[0]  # type: ignore[attr-defined]
     start = block * world.arena.page_bytes
-    assert store.layer_offset(0) == 0
+    assert store.k_offset(0) == 0
     for layer in range(4):
         for offset, part in ((store.k_offset(layer), text.k), (store.v_offset(layer), text.v)):
             size = 10 * store.block_size * 128 * dtype.itemsize
             raw = world.arena.memory[start + offset : start + offset + size].clone()
             plane = raw.view(dtype).view(10, store.block_size, 128)
             assert torch.equal(plane[:, :32], part[layer].transpose(0, 1))
-        assert store.layer_offset(layer) == store.k_offset(layer)

@@ -23,7 +23,7 @@ from kernels.selfcheck.op_info import DTYPES, OpInfo
 from kernels.types import LayerSpec
 from tests.contract.harness import MODEL, Text, World, every_instance, random_text, step
 from tests.kernels.backend_matrix import BACKENDS, LAYOUTS, SPECS
-from tests.kernels.brute_force import KEEPS, keep_all, visible_keys
+from tests.kernels.brute_force import KEEPS, keep_all, visible_in_case, visible_keys
 from tests.kernels.recorded_calls import Call, calls, real_tokens
 
 POISONS = (torch.nan, torch.inf, -torch.inf)
@@ -134,19 +134,19 @@ def check_scene(
     rows = rows[:3] if layout.ring else rows
     bad = [[j for j in range(row.past + row.tokens) if rng.random() < 0.04] for row in rows]
     bad[rng.choice([0, 2])] = []
-    kv_dtype, sinks = torch.int8 if kv == "int8" else None, layout.sinks
+    kv_dtype = torch.int8 if kv == "int8" else None
     scenes = [Poisoned(ops, layout, SPECS[spec], rows, dtype, bad, each, kv_dtype) for each in (None, poison)]
     for scene in scenes:
         scene.write()
     clean, found = (scene.attend(window=window) for scene in scenes)
-    keeps = keep_all if window is None else lambda i, j: (i - j < window) | (j < sinks)
-    for row, positions, before, after in zip(rows, bad, clean, found, strict=True):
-        if row.past < 0:
-            continue
-        mask = visible_keys(SPECS[spec], row.past + row.tokens, keeps)[row.past :]
-        unaware = ~mask[:, positions].any(1)
-        assert same(before[unaware], after[unaware]), f"{row}: {positions} reached others, in {layout}, {window}"
-        assert not after[~unaware].isfinite().all() or unaware.all(), "what is seen is not hidden"
+    group = SPECS[spec].num_q_heads // SPECS[spec].num_kv_heads
+    for i, (row, tokens, before, after) in enumerate(zip(rows, bad, clean, found, strict=True)):
+        for head in range(SPECS[spec].num_kv_heads if row.past >= 0 else 0):
+            which, mask = visible_in_case(scenes[0], i, head, window)
+            queries = slice(head * group, (head + 1) * group)
+            unaware = ~mask[:, torch.isin(which, torch.tensor(tokens, dtype=torch.int64))].any(1)
+            assert same(before[unaware, queries], after[unaware, queries]), f"{row}: {tokens} reached others, {layout}"
+            assert not after[~unaware, queries].isfinite().all() or unaware.all(), "what is seen is not hidden"
 
 
 class Poisoned(AttentionCase):

@@ -12,20 +12,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from cache_strategies.base import (
-    NO_SALT,
-    CacheSetup,
-    CacheUsage,
-    Contract,
-    Geometry,
-    KVCache,
-    Options,
-    Plan,
-    Row,
-    Salt,
-    Seat,
-    SeatShape,
-)
+from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row, Seat
+from cache_strategies.types import NO_SALT, CacheUsage, Contract, Geometry, Salt, SeatShape
 from kernels.types import LayerSpec
 
 Keys = tuple[Tensor, Tensor, Tensor]  # K [S,H,D], V [S,H,Dv], positions [S]

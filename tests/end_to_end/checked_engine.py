@@ -9,11 +9,11 @@ import time
 from collections.abc import Sequence
 
 from config.settings import Settings
-from server.engine.batch import StrategyError
 from server.engine.build import Engine
 from server.engine.core import Core, StepResult
+from server.engine.isolation.errors import StrategyError
 from server.engine.model_runner import ModelRunner, StepOutput
-from server.engine.scheduling.scheduler import Scheduled
+from server.engine.scheduling.step import Scheduled
 from server.processes import engine
 from server.processes.heartbeat import EngineStatus
 
@@ -32,7 +32,7 @@ class FailingRunner(ModelRunner):
         output = super().execute(scheduled)
         self._steps += 1
         if self._steps % FAILS_EVERY == 0:
-            raise StrategyError(scheduled[-1].request.cache.name, ValueError("broken on purpose"))
+            raise StrategyError(scheduled[-1].request.cache.name, "attend", "broken on purpose")
         if self._steps % FAILS_ELSEWHERE_EVERY == 0 and len(scheduled) > 1:
             raise RuntimeError("broken on purpose")
         return output
@@ -63,7 +63,7 @@ class FaultyRunner(ModelRunner):
     def execute(self, scheduled: Sequence[Scheduled]) -> StepOutput:
         for each in scheduled:
             if each.request.sampling.seed == FATAL_SEED:
-                raise StrategyError(each.request.cache.name, ValueError("broken on purpose"))
+                raise StrategyError(each.request.cache.name, "attend", "broken on purpose")
         return super().execute(scheduled)
 
 

@@ -57,7 +57,7 @@ def _tokens(at: Slots, n: int) -> tuple[Tensor, Tensor]:
 def _places(at: Slots, row: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
     """Return the block, and the slot in it, of each position."""
     slot = at.slot(position)
-    return at.table[at.row_seat[row].long(), slot // at.block_size].long(), slot % at.block_size
+    return at.table[at.table_row[row].long(), slot // at.block_size].long(), slot % at.block_size
 
 
 def _planes(store: KVStore, layer: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cache_strategies.base import EVERYTHING, NO_SALT, Salt, SaltScope
+from cache_strategies.types import EVERYTHING, NO_SALT, Salt, SaltScope
 from server.engine.admin import run_command
 from server.engine.ipc.messages import Clear, Inspect, PinPrefix, Share, Unpin
 from server.engine.scheduling.request import RequestError

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cache_strategies import plugins, registry
 from cache_strategies.base import KVCache
-from server.engine.batch import StrategyError
 from server.engine.ipc.messages import SamplingParams
+from server.engine.isolation.errors import StrategyError
 from server.generate import NonFiniteLogitsError, generate
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
@@ -181,7 +181,7 @@ def test_a_failure_frees_the_memory(driver: Driver, instance: str, after: int, m
     for _ in range(after):
         next(stream)
     with monkeypatch.context() as patch:
-        patch.setattr(type(cache), "plan", _failing)
+        patch.setattr(type(driver.core.isolation.caches[instance].inner), "plan", _failing)
         with pytest.raises(StrategyError, match="injected"):
             next(stream)
     nothing_is_left(cache)

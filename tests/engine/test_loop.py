@@ -183,6 +183,7 @@ class Status:
 
     def __init__(self) -> None:
         self.told: list[dict[str, Any]] = []
+        self.calls, self.disabled = None, dict[str, str]()
 
     def send(self, message: dict[str, Any]) -> None:
         self.told.append(message)

@@ -172,9 +172,10 @@ class History:
     def _assert_right(self, heard: RequestEvents, arrival: Arrival, choice: int, *, cancelled: bool) -> None:
         expected = self._expected(arrival, choice)
         if heard.failed is not None and heard.failed.status == 500:
-            assert self._broken[arrival.instance] > 1
+            assert self._broken[arrival.instance] > 1, heard.failed
         elif heard.failed is not None:
-            assert heard.failed.status == 429
+            assert heard.failed.status == 429 or heard.failed.code == "strategy_quarantined"
+            assert heard.failed.status == 429 or self._broken[arrival.instance] > 1
         if heard.failed is not None or cancelled:
             assert heard.tokens == expected[: len(heard.tokens)], arrival
         else:
@@ -229,12 +230,15 @@ def unpin(driver: Driver, instance: str) -> None:
 
 def restore(driver: Driver, shares: dict[str, tuple[int, int]]) -> None:
     """Restore the state before a history, except for cached blocks."""
-    for name, cache in driver.core.caches.items():
-        vars(cache).pop("plan", None)  # whole again
+    for name in driver.core.isolation.quarantined:
+        driver.core.isolation.end_quarantine(name)
+    driver.core.isolation.record_steps(driver.core.caches)  # faults of this history do not count in the next one
+    for name in driver.core.caches:
+        vars(driver.core.isolation.caches[name].inner).pop("plan", None)  # whole again
         unpin(driver, name)
-        driver.core.set_share(name, floor=0, limit=driver.core.arena.pages)
+        driver.core.memory.set_share(name, floor=0, limit=driver.core.arena.pages)
     for name, (floor, limit) in shares.items():
-        driver.core.set_share(name, floor=floor, limit=limit)
+        driver.core.memory.set_share(name, floor=floor, limit=limit)
     assert not any(cache.draining for cache in driver.core.caches.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ Break = Callable[[Driver, str, int], None]
 
 def break_plan(driver: Driver, instance: str, times: int) -> None:
     """Make the next `times` calls of plan() raise."""
-    cache = driver.core.caches[instance]
+    cache = driver.core.isolation.caches[instance].inner
     plan, left = cache.plan, [times]
 
     def broken(rows: Sequence[Row]) -> Plan:
@@ -44,29 +45,30 @@ def break_attend(layer: int) -> Break:
     """Make the next `times` calls of attend() at `layer` raise, after the keys of the layers before were written."""
 
     def break_it(driver: Driver, instance: str, times: int) -> None:
-        cache = driver.core.caches[instance]
+        cache = driver.core.isolation.caches[instance].inner
         plan, left = cache.plan, [times]
 
         def broken(rows: Sequence[Row]) -> Plan:
-            return _failing(plan(rows), layer, left)
+            return _failing(cache, plan(rows), layer, left)
 
         cache.plan = broken  # type: ignore[method-assign]
 
     return break_it
 
 
-def _failing(plan: Plan, layer: int, left: list[int]) -> Plan:
-    attend = plan.attend
+def _failing(cache: KVCache, plan: Plan, layer: int, left: list[int]) -> Plan:
+    """Return a plan that computes the same by hooks, of which that of `layer` fails."""
+    hooked = copy(plan)
 
     def broken(layer_idx: int, *tensors: Any) -> None:
-        attend(layer_idx, *tensors)
+        cache.attend(plan, layer_idx, *tensors)
         if layer_idx == layer:
             tensors[-1].fill_(float("nan"))  # nothing of it may be used
-            _raise_while(left, or_else=lambda: attend(layer_idx, *tensors))
+            _raise_while(left, or_else=lambda: cache.attend(plan, layer_idx, *tensors))
 
-    plan.__class__ = type("Broken", (type(plan),), {"kv_location": None})  # so that nobody goes around it
-    plan.attend = broken  # type: ignore[assignment,method-assign]
-    return plan
+    hooked.kv_location = lambda layer_idx: None  # type: ignore[method-assign]
+    hooked.attend = broken  # type: ignore[assignment,method-assign]
+    return hooked
 
 
 def _raise_while(left: list[int], or_else: Callable[[], None] = lambda: None) -> None:
@@ -134,7 +136,8 @@ def test_one_that_comes_back_ends_that_strategys_rows_and_no_others(
     for heard in driver.heard.values():
         if heard.failed:
             assert (heard.failed.status, heard.failed.code) == (500, "strategy_failed")
-            assert heard.failed.message.startswith(f"cache strategy '{instance}' failed: ValueError: broken on purpose")
+            assert heard.failed.message.startswith(f"cache strategy '{instance}' failed in ")
+            assert "(): ValueError: broken on purpose" in heard.failed.message
     assert [record.outcome for record in result.finished] == ["error", "error"]
     assert driver.core.caches[instance].usage().used == 0
     driver.run()

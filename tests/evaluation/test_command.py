@@ -193,7 +193,7 @@ def test_a_strategy_that_fails_is_reported(
     monkeypatch.setattr("cache_strategies.paged.cache.PagedCache.plan", plan)
     code, _, err = _run(capsys, "--model", str(model_directory), *SMALL, "--strategy", "paged")
     assert code == 2
-    assert err.splitlines()[-1] == "kvmux: cache strategy 'paged' failed: RuntimeError: broken"
+    assert err.splitlines()[-1] == "kvmux: cache strategy 'paged' failed in plan(): RuntimeError: broken"
 
 
 def test_table_has_no_colours_when_they_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:

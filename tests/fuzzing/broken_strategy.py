@@ -14,8 +14,9 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from cache_strategies import registry
-from cache_strategies.base import NO_SALT, Salt, Seat
+from cache_strategies.base import Seat
 from cache_strategies.paged.cache import PagedCache
+from cache_strategies.types import NO_SALT, Salt
 from tests.contract.test_random_histories import instance, machine_of
 
 MENDED, REPLAYED_ONLY = "FUZZING_MENDED", "FUZZING_REPLAYED_ONLY"  # environment variables

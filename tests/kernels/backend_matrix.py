@@ -28,7 +28,16 @@ NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name fo
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-LAYOUTS = (Layout(300), Layout(16), Layout(5), Layout(1), Layout(54, sinks=4, ring=50), Layout(16, sinks=3, ring=61))
+LAYOUTS = (
+    Layout(300),
+    Layout(16),
+    Layout(5),
+    Layout(1),
+    Layout(54, sinks=4, ring=50),
+    Layout(16, sinks=3, ring=61),
+    Layout(16, dropped=True),
+    Layout(7, dropped=True, split_heads=True),
+)
 
 SPECS = {
     "one head": LayerSpec(1, 1, 16, 16, scale=0.25),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.selfcheck.attention_case import AttentionCase
 from kernels.types import LayerSpec
 
 Keeps = Callable[[Tensor, Tensor], Tensor]  # (query positions, key positions) -> does the strategy keep the key?
@@ -27,6 +28,19 @@ def visible_keys(spec: LayerSpec, length: int, keeps: Keeps = keep_all, *, first
     """Return the mask [T - first, T] of the keys j that query i sees, from the query `first` on."""
     i, j = torch.arange(first, length)[:, None], torch.arange(length)[None]
     return (j <= i) & (i - j < (spec.window or length)) & keeps(i, j)
+
+
+def visible_in_case(case: AttentionCase, row: int, head: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """Return (which of a row's keys a head keeps [S], the mask [n, S] of those that each of its n queries sees)."""
+    which, positions = case.list_kept(row, head)
+    n = case.rows[row].tokens
+    query, key = torch.arange(len(which) - n, len(which))[:, None], torch.arange(len(which))
+    mask = key <= query
+    if window is not None:
+        mask &= (query - key < window) | (key < case.layout.sinks)
+    if case.spec.window is not None:
+        mask &= positions[-n:, None] - positions < case.spec.window
+    return which, mask
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: LayerSpec, mask: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def _stores(arguments: Mapping[str, Any]) -> list[KVStore]:
     """Return the stores that a call may write into."""
     attention: Attention | None = arguments.get("attention")
     if attention is not None:
-        return [where.store for _, where in attention.kv_locations or ()]
+        return [where.store for each in attention.slices for where in each.kv_locations if where is not None]
     return [value for value in arguments.values() if isinstance(value, KVStore)]
 
 
@@ -104,7 +104,7 @@ def real_tokens(attention: Any, *, unless_seeing: int | None = None) -> list[int
     `unless_seeing`: without that token and those after it in its row, which see it.
     """
     found: list[int] = []
-    for tokens, (_, at, _) in attention.kv_locations:
+    for tokens, ((_, at, _), *_), *_ in attention.slices:
         begins = [tokens.start + first for first in at.q_start.tolist()]
         for start, first, end in zip(at.start.tolist(), begins, begins[1:], strict=False):
             if start >= 0:

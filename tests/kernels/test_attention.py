@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from tests.kernels.backend_matrix import BACKENDS, LAYOUTS, NAMES, ROWS, SPECS, TOLERANCE
-from tests.kernels.brute_force import attention, keep_all, visible_keys
+from tests.kernels.brute_force import attention, visible_in_case
 
 backends = pytest.mark.parametrize("backend", NAMES)
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)
@@ -55,18 +55,23 @@ def test_scores_of_any_size_overflow_nothing(backend: str) -> None:
 
 @layouts
 @backends
-def test_what_enters_can_be_gathered_at_its_positions(backend: str, layout: Layout) -> None:
+def test_what_enters_can_be_gathered_at_its_indices(backend: str, layout: Layout) -> None:
     case = AttentionCase(BACKENDS[backend](), layout, SPECS["values wider than keys"], ROWS, torch.bfloat16)
     case.write()
     for i, row in enumerate(ROWS):
         if row.past < 0:
             continue
-        end = row.past + row.tokens
+        kept = [case.list_kept(i, head)[0] for head in range(case.spec.num_kv_heads)]
+        end = min(map(len, kept))
         oldest = max(layout.sinks, end - layout.ring) if layout.ring else 0
-        positions = torch.tensor([*range(min(layout.sinks, end)), *range(oldest, end)])
-        k, v = case.ops.gather(case.store, 0, case.at, i, positions)
-        assert torch.equal(k, case.k[i][positions])
-        assert torch.equal(v, case.v[i][positions])
+        indices = torch.tensor([*range(min(layout.sinks, end)), *range(oldest, end)])
+        wanted = [
+            torch.stack([part[i][which[indices], head] for head, which in enumerate(kept)], 1)
+            for part in (case.k, case.v)
+        ]
+        by_head = indices[:, None].expand(-1, len(kept)) if layout.split_heads else indices
+        found = case.ops.gather(case.store, 0, case.at, i, by_head)
+        assert all(map(torch.equal, found, wanted))
 
 
 @backends
@@ -99,7 +104,15 @@ def test_blocks_are_copied_whole_and_leave_their_neighbours_alone(backend: str) 
 
 
 def expected(case: AttentionCase, i: int, window: int | None) -> Tensor:
-    row, sinks, length = case.rows[i], case.layout.sinks, len(case.k[i])
-    mask = visible_keys(case.spec, length, keep_all if window is None else lambda i, j: (i - j < window) | (j < sinks))
-    q = case.q[i][row.past :]
-    return attention(q, case.k[i], case.v[i], case.spec, mask[row.past :])
+    """Return the output [n, Hq, Dv] of a row by the definition, KV head by KV head: heads may keep different tokens."""
+    spec, past = case.spec, case.rows[i].past
+    group = spec.num_q_heads // spec.num_kv_heads
+    outs = []
+    for head in range(spec.num_kv_heads):
+        which, mask = visible_in_case(case, i, head, window)
+        queries = slice(head * group, (head + 1) * group)
+        logits = None if spec.sink_logits is None else spec.sink_logits[queries]
+        alone = spec._replace(num_kv_heads=1, num_q_heads=group, sink_logits=logits)
+        k, v = (part[i][which, head : head + 1] for part in (case.k, case.v))
+        outs.append(attention(case.q[i][past:, queries], k, v, alone, mask))
+    return torch.cat(outs, 1)

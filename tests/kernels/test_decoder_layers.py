@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from kernels.composite import CompositeOps
-from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, KVLocation, Ops, Weight
+from kernels.ops import (
+    AttentionSlice,
+    AttentionWeights,
+    DecoderLayer,
+    DecoderLayers,
+    GatedMLP,
+    KVLocation,
+    Ops,
+    QueryTap,
+    Weight,
+)
 from kernels.quantization import quantize_weight
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
 from kernels.selfcheck.op_info import DTYPES
@@ -103,6 +114,123 @@ def test_bits_are_those_of_single_operations(backend: str, dtype: torch.dtype, b
     assert not ours.isnan().any()
     assert torch.equal(ours, theirs)
     assert all(map(torch.equal, our_memory, their_memory))
+
+
+class HookedStep(Step):
+    """A step in which some slices compute some layers themselves, as the kernels would, and copy some queries."""
+
+    def __init__(
+        self,
+        ops: Ops,
+        stored: Sequence[tuple[slice, KVLocation]],
+        hooks: Sequence[tuple[int, int]],
+        taps: Mapping[int, Tensor],
+    ) -> None:
+        """`hooks` are pairs (slice, layer); `taps` has by slice which of its tokens' queries are copied."""
+        super().__init__(ops, SPECS, stored)
+        self.called: list[tuple[int, int]] = []
+        self.copies = {
+            i: [torch.full((len(tokens), HEADS, DIM), torch.nan, dtype=stored[0][1].store.k(0).dtype) for _ in SPECS]
+            for i, tokens in taps.items()
+        }
+        whole = self.slices
+        self.slices = [
+            AttentionSlice(
+                each.tokens,
+                [None if (i, layer) in hooks else where for layer, where in enumerate(each.kv_locations)],
+                QueryTap(taps[i], self.copies[i]) if i in taps else None,
+                partial(self._run_hook, ops, i, whole[i].kv_locations),
+            )
+            for i, each in enumerate(whole)
+        ]
+
+    def _run_hook(
+        self, ops: Ops, i: int, stored: Sequence[KVLocation], layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        self.called.append((i, layer))
+        store, at, window = stored[layer]
+        out.fill_(torch.nan)
+        ops.write_kv(store, layer, k, v, at)
+        ops.attend(out, q, store, layer, at, SPECS[layer], window=window)
+
+
+@pytest.mark.parametrize(
+    "hooks", [[(0, 0)], [(1, 1)], [(0, 0), (1, 1)], [(0, 0), (0, 1)], [(0, 1), (1, 1), (1, 0)], []]
+)
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name.startswith("cpu")])
+def test_a_slice_that_computes_its_own_attention_changes_no_bits(
+    backend: str, dtype: torch.dtype, step: str, hooks: list[tuple[int, int]]
+) -> None:
+    ops = BACKENDS[backend]()
+    stack, rows = stack_of(ops, dtype, None), STEPS[step]
+    n, windows = sum(tokens for _, _, tokens in rows), (None, 45)
+    x = torch.randn(len(LAYOUTS) * n, WIDTH).to(dtype)
+    found, memories, copies = [], [], []
+    for hooked in (False, True):
+        cases = [AttentionCase(ops, each, SPECS[1], ROWS, dtype, before=SPECS[:1]) for each in LAYOUTS]
+        for case in cases:
+            case.pages.memory.zero_()  # the past of all layers
+        stored = [
+            (slice(i * n, i * n + n), KVLocation(case.store, case.make_slots(rows), window))
+            for i, (case, window) in enumerate(zip(cases, windows, strict=True))
+        ]
+        taps = {1: torch.arange(0, n, 2)}
+        attention = HookedStep(ops, stored, hooks if hooked else [], taps)
+        found.append(ops.forward_layers(stack, x, attention))
+        assert attention.called == (sorted(hooks, key=lambda hook: (hook[1], hook[0])) if hooked else [])
+        memories.append([case.pages.memory for case in cases])
+        copies.append(attention.copies[1])
+    idle = [i for i, (_, start, _) in enumerate(rows) if start < 0]
+    real = [i for i in range(len(x)) if i % n not in idle]
+    assert torch.equal(found[0][real], found[1][real])
+    assert all(map(torch.equal, *memories))
+    assert all(map(torch.equal, *copies))
+    assert all(copy.isfinite().all() for copy in copies[0])
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name.startswith("cpu")])
+def test_queries_are_copied_as_attention_gets_them(backend: str) -> None:
+    ops, dtype = BACKENDS[backend](), torch.float32
+    stack, rows = stack_of(ops, dtype, None), STEPS["chunks"]
+    n = sum(tokens for _, _, tokens in rows)
+    case = AttentionCase(ops, LAYOUTS[0], SPECS[1], ROWS, dtype, before=SPECS[:1])
+    case.pages.memory.zero_()
+    seen: list[Tensor] = []
+
+    class Recording(HookedStep):
+        def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            seen.append(q.clone())
+            return super().attend(layer_idx, q, k, v)
+
+    tokens = torch.tensor([0, 3, n - 1])
+    stored = [(slice(0, n), KVLocation(case.store, case.make_slots(rows), None))]
+    step, x = Recording(ops, stored, [], {0: tokens}), torch.randn(n, WIDTH)
+    ops.forward_layers(stack, x, step)
+    CompositeOps.forward_layers(ops, stack, x, step)
+    assert len(seen) == len(SPECS)
+    assert all(torch.equal(q[tokens], copy) for q, copy in zip(seen, step.copies[0], strict=True))
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name.startswith("cpu")])
+def test_a_hook_that_raises_ends_the_step_and_the_next_one_is_right(backend: str) -> None:
+    ops, dtype = BACKENDS[backend](), torch.float32
+    stack, rows = stack_of(ops, dtype, None), STEPS["one token"]
+    case = AttentionCase(ops, LAYOUTS[0], SPECS[1], ROWS, dtype, before=SPECS[:1])
+    case.pages.memory.zero_()
+    stored = [(slice(0, 1), KVLocation(case.store, case.make_slots(rows), None))]
+    x = torch.randn(1, WIDTH)
+    right = ops.forward_layers(stack, x, Step(ops, SPECS, stored))
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("by a hook")
+
+    broken = HookedStep(ops, stored, [(0, 1)], {})
+    broken.slices = [each._replace(hook=fail) for each in broken.slices]
+    with pytest.raises(RuntimeError, match="by a hook"):
+        ops.forward_layers(stack, x, broken)
+    assert torch.equal(ops.forward_layers(stack, x, Step(ops, SPECS, stored)), right)
 
 
 @pytest.mark.parametrize("backend", NAMES)

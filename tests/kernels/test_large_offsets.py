@@ -119,10 +119,9 @@ def _row(store: KVStore, start: int, n: int) -> Slots:
     return Slots(
         table=integers(1).view(1, 1),
         block_size=store.block_size,
-        row_seat=integers(0),
+        table_row=integers(0),
         q_start=integers(0, n),
         start=integers(start),
-        kept=integers(start),
         num_decode=0,
         max_q=n,
         max_kv=start + n,

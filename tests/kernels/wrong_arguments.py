@@ -30,7 +30,7 @@ from tests.kernels.recorded_calls import Call, calls, real_tokens
 
 EACH = 3  # calls of an operation
 # What is for a backend to choose a kernel by, and what tells where rows lie, of which sizes alone are checked.
-LEFT_OUT = {"max_q", "max_kv", "kept", "start:values", "rotate", "eps", "scale", "softcap"}
+LEFT_OUT = {"max_q", "max_kv", "rotate", "eps", "scale", "softcap", "hook"}
 HUGE = (1 << 31, 1 << 62)
 OTHER = {
     torch.float32: (torch.float64, torch.bfloat16, torch.int32),
@@ -112,7 +112,7 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any, Change]]:
     if isinstance(value, DecoderLayers):
         yield "layers", value.layers, DecoderLayers
     elif isinstance(value, Step):
-        for name in ("positions", "kv_locations"):
+        for name in ("positions", "slices"):
             yield name, getattr(value, name), lambda new, name=name: with_attribute(value, name, new)
     elif hasattr(value, "_replace"):  # a named tuple
         for name in value._fields:

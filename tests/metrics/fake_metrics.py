@@ -8,8 +8,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache_strategies.base import Blocks, CacheUsage
 from cache_strategies.registry import resolve_instances
+from cache_strategies.types import Blocks, CacheUsage
 from config.settings import Settings
 from kernels.selfcheck.op_db import OPS
 from server.metrics.exposition import Renderer
@@ -32,6 +32,7 @@ IDLE = EngineState(
     usage=dict.fromkeys(INSTANCES, EMPTY),
     blocks=dict.fromkeys(INSTANCES, Blocks()),
     floor_bytes=dict.fromkeys(INSTANCES, 0),
+    quarantined=(),
     pool_free=0,
     pool_held=0,
     pool_untouched=0,

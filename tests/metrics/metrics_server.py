@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
-from cache_strategies.base import BlockEvents, Blocks, CacheUsage
+from cache_strategies.types import BlockEvents, Blocks, CacheUsage
 from kernels.selfcheck.op_db import OP_NAMES
 from server.api.ops.monitoring import OPENMETRICS
 from server.metrics.families import MISS_REASON, OUTCOME, WAIT_REASON

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
-from cache_strategies.base import BlockEvents, Blocks, CacheUsage
+from cache_strategies.types import BlockEvents, Blocks, CacheUsage
 from config.settings import MAX_DRAFT_TOKENS
 from server.engine.info import make_engine_info, read_engine_state
 from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT_REASON, format_table

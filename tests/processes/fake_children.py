@@ -93,6 +93,36 @@ def engine_hanging(settings: Settings, socket_path: str, status: Any, restarts: 
     hang_in_a_loop()
 
 
+def engine_in_a_call(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
+    """Beat, but never return from a strategy's plan() in the first process; print what later ones must not use."""
+    say(f"without {status.disabled}")
+    if not restarts:
+        status.calls.enter(status.calls.encode("short", "plan"))
+    engine(settings, socket_path, status, restarts)
+
+
+def engine_always_in_a_call(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
+    """Beat, but never return from a call of the first strategy that is not disabled."""
+    name = next(name for name in settings.strategies if name not in status.disabled)
+    say(f"without {[*status.disabled]}")
+    status.calls.enter(status.calls.encode(name, "attend"))
+    engine(settings, socket_path, status, restarts)
+
+
+def engine_in_short_calls(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
+    """Call a strategy again and again, for longer than strategy_timeout in all."""
+    status.send({"ready": READY})
+    code = status.calls.encode("short", "grow")
+
+    def beat() -> None:
+        outer = status.calls.enter(code)
+        status.calls.leave(status.calls.enter(code))
+        status.calls.leave(outer)
+        status.beat()
+
+    run_until_told("engine", beat)
+
+
 def hang_in_a_loop() -> None:
     while True:
         pass
@@ -126,7 +156,14 @@ def worker_deaf(settings: Settings, socket_path: str, listener: Any, ties: Any) 
 
 
 def supervise(engine_name: str, worker_name: str, workers: int, worker_grace: float, watchdog: float) -> int:
-    settings = Settings(workers=workers, port=0, drain_seconds=worker_grace, watchdog_timeout=watchdog)
+    settings = Settings(
+        workers=workers,
+        port=0,
+        drain_seconds=worker_grace,
+        watchdog_timeout=watchdog,
+        strategy_timeout=1.0,
+        strategies={"paged": {"kind": "paged"}, "short": {"kind": "sliding_window"}},
+    )
     configure_logging(settings)
     targets = Targets(f"tests.processes.fake_children:{engine_name}", f"tests.processes.fake_children:{worker_name}")
     timing = Timing(min_restart_delay=0.01, max_restart_delay=0.05, worker_margin=0.0)

@@ -273,6 +273,43 @@ def test_an_engine_that_hangs_is_killed_where_its_files_were_cleaned_up(start: S
     server.read_until("engine had no heartbeat for . s and is killed; it did not write where", "ready again")
 
 
+def test_a_call_of_a_strategy_that_does_not_return_disables_the_strategy(start: Start) -> None:
+    server = start("engine_in_a_call")
+    server.read_until(
+        "without {}",
+        r"cache strategy 'short': plan\(\) did not return for \d\.\d s; the engine is killed",
+        "cache strategy 'short' is disabled until the server is started again",
+        r"without {'short': 'plan\(\) did not return for \d\.\d seconds'}",
+        "the engine is ready again",
+    )
+    sleep(1.5)
+    server.signal(signal.SIGTERM)
+    assert "did not return" not in server.rest(), "the next engine is healthy"
+    assert server.process.wait() == 0
+
+
+def test_the_last_strategy_is_not_disabled(start: Start) -> None:
+    server = start("engine_always_in_a_call")
+    server.read_until(
+        r"without \[\]",
+        r"without \['paged', 'contiguous', 'sliding_window'\]",
+        "no other strategy is left, so 'short' is not disabled",
+        r"without \['paged', 'contiguous', 'sliding_window'\]",
+    )
+    server.signal(signal.SIGTERM)
+    server.rest()
+    assert server.process.wait() == 0
+
+
+def test_many_short_calls_are_no_long_one(start: Start) -> None:
+    server = start("engine_in_short_calls")
+    server.pids()
+    sleep(2.5)
+    server.signal(signal.SIGTERM)
+    assert "did not return" not in server.rest()
+    assert server.process.wait() == 0
+
+
 @pytest.mark.parametrize(("which", "name"), [(0, "engine"), (1, "worker-0")])
 def test_a_child_that_is_stopped_is_killed_and_started_again(start: Start, which: int, name: str) -> None:
     server = start(watchdog=3.0)

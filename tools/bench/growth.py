@@ -20,7 +20,8 @@ from rich.console import Console
 
 from cache_strategies import registry
 from cache_strategies.arena import Arena
-from cache_strategies.base import Geometry, KVCache, Row
+from cache_strategies.base import KVCache, Row
+from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.settings import Weights, load_settings
 from kernels.ops import Ops

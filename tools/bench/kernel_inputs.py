@@ -137,10 +137,10 @@ def forward_layers(dtype: torch.dtype, rows: int) -> Calls:
     arena = Pages(rows, compute_block_bytes(specs, BLOCK_SIZE, dtype))
     table, ones = torch.arange(rows, dtype=torch.int32), torch.arange(rows + 1, dtype=torch.int32)
     zeros = torch.zeros(rows, dtype=torch.int32)
-    at = Slots(table.view(-1, 1), BLOCK_SIZE, table, ones, zeros, zeros, num_decode=rows, max_q=1, max_kv=1)
-    kv_locations = [(slice(0, rows), KVLocation(KVStore(arena, specs, BLOCK_SIZE, dtype), at, None))]
+    at = Slots(table.view(-1, 1), BLOCK_SIZE, table, ones, zeros, num_decode=rows, max_q=1, max_kv=1)
+    stored = [(slice(0, rows), KVLocation(KVStore(arena, specs, BLOCK_SIZE, dtype), at, None))]
     x = make_random_values(rows * HIDDEN_SIZE, dtype).view(rows, HIDDEN_SIZE)
-    return [(DecoderLayers(layers), x, Step(ReferenceOps(), specs, kv_locations))]
+    return [(DecoderLayers(layers), x, Step(ReferenceOps(), specs, stored))]
 
 
 def pack_weights(ops: Ops, op: str, call: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -226,10 +226,9 @@ class Sequences:
         return Slots(
             self.block_table,
             BLOCK_SIZE,
-            row_seat=torch.tensor([sequence], dtype=torch.int32),
+            table_row=torch.tensor([sequence], dtype=torch.int32),
             q_start=torch.tensor([0, queries], dtype=torch.int32),
             start=start,
-            kept=start,
             num_decode=int(queries == 1),
             max_q=queries,
             max_kv=self.context,

@@ -178,7 +178,7 @@ def _make_sdpa_runs(dtype: torch.dtype, context: int, size: int) -> Iterator[Run
 
     def gathered() -> None:
         for at, layer in sequences.iter_slots():
-            blocks = at.table[at.row_seat[0]].long()
+            blocks = at.table[at.table_row[0]].long()
             k, v = (
                 plane[blocks].transpose(0, 1).reshape(1, spec.num_kv_heads, -1, spec.head_dim)[:, :, :context]
                 for plane in (sequences.store.k(layer), sequences.store.v(layer))

@@ -105,7 +105,7 @@ def _make_health_panels() -> list[Timeseries]:
             REQUESTS_A_SECOND,
             {
                 "failed requests": rate(f.REQUESTS, where={f.OUTCOME: "error"}),
-                "strategy exceptions": rate(f.FAILURES),
+                "faults of strategies": rate(f.FAILURES),
             },
             width=6,
         ),

@@ -102,12 +102,16 @@ def build_strategies_dashboard() -> Dashboard:
                 ),
             ],
             "Preemptions and errors": [
-                make_rate_panel("Preemptions", TIMES_A_SECOND, f.PREEMPTIONS),
-                make_rate_panel("Strategy exceptions", TIMES_A_SECOND, f.FAILURES),
+                make_rate_panel("Preemptions", TIMES_A_SECOND, f.PREEMPTIONS, width=6),
+                make_rate_panel("Faults of strategies", TIMES_A_SECOND, f.FAILURES, width=6),
+                make_timeseries(
+                    "In quarantine after faults", NUMBER, {STRATEGY_LEGEND: max_by(f.QUARANTINED, f.STRATEGY)}, width=6
+                ),
                 make_timeseries(
                     "Failed requests",
                     REQUESTS_A_SECOND,
                     {STRATEGY_LEGEND: rate(f.REQUESTS, f.STRATEGY, where={f.OUTCOME: "error"})},
+                    width=6,
                 ),
             ],
             "Instances": [make_info_table("Strategy instances", f.STRATEGIES, width=24, height=5)],

@@ -11,19 +11,28 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from server.engine.ipc.messages import Caching, Failed, SamplingParams
 
 if TYPE_CHECKING:
-    from cache_strategies.base import KVCache, Salt, Seat
+    from cache_strategies.base import KVCache, Seat
+    from cache_strategies.types import Salt
 
 
 class RequestError(Exception):
     """A request that cannot be served; the API worker answers it with an HTTP error of this status."""
 
-    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        self.status, self.message, self.code, self.param, self.retry_after = status, message, code, param, retry_after
 
     def to_message(self, request_id: str = "") -> Failed:
         """Return the error as a message for the API worker."""
-        return Failed(request_id, self.status, self.message, self.code, self.param)
+        return Failed(request_id, self.status, self.message, self.code, self.param, self.retry_after)
 
 
 class DraftProposer(Protocol):
@@ -65,12 +74,14 @@ class Request:
     due: float = 0.0  # sort key of the queue: when it arrived, by the monotonic clock, shifted by its priority
     arrival_index: int = 0  # number of the request in order of arrival: sorts requests with the same `due`
     seat: Seat | None = None
+    peak_bytes: int = 0  # bytes of KV memory that the request may need at most; set when it is queued
     num_cached_tokens: int | None = None  # number of prompt tokens found in the cache; None until its first row has run
     miss: str | None = None  # why no more prompt tokens were found (`cache_strategies.base.Miss`)
     forked: bool = False  # whether the request took over the prompt that another choice (n > 1) had computed
     num_preemptions: int = 0
     # Value of Scheduler._room_changes when this request last found no room; -1: it has not been refused
     refused_at: int = -1
+    refused_by_cache: bool = False  # whether open() of its strategy returned no seat when it was last called
     passed_over: int = 0  # number of later requests that were admitted while this request found no room
     num_scored_tokens: int = 0  # number of prompt tokens whose log-probabilities have been sent
     num_draft_tokens: int = 0  # number of draft tokens that the model has verified

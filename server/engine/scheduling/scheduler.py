@@ -14,6 +14,8 @@ the memory it needs, and submit() has checked that it fits. A waiting request pr
 with equal priorities two requests could preempt each other forever. A request whose cache is not ready (another seat
 computes its prefix, or its tokens are loaded) is skipped.
 
+A request whose strategy is at fault (StrategyError) leaves the step and is returned as failed; all others go on.
+
 Knows requests and the scheduler's methods of caches; neither tensors nor strategies nor sockets.
 """
 
@@ -23,11 +25,12 @@ import time
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from server.engine.ipc.messages import Speculation
+from server.engine.isolation.errors import StrategyError
 from server.engine.scheduling.request import Request, RequestError
+from server.engine.scheduling.step import FailedRequest, PartialStep, Schedule, Scheduled
 from server.records import WaitReason
 
 if TYPE_CHECKING:
@@ -60,47 +63,6 @@ class Limits(NamedTuple):
         return requested
 
 
-class Scheduled(NamedTuple):
-    """A row of a step: `num_tokens` tokens of the request's text and, if they reach its end, draft tokens."""
-
-    request: Request
-    num_tokens: int
-    draft: Sequence[int] = ()
-
-
-@dataclass
-class _Step:
-    """A step that is being scheduled: its rows so far and what is left of its budgets."""
-
-    token_budget: int  # number of prompt and draft tokens that may still be added
-    logprob_budget: int  # number of prompt tokens with log-probabilities that may still be added
-    rows: list[Scheduled] = field(default_factory=list)
-    scheduled_requests: set[Request] = field(default_factory=set)
-    preempted: list[Request] = field(default_factory=list)
-    lacks_room: bool = False  # whether a request could not be scheduled for lack of memory
-    reserved_tokens: int = 0  # tokens of the budget that prompts may not use once a prompt ends in this step
-    prompt_ends: bool = False
-
-    @property
-    def accepts_prompts(self) -> bool:
-        """Whether more prompt tokens may enter: less of the budget is used once a prompt ends in this step."""
-        return self.token_budget > (self.reserved_tokens if self.prompt_ends else 0)
-
-    def room_for(self, request: Request) -> int:
-        """Return the maximum number of tokens of a request in this step; a decoding request may always have one."""
-        room = max(self.token_budget, 1)
-        return min(room, self.logprob_budget) if request.needs_prompt_logprobs else room
-
-    def add(self, request: Request, num_tokens: int) -> None:
-        if request.num_remaining_tokens > 1:
-            self.token_budget -= num_tokens
-            self.prompt_ends |= num_tokens == request.num_remaining_tokens
-        if request.needs_prompt_logprobs:
-            self.logprob_budget -= num_tokens
-        self.rows.append(Scheduled(request, num_tokens))
-        self.scheduled_requests.add(request)
-
-
 class Scheduler:
     """Holds the `waiting` and the `running` requests, both sorted by queue_key, and schedules steps."""
 
@@ -114,7 +76,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------- add and remove requests
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError if it can never run, or if too many requests wait."""
+        """Queue a request. Raises RequestError if it can never run or too many requests wait; StrategyError."""
         limits, total = self.limits, request.max_total_tokens
         if total > limits.max_seq_len:
             message = (
@@ -122,7 +84,8 @@ class Scheduler:
                 f"{total} tokens, more than max_seq_len={limits.max_seq_len}: shorten the prompt or lower max_tokens"
             )
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
-        if (needed := request.cache.bytes_for(total)) > (limit := request.cache.limit_bytes):
+        request.peak_bytes = needed = request.cache.bytes_for(total)
+        if needed > (limit := request.cache.limit_bytes):
             message = (
                 f"the request needs {needed} bytes of KV memory, and strategy {request.cache.name!r} may hold {limit}: "
                 "shorten the prompt or lower max_tokens"
@@ -151,7 +114,7 @@ class Scheduler:
         """Remove a request that has finished, failed or was cancelled, and free its memory."""
         if request.seat is not None:
             self._unseat(request)
-        else:
+        elif request in self.waiting:  # not if it failed while a step was scheduled
             self._remove_waiting(request)
 
     def fork(self, request: Request, sibling: Request) -> bool:
@@ -161,7 +124,10 @@ class Scheduler:
         """
         assert sibling.seat is not None
         if self._can_run(request, self.running):
-            request.seat = request.cache.fork(sibling.seat)
+            try:
+                request.seat = request.cache.fork(sibling.seat)
+            except StrategyError:
+                return False  # open() is tried instead
         if request.seat is None:
             return False
         request.forked = True
@@ -185,6 +151,10 @@ class Scheduler:
 
         return Counter((request.cache.name, find_wait_reason(request)) for request in self.waiting)
 
+    def list_held_up(self) -> list[Request]:
+        """Return the requests that only their strategies may hold up: running ones, and those refused by open()."""
+        return [*self.running, *(request for request in self.waiting if request.refused_by_cache)]
+
     def mark_room_changed(self) -> None:
         """Let waiting requests that found no room be tried again, as memory or a seat may have become free."""
         self._room_changes += 1
@@ -195,29 +165,37 @@ class Scheduler:
         self.mark_room_changed()
 
     # ---------------------------------------------------------------- a step
-    def schedule(self) -> tuple[Sequence[Scheduled], Sequence[Request]]:
-        """Return the step's rows, and the requests that were preempted for them."""
+    def schedule(self) -> Schedule:
+        """Return the step's rows, and the requests that were preempted for them or whose strategy was at fault."""
         tokens = self.limits.max_num_batched_tokens
-        step = _Step(tokens, self.limits.max_logprob_tokens, reserved_tokens=tokens // 2)
+        step = PartialStep(tokens, self.limits.max_logprob_tokens, reserved_tokens=tokens // 2)
         self._preempt_for_priority(step)
         while True:
             step.lacks_room = False
             for request in sorted(self.running, key=lambda r: r.num_remaining_tokens > 1):
                 if request.seat is not None and (step.accepts_prompts or request.num_remaining_tokens == 1):
                     self._schedule_request(request, step)
-            if step.rows or not step.lacks_room:
+            if step.rows or not step.lacks_room or not self.running:
                 break
             self._preempt(self.running[-1], step)
         if not step.preempted:
             self._admit(step)
             self._add_drafts(step)
-        return step.rows, step.preempted
+        return Schedule(step.rows, step.preempted, step.failed)
 
-    def _schedule_request(self, request: Request, step: _Step) -> None:
+    def _schedule_request(self, request: Request, step: PartialStep) -> None:
         """Add the request's next row to the step, preempting others for its memory if needed.
 
         Nothing is added if its cache is not ready, or there is not enough memory or budget.
         """
+        try:
+            self._try_schedule(request, step)
+        except StrategyError as error:
+            self._unseat(request)
+            step.failed.append(FailedRequest(request, error))
+
+    def _try_schedule(self, request: Request, step: PartialStep) -> None:
+        """Do what _schedule_request says. Raises StrategyError."""
         cache, seat = request.cache, request.seat
         assert seat is not None
         if not cache.ready(seat):
@@ -234,7 +212,7 @@ class Scheduler:
             self._preempt(victim, step)
         step.add(request, num_tokens)
 
-    def _add_drafts(self, step: _Step) -> None:
+    def _add_drafts(self, step: PartialStep) -> None:
         """Add draft tokens to decode rows within the rest of the budget; no request waits or is preempted for them."""
         for i, (request, num_tokens, _) in enumerate(step.rows):
             room = min(
@@ -243,13 +221,20 @@ class Scheduler:
                 (request.cache.contract.max_row or step.token_budget + 1) - num_tokens,
             )
             draft = request.propose_draft(room)
-            assert request.seat is not None
-            if draft and request.cache.grow(request.seat, num_tokens + len(draft)):
+            if draft and self._grow_for_draft(request, num_tokens + len(draft)):
                 step.rows[i] = Scheduled(request, num_tokens, draft)
                 step.token_budget -= len(draft)
                 step.logprob_budget -= len(draft)
 
-    def _find_victim(self, request: Request, step: _Step) -> Request | None:
+    def _grow_for_draft(self, request: Request, num_tokens: int) -> bool:
+        """Return whether there is memory for a row with draft tokens; not if the strategy is at fault."""
+        assert request.seat is not None
+        try:
+            return request.cache.grow(request.seat, num_tokens)
+        except StrategyError:
+            return False  # without drafts the row may still be computed
+
+    def _find_victim(self, request: Request, step: PartialStep) -> Request | None:
         """Return the request to preempt for `request`, from those after it in the queue; None if there is none.
 
         Preferred are requests whose strategy gets the same state when tokens are recomputed (replayable), then those of
@@ -262,20 +247,20 @@ class Scheduler:
             later, key=lambda r: (r.cache.contract.replayable, r.cache is request.cache, r.queue_key), default=None
         )
 
-    def _preempt(self, request: Request, step: _Step) -> None:
+    def _preempt(self, request: Request, step: PartialStep) -> None:
         self._unseat(request)
         request.num_preemptions += 1
         self._add_waiting(request)
         step.preempted.append(request)
 
     # ---------------------------------------------------------------- admission
-    def _preempt_for_priority(self, step: _Step) -> None:
+    def _preempt_for_priority(self, step: PartialStep) -> None:
         """Admit waiting requests by preempting running ones of lower priority, the last in the queue first."""
         for request in self._iter_candidates():
             lower = [r for r in self.running if r.priority > request.priority and r.queue_key > request.queue_key]
             if not lower or not self._can_seat_without(request, lower):
                 return
-            while not self._try_seat(request):
+            while not self._try_seat(request, step) and request.seat is None and request in self.waiting:
                 if not lower:
                     # Nothing may overtake `request`: else the preempted ones would be admitted and preempted again.
 
@@ -296,7 +281,7 @@ class Scheduler:
             and _count_bytes([*own, request]) <= request.cache.limit_bytes
         )
 
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: PartialStep) -> None:
         """Admit waiting requests in order.
 
         A request without room only blocks its own instance, until max_passed_over later requests have overtaken it.
@@ -307,7 +292,9 @@ class Scheduler:
                 return
             if any(r.cache is request.cache for r in without_room):
                 continue
-            if not self._try_seat(request):
+            if not self._try_seat(request, step):
+                if request not in self.waiting:
+                    continue  # its strategy was at fault
                 if len(self.running) >= self.limits.max_num_seqs:
                     return
                 without_room.append(request)
@@ -318,15 +305,22 @@ class Scheduler:
                 passed.passed_over += 1
             self._schedule_request(request, step)
 
-    def _try_seat(self, request: Request) -> bool:
+    def _try_seat(self, request: Request, step: PartialStep) -> bool:
         """Open a seat for a waiting request and start it; return False if it cannot run or there is no room.
 
-        A request is not tried again until room may have become free, as open() hashes its whole prompt.
+        A request is not tried again until room may have become free, as open() hashes its whole prompt. If its strategy
+        is at fault, it fails and waits no more.
         """
         if self.running and request.refused_at == self._room_changes:
             return False
         if self._can_run(request, self.running):
-            request.seat = _open_seat(request)
+            try:
+                request.seat = _open_seat(request)
+                request.refused_by_cache = request.seat is None
+            except StrategyError as error:
+                self._remove_waiting(request)
+                step.failed.append(FailedRequest(request, error))
+                return False
         if request.seat is None:
             request.refused_at = self._room_changes
             return False
@@ -348,7 +342,7 @@ class Scheduler:
         if request.cache.draining:
             return False
         limits = self.limits
-        projected = sum(r.cache.bytes_for(r.max_total_tokens) for r in (*others, request))
+        projected = sum(r.peak_bytes for r in (*others, request))
         return len(others) < limits.max_num_seqs and (not others or projected <= limits.kv_overcommit * limits.kv_bytes)
 
     def _unseat(self, request: Request) -> None:
@@ -378,5 +372,12 @@ def _open_seat(request: Request) -> Seat | None:
 
 
 def _count_bytes(requests: Sequence[Request]) -> int:
-    """Return the bytes of KV memory that requests need for the tokens they have now."""
-    return sum(r.cache.bytes_for(len(r.tokens)) for r in requests)
+    """Return the bytes of KV memory that requests need for the tokens they have now, or at most."""
+    return sum(_count_request_bytes(r) for r in requests)
+
+
+def _count_request_bytes(request: Request) -> int:
+    try:
+        return request.cache.bytes_for(len(request.tokens))
+    except StrategyError:
+        return request.peak_bytes

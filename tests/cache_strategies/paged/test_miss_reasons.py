@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cache_strategies.base import Salt
+from cache_strategies.types import Salt
 from tests.cache_strategies.cache_driver import make_cache, make_paged, open_seat, read_prompt
 
 TEXT = list(range(10, 24))  # three blocks of 4, and two tokens

@@ -7,8 +7,9 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.arena import Arena
-from cache_strategies.base import NO_SALT, CacheSetup, Geometry, PinError, Salt, SaltScope
+from cache_strategies.base import CacheSetup
 from cache_strategies.paged.cache import PagedCache, PagedOptions
+from cache_strategies.types import NO_SALT, Geometry, PinError, Salt, SaltScope
 from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps
 from tests.cache_strategies.cache_driver import BLOCK, LAYER, assert_nothing_leaked, make_paged, open_seat, read_prompt

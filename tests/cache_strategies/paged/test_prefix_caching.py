@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from cache_strategies.base import NO_SALT, Row, Salt
+from cache_strategies.base import Row
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
+from cache_strategies.types import NO_SALT, Salt
 from tests.cache_strategies.cache_driver import (
     BLOCK,
     assert_nothing_leaked,
@@ -316,7 +317,7 @@ def test_scales_tell_of_numbers_in_int8() -> None:
     plan = cache.plan([Row(seat, 4)]) if cache.grow(seat, 4) else None
     assert plan is not None
     k = torch.full((4, 1, 4), math.nan)
-    plan.attend(0, k, k, k, torch.empty_like(k))
+    cache.attend(plan, 0, k, k, k, torch.empty_like(k))
     cache.commit(plan, [[1] * 4])
     assert cache.store.find_finite_blocks(seat.blocks) == [True, True, False]
     assert cache.store.find_finite_blocks([]) == []

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cache_strategies.base import NO_SALT
+from cache_strategies.types import NO_SALT
 from server.engine.ipc.messages import SamplingParams
 from server.engine.sampling.sampler import Sampler, SampleResult, SamplerInput, verify_draft
 from server.engine.scheduling.request import Request

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from cache_strategies.base import NO_SALT, CacheUsage, Contract, Geometry, KVCache, Plan, Row, Salt, Seat
+from cache_strategies.base import KVCache, Plan, Row, Seat
+from cache_strategies.types import NO_SALT, CacheUsage, Contract, Geometry, Salt
 
 
 class Memory:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cache_strategies.base import NO_SALT, KVCache
+from cache_strategies.base import KVCache
+from cache_strategies.types import NO_SALT
 from server.engine.ipc.messages import SamplingParams
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Limits, Scheduler
@@ -47,7 +48,7 @@ class SchedulerDriver:
 
     def step(self) -> dict[str, int]:
         """Run a step; return the number of tokens scheduled by request, in the order of rows."""
-        rows, _ = self.scheduler.schedule()
+        rows, _, _ = self.scheduler.schedule()
         for request, num_tokens, _ in rows:
             enter(self.scheduler, request, num_tokens)
         return {self.names[request]: num_tokens for request, num_tokens, _ in rows}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.scheduling.scheduler import Scheduled
+from server.engine.scheduling.step import Scheduled
 from tests.engine.scheduling.fake_caches import FakeCache, FakeSeat, Memory
 from tests.engine.scheduling.scheduler_driver import PerfectProposer, SchedulerDriver, enter
 
@@ -60,7 +60,7 @@ class Watched:
         scheduler = self.engine.scheduler
         busy = bool(scheduler.running or scheduler.waiting)
         decoding = [r for r in scheduler.running if r.num_remaining_tokens == 1]
-        rows, preempted = scheduler.schedule()
+        rows, preempted, _ = scheduler.schedule()
         assert rows or not busy, "nobody progresses"
         assert all(request.seat is None and request in scheduler.waiting for request in preempted)
         self._check_rows(rows)

@@ -250,12 +250,12 @@ def _wrong_memory() -> dict[str, tuple[str, Call]]:
         ),
         "a sink too few": ("sink_logits must be", lambda ops, at: ops.attend(out, q, at.store, 0, at.at, sinks)),
         "a row that is not there": ("no row 2", lambda ops, at: ops.gather(at.store, 0, at.at, 2, here)),
-        "gathered positions elsewhere": (
+        "gathered indices elsewhere": (
             "on meta",
             lambda ops, at: ops.gather(at.store, 0, at.at, 0, here.to(away)),
         ),
-        "a position alone": (
-            "positions must be",
+        "an index alone": (
+            "indices must be",
             lambda ops, at: ops.gather(at.store, 0, at.at, 0, torch.zeros(1, 1).long()),
         ),
         "a block that is not there": (

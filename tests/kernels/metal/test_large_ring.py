@@ -8,8 +8,9 @@ from torch import Tensor
 
 from cache_strategies import registry
 from cache_strategies.arena import Arena
-from cache_strategies.base import Geometry, KVCache, Row, Seat
+from cache_strategies.base import KVCache, Row, Seat
 from cache_strategies.block_table import BlockTableCache
+from cache_strategies.types import Geometry
 from config.settings import StrategySettings
 from kernels.metal.backend import MetalOps
 from kernels.metal.runtime import load_emulated
@@ -60,13 +61,14 @@ def _step(cache: KVCache, seat: Seat, n: int, k: Tensor, v: Tensor, q: Tensor | 
     start, outs = seat.length, []
     assert cache.grow(seat, n)
     plan = cache.plan([Row(seat, n)])
-    assert plan.kv_location is not None
+    location = plan.kv_location(0)
+    assert location is not None
     for layer in range(LAYERS):
         here = slice(layer + start, layer + start + n)
         if q is None:
-            cache.setup.ops.write_kv(plan.kv_location.store, layer, k[here], v[here], plan.kv_location.at)
+            cache.setup.ops.write_kv(location.store, layer, k[here], v[here], location.at)
         else:
             outs.append(torch.full((n, PHI4.num_q_heads, 128), torch.nan))
-            plan.attend(layer, q[here], k[here], v[here], outs[-1])
+            cache.attend(plan, layer, q[here], k[here], v[here], outs[-1])
     cache.commit(plan, [range(n)])
     return outs

@@ -35,7 +35,7 @@ METAL = set(
         r"\w+",
         """
         bool char const constant constexpr continue device else false float half if inline int int2 kernel long metal
-        mem_flags namespace return size_t static struct template thread threadgroup true typedef typename
+        mem_flags namespace nullptr return size_t static struct template thread threadgroup true typedef typename
         uint uint2 uint3 uint4 using void
         """,
     )

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cache_strategies.eviction import list_policies
-from cache_strategies.optimum import compute_max_hits, count_distinct_blocks, make_visits
-from cache_strategies.replay import RecordedRequest, compare_policies, main, read_requests, replay
+from cache_strategies.eviction.optimum import compute_max_hits, count_distinct_blocks, make_visits
+from cache_strategies.eviction.replay import RecordedRequest, compare_policies, main, read_requests, replay
 from config.errors import SettingsError
 from loadtest.traces import format_line, generate_trace
 

@@ -1,4 +1,4 @@
-"""`python -m cache_strategies.replay`: the prefix-cache hit rate of a trace of requests under each eviction policy.
+"""`python -m cache_strategies.eviction.replay`: the prefix-cache hit rate of a trace under each eviction policy.
 
 Runs the requests one after another through a real PagedCache with a given number of blocks, without a model: no keys
 are computed. Prints next to each hit rate the highest possible one (`optimum.py`). Reads requests as JSON lines, such
@@ -16,11 +16,12 @@ from typing import NamedTuple
 import torch
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import CacheSetup, Geometry, Row
+from cache_strategies.base import CacheSetup, Row
 from cache_strategies.eviction import list_policies, load_policy
-from cache_strategies.optimum import compute_max_hits, count_distinct_blocks, make_visits
+from cache_strategies.eviction.optimum import compute_max_hits, count_distinct_blocks, make_visits
 from cache_strategies.paged.cache import PagedCache, PagedOptions
 from cache_strategies.paged.seat import PagedSeat
+from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from kernels.reference.backend import ReferenceOps
 from kernels.types import LayerSpec
@@ -114,7 +115,7 @@ def replay(requests: Sequence[RecordedRequest], blocks: int, policy: str, block_
 
 # -------------------------------------------------------------------- the command
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m cache_strategies.replay", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m cache_strategies.eviction.replay", description=__doc__)
     parser.add_argument(
         "--trace",
         type=argparse.FileType(),

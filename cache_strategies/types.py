@@ -1,0 +1,137 @@
+"""What strategies, the scheduler and the engine tell each other about caches: plain data. Knows no cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from kernels.types import LayerSpec
+
+Miss = Literal["cold", "short", "evicted", "window", "busy", "salt", "bypass"]
+"""Why the first prompt token that open() did not find in the cache was not found.
+
+cold: never cached, or evicted too long ago to be remembered, or cached by another tenant, which is not disclosed;
+short: the remaining tokens do not fill a block; evicted: it was evicted to make room; window: the strategy drops old
+tokens, so no later sequence can reuse its memory; busy: a running sequence holds it, and the strategy cannot share it;
+salt: cached under another salt of the same tenant; bypass: the request limited the lookup (max_cached).
+"""
+
+
+class Salt(NamedTuple):
+    """Keeps sequences from sharing cached tokens: only sequences with equal salts share them."""
+
+    tenant: str = ""  # identifies an API key; empty for requests without a key
+    cache_salt: str = ""  # the request's `cache_salt`, which separates requests of one tenant
+
+
+NO_SALT = Salt()
+
+
+class SaltScope(NamedTuple):
+    """A set of salts: those with this tenant and this cache_salt; None stands for every value."""
+
+    tenant: str | None = None
+    cache_salt: str | None = None
+
+    def includes(self, salt: Salt) -> bool:
+        """Return whether the scope includes a salt."""
+        return self.tenant in (None, salt.tenant) and self.cache_salt in (None, salt.cache_salt)
+
+
+EVERYTHING = SaltScope()
+
+
+def count_reusable_tokens(tokens: Sequence[int], max_cached: int | None = None) -> int:
+    """Return how many leading tokens open() may reuse: at most max_cached, never the last, whose logits are needed."""
+    limit = len(tokens) - 1
+    return max(0, limit if max_cached is None else min(limit, max_cached))
+
+
+class Contract(NamedTuple):
+    """The properties that a strategy instance guarantees, given its options and the model's layers."""
+
+    exact: bool  # every key that the model's own attention uses is kept as it was computed
+    shareable: bool  # sequences with a common prefix can share memory
+    forkable: bool  # fork() can duplicate a seat if there is memory
+    rewind: int | None  # maximum number of committed tokens that crop() may drop; None: any number
+    replayable: bool  # a seat that is closed and computed again from its first token gets the same state
+    chunk_invariant: bool  # a seat's state does not depend on how its tokens were split into rows
+    max_row: int | None  # maximum number of tokens in a row, to which the scheduler splits prompts; None: no maximum
+    reusable: bool = False  # a sequence can reuse the tokens of a closed one with the same prefix
+
+
+KEEPS_EVERYTHING = Contract(
+    exact=True,
+    shareable=False,
+    forkable=True,
+    rewind=None,
+    replayable=True,
+    chunk_invariant=True,
+    max_row=None,
+)
+
+
+class CacheUsage(NamedTuple):
+    """The memory of an instance by use, in bytes; reserved = used + idle + wasted."""
+
+    seats: int  # number of open seats
+    tokens: int  # number of committed tokens in open seats; shared tokens count once
+    reserved: int  # bytes of arena pages that the instance holds
+    used: int  # bytes that hold tokens of open seats or of pins
+    idle: int  # bytes that hold tokens of closed seats, kept for reuse
+    wasted: int  # bytes of held pages that hold no tokens
+    limit: int  # maximum of `reserved`
+
+
+class Blocks(NamedTuple):
+    """The numbers of an instance's blocks by state: in use, idle or pinned. A pinned block may also be in use."""
+
+    in_use: int = 0  # referenced by open seats
+    shared: int = 0  # blocks in use that several seats reference
+    pending: int = 0  # blocks in use that can be found by hash, but are not computed yet
+    pinned: int = 0
+    idle: int = 0
+
+
+class BlockEvents(NamedTuple):
+    """The events of an instance's blocks since the last collect_block_events(). Times are in seconds, as in vLLM."""
+
+    copies: int = 0  # number of shared blocks that were copied before a write (copy-on-write)
+    lifetimes: Sequence[float] = ()  # seconds from allocation to eviction, of each evicted block
+    idle_times: Sequence[float] = ()  # seconds from the last use to eviction, of each evicted block
+    reuse_gaps: Sequence[float] = ()  # seconds from the last use to the reuse, of each idle block that was reused
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The model's layers and the maximum sizes of a batch: all that is known before memory is allocated."""
+
+    layers: Sequence[LayerSpec]
+    kv_dtype: torch.dtype
+    max_seats: int
+    max_seq_len: int
+    max_num_batched_tokens: int
+
+
+class SeatShape(NamedTuple):
+    """The arena memory that one sequence needs: the size and the number of its blocks."""
+
+    block_bytes: int  # bytes of a block, which is allocated as consecutive pages
+    blocks: int  # maximum number of blocks of a sequence; 0: the strategy does not use the arena
+
+
+class PinError(Exception):
+    """Raised if a prefix cannot be pinned; the message says why."""
+
+
+class Pin(NamedTuple):
+    """A prefix that stays in memory until the time `expires`, even while no sequence uses it."""
+
+    id: str
+    num_tokens: int
+    num_bytes: int
+    salt: Salt
+    expires: float  # time at which the pin expires, in seconds on the monotonic clock

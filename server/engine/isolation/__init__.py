@@ -1,0 +1,1 @@
+"""Keeps a fault of one strategy from reaching the requests of others: checked calls, quarantine, watchdogs."""

@@ -1,0 +1,16 @@
+"""The error that a strategy's fault becomes at the seam. Imports no torch, as the scheduler does not either."""
+
+from __future__ import annotations
+
+
+class StrategyError(Exception):
+    """A strategy instance raised, returned something wrong or left something undone; other instances can go on.
+
+    `method` is the name of the method of `KVCache` or `Plan` that was at fault.
+    """
+
+    def __init__(self, instance: str, method: str, problem: str) -> None:
+        super().__init__(f"cache strategy {instance!r} failed in {method}(): {problem}")
+        self.instance = instance
+        self.method = method
+        self.problem = problem

@@ -1,0 +1,166 @@
+"""Combines guards, quarantine and watchdog: the engine's view of strategies that may be at fault.
+
+Knows requests by what ends them only; ending them is the core's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from cache_strategies.base import KVCache
+from server.engine.isolation.errors import StrategyError
+from server.engine.isolation.guard import CallObserver, GuardedCache
+from server.engine.isolation.progress import ProgressWatchdog
+from server.engine.isolation.quarantine import Quarantine
+from server.engine.scheduling.request import Request, RequestError
+from server.records import Outcome
+
+log = logging.getLogger(__name__)
+
+STRATEGY_TIMEOUT = 5.0  # default of the setting strategy_timeout, in seconds
+
+
+class Ended(NamedTuple):
+    """Requests that end because their strategy is at fault."""
+
+    requests: Sequence[Request]
+    message: str
+    code: str
+
+
+class Isolation:
+    """Guards all strategies of an engine, and decides which of them get requests."""
+
+    def __init__(
+        self,
+        caches: Mapping[str, KVCache],
+        rebuild: Callable[[str], KVCache],
+        *,
+        timeout: float = STRATEGY_TIMEOUT,
+        calls: CallObserver | None = None,
+        disabled: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Guard `caches`; `rebuild(name)` makes an instance anew, for the trial after a quarantine.
+
+        `disabled`: instances that have no cache, with the reasons, as a call of theirs did not return.
+        """
+        self.disabled = dict(disabled or {})
+        self.faults: Counter[str] = Counter()  # number of faults by instance since they were last collected
+        self._rebuild = rebuild
+        self._quarantine = Quarantine(caches, clock)
+        self._new_quarantines: dict[str, StrategyError] = {}
+        self._probes: dict[str, Request] = {}  # by instance: the request that tries it after a quarantine
+        self.caches = {name: GuardedCache(cache, self._on_fault, calls) for name, cache in caches.items()}
+        self._watchdog = ProgressWatchdog(self.caches, timeout, clock)
+
+    def _on_fault(self, error: StrategyError) -> None:
+        self.faults[error.instance] += 1
+        if self._quarantine.record_fault(error.instance):
+            self._new_quarantines[error.instance] = error
+
+    def collect_faults(self) -> Counter[str]:
+        """Return the number of faults by instance since the last call."""
+        faults, self.faults = self.faults, Counter()
+        return faults
+
+    @property
+    def quarantined(self) -> Sequence[str]:
+        return self._quarantine.list_quarantined()
+
+    # ---------------------------------------------------------------- requests
+    def check_admission(self, name: str) -> None:
+        """Let a request use an instance. Raises RequestError if it is disabled or in quarantine.
+
+        The first request after a quarantine finds the instance built anew.
+        """
+        if name in self.disabled:
+            message = (
+                f"cache strategy {name!r} is disabled: {self.disabled[name]}; choose another strategy until the server "
+                "has been started again"
+            )
+            raise RequestError(503, message, code="strategy_disabled")
+        seconds = self._quarantine.seconds_left(name)
+        if seconds is None:
+            return
+        if seconds == 0.0:
+            try:
+                self._renew(name)
+                return
+            except StrategyError:
+                seconds = self._quarantine.seconds_left(name) or 1.0
+        message = (
+            f"cache strategy {name!r} is in quarantine after repeated faults; it is tried again in {seconds:.0f} s: "
+            "choose another strategy, or try later"
+        )
+        raise RequestError(503, message, code="strategy_quarantined", retry_after=seconds)
+
+    def _renew(self, name: str) -> None:
+        """Build an instance anew. Raises StrategyError if that fails."""
+        try:
+            cache = self._rebuild(name)
+        except Exception as error:
+            raise self.caches[name].make_fault("__init__", f"{type(error).__name__}: {error}") from error
+        self.caches[name].replace(cache)
+
+    def end_quarantine(self, name: str) -> None:
+        """Let an instance get requests again at once, built anew. Raises StrategyError if that fails."""
+        self._renew(name)
+        self._quarantine.record_success(name)
+
+    def begin(self, request: Request) -> None:
+        """Note that a request of an instance was queued."""
+        name = request.cache.name
+        if self._quarantine.seconds_left(name) == 0.0:
+            self._quarantine.begin_probe(name)
+            self._probes[name] = request
+            log.warning("cache strategy %r is tried again, with one request", name)
+
+    def record_steps(self, names: Iterable[str]) -> None:
+        """Note that rows of these instances were computed, and committed."""
+        for name in names:
+            self._quarantine.record_step(name)
+
+    def end(self, request: Request, outcome: Outcome) -> None:
+        """Note how a request of an instance has ended."""
+        name = request.cache.name
+        if outcome in ("stop", "length"):
+            if name in self._probes:
+                log.warning("cache strategy %r works again", name)
+                del self._probes[name]
+            self._quarantine.record_success(name)
+        elif self._probes.get(name) is request:
+            del self._probes[name]
+            self._quarantine.end_probe(name)
+
+    # ---------------------------------------------------------------- faults
+    def find_stalled(self, candidates: Sequence[Request], computed: Sequence[Request]) -> list[Ended]:
+        """Return requests that their strategies do not let go on, and note memory that is never freed."""
+        ended = [
+            Ended([request], f"{error}; other strategies go on", "strategy_failed")
+            for request, error in self._watchdog.find_stalled(candidates, computed)
+        ]
+        for error in self._watchdog.find_leaks():
+            self._quarantine.begin(error.instance)
+            self._new_quarantines[error.instance] = error
+        return ended
+
+    def collect_quarantined(self, requests: Sequence[Request]) -> list[Ended]:
+        """Return those of all `requests` that end because their instance has been put in quarantine."""
+        ended = []
+        for name, error in self._new_quarantines.items():
+            log.error("cache strategy %r is in quarantine; the last fault: %s", name, error.problem)
+            self._probes.pop(name, None)
+            own = [request for request in requests if request.cache is self.caches[name]]
+            ended.append(Ended(own, f"{error}; the strategy is in quarantine", "strategy_quarantined"))
+        return ended
+
+    def suspend_quarantined(self) -> None:
+        """Free the memory of instances that have been put in quarantine, whose requests must have ended."""
+        for name in self._new_quarantines:
+            self.caches[name].suspend()
+        self._new_quarantines.clear()

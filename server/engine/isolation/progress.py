@@ -1,0 +1,106 @@
+"""Finds sequences that a strategy never lets go on, and memory that it never frees, without any call failing.
+
+Counts steps and seconds: a sequence may wait for memory or for another sequence's prefix, but not for nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+from server.engine.isolation.errors import StrategyError
+from server.engine.isolation.guard import GuardedCache
+from server.engine.scheduling.request import Request
+
+MIN_STEPS = 200  # steps without progress, beside the seconds, after which a strategy is at fault
+LEAK_CHECK_INTERVAL = 64  # steps between two checks for memory that no sequence uses
+
+
+class Stalled(NamedTuple):
+    """A request that its strategy does not let go on."""
+
+    request: Request
+    error: StrategyError
+
+
+class _Wait(NamedTuple):
+    """How long a request has waited although no row of its instance was computed."""
+
+    steps: int
+    since: float
+
+
+class ProgressWatchdog:
+    """Watches the requests of all instances, step by step."""
+
+    def __init__(
+        self, caches: Mapping[str, GuardedCache], timeout: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Watch the requests of `caches`; `timeout`: seconds that a request may wait for nothing."""
+        self._caches = caches
+        self._timeout = timeout
+        self._clock = clock
+        self._waits: dict[Request, _Wait] = {}
+        self._leaks: dict[str, float] = {}  # by instance: since when it holds pages that no sequence uses
+        self._steps = 0
+
+    def find_stalled(self, candidates: Sequence[Request], computed: Collection[Request]) -> list[Stalled]:
+        """Return the requests that have waited too long for their strategy; called once per step.
+
+        `candidates` are the requests that only their strategies hold up, `computed` those with a row in the step. A
+        request does not count as waiting while a row of its instance is computed, as it may wait for that.
+        """
+        busy = {request.cache for request in computed}
+        idle = [request for request in candidates if request.cache not in busy]
+        now = self._clock()
+        before, self._waits = self._waits, {}
+        stalled = []
+        for request in idle:
+            steps, since = before.get(request, _Wait(0, now))
+            self._waits[request] = _Wait(steps + 1, since)
+            has_waited = steps >= MIN_STEPS and now - since >= self._timeout
+            if has_waited and (error := self._explain(request)) is not None:
+                stalled.append(Stalled(request, error))
+        return stalled
+
+    def _explain(self, request: Request) -> StrategyError | None:
+        """Return the strategy's fault; None if the request waits for memory that others hold."""
+        cache = self._caches[request.cache.name]
+        try:
+            if request.seat is None:
+                method, what = ("grow", "returned False") if request.num_preemptions else ("open", "returned no seat")
+            elif not cache.ready(request.seat):
+                return cache.make_fault("ready", f"a sequence was not ready for {self._timeout:g} seconds")
+            else:
+                method, what = "grow", "returned False"
+        except StrategyError as error:
+            return error
+        arena = cache.setup.arena
+        pages = -(-request.peak_bytes // arena.page_bytes)
+        if cache.draining or not arena.can_allocate(cache.name, pages):
+            return None
+        return cache.make_fault(method, f"it {what} for {self._timeout:g} seconds, although there is memory")
+
+    def find_leaks(self) -> list[StrategyError]:
+        """Return an error for each instance that holds pages after all its sequences have ended; called once per step.
+
+        Idle and pinned pages do not count.
+        """
+        self._steps += 1
+        if self._steps % LEAK_CHECK_INTERVAL:
+            return []
+        now, errors = self._clock(), []
+        for name, cache in self._caches.items():
+            pages = 0 if cache.num_open_seats else self._count_unused_pages(cache)
+            if not pages:
+                self._leaks.pop(name, None)
+            elif now - self._leaks.setdefault(name, now) >= self._timeout:
+                size = pages * cache.setup.arena.page_bytes
+                errors.append(cache.make_fault("close", f"{size} bytes stay in use after all sequences have ended"))
+        return errors
+
+    @staticmethod
+    def _count_unused_pages(cache: GuardedCache) -> int:
+        held = cache.setup.arena.num_held_pages(cache.name)
+        return max(0, held - cache.idle_pages() - len(cache.pinned_pages())) if held else 0
