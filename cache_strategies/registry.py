@@ -26,6 +26,7 @@ ENTRY_POINT_GROUP = "kvmux.cache_strategies"
 
 BUILTIN: Mapping[str, str] = {  # imported on demand
     "contiguous": "cache_strategies.contiguous:ContiguousCache",
+    "mirrored": "cache_strategies.mirrored:MirroredCache",
     "paged": "cache_strategies.paged.cache:PagedCache",
     "sliding_window": "cache_strategies.sliding_window:SlidingWindowCache",
 }

@@ -8,7 +8,10 @@ from tests.contract import harness
 
 
 class FailingOps:
-    """A backend's operations, whose attend() raises once after `calls` calls, when the layer's keys are written."""
+    """A backend's operations, which raise once after `calls` calls: attend(), or copying into a mirror.
+
+    By then the keys of the layer are written, or some of them.
+    """
 
     def __init__(self) -> None:
         self._ops = harness.make_ops()
@@ -18,9 +21,16 @@ class FailingOps:
         return getattr(self._ops, name)
 
     def attend(self, *args: Any, **kwargs: Any) -> None:
+        self._count()
+        self._ops.attend(*args, **kwargs)
+
+    def repeat_kv_heads_step(self, *args: Any) -> None:
+        self._ops.repeat_kv_heads_step(*args)
+        self._count()
+
+    def _count(self) -> None:
         if self.calls is not None:
             self.calls -= 1
             if self.calls < 0:
                 self.calls = None
                 raise RuntimeError("injected")
-        self._ops.attend(*args, **kwargs)

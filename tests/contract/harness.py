@@ -28,6 +28,7 @@ MODEL = (  # two layers that have little in common
 
 VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {  # options every built-in kind is tested with
     "contiguous": [{}],
+    "mirrored": [{}],
     "paged": [{}, {"block_size": 1}, {"block_size": 7}, {"block_size": 16, "prefix_cache": False}],
     "sliding_window": [
         {},

@@ -57,7 +57,7 @@ def test_a_step_writes_its_own_tokens_only(name: str) -> None:
     readings = two_seats(world, name)
     before = world.arena.memory.clone()
     step([(readings[0], 1), (readings[1], 6)])
-    assert int((world.arena.memory != before).sum()) <= 7 * token_bytes()
+    assert int((world.arena.memory != before).sum()) <= 7 * token_bytes(mirrored=STRATEGIES[name].kind == "mirrored")
 
 
 def two_seats(world: World, name: str) -> list[Reading]:
@@ -68,8 +68,11 @@ def two_seats(world: World, name: str) -> list[Reading]:
     return readings
 
 
-def token_bytes() -> int:
-    return sum(spec.num_kv_heads * (spec.head_dim + spec.v_head_dim) * 4 for spec in MODEL)
+def token_bytes(*, mirrored: bool) -> int:
+    """Return the bytes of a token's keys and values in float32; a mirror has a copy of them for each query head."""
+    return sum(
+        (spec.num_kv_heads + mirrored * spec.num_q_heads) * (spec.head_dim + spec.v_head_dim) * 4 for spec in MODEL
+    )
 
 
 # ---------------------------------------------------------------- addresses

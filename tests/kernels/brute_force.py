@@ -15,6 +15,7 @@ Keeps = Callable[[Tensor, Tensor], Tensor]  # (query positions, key positions) -
 
 KEEPS: Mapping[str, Callable[[Any], Keeps]] = {  # built-in kinds, by their options; the model's own window comes on top
     "contiguous": lambda options: keep_all,
+    "mirrored": lambda options: keep_all,
     "paged": lambda options: keep_all,
     "sliding_window": lambda options: lambda i, j: (j < options.sinks) | (i - j < options.window),
 }

@@ -1,0 +1,237 @@
+"""mirrored: a KV cache that keeps a second copy of its keys and values, repeated for the query heads and head-major.
+
+It exists to be compared with strategies whose kernels read grouped heads in place: it shows what a cache costs if
+attention is a batched matrix product over dense [heads, tokens, head_dim]. Each layer of a sequence has
+
+    history   K [tokens, H, D], V [tokens, H, Dv]      token by token, H KV heads: what the model computed
+    mirror    K [Hq, tokens, D], V [Hq, tokens, Dv]    head-major, each KV head repeated for its Hq / H query heads
+
+A step copies its new tokens into both; the tokens before it are not touched. Attention reads views of the mirror, which
+it neither copies nor reorders (mirrored_attention.py).
+
+With a batch, the history would be [tokens, batch * H, D] and the mirror [batch * Hq, tokens, D]. Here every seat has a
+block of its own in the arena, and is a batch of one sequence: sequences come and go at any time and have different
+lengths, and a shared tensor would hold all of them as long as the longest one. The rows of a step are computed one
+after the other. A block has room for max_seq_len tokens and is one run of pages, which holds both copies of all layers:
+
+    block  | layer 0: K history | K mirror | V history | V mirror | layer 1: ... |
+
+So a token takes 1 + Hq / H times the memory that it takes under the other strategies, and all sizes that the cache
+reports count both copies. A block is filled with zeros before its first step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row, Seat
+from cache_strategies.mirrored_attention import attend_to_mirror, first_visible
+from cache_strategies.types import KEEPS_EVERYTHING, NO_SALT, Blocks, CacheUsage, Geometry, Salt, SeatShape
+from kernels.store import KVStore, compute_block_bytes
+from kernels.types import LayerSpec
+
+
+# -------------------------------------------------------------------- memory of a sequence
+class LayerHistory(NamedTuple):
+    """The two copies of one layer's keys and values of a sequence, as views of its block with room for P tokens."""
+
+    k: Tensor  # [P, H, D]
+    v: Tensor  # [P, H, Dv]
+    k_mirror: Tensor  # [Hq, P, D]
+    v_mirror: Tensor  # [Hq, P, Dv]
+
+
+def _double_layers(geometry: Geometry) -> list[LayerSpec]:
+    """Return the layers with H + Hq KV heads: a block of them has the size of both copies."""
+    return [spec._replace(num_kv_heads=spec.num_kv_heads + spec.num_q_heads) for spec in geometry.layers]
+
+
+def _view_plane(plane: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """View the keys or values [H + Hq, P, D] of a block as (history [P, H, D], mirror [Hq, P, D])."""
+    total, tokens, dim = plane.shape
+    assert plane.is_contiguous()
+    history, mirror = plane[:heads].view(tokens, heads, dim), plane[heads:]
+    assert history.stride() == (heads * dim, dim, 1)
+    assert mirror.shape == (total - heads, tokens, dim)
+    assert mirror.stride() == (tokens * dim, dim, 1)
+    return history, mirror
+
+
+def _view_layers(store: KVStore, block: int, layers: Sequence[LayerSpec]) -> list[LayerHistory]:
+    """View a block of a store of doubled layers as the histories and mirrors of `layers`."""
+    views = []
+    for i, spec in enumerate(layers):
+        k, k_mirror = _view_plane(store.k(i)[block], spec.num_kv_heads)
+        v, v_mirror = _view_plane(store.v(i)[block], spec.num_kv_heads)
+        views.append(LayerHistory(k, v, k_mirror, v_mirror))
+    return views
+
+
+class MirroredSeat(Seat):
+    """A seat with one block, and the views of its histories and mirrors by layer."""
+
+    __slots__ = ("block", "is_zeroed", "layers")
+
+    def __init__(self, block: int, layers: Sequence[LayerHistory], length: int = 0) -> None:
+        super().__init__(length)
+        self.miss = "bypass"
+        self.block = block
+        self.layers = layers
+        self.is_zeroed = False  # whether what an earlier sequence left in the block was overwritten with zeros
+
+    def append(self, layer_idx: int, k: Tensor, v: Tensor, setup: CacheSetup) -> None:
+        """Write k [n,H,D] and v [n,H,Dv] after the committed tokens, to the history and to the mirror."""
+        start, end, layer = self.length, self.length + len(k), self.layers[layer_idx]
+        layer.k[start:end] = k
+        layer.v[start:end] = v
+        setup.ops.repeat_kv_heads_step(layer.k_mirror, k, start)
+        setup.ops.repeat_kv_heads_step(layer.v_mirror, v, start)
+
+    def gather_cache_history(self, layer_idx: int, steps: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return K [steps, H, D] and V [steps, H, Dv] of the first tokens, as views; by default the committed ones."""
+        steps = self.length if steps is None else steps
+        layer = self.layers[layer_idx]
+        return layer.k[:steps], layer.v[:steps]
+
+    def gather_repeated_cache_history(self, layer_idx: int, steps: int | None = None) -> tuple[Tensor, Tensor]:
+        """Return K [Hq, steps, D] and V [Hq, steps, Dv] of the same tokens from the mirror, as views."""
+        steps = self.length if steps is None else steps
+        layer = self.layers[layer_idx]
+        k, v = layer.k_mirror[:, :steps], layer.v_mirror[:, :steps]
+        assert (k.shape[1], v.shape[1]) == (steps, steps)
+        assert k.stride() == layer.k_mirror.stride()
+        assert v.stride() == layer.v_mirror.stride()
+        return k, v
+
+
+# -------------------------------------------------------------------- a step
+class MirroredPlan(Plan[MirroredSeat]):
+    """A plan without addresses: it writes both copies and attends to the mirrors, one row after the other."""
+
+    def __init__(self, cache: MirroredCache, rows: Sequence[Row[MirroredSeat]]) -> None:
+        self.rows = rows
+        self._setup = cache.setup
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        spec, first = self._setup.geometry.layers[layer_idx], 0
+        for seat, num_tokens in self.rows:
+            tokens = slice(first, first := first + num_tokens)
+            seat.append(layer_idx, k[tokens], v[tokens], self._setup)
+            keys, values = seat.gather_repeated_cache_history(layer_idx, seat.length + num_tokens)
+            attend_to_mirror(out[tokens], q[tokens], keys, values, spec)
+
+    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        seat, num_tokens = self.rows[row]
+        end = seat.length + num_tokens
+        k, v = seat.gather_cache_history(layer_idx, end)
+        start = first_visible(end - 1, self._setup.geometry.layers[layer_idx])
+        return k[start:].clone(), v[start:].clone(), torch.arange(start, end, device=k.device)
+
+
+class MirroredCache(KVCache[MirroredSeat]):
+    """A cache with one block of max_seq_len tokens per seat, which holds a history and its repeated mirror."""
+
+    options_type = Options
+
+    def __init__(self, setup: CacheSetup, options: Options) -> None:
+        super().__init__(setup, options)
+        geometry = setup.geometry
+        # `store` stays None, as its addresses would not be those of the model's layers
+        self._memory = KVStore(setup.arena, _double_layers(geometry), geometry.max_seq_len, geometry.kv_dtype)
+        self.seats: set[MirroredSeat] = set()
+        # The keys do not depend on how tokens were split into rows, but attention does: torch sums a product in another
+        # order if the number of queries differs. False keeps drafts from changing a text by that.
+        self.contract = KEEPS_EVERYTHING._replace(chunk_invariant=False)
+
+    # ---------------------------------------------------------------- memory
+    @classmethod
+    def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
+        return SeatShape(compute_block_bytes(_double_layers(geometry), geometry.max_seq_len, geometry.kv_dtype), 1)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """The bytes that a seat takes in the arena, including unused bytes at the end of its last page."""
+        return self._memory.pages_per_block * self.setup.arena.page_bytes
+
+    @property
+    def bytes_per_token(self) -> float:
+        """The bytes that a token's keys and values take in all layers and both copies together."""
+        return self._memory.block_bytes / self._memory.block_size
+
+    def bytes_for(self, num_tokens: int) -> int:
+        return self.bytes_per_block
+
+    def usage(self) -> CacheUsage:
+        tokens = sum(seat.length for seat in self.seats)
+        reserved, used = len(self.seats) * self.bytes_per_block, int(tokens * self.bytes_per_token)
+        return CacheUsage(len(self.seats), tokens, reserved, used, 0, reserved - used, self.limit_bytes)
+
+    def blocks(self) -> Blocks:
+        return Blocks(in_use=len(self.seats))
+
+    # ---------------------------------------------------------------- seats
+    def open(
+        self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None
+    ) -> MirroredSeat | None:
+        return self._allocate_seat(length=0)
+
+    def _allocate_seat(self, length: int) -> MirroredSeat | None:
+        """Return a seat of `length` tokens with a newly allocated block; None if there is not enough memory."""
+        if len(self.seats) == self.setup.geometry.max_seats:
+            return None
+        block = self.setup.arena.allocate(self.name, self._memory.pages_per_block)
+        if block is None:
+            return None
+        seat = MirroredSeat(block, _view_layers(self._memory, block, self.setup.geometry.layers), length)
+        self.seats.add(seat)
+        return seat
+
+    def grow(self, seat: MirroredSeat, num_tokens: int) -> bool:
+        assert seat.length + num_tokens <= self.setup.geometry.max_seq_len
+        return True
+
+    def crop(self, seat: MirroredSeat, length: int) -> None:
+        assert length <= seat.length
+        seat.length = length
+        seat.cached = min(seat.cached, length)
+
+    def fork(self, seat: MirroredSeat) -> MirroredSeat | None:
+        child = self._allocate_seat(seat.length)
+        if child is not None:
+            child.cached, child.is_zeroed = seat.cached, seat.is_zeroed
+            self.setup.ops.copy_blocks(self._memory, [seat.block], [child.block])
+        return child
+
+    def close(self, seat: MirroredSeat) -> None:
+        self.seats.remove(seat)
+        self.setup.arena.release(self.name, seat.block, self._memory.pages_per_block)
+
+    # ---------------------------------------------------------------- steps
+    def plan(self, rows: Sequence[Row[MirroredSeat]]) -> MirroredPlan:
+        lengths = [row.num_tokens for row in rows]
+        assert 1 not in lengths[lengths.count(1) :], "decode rows must come first"
+        for seat, _ in rows:
+            if not seat.is_zeroed:
+                self._memory.blocks[seat.block].zero_()
+                seat.is_zeroed = True
+        return MirroredPlan(self, rows)
+
+    def commit(self, plan: Plan[MirroredSeat], tokens: Sequence[Sequence[int]]) -> None:
+        for row, ids in zip(plan.rows, tokens, strict=True):
+            assert len(ids) <= row.num_tokens
+            row.seat.length += len(ids)
+
+    def visible_positions(self, length: int, spec: LayerSpec) -> Tensor:
+        return torch.arange(first_visible(length - 1, spec), length, device=self.setup.arena.memory.device)
+
+    def check_integrity(self) -> None:
+        blocks = [seat.block for seat in self.seats]
+        assert len(set(blocks)) == len(blocks) <= self.setup.geometry.max_seats
+        assert self.setup.arena.num_held_pages(self.name) == len(blocks) * self._memory.pages_per_block
+        for seat in self.seats:
+            assert 0 <= seat.length <= self.setup.geometry.max_seq_len
+            assert seat.is_zeroed or seat.length == 0
