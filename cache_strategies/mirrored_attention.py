@@ -1,13 +1,14 @@
 """Attention over keys and values that are dense, head-major and repeated for the query heads, in torch's products.
 
 The keys K [Hq, S, D] and values V [Hq, S, Dv] of a sequence are only read as views: torch multiplies by transposed and
-sliced matrices as they are. Softmax is computed in float32. A row of one token (decode) is two products. A longer row
-is computed in tiles of queries, so that its scores take little memory.
+sliced matrices as they are. Softmax is computed in float32, of scores that torch rounds to the dtype of the keys. A row
+of one token (decode) is two products. A longer row is computed in tiles of queries, so that its scores take little
+memory.
 
 A query must not depend on tokens that it does not see, even if they are NaN. Their scores are replaced, but their
 values have weight 0 and 0 * NaN is NaN. So values that only some queries of a tile see are made finite first, and the
-queries that do see a value that was not finite become NaN. Those are at most two runs of a tile's length: the tile's
-own tokens, and with a window the tokens that leave it within the tile.
+queries that do see a value that was not finite become NaN. Those values are at most two runs of a tile's length: the
+tile's own tokens, and with a window the tokens that leave it within the tile. All others are read in place.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def attend_to_mirror(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, spec:
     if n == 1:
         first = first_visible(S - 1, spec)
         weights = _compute_weights(q, keys[:, first:], spec, None)
-        out.copy_(torch.bmm(weights, values[:, first:]).transpose(0, 1))
+        out.copy_(_multiply(weights, values[:, first:]).transpose(0, 1))
         return
     for begin in range(0, n, QUERY_TILE):
         tile = slice(begin, min(begin + QUERY_TILE, n))
@@ -49,17 +50,20 @@ def _attend_tile(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, spec: Lay
     if spec.window is not None:
         visible &= key > query - spec.window
     weights = _compute_weights(q, keys[:, first:], spec, visible)
+    # Of 16-bit matrices with an odd number of columns, oneDNN multiplies the first number of the next row by zero.
+    broken = weights[:, :, :1].isnan()  # softmax makes all weights of a query NaN, or none
+    weights = weights.nan_to_num(0.0)
     mixed = torch.bmm(weights[:, :, common - first : start + 1 - first], values[:, common : start + 1])
     for begin, end in ((first, common), (start + 1, S)):
         if begin < end:
             part = slice(begin - first, end - first)
             mixed += _mix_partly_visible(weights[:, :, part], values[:, begin:end], visible[:, part])
-    out.copy_(mixed.transpose(0, 1))
+    out.copy_(mixed.masked_fill_(broken, torch.nan).transpose(0, 1))
 
 
 def _compute_weights(q: Tensor, keys: Tensor, spec: LayerSpec, visible: Tensor | None) -> Tensor:
     """Return the softmax weights [Hq, t, S] of q [t,Hq,D] for keys [Hq,S,D] in their dtype; 0 for invisible keys."""
-    scores = torch.bmm(q.transpose(0, 1), keys.transpose(1, 2)).float()
+    scores = _multiply(q.transpose(0, 1), keys.transpose(1, 2)).float()
     scores *= spec.scale
     if spec.softcap is not None:
         scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
@@ -69,6 +73,20 @@ def _compute_weights(q: Tensor, keys: Tensor, spec: LayerSpec, visible: Tensor |
         sinks = spec.sink_logits.float()[:, None, None].expand(-1, scores.shape[1], 1)
         scores = torch.cat((scores, sinks), 2)
     return scores.softmax(2)[:, :, : keys.shape[1]].to(keys.dtype)
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Return the products of a [Hq,t,m] and b [Hq,m,n] by head.
+
+    On a CPU, torch.bmm first copies 16-bit matrices if there are gaps between the heads, so in decode they are
+    multiplied one by one. What oneDNN then packs for its kernel is one head at a time.
+    """
+    if a.shape[1] > 1 or b.dtype is torch.float32 or b.device.type != "cpu":
+        return torch.bmm(a, b)
+    product = a.new_empty(a.shape[0], 1, b.shape[2])
+    for head in zip(a, b, product, strict=True):
+        torch.mm(head[0], head[1], out=head[2])
+    return product
 
 
 def _mix_partly_visible(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:

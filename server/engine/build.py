@@ -107,6 +107,8 @@ def build_engine(
     if device.tensors.type != "cpu":
         _warm_up(settings, model, max_num_batched_tokens, max_step_scores)
     arena, caches = _allocate_kv_memory(settings, instances, geometry, ops, device.tensors, directory, gradual=gradual)
+    if settings.deterministic:
+        _check_chunk_invariant(caches)
     _check_ops_in_kv_memory(caches, arena, geometry, kernels)
     limits = _make_limits(settings, geometry, arena, max_step_scores)
     selector = Selector(settings.strategies.keys(), settings.rules, settings.default_strategy)
@@ -253,6 +255,15 @@ def _check_batch_invariant(ops: Ops) -> None:
     if not ops.batch_invariant_head_dim:
         raise SettingsError(
             "deterministic: only the C++ CPU kernels give a row the same result in every batch; see `kvmux doctor`"
+        )
+
+
+def _check_chunk_invariant(caches: Mapping[str, KVCache]) -> None:
+    """Raise SettingsError if a strategy's result may depend on how tokens were split into rows."""
+    if varying := [name for name, cache in caches.items() if not cache.contract.chunk_invariant]:
+        raise SettingsError(
+            f"deterministic: a text under {', '.join(varying)} depends on how its prompt is cut into rows; remove "
+            "these strategies from the settings"
         )
 
 

@@ -43,7 +43,9 @@ def test_every_built_in_kind_can_be_loaded_and_has_an_instance_by_default_unless
 
 
 def test_an_unknown_kind_is_refused_with_the_kinds_there_are() -> None:
-    with pytest.raises(SettingsError, match=r"no cache strategy kind 'pagd'; kinds are contiguous, mirrored, paged, sliding_win"):
+    with pytest.raises(
+        SettingsError, match=r"no cache strategy kind 'pagd'; kinds are contiguous, mirrored, paged, sliding_win"
+    ):
         load_kind("pagd")
 
 

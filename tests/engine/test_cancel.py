@@ -11,9 +11,9 @@ from server.engine.ipc.messages import SamplingParams, Submit
 from tests.engine.engine_driver import WORKER, Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
-INSTANCES = ["paged", "contiguous", "sliding_window"]
+INSTANCES = ["paged", "contiguous", "sliding_window", "mirrored"]
 SETTINGS: dict[str, Any] = {
-    "strategies": strategies(paged={"kind": "paged", "block_size": 8}),
+    "strategies": strategies(paged={"kind": "paged", "block_size": 8}, mirrored={"kind": "mirrored"}),
     "max_seq_len": 128,
     "max_num_batched_tokens": 16,
 }
@@ -109,7 +109,7 @@ def test_who_was_preempted_can_be_cancelled(tiny: Path) -> None:
 def test_a_worker_that_is_gone_takes_its_requests_along_and_no_others(tiny: Path, reference: Reference) -> None:
     driver = Driver(tiny, **SETTINGS, max_num_seqs=3)
     for i in range(4):  # ids of another worker, the same as ours
-        theirs = Submit(str(i), PROMPT, SamplingParams(20, temperature=0.0, ignore_eos=True), kv_cache=INSTANCES[i % 3])
+        theirs = Submit(str(i), PROMPT, SamplingParams(20, temperature=0.0, ignore_eos=True), kv_cache=INSTANCES[i % 4])
         assert driver.core.submit(WORKER + 1, theirs) is None
     ours = driver.submit("3", random_prompt(10), 5)
     for _ in range(3):

@@ -25,6 +25,7 @@ EXACT = strategies(
     private={"kind": "paged", "block_size": 16, "prefix_cache": False},
     ring={"kind": "sliding_window", "window": 512, "sinks": 0},
     ring_with_sinks={"kind": "sliding_window", "window": 512, "sinks": 4, "max_row": 11},
+    mirrored={"kind": "mirrored"},
 )
 NARROW = {"w1": (1, 1, 1), "w8": (8, 0, 8), "w8s3": (8, 3, 5), "w40": (40, 4, 64)}  # window, sinks, max_row
 NARROW_SETTINGS = strategies(

@@ -135,6 +135,16 @@ def test_quantized_weights_too(weights: str) -> None:
             assert served(EMBEDDED, "float32", "paged", way, weights) == expected, way.__name__
 
 
+def test_a_strategy_whose_bits_depend_on_rows_is_refused(tiny: Path) -> None:
+    if COMPILED:
+        with pytest.raises(
+            SettingsError, match="deterministic: a text under mirrored depends on how its prompt is cut"
+        ):
+            build_engine(
+                Settings(model=str(tiny), **SETTINGS | {"strategies": strategies(mirrored={"kind": "mirrored"})})
+            )
+
+
 @pytest.mark.parametrize("change", [{"kernels": "reference"}, {"model_impl": "transformers"}])
 def test_what_cannot_promise_it_is_refused(tiny: Path, change: dict[str, str]) -> None:
     with pytest.raises(SettingsError, match="deterministic"):

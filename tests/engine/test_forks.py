@@ -16,12 +16,14 @@ PROMPT = random_prompt(22)
 COUNT, CHOICES = 9, 4
 SETTINGS: dict[str, Any] = {
     "strategies": strategies(
-        paged={"kind": "paged", "block_size": 4}, window={"kind": "sliding_window", "window": 16, "sinks": 2}
+        paged={"kind": "paged", "block_size": 4},
+        window={"kind": "sliding_window", "window": 16, "sinks": 2},
+        mirrored={"kind": "mirrored"},
     ),
     "max_seq_len": 64,
     "max_num_batched_tokens": 12,
 }
-INSTANCES = ["paged", "contiguous", "window"]
+INSTANCES = ["paged", "contiguous", "window", "mirrored"]
 
 
 def choices(driver: Driver, instance: str = "paged", count: int = CHOICES, **options: object) -> None:

@@ -17,12 +17,13 @@ from tests.engine.expected_tokens import Reference, random_prompt
 
 MIB = 1 << 20
 SYSTEM_PAGE = 4096
-KINDS = ("paged", "contiguous", "sliding_window")
+KINDS = ("paged", "contiguous", "sliding_window", "mirrored")
 LONGEST = 64  # tokens
 INSTANCES = strategies(
     paged={"kind": "paged", "block_size": 4},
     contiguous={"kind": "contiguous"},
     sliding_window={"kind": "sliding_window", "window": LONGEST},  # which forgets nothing
+    mirrored={"kind": "mirrored"},
 )
 COUNT = 20  # requests
 

@@ -18,19 +18,20 @@ STRATEGIES = strategies(
     blocks_of_7={"kind": "paged", "block_size": 7},
     ring={"kind": "sliding_window", "window": 300, "sinks": 4},
 )
-INSTANCES = ("contiguous", "paged", "sliding_window", *STRATEGIES)
-LENGTHS = (1, 270, 3, 40, 17)  # 270 is more than a threadgroup sums
+MIRRORED = strategies(mirrored={"kind": "mirrored"})  # has no int8
+INSTANCES = ("contiguous", "paged", "sliding_window", *STRATEGIES, *MIRRORED)
+LENGTHS = (1, 270, 3, 40, 17, 60)  # 270 is more than a threadgroup sums
 
 
 def _driver(directory: Path, device: str = "metal-emulated", **settings: Any) -> Driver:
-    settings = {"strategies": STRATEGIES, "max_seq_len": 300, "max_num_batched_tokens": 60} | settings
+    settings = {"strategies": STRATEGIES | MIRRORED, "max_seq_len": 300, "max_num_batched_tokens": 60} | settings
     driver = Driver(directory, device=device, **settings)
     assert driver.engine.kernels.faulty_ops == [], "plain torch computes it, and nothing is proven"
     return driver
 
 
 def _told(driver: Driver) -> dict[str, list[int]]:
-    """Return the tokens of five requests, one under each instance, all in the same steps."""
+    """Return the tokens of six requests, one under each instance, all in the same steps."""
     for i, (name, length) in enumerate(zip(INSTANCES, LENGTHS, strict=True)):
         driver.submit(name, random_prompt(length, seed=i), 6, kv_cache=name)
     driver.run()

@@ -19,6 +19,7 @@ PROMPTS = {"short": random_prompt(5, seed=1), "long": random_prompt(47, seed=2)}
 STRATEGIES = strategies(
     blocks_of_8={"kind": "paged", "block_size": 8},
     ring={"kind": "sliding_window", "window": 120, "sinks": 0},  # sees all of these texts
+    mirrored={"kind": "mirrored"},
 )
 INSTANCES = ("contiguous", "paged", *STRATEGIES)
 

@@ -17,9 +17,9 @@ from server.engine.core import StepResult
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
-INSTANCES = ["paged", "contiguous", "sliding_window"]
+INSTANCES = ["paged", "contiguous", "sliding_window", "mirrored"]
 SETTINGS: dict[str, Any] = {
-    "strategies": strategies(paged={"kind": "paged", "block_size": 8}),
+    "strategies": strategies(paged={"kind": "paged", "block_size": 8}, mirrored={"kind": "mirrored"}),
     "max_seq_len": 96,
     "max_num_batched_tokens": 80,
 }

@@ -1,0 +1,290 @@
+"""Tests of mirrored: the history and its repeated mirror agree, and attention reads views of the mirror."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from cache_strategies import registry
+from cache_strategies.base import Row
+from cache_strategies.mirrored import MirroredCache, MirroredSeat
+from cache_strategies.mirrored_attention import QUERY_TILE, attend_to_mirror
+from config.errors import SettingsError
+from config.settings import StrategySettings
+from kernels.types import LayerSpec
+from tests.cache_strategies.cache_driver import assert_nothing_leaked, make_cache, open_seat, read_prompt
+from tests.contract.harness import MODEL, Reading, Text, World, random_text, step
+from tests.kernels.brute_force import attention, visible_keys
+
+MIRRORED = {"it": StrategySettings(kind="mirrored")}
+DTYPES = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def mirrored_world(**how: object) -> tuple[World, MirroredCache]:
+    """Return a world of one mirrored instance, whose arena is filled with NaN, and the instance."""
+    world = World(MIRRORED, **how)  # type: ignore[arg-type]
+    cache = world.caches["it"]
+    assert isinstance(cache, MirroredCache)
+    return world, cache
+
+
+def seat_of(reading: Reading) -> MirroredSeat:
+    assert isinstance(reading.seat, MirroredSeat)
+    return reading.seat
+
+
+def assert_holds(seat: MirroredSeat, text: Text) -> None:
+    """Assert that both copies hold the first tokens of a text, compared with repeat_interleave of the text itself."""
+    for layer, spec in enumerate(MODEL):
+        group = spec.num_q_heads // spec.num_kv_heads
+        views = zip(seat.gather_cache_history(layer), seat.gather_repeated_cache_history(layer), strict=True)
+        for (history, mirror), part in zip(views, (text.k[layer], text.v[layer]), strict=True):
+            wanted = part[: seat.length]
+            assert torch.equal(history, wanted)
+            assert torch.equal(mirror, wanted.repeat_interleave(group, 1).transpose(0, 1))
+            assert torch.equal(mirror[::group], history.transpose(0, 1))
+
+
+# ---------------------------------------------------------------- the two copies
+@dtypes
+@pytest.mark.parametrize("seed", range(4))
+def test_both_copies_hold_the_text_after_random_steps_and_crops(seed: int, dtype: torch.dtype) -> None:
+    rng = random.Random(seed)
+    world, cache = mirrored_world(dtype=dtype, max_seats=3)
+    readings = [world.open("it", random_text(i, 150, MODEL, dtype)) for i in range(3)]
+    for _ in range(25):
+        chosen = [reading for reading in readings if reading.left and rng.random() < 0.8]
+        if chosen:
+            step([(reading, reading.chunk(rng.choice([1, 1, 1, 5, 30]))) for reading in chosen])
+        if rng.random() < 0.3:
+            reading = rng.choice(readings)
+            cache.crop(seat_of(reading), rng.randint(0, reading.seat.length))
+            reading.text = (
+                random_text(rng.randrange(100), 150, MODEL, dtype) if not reading.seat.length else reading.text
+            )
+        for reading in readings:
+            assert_holds(seat_of(reading), reading.text)
+        world.check_integrity()
+
+
+def test_a_block_that_is_used_again_holds_the_new_text_and_zeros() -> None:
+    world, cache = mirrored_world(max_seats=1)
+    first, second = random_text(1, 120, MODEL), random_text(2, 40, MODEL)
+    used = world.open("it", first)
+    step([(used, 120)])
+    cache.close(seat_of(used))
+    again = world.open("it", second)
+    assert seat_of(again).block == seat_of(used).block
+    step([(again, 33)])
+    step([(again, 1)])
+    assert_holds(seat_of(again), second)
+    for layer in seat_of(again).layers:
+        for history, mirror in ((layer.k, layer.k_mirror), (layer.v, layer.v_mirror)):
+            assert not history[34:].any()
+            assert not mirror[:, 34:].any()
+
+
+def test_a_fork_is_a_copy_of_both() -> None:
+    world, cache = mirrored_world(max_seats=2)
+    parent = world.open("it", random_text(1, 60, MODEL))
+    step([(parent, 20)])
+    child_seat = cache.fork(seat_of(parent))
+    assert child_seat is not None
+    child = Reading(cache, parent.text, child_seat)
+    step([(parent, 1), (child, 7)])
+    for reading in (parent, child):
+        assert_holds(seat_of(reading), parent.text)
+    assert cache.fork(child_seat) is None, "both seats are taken"
+
+
+def test_histories_are_views_of_the_seats_block() -> None:
+    world, cache = mirrored_world(max_seats=2)
+    readings = [world.open("it", random_text(i, 60, MODEL)) for i in range(2)]
+    step([(reading, 50) for reading in readings])
+    arena = world.arena
+    for seat in map(seat_of, readings):
+        begin = arena.memory.data_ptr() + seat.block * arena.page_bytes
+        for layer, spec in enumerate(MODEL):
+            k, v = seat.gather_cache_history(layer)
+            repeated_k, repeated_v = seat.gather_repeated_cache_history(layer)
+            assert k.shape == (50, spec.num_kv_heads, spec.head_dim)
+            assert v.shape == (50, spec.num_kv_heads, spec.v_head_dim)
+            assert repeated_k.shape == (spec.num_q_heads, 50, spec.head_dim)
+            assert repeated_v.shape == (spec.num_q_heads, 50, spec.v_head_dim)
+            assert repeated_k.stride() == (160 * spec.head_dim, spec.head_dim, 1)
+            for view in (k, v, repeated_k, repeated_v):
+                assert begin <= view.data_ptr() < begin + cache.bytes_per_block
+            assert seat.gather_repeated_cache_history(layer, 7)[0].data_ptr() == repeated_k.data_ptr()
+
+
+# ---------------------------------------------------------------- attention
+WINDOWS = (None, 1, 9, QUERY_TILE, 200)
+
+
+@dtypes
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("past", "n"), [(0, 1), (150, 1), (0, 2), (5, 3), (0, 150), (31, QUERY_TILE), (90, 65)])
+def test_attention_equals_the_definition(past: int, n: int, window: int | None, dtype: torch.dtype) -> None:
+    spec = LayerSpec(2, 6, 16, 8, window=window, scale=0.25, softcap=6.0, sink_logits=torch.linspace(-1, 1, 6))
+    text = random_text(3, past + n, [spec], dtype)
+    got = attend_at_end(text, n, spec)
+    wanted = attention(text.q[0], text.k[0], text.v[0], spec, visible_keys(spec, past + n))[past:]
+    assert (got.double() - wanted).abs().max() < DTYPES[dtype]
+
+
+@dtypes
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("n", [1, 2, 63, 130])
+def test_queries_that_do_not_see_a_broken_token_keep_their_bits(
+    n: int, window: int | None, poison: float, dtype: torch.dtype
+) -> None:
+    spec = LayerSpec(2, 4, 16, 8, window=window, scale=0.25)
+    length = 30 + n
+    visible = visible_keys(spec, length)[30:]
+    clean, broken = (random_text(4, length, [spec], dtype) for _ in range(2))
+    bad = [12, 30 + n // 2, length - 1]
+    for part in (broken.q, broken.k, broken.v):
+        part[0][bad] = poison
+    before, after = attend_at_end(clean, n, spec), attend_at_end(broken, n, spec)
+    unaware = ~visible[:, bad].any(1)
+    assert torch.equal(before[unaware], after[unaware])
+    assert not after[~unaware].isfinite().flatten(1).all(1).any(), "what is seen is not hidden"
+
+
+def attend_at_end(text: Text, n: int, spec: LayerSpec) -> Tensor:
+    """Return the attention of the last n tokens of a text of one layer, over a mirror with unused columns."""
+    group = spec.num_q_heads // spec.num_kv_heads
+    mirrors = []
+    for part in (text.k[0], text.v[0]):
+        mirror = torch.full((spec.num_q_heads, len(text) + 9, part.shape[2]), torch.nan, dtype=part.dtype)
+        mirror[:, : len(text)] = part.repeat_interleave(group, 1).transpose(0, 1)
+        mirrors.append(mirror[:, : len(text)])
+    out = torch.empty(n, spec.num_q_heads, spec.v_head_dim, dtype=part.dtype)
+    attend_to_mirror(out, text.q[0][-n:], mirrors[0], mirrors[1], spec)
+    return out
+
+
+@dtypes
+def test_a_row_has_the_same_bits_beside_other_rows(dtype: torch.dtype) -> None:
+    texts = [random_text(i, 100, MODEL, dtype) for i in range(4)]
+
+    def last_step(members: list[int], sizes: list[int]) -> list[list[Tensor]]:
+        world, _ = mirrored_world(dtype=dtype, max_seats=4)
+        readings = [world.open("it", texts[i]) for i in members]
+        step([(reading, 40 + 3 * i) for i, reading in zip(members, readings, strict=True)])
+        return step(list(zip(readings, sizes, strict=True))).outs
+
+    for sizes in ([1, 1, 1, 1], [5, 1, 1, 30]):
+        together = last_step([0, 1, 2, 3], sizes)
+        for i, out in enumerate(together):
+            for a, b in zip(out, last_step([i], [sizes[i]])[0], strict=True):
+                assert torch.equal(a, b)
+
+
+def test_it_agrees_with_contiguous_within_rounding_and_says_that_bits_depend_on_rows() -> None:
+    text = random_text(1, 100, MODEL)
+    outs = {}
+    for kind in ("contiguous", "mirrored"):
+        world = World({"it": StrategySettings(kind=kind)}, max_seats=1)
+        reading = world.open("it", text)
+        parts = [step([(reading, n)]).outs[0] for n in (70, 1, 1, 28)]
+        outs[kind] = [torch.cat(layer) for layer in zip(*parts, strict=True)]
+    for ours, theirs in zip(outs["mirrored"], outs["contiguous"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+    contract = world.caches["it"].contract
+    assert contract.exact
+    assert contract.forkable
+    assert contract.rewind is None
+    assert not contract.chunk_invariant
+    assert not contract.shareable
+    assert not contract.reusable
+
+
+@dtypes
+def test_decode_copies_no_history(dtype: torch.dtype) -> None:
+    """All that torch allocates at a time in a decode step is smaller than the mirror of one tensor."""
+    spec = LayerSpec(2, 16, 64, 64, scale=0.125)
+    world, cache = mirrored_world(layers=[spec], dtype=dtype, max_seats=1, max_seq_len=600, max_num_batched_tokens=600)
+    reading = world.open("it", random_text(1, 500, [spec], dtype))
+    step([(reading, 498)])
+    step([(reading, 1)])
+    plan = cache.plan([Row(seat_of(reading), 1)])
+    q, k, v = (part[0][499:] for part in (reading.text.q, reading.text.k, reading.text.v))
+    out = torch.empty_like(q)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
+        plan.attend(0, q, k, v, out)
+    allocated = highest = 0
+    for event in trace.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            allocated += event.nbytes()
+            highest = max(highest, allocated)
+    mirror = seat_of(reading).gather_repeated_cache_history(0, 500)[0]
+    assert 0 < highest < mirror.nelement() * mirror.itemsize // 2
+
+
+# ---------------------------------------------------------------- memory
+def test_sizes_count_both_copies() -> None:
+    settings = {kind: StrategySettings(kind=kind) for kind in ("contiguous", "mirrored")}
+    layers = [LayerSpec(2, 14, 64, 64)] * 3
+    world = World(settings, layers=layers, dtype=torch.bfloat16, max_seats=1, max_seq_len=160)
+    plain, mirrored = world.caches["contiguous"], world.caches["mirrored"]
+    assert isinstance(mirrored, MirroredCache)
+    assert mirrored.bytes_for(1) == mirrored.bytes_for(160) == 8 * plain.bytes_for(160)
+    shape = MirroredCache.seat_shape(mirrored.options, mirrored.setup.geometry)
+    assert shape == (3 * 2 * 160 * 64 * (2 + 14) * 2, 1)
+    assert mirrored.bytes_per_token == shape.block_bytes / 160
+    reading = world.open("mirrored", random_text(1, 30, layers, torch.bfloat16))
+    step([(reading, 30)])
+    usage = mirrored.usage()
+    assert usage[:2] == (1, 30)
+    assert usage.used == 30 * 3 * 2 * 64 * (2 + 14) * 2
+    assert usage.reserved == usage.used + usage.wasted == mirrored.bytes_for(30)
+    assert world.arena.num_held_pages("mirrored") * world.arena.page_bytes == usage.reserved
+    assert mirrored.blocks().in_use == 1
+
+
+def test_without_room_there_is_no_seat_until_one_closes() -> None:
+    for limits in ({"pages": 2}, {"seats": 2}):
+        cache = make_cache("mirrored", **limits)
+        first, _ = open_seat(cache, [1]), open_seat(cache, [2])
+        assert cache.open([1]) is None
+        assert cache.fork(first) is None
+        cache.close(first)
+        assert cache.open([1]) is not None
+        cache.check_integrity()
+
+
+def test_closing_everything_frees_everything() -> None:
+    cache = make_cache("mirrored", seats=4)
+    seats = [read_prompt(cache, [n] * n) for n in (1, 5, 7)]
+    child = cache.fork(seats[1])
+    assert child is not None
+    for seat in (seats[2], seats[0], child, seats[1]):
+        cache.close(seat)
+        cache.check_integrity()
+    assert_nothing_leaked(cache)
+
+
+def test_books_that_do_not_add_up_are_noticed() -> None:
+    for spoil in (
+        lambda cache, seats: cache.setup.arena.allocate("it"),
+        lambda cache, seats: setattr(seats[0], "block", seats[1].block),  # type: ignore[attr-defined]
+        lambda cache, seats: setattr(seats[0], "length", 65),
+    ):
+        cache = make_cache("mirrored")
+        seats = [read_prompt(cache, [n]) for n in range(2)]
+        cache.check_integrity()
+        spoil(cache, seats)
+        with pytest.raises(AssertionError):
+            cache.check_integrity()
+
+
+def test_it_keeps_floats_only() -> None:
+    with pytest.raises(SettingsError, match=r"strategies\.it\.kv_dtype is not an option of this kind"):
+        registry.resolve_instances({"it": StrategySettings(kind="mirrored", kv_dtype="int8")})
