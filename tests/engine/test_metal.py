@@ -20,7 +20,7 @@ STRATEGIES = strategies(
 )
 MIRRORED = strategies(mirrored={"kind": "mirrored"})  # has no int8
 INSTANCES = ("contiguous", "paged", "sliding_window", *STRATEGIES, *MIRRORED)
-LENGTHS = (1, 270, 3, 40, 17, 60)  # 270 is more than a threadgroup sums
+LENGTHS = (1, 270, 3, 40, 17, 90)  # 270 is more than a threadgroup sums
 
 
 def _driver(directory: Path, device: str = "metal-emulated", **settings: Any) -> Driver:
