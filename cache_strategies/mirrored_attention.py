@@ -1,9 +1,9 @@
-"""Attention over keys and values that are dense, head-major and repeated for the query heads, in torch's products.
+"""Attention over keys and values that are head-major and repeated for the query heads, in torch's products.
 
-The keys K [Hq, S, D] and values V [Hq, S, Dv] of a sequence are only read as views: torch multiplies by transposed and
-sliced matrices as they are. Softmax is computed in float32, of scores that torch rounds to the dtype of the keys. A row
-of one token (decode) is two products. A longer row is computed in tiles of queries, so that its scores take little
-memory.
+The keys K [Hq, S, D] and values V [Hq, S, Dv] of a sequence are only passed as views: torch multiplies by transposed
+and sliced matrices as they are, with the exception that `_multiply` describes. Softmax is computed in float32, of
+scores that torch rounds to the dtype of the keys. A row of one token (decode) is two products. A longer row is computed
+in tiles of queries, so that its scores take little memory.
 
 A query must not depend on tokens that it does not see, even if they are NaN. Their scores are replaced, but their
 values have weight 0 and 0 * NaN is NaN. So values that only some queries of a tile see are made finite first, and the
@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels.types import LayerSpec
 
 QUERY_TILE = 64  # number of queries whose scores are computed at once
+LARGE_HEAD_BYTES = 2**17  # from here on, 16-bit keys or values of a head are faster multiplied alone, on CPUs with AMX
 
 
 def first_visible(position: int, spec: LayerSpec) -> int:
@@ -78,10 +79,11 @@ def _compute_weights(q: Tensor, keys: Tensor, spec: LayerSpec, visible: Tensor |
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
     """Return the products of a [Hq,t,m] and b [Hq,m,n] by head.
 
-    On a CPU, torch.bmm first copies 16-bit matrices if there are gaps between the heads, so in decode they are
-    multiplied one by one. What oneDNN then packs for its kernel is one head at a time.
+    On a CPU, torch.bmm copies 16-bit matrices if there are gaps between the heads, as in a mirror. In decode that takes
+    longer than to multiply large ones one by one, where oneDNN packs at most one head at a time.
     """
-    if a.shape[1] > 1 or b.dtype is torch.float32 or b.device.type != "cpu":
+    is_copied = b.dtype is not torch.float32 and b.device.type == "cpu"
+    if a.shape[1] > 1 or not is_copied or b[0].nbytes < LARGE_HEAD_BYTES:
         return torch.bmm(a, b)
     product = a.new_empty(a.shape[0], 1, b.shape[2])
     for head in zip(a, b, product, strict=True):
