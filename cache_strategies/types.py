@@ -58,7 +58,8 @@ class Contract(NamedTuple):
     forkable: bool  # fork() can duplicate a seat if there is memory
     rewind: int | None  # maximum number of committed tokens that crop() may drop; None: any number
     replayable: bool  # a seat that is closed and computed again from its first token gets the same state
-    chunk_invariant: bool  # a seat's state does not depend on how its tokens were split into rows
+    # A seat's state and, with batch-invariant kernels, its attention do not depend on how tokens were split into rows.
+    chunk_invariant: bool
     max_row: int | None  # maximum number of tokens in a row, to which the scheduler splits prompts; None: no maximum
     reusable: bool = False  # a sequence can reuse the tokens of a closed one with the same prefix
 

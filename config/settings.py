@@ -96,7 +96,7 @@ class StrategySettings(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    kind: str = Field(description="contiguous, sliding_window, paged, or the name a plug-in registered")
+    kind: str = Field(description="contiguous, sliding_window, paged, mirrored, or the name a plug-in registered")
     floor: Share = Field("0%", description="KV memory that no other instance may take")
     limit: Share = Field("100%", description="KV memory that it may hold at most")
 
@@ -139,7 +139,10 @@ class SelectionRule(BaseModel):
 
 
 def default_strategies() -> dict[str, StrategySettings]:
-    """Return one instance of each built-in kind, under the kind's own name."""
+    """Return one instance of each built-in kind that is not only for comparison, under the kind's own name.
+
+    An instance of `mirrored` would raise the least KV memory of every server, as its longest sequence must fit.
+    """
     return {
         "paged": StrategySettings(kind="paged"),
         "contiguous": StrategySettings(kind="contiguous"),
@@ -405,7 +408,7 @@ class Settings(BaseSettings):
 
     default_strategy: str = Field("paged", description="strategy instance for requests that name none")
     strategies: dict[str, StrategySettings] = Field(
-        default_factory=dict, description="named strategy instances, in addition to one per built-in kind"
+        default_factory=dict, description="named strategy instances, beside `paged`, `contiguous` and `sliding_window`"
     )
     rules: list[SelectionRule] = Field(
         default_factory=list,

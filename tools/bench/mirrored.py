@@ -34,7 +34,6 @@ class Point(NamedTuple):
     sequences: int
     context: int
     tokens_per_second: Sequence[float]  # by round
-    attention_share: float  # of a step's time, the median of all rounds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,24 +89,22 @@ def measure(engine: Engine, rounds: int, steps: int) -> Iterator[Point]:
     for sequences in SEQUENCES:
         for context in CONTEXTS:
             speeds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-            shares: dict[str, list[float]] = {kind: [] for kind in KINDS}
             for _ in range(rounds):
                 for kind in KINDS:
-                    taken = measure_decode(engine, kind, sequences, context, steps)
-                    speeds[kind].append(sequences / taken.total)
-                    shares[kind].append(taken.seconds.get("attend", 0.0) / taken.total)
+                    seconds = measure_decode(engine, kind, sequences, context, steps).total
+                    speeds[kind].append(sequences / seconds)
             for kind in KINDS:
-                yield Point(kind, sequences, context, speeds[kind], median(shares[kind]))
+                yield Point(kind, sequences, context, speeds[kind])
 
 
 def as_table(points: Iterator[Point]) -> str:
-    """Return a table in Markdown: the median of all rounds, their range, and attention's share of a step."""
-    lines = ["| sequences | context | strategy | tokens/s | range | attention |", "|---:|---:|---|---:|---:|---:|"]
+    """Return a table in Markdown: the median of all rounds, and their range."""
+    lines = ["| sequences | context | strategy | tokens/s | range |", "|---:|---:|---|---:|---:|"]
     for point in points:
         speeds = point.tokens_per_second
         lines.append(
             f"| {point.sequences} | {point.context:,} | `{point.kind}` | {median(speeds):,.0f} "
-            f"| {min(speeds):,.0f} to {max(speeds):,.0f} | {point.attention_share:.0%} |"
+            f"| {min(speeds):,.0f} to {max(speeds):,.0f} |"
         )
     return "\n".join(lines)
 
