@@ -26,7 +26,7 @@ ENTRY_POINT_GROUP = "kvmux.cache_strategies"
 
 BUILTIN: Mapping[str, str] = {  # imported on demand
     "contiguous": "cache_strategies.contiguous:ContiguousCache",
-    "mirrored": "cache_strategies.mirrored:MirroredCache",
+    "mirrored": "cache_strategies.mirrored.cache:MirroredCache",
     "paged": "cache_strategies.paged.cache:PagedCache",
     "sliding_window": "cache_strategies.sliding_window:SlidingWindowCache",
 }

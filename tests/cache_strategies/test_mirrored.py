@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from cache_strategies import registry
 from cache_strategies.base import Row
-from cache_strategies.mirrored import MirroredCache, MirroredSeat
-from cache_strategies.mirrored_attention import QUERY_TILE, attend_to_mirror
+from cache_strategies.mirrored.attention import QUERY_TILE, attend_to_mirror
+from cache_strategies.mirrored.cache import MirroredCache, MirroredSeat
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
@@ -209,13 +209,13 @@ def test_it_agrees_with_contiguous_within_rounding_and_says_that_bits_depend_on_
 @dtypes
 def test_decode_copies_no_history(dtype: torch.dtype) -> None:
     """All that torch allocates at a time in a decode step is smaller than the mirror of one tensor."""
-    spec = LayerSpec(2, 16, 64, 64, scale=0.125)
-    world, cache = mirrored_world(layers=[spec], dtype=dtype, max_seats=1, max_seq_len=600, max_num_batched_tokens=600)
-    reading = world.open("it", random_text(1, 500, [spec], dtype))
-    step([(reading, 498)])
+    spec = LayerSpec(2, 16, 128, 128, scale=0.125)
+    world, cache = mirrored_world(layers=[spec], dtype=dtype, max_seats=1, max_seq_len=700, max_num_batched_tokens=700)
+    reading = world.open("it", random_text(1, 600, [spec], dtype))
+    step([(reading, 598)])
     step([(reading, 1)])
     plan = cache.plan([Row(seat_of(reading), 1)])
-    q, k, v = (part[0][499:] for part in (reading.text.q, reading.text.k, reading.text.v))
+    q, k, v = (part[0][599:] for part in (reading.text.q, reading.text.k, reading.text.v))
     out = torch.empty_like(q)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         plan.attend(0, q, k, v, out)
@@ -224,7 +224,7 @@ def test_decode_copies_no_history(dtype: torch.dtype) -> None:
         if event.name() == "[memory]":
             allocated += event.nbytes()
             highest = max(highest, allocated)
-    mirror = seat_of(reading).gather_repeated_cache_history(0, 500)[0]
+    mirror = seat_of(reading).gather_repeated_cache_history(0, 600)[0]
     assert 0 < highest < mirror.nelement() * mirror.itemsize // 2
 
 

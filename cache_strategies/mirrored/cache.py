@@ -7,7 +7,7 @@ attention is a batched matrix product over dense [heads, tokens, head_dim]. Each
     mirror    K [Hq, tokens, D], V [Hq, tokens, Dv]    head-major, each KV head repeated for its Hq / H query heads
 
 A step copies its new tokens into both; the tokens before it are not touched. Attention reads views of the mirror, which
-it neither copies nor reorders (mirrored_attention.py).
+it neither copies nor reorders (attention.py).
 
 With a batch, the history would be [tokens, batch * H, D] and the mirror [batch * Hq, tokens, D]. Here every seat has a
 block of its own in the arena, and is a batch of one sequence: sequences come and go at any time and have different
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row, Seat
-from cache_strategies.mirrored_attention import attend_to_mirror, first_visible
+from cache_strategies.mirrored.attention import attend_to_mirror, first_visible
 from cache_strategies.types import KEEPS_EVERYTHING, NO_SALT, Blocks, CacheUsage, Geometry, Salt, SeatShape
 from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec

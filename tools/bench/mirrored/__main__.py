@@ -10,12 +10,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from config.errors import SettingsError
-from config.settings import Settings, StrategySettings
+from config.settings import load_settings
 from server.engine.build import Engine, build_engine
 from server.profiling.steps import measure_decode
 from tools.bench.table.models import LLAMA, cache_folder, make_model
@@ -47,8 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--steps", type=int, default=STEPS, help=f"steps of a measurement (default: {STEPS})")
     options = parser.parse_args(arguments)
     model = options.model or make_model(LLAMA, cache_folder(), lambda status: print(status, file=sys.stderr))
+    settings = {"model": str(model), **{name: getattr(options, name) for name in ("dtype", "kernels", "threads")}}
     try:
-        engine = build_comparison(model, options.dtype, options.kernels, options.threads)
+        engine = build_comparison(settings)
     except SettingsError as error:
         parser.error(str(error))
     print(describe_memory(engine))
@@ -56,19 +56,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def build_comparison(model: Path | str, dtype: str, kernels: str, threads: int) -> Engine:
-    """Build an engine with an instance of each kind. Raises SettingsError."""
+def build_comparison(settings: dict[str, Any]) -> Engine:
+    """Build an engine with these settings and an instance of each kind. Raises SettingsError."""
     return build_engine(
-        Settings(
-            model=str(model),
-            dtype=dtype,
-            kernels=kernels,
-            threads=threads,
-            strategies={kind: StrategySettings(kind=kind) for kind in KINDS},
-            default_strategy=KINDS[0],
-            max_num_seqs=max(SEQUENCES),
-            max_seq_len=max(CONTEXTS) + MARGIN,
-            kv_memory="2GiB",
+        load_settings(
+            None,
+            settings
+            | {
+                "strategies": {kind: {"kind": kind} for kind in KINDS},
+                "default_strategy": KINDS[0],
+                "max_num_seqs": max(SEQUENCES),
+                "max_seq_len": max(CONTEXTS) + MARGIN,
+                "kv_memory": "2GiB",
+            },
         )
     )
 

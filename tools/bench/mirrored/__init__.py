@@ -1,0 +1,1 @@
+"""Compares mirrored with reading grouped heads in place: `python -m tools.bench.mirrored`."""
