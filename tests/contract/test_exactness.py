@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from config.settings import StrategySettings
 from kernels.types import LayerSpec
 from tests.contract.harness import MODEL, World, exact_instances, random_text, read_through, step
 from tests.contract.toy_model import ToyModel, generate, open_requests
@@ -15,6 +16,7 @@ from tests.contract.toy_model import ToyModel, generate, open_requests
 LENGTH = 140
 EXACT = exact_instances()
 BASELINE = "contiguous"
+ROUNDED = {"mirrored": StrategySettings(kind="mirrored")}  # exact, but its attention is summed in another order
 
 TOY_LAYERS = (
     LayerSpec(2, 4, 16, 16, scale=0.25),
@@ -25,7 +27,9 @@ PROMPTS = [[random.Random(i).randrange(50) for _ in range(n)] for i, n in enumer
 
 
 def test_the_instances_of_this_file_say_that_they_are_exact() -> None:
-    assert all(cache.contract.exact for cache in World(EXACT, max_seats=1).caches.values())
+    caches = World(EXACT | ROUNDED, max_seats=1).caches
+    assert all(cache.contract.exact for cache in caches.values())
+    assert {name for name, cache in caches.items() if not cache.contract.chunk_invariant} == ROUNDED.keys()
 
 
 # ---------------------------------------------------------------- 1: the same q, k, v in the same rows
@@ -99,7 +103,7 @@ def test_logits_are_the_same_when_some_requests_change_strategy(budget: int) -> 
 
 
 # ---------------------------------------------------------------- 3: other steps
-@pytest.mark.parametrize("name", ["contiguous", "paged_16", "ring"])
+@pytest.mark.parametrize("name", ["contiguous", "paged_16", "ring", *ROUNDED])
 def test_logits_differ_by_rounding_only_under_another_schedule(name: str) -> None:
     wanted = logits([BASELINE] * len(PROMPTS), 200)
     for budget in (4, 40):
@@ -108,7 +112,7 @@ def test_logits_differ_by_rounding_only_under_another_schedule(name: str) -> Non
 
 
 def logits(placement: list[str], budget: int) -> list[Tensor]:
-    world = World({name: EXACT[name] for name in dict.fromkeys(placement)}, layers=TOY_LAYERS)
+    world = World({name: (EXACT | ROUNDED)[name] for name in dict.fromkeys(placement)}, layers=TOY_LAYERS)
     requests = open_requests(world.caches, placement, PROMPTS)
     return generate(ToyModel(TOY_LAYERS), requests, 12, budget)
 

@@ -27,7 +27,8 @@ STRATEGIES = strategies(
 )
 LENGTHS = (1, 140, 3, 65, 16, 33, 1)  # 140 and the completion cross a tile of attention
 COUNT = 5
-SETTINGS: dict[str, Any] = {"strategies": STRATEGIES, "max_seq_len": 300}
+ROUNDED = strategies(mirrored={"kind": "mirrored"})  # sums in another order than the others
+SETTINGS: dict[str, Any] = {"strategies": STRATEGIES | ROUNDED, "max_seq_len": 300}
 
 
 class Run:
@@ -96,6 +97,8 @@ INSTANCES = ["contiguous", "paged", "ring", "blocks_of_7"]
         ("contiguous", 30, 3),
         *((instance, *by) for instance, by in zip(INSTANCES, SCHEDULES, strict=True)),
         ("paged", 7, 2),
+        ("mirrored", 30, 1),
+        ("mirrored", 7, 2),
     ],
 )
 def test_any_schedule_gives_equal_tokens_and_logits_within_rounding(
