@@ -6,8 +6,8 @@ attention is a batched matrix product over dense [heads, tokens, head_dim]. Each
     history   K [tokens, H, D], V [tokens, H, Dv]      token by token, H KV heads: what the model computed
     mirror    K [Hq, tokens, D], V [Hq, tokens, Dv]    head-major, each KV head repeated for its Hq / H query heads
 
-A step copies its new tokens into both; the tokens before it are not touched. Attention reads views of the mirror, which
-it neither copies nor reorders (attention.py).
+A step copies its new tokens into both; the tokens before it are not touched. Attention multiplies by views of the
+mirror, without a copy in another order (attention.py says when torch copies 16-bit numbers on a CPU).
 
 With a batch, the history would be [tokens, batch * H, D] and the mirror [batch * Hq, tokens, D]. Here every seat has a
 block of its own in the arena, and is a batch of one sequence: sequences come and go at any time and have different
