@@ -11,7 +11,7 @@ from cache_strategies.base import CacheSetup
 from cache_strategies.paged.block_metrics import MAX_SAMPLES, BlockMetrics
 from cache_strategies.types import NO_SALT, BlockEvents, Blocks
 from tests.cache_strategies.cache_driver import BLOCK, enter, make_cache, make_paged, open_seat, read_prompt
-from tests.cache_strategies.test_eviction import Clock
+from tests.cache_strategies.eviction.test_queue import Clock
 
 TEXT = list(range(10, 20))  # two blocks of 4, and two tokens
 OTHER = list(range(30, 40))
