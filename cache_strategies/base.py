@@ -37,6 +37,8 @@ from kernels.ops import KVLocation, Ops, QueryTap
 from kernels.store import KVStore
 from kernels.types import LayerSpec
 
+INTERFACE_VERSION = 2  # of this interface; raised when classes written for the version before no longer work
+
 
 class Seat:
     """One sequence's state in one cache. Outside the strategy only length, cached and miss are read."""
@@ -119,6 +121,7 @@ class KVCache(ABC, Generic[SeatT]):
     seat is in a plan, ready() and grow() must have returned True for it.
     """
 
+    interface_version: ClassVar[int]  # set by classes of plug-ins: the INTERFACE_VERSION for which they are written
     options_type: ClassVar[type[Options]] = Options
     contract: Contract  # set by __init__
     store: KVStore | None = None  # the keys and values in the arena; None if the strategy stores them in another way

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import CacheSetup, KVCache, Options
+from cache_strategies.base import INTERFACE_VERSION, CacheSetup, KVCache, Options
 from cache_strategies.plugins import list_plugins, load_class
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
@@ -23,6 +23,11 @@ from kernels.ops import Ops
 from kernels.store import ALIGN
 
 ENTRY_POINT_GROUP = "kvmux.cache_strategies"
+
+HOW_TO_CHANGE = (
+    "change the class as docs/guide/strategies.md says under 'From version 1 to 2', and set its "
+    f"interface_version = {INTERFACE_VERSION}"
+)
 
 BUILTIN: Mapping[str, str] = {  # imported on demand
     "contiguous": "cache_strategies.contiguous:ContiguousCache",
@@ -51,8 +56,23 @@ def list_kinds() -> dict[str, str]:
 
 
 def load_kind(kind: str) -> type[KVCache]:
-    """Return the class of a strategy kind. Raises SettingsError if it is unknown or cannot be loaded."""
-    return load_class(kind, list_kinds(), KVCache, what="cache strategy kind", plural="kinds")  # type: ignore[type-abstract]
+    """Return the class of a strategy kind.
+
+    Raises SettingsError if it is unknown, cannot be loaded, or is written for another version of the interface.
+    """
+    known = list_kinds()
+    try:
+        cls = load_class(kind, known, KVCache, what="cache strategy kind", plural="kinds")  # type: ignore[type-abstract]
+    except SettingsError as error:
+        hint = f"; if it is written for an earlier version of the interface, {HOW_TO_CHANGE}"
+        raise SettingsError(f"{error}{hint if kind in known and kind not in BUILTIN else ''}") from None
+    version = getattr(cls, "interface_version", 1)
+    if kind not in BUILTIN and version != INTERFACE_VERSION:
+        raise SettingsError(
+            f"cache strategy kind {kind!r}: {cls.__name__} is written for version {version} of the interface, and this "
+            f"server has version {INTERFACE_VERSION}: {HOW_TO_CHANGE}"
+        )
+    return cls
 
 
 def resolve_instances(strategies: Mapping[str, StrategySettings]) -> list[Instance]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
 
-from cache_strategies import registry
+from cache_strategies import plugins, registry
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
 from cache_strategies.contiguous import ContiguousCache
@@ -42,6 +43,45 @@ def test_every_built_in_kind_can_be_loaded_and_has_an_instance_by_default_unless
     assert {settings.kind for settings in default_strategies().values()} == set(registry.BUILTIN) - {"mirrored"}
 
 
+class OfVersion1(ContiguousCache):
+    """A class that does not state its version, as those written for version 1."""
+
+
+class OfVersion3(ContiguousCache):
+    """A class for a version that does not exist yet."""
+
+    interface_version = 3
+
+
+class OfThisVersion(ContiguousCache):
+    """A class for the version of this server."""
+
+    interface_version = 2
+
+
+@pytest.mark.parametrize(("cls", "version"), [(OfVersion1, 1), (OfVersion3, 3), (OfThisVersion, None)])
+def test_a_plug_in_for_another_version_is_refused_with_what_to_change(
+    cls: type[KVCache], version: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    point = EntryPoint("mine", f"{__name__}:{cls.__name__}", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
+    if version is None:
+        assert load_kind("mine") is cls
+        return
+    words = rf"{cls.__name__} is written for version {version} of the interface, and this server has version 2: change"
+    with pytest.raises(SettingsError, match=rf"{words} the class as docs/guide/strategies.md says"):
+        load_kind("mine")
+
+
+def test_a_plug_in_that_cannot_be_imported_may_be_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("mine", "cache_strategies.no_such_module:Cache", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
+    with pytest.raises(
+        SettingsError, match=r"cannot load .*; if it is written for an earlier version of the interface"
+    ):
+        load_kind("mine")
+
+
 def test_an_unknown_kind_is_refused_with_the_kinds_there_are() -> None:
     with pytest.raises(
         SettingsError, match=r"no cache strategy kind 'pagd'; kinds are contiguous, mirrored, paged, sliding_win"
@@ -61,11 +101,6 @@ def test_a_plug_in_that_cannot_be_used_is_named(where: str, message: str, monkey
     monkeypatch.setattr(registry, "list_kinds", lambda: {"odd": where})
     with pytest.raises(SettingsError, match=message):
         load_kind("odd")
-
-
-def test_a_kind_of_somebody_elses_is_loaded_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "list_kinds", lambda: {"mine": "cache_strategies.contiguous:ContiguousCache"})
-    assert load_kind("mine") is ContiguousCache
 
 
 # ---------------------------------------------------------------- options

@@ -83,6 +83,7 @@ class SievePlan(Plan):
 class SieveCache(KVCache):
     """A cache that keeps every `keep`-th token in memory outside the arena."""
 
+    interface_version = 2
     options_type = SieveOptions
     plan_type: type[SievePlan] = SievePlan
 
