@@ -77,7 +77,7 @@ def test_a_plug_in_that_cannot_be_imported_may_be_of_another_version(monkeypatch
     point = EntryPoint("mine", "cache_strategies.no_such_module:Cache", registry.ENTRY_POINT_GROUP)
     monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
     with pytest.raises(
-        SettingsError, match=r"cannot load .*; if it is written for an earlier version of the interface"
+        SettingsError, match=r"cannot load .*; if it is written for an earlier version"
     ):
         load_kind("mine")
 
