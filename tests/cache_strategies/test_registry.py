@@ -76,9 +76,7 @@ def test_a_plug_in_for_another_version_is_refused_with_what_to_change(
 def test_a_plug_in_that_cannot_be_imported_may_be_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("mine", "cache_strategies.no_such_module:Cache", registry.ENTRY_POINT_GROUP)
     monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
-    with pytest.raises(
-        SettingsError, match=r"cannot load .*; if it is written for an earlier version"
-    ):
+    with pytest.raises(SettingsError, match=r"cannot load .*; if it is written for an earlier version"):
         load_kind("mine")
 
 

@@ -110,7 +110,7 @@ class Isolation:
     def end_quarantine(self, name: str) -> None:
         """Let an instance get requests again at once, built anew. Raises StrategyError if that fails."""
         self._renew(name)
-        self._quarantine.record_success(name)
+        self._quarantine.end(name)
 
     def begin(self, request: Request) -> None:
         """Note that a request of an instance was queued."""
@@ -129,7 +129,7 @@ class Isolation:
         """Note how a request of an instance has ended."""
         name = request.cache.name
         if outcome in ("stop", "length"):
-            if name in self._probes:
+            if self._probes.get(name) is request:
                 log.warning("cache strategy %r works again", name)
                 del self._probes[name]
             self._quarantine.record_success(name)

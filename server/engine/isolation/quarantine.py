@@ -59,9 +59,14 @@ class Quarantine:
             record.faults = 0
 
     def record_success(self, instance: str) -> None:
-        """Note that a request of the instance has ended well."""
-        if self._records[instance] != _SOUND:
-            self._records[instance] = _FaultRecord()
+        """Note that a request of the instance has ended well; of quarantines, that ends the trial after one only."""
+        record = self._records[instance]
+        if record != _SOUND and (record.probing or not record.until):
+            self.end(instance)
+
+    def end(self, instance: str) -> None:
+        """End a quarantine, and forget the faults."""
+        self._records[instance] = _FaultRecord()
 
     def seconds_left(self, instance: str) -> float | None:
         """Return for how many seconds an instance gets no requests; 0 if the next one tries it; None: it is sound."""
