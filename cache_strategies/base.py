@@ -124,7 +124,7 @@ class KVCache(ABC, Generic[SeatT]):
     interface_version: ClassVar[int]  # set by classes of plug-ins: the INTERFACE_VERSION for which they are written
     options_type: ClassVar[type[Options]] = Options
     contract: Contract  # set by __init__
-    store: KVStore | None = None  # the keys and values in the arena; None if the strategy stores them in another way
+    stores: Sequence[KVStore] = ()  # the keys and values in the arena, empty if the strategy stores them in another way
 
     def __init__(self, setup: CacheSetup, options: Options) -> None:
         """Register as an owner in the arena. No page may be allocated yet: the instance's share is set later."""
@@ -195,7 +195,8 @@ class KVCache(ABC, Generic[SeatT]):
     def crop(self, seat: SeatT, length: int) -> None:
         """Drop the committed tokens from position `length` on. They may be at most contract.rewind tokens.
 
-        During prefill, seat.length may become lower than `length`, as a strategy may drop whole blocks.
+        During prefill, and in the tokens that open() found cached, seat.length may become lower than `length`, as a
+        strategy may drop whole blocks.
         """
 
     def fork(self, seat: SeatT) -> SeatT | None:

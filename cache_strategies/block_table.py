@@ -70,16 +70,22 @@ TableSeatT = TypeVar("TableSeatT", bound=TableSeat, default=TableSeat)
 
 
 class BlockTable:
-    """The block table [max seats, max blocks per seat] and a step's arrays for `Slots`, on the host and the device."""
+    """The block table [max seats, max blocks per seat] and a step's arrays for `Slots`, on the host and the device.
 
-    def __init__(self, seats: int, width: int, block_size: int, device: torch.device, num_blocks: int) -> None:
-        """Allocate a table for `seats` sequences of up to `width` blocks, of a store that has `num_blocks`."""
+    If layers are divided among several stores, there is a table for each store; a seat has the same row in all of them.
+    """
+
+    def __init__(
+        self, seats: int, width: int, block_size: int, device: torch.device, num_blocks: int, num_stores: int = 1
+    ) -> None:
+        """Allocate tables for `seats` sequences of up to `width` blocks; each store has `num_blocks`."""
         self._block_size = block_size
         self._num_blocks = num_blocks
-        self._host_table: Int32 = np.zeros((seats, width), np.int32)
+        self._host_tables: Int32 = np.zeros((num_stores, seats, width), np.int32)
         self._host_steps: Int32 = np.zeros((3, seats + 1), np.int32)  # table_row, q_start, start
-        self._table = torch.from_numpy(self._host_table).to(device)  # on "cpu": a view of the host's array
+        self._all_tables = torch.from_numpy(self._host_tables).to(device)  # on "cpu": a view of the host's array
         self._steps = torch.from_numpy(self._host_steps).to(device)
+        self._tables = self._all_tables.unbind()  # by store
         # by number of rows: (table_row, q_start, start), views of `_steps` for that many rows
         self._views_by_num_rows: dict[int, tuple[Tensor, ...]] = {}
         self._is_dirty = False  # whether the host's table has changed since it was copied to the device
@@ -99,7 +105,11 @@ class BlockTable:
 
     def write(self, seat: TableSeat, first: int = 0) -> None:
         """Write seat.blocks[first:] into the seat's row of the table."""
-        row, blocks = self._host_table[seat.index, first : len(seat.blocks)], seat.blocks[first:]
+        self.write_blocks(seat.index, first, seat.blocks[first:])
+
+    def write_blocks(self, index: int, first: int, blocks: Sequence[int], store: int = 0) -> None:
+        """Write the ids of blocks into a row of a store's table, from column `first` on."""
+        row = self._host_tables[store, index, first : first + len(blocks)]
         if row.tolist() != blocks:  # usually they are equal
             row[:] = blocks
             self._is_dirty = True
@@ -123,7 +133,7 @@ class BlockTable:
         self._copy_to_device()
         table_row, q_start, start = self._get_row_views(B)
         slots = Slots(
-            self._table,
+            self._tables[0],
             self._block_size,
             table_row,
             q_start,
@@ -134,22 +144,23 @@ class BlockTable:
             sinks=sinks,
             ring=ring,
         )
-        return slots if self._table.device.type == "cpu" else self._check_on_host(slots, B)
+        return slots if self._all_tables.device.type == "cpu" else self._check_on_host(slots, B)
 
     def _check_on_host(self, slots: Slots, num_rows: int) -> Slots:
         """Check addresses by the host's arrays, from which they were copied: no operation then waits for the device.
 
-        Raises ValueError if they are outside of the store.
+        Raises ValueError if they are outside of the stores.
         """
         table_row, q_start, start = torch.from_numpy(self._host_steps[:, : num_rows + 1])
-        host = replace(
-            slots,
-            table=torch.from_numpy(self._host_table),
-            table_row=table_row[:num_rows],
-            q_start=q_start,
-            start=start[:num_rows],
-        )
-        return replace(slots, num_tokens=check_entries("plan", host, self._num_blocks))
+        host = replace(slots, table_row=table_row[:num_rows], q_start=q_start, start=start[:num_rows])
+        tables = (replace(host, table=torch.from_numpy(table)) for table in self._host_tables)
+        num_tokens = [check_entries("plan", each, self._num_blocks) for each in tables]
+        return replace(slots, num_tokens=num_tokens[0])
+
+    def make_slots_by_store(self, rows: Sequence[Row[TableSeatT]]) -> list[Slots]:
+        """Return the `Slots` of a step's rows for each store; they differ in their table only."""
+        slots = self.make_slots(rows)
+        return [slots, *(replace(slots, table=table) for table in self._tables[1:])]
 
     def _get_row_views(self, rows: int) -> tuple[Tensor, ...]:
         """Return (table_row, q_start, start): views of the device's arrays for `rows` rows, made only once."""
@@ -160,11 +171,11 @@ class BlockTable:
 
     def _copy_to_device(self) -> None:
         """Copy the host arrays to the device and wait for it, since the next step overwrites the same host memory."""
-        if self._table.device.type == "cpu":
+        if self._all_tables.device.type == "cpu":
             return
         self._steps.copy_(torch.from_numpy(self._host_steps))
         if self._is_dirty:
-            self._table.copy_(torch.from_numpy(self._host_table))
+            self._all_tables.copy_(torch.from_numpy(self._host_tables))
             self._is_dirty = False
 
 
@@ -174,7 +185,6 @@ class TablePlan(Plan[TableSeatT]):
     def __init__(self, cache: BlockTableCache[TableSeatT], rows: Sequence[Row[TableSeatT]], slots: Slots) -> None:
         self.rows = rows
         self._cache = cache
-        self._slots = slots
         self._location = KVLocation(cache.store, slots, cache.window)
 
     def kv_location(self, layer_idx: int) -> KVLocation:
@@ -182,37 +192,59 @@ class TablePlan(Plan[TableSeatT]):
 
     def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
         seat, num_tokens = self.rows[row]
-        setup = self._cache.setup
+        setup, location = self._cache.setup, self.kv_location(layer_idx)
         positions = self._cache.visible_positions(seat.length + num_tokens, setup.geometry.layers[layer_idx])
-        k, v = setup.ops.gather(self._cache.store, layer_idx, self._slots, row, positions)
+        k, v = setup.ops.gather(location.store, layer_idx, location.at, row, positions)
         return k, v, positions
+
+
+class DividedPlan(TablePlan[TableSeatT]):
+    """A plan whose layers are divided among several stores, each with a table of its own."""
+
+    def __init__(self, cache: BlockTableCache[TableSeatT], rows: Sequence[Row[TableSeatT]], slots: Sequence[Slots]):
+        super().__init__(cache, rows, slots[0])
+        locations = [KVLocation(store, at, cache.window) for store, at in zip(cache.stores, slots, strict=True)]
+        self._locations = [locations[store] for store in cache.store_by_layer]
+
+    def kv_location(self, layer_idx: int) -> KVLocation:
+        return self._locations[layer_idx]
 
 
 class BlockTableCache(KVCache[TableSeatT]):
     """A cache that keeps its keys and values in the blocks of a `KVStore`, which it finds through a block table.
 
-    Subclasses choose the size of blocks and allocate them.
+    Subclasses choose the size of blocks and allocate them. They may divide the layers among several stores.
     """
 
     sinks = 0  # number of first tokens of a sequence that a ring buffer never overwrites
     ring = 0  # number of slots of the ring buffer after the sinks; 0: there is no ring buffer
-    store: KVStore
+    store: KVStore  # the first store
     window: int | None = None  # maximum number of keys that a query attends to, beside the sinks; None: all keys
 
     def __init__(self, setup: CacheSetup, options: Options) -> None:
         super().__init__(setup, options)
         geometry = setup.geometry
         tokens, blocks = self.block_layout(options, geometry)
-        self.store = KVStore(setup.arena, geometry.layers, tokens, resolve_kv_dtype(options, geometry))
-        setup.ops.prepare(geometry.layers, geometry.kv_dtype, self.store.dtype)
         device = setup.arena.memory.device
-        self.table = BlockTable(geometry.max_seats, blocks, tokens, device, self.store.num_blocks)
+        layers, dtype = geometry.layers, resolve_kv_dtype(options, geometry)
+        parts = self.divide_layers(options, geometry)
+        self.stores = [KVStore(setup.arena, {i: layers[i] for i in part}, tokens, dtype) for part in parts]
+        self.store = self.stores[0]
+        numbers = {layer: number for number, part in enumerate(parts) for layer in part}
+        self.store_by_layer = [numbers[layer] for layer in range(len(layers))]
+        setup.ops.prepare(layers, geometry.kv_dtype, dtype)
+        self.table = BlockTable(geometry.max_seats, blocks, tokens, device, self.store.num_blocks, len(parts))
         self.seats: set[TableSeatT] = set()
 
     @classmethod
     @abstractmethod
     def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
         """Return (number of tokens in a block, number of blocks of the longest sequence)."""
+
+    @classmethod
+    def divide_layers(cls, options: Any, geometry: Geometry) -> Sequence[Sequence[int]]:
+        """Return the numbers of the layers in each store."""
+        return [range(len(geometry.layers))]
 
     @classmethod
     def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
@@ -225,6 +257,8 @@ class BlockTableCache(KVCache[TableSeatT]):
         return self.store.dtype is not self.setup.geometry.kv_dtype
 
     def plan(self, rows: Sequence[Row[TableSeatT]]) -> Plan[TableSeatT]:
+        if len(self.stores) > 1:
+            return DividedPlan(self, rows, self.table.make_slots_by_store(rows))
         return TablePlan(self, rows, self.table.make_slots(rows, sinks=self.sinks, ring=self.ring))
 
     def commit(self, plan: Plan[TableSeatT], tokens: Sequence[Sequence[int]]) -> None:
@@ -244,10 +278,10 @@ class BlockTableCache(KVCache[TableSeatT]):
 
     @property
     def bytes_per_block(self) -> int:
-        """The bytes that a block takes in the arena, including unused bytes at the end of its last page."""
-        return self.store.pages_per_block * self.setup.arena.page_bytes
+        """The bytes that a block takes in the arena, in all layers, including unused bytes at the end of pages."""
+        return sum(store.pages_per_block for store in self.stores) * self.setup.arena.page_bytes
 
     @property
     def bytes_per_token(self) -> float:
         """The bytes that a token's keys and values take in a full block, in all layers together."""
-        return self.store.block_bytes / self.store.block_size
+        return sum(store.block_bytes for store in self.stores) / self.store.block_size

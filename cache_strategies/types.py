@@ -56,7 +56,7 @@ class Contract(NamedTuple):
     exact: bool  # every key that the model's own attention uses is kept as it was computed
     shareable: bool  # sequences with a common prefix can share memory
     forkable: bool  # fork() can duplicate a seat if there is memory
-    rewind: int | None  # maximum number of committed tokens that crop() may drop; None: any number
+    rewind: int | None  # maximum number of committed tokens that crop() may drop between two commits; None: any number
     replayable: bool  # a seat that is closed and computed again from its first token gets the same state
     # A seat's state and, with batch-invariant kernels, its attention do not depend on how tokens were split into rows.
     chunk_invariant: bool

@@ -73,7 +73,8 @@ class StrategyCache(Cache):
         self._has_gaps = not self._exact and any(map(self._leaves_gaps, set(self._specs)))
         self._seats: list[Seat] = []  # one seat per sequence of the batch, all of the same length
         self._forward_pass: _ForwardPass | None = None  # the forward pass in which not all layers are updated yet
-        croppable = self._cache.contract.rewind is None
+        self._num_cropped = 0  # tokens dropped since the last forward pass
+        croppable = self._cache.contract.rewind != 0
         layers: list[Any] = [StrategyLayer(self, i, spec.window, croppable) for i, spec in enumerate(self._specs)]
         super().__init__(layers=layers)
 
@@ -106,12 +107,14 @@ class StrategyCache(Cache):
             )
         self._forward_pass = None
         rewind = self._cache.contract.rewind
-        if rewind is not None and -tokens_to_remove > rewind:
+        if rewind is not None and self._num_cropped - tokens_to_remove > rewind:
+            others = "contiguous" if self._kind == "paged" else "paged or contiguous"
             self._refuse(
-                f"can drop {rewind} of its latest tokens, not {-tokens_to_remove}",
-                "use paged or contiguous, or call reset() and pass the text again",
+                f"can drop {rewind} of its latest tokens, not {self._num_cropped - tokens_to_remove}",
+                f"use {others}, or call reset() and pass the text again",
             )
         length = self.length + tokens_to_remove
+        self._num_cropped -= tokens_to_remove
         for seat in self._seats if tokens_to_remove else ():
             self._cache.crop(seat, length)
             assert seat.length == length, "a seat without shared blocks is cropped exactly"
@@ -185,7 +188,7 @@ class StrategyCache(Cache):
         assert kv[0].shape[2] == self.mask_sizes(layer, n)[0], "mask_sizes() returned another number of keys"
         if len(forward_pass.updated_layers) == len(self._specs):
             self._cache.commit(forward_pass.plan, [[_UNKNOWN_TOKEN_ID] * n] * B)
-            self._forward_pass = None
+            self._forward_pass, self._num_cropped = None, 0
         return kv[0].to(key.dtype), kv[1].to(value.dtype)
 
     # ---------------------------------------------------------------- steps

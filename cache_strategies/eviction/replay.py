@@ -19,7 +19,8 @@ from cache_strategies.arena import Arena
 from cache_strategies.base import CacheSetup, Row
 from cache_strategies.eviction import list_policies, load_policy
 from cache_strategies.eviction.optimum import compute_max_hits, count_distinct_blocks, make_visits
-from cache_strategies.paged.cache import PagedCache, PagedOptions
+from cache_strategies.paged.base import PagedOptions
+from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
 from cache_strategies.types import Geometry
 from config.errors import SettingsError

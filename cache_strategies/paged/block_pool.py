@@ -7,7 +7,9 @@ idle. Knows neither seats nor tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from operator import mul
 
 from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.paged.block_metrics import BlockMetrics
@@ -20,24 +22,31 @@ class BlockPool:
     """Allocates, shares and evicts blocks. For each reference that a caller adds it must call decref() once."""
 
     def __init__(
-        self, ref_counts: RefCounts, eviction_queue: EvictionQueue, block_metrics: BlockMetrics, block_bytes: int
+        self,
+        ref_counts: RefCounts,
+        eviction_queue: EvictionQueue,
+        block_metrics: BlockMetrics,
+        block_bytes: Sequence[int],
     ) -> None:
+        """Make a pool of blocks that take `block_bytes` bytes, by group."""
         self._ref_counts = ref_counts
         self._eviction_queue = eviction_queue
         self._block_metrics = block_metrics
         self._index = PrefixIndex()
         self._block_bytes = block_bytes
+        self._num_idle = [0] * len(block_bytes)  # by group
 
     # ---------------------------------------------------------------- references
-    def allocate(self) -> int | None:
-        """Allocate a block with one reference and without a hash; None if there is not enough memory."""
-        return self._ref_counts.allocate()
+    def allocate(self, group: int = 0) -> int | None:
+        """Allocate a block of a group with one reference and no hash; None if there is not enough memory."""
+        return self._ref_counts.allocate(group)
 
     def incref(self, block: int) -> None:
         """Add a reference to a block, in use or idle."""
         if self._ref_counts.incref(block):
             block_hash = self._index.find_hash(block)
             assert block_hash is not None, "an idle block must have a hash"
+            self._num_idle[block_hash.group] -= 1
             self._eviction_queue.touch(block_hash)
             self._block_metrics.on_block_reused(block_hash)
 
@@ -51,15 +60,31 @@ class BlockPool:
             self._eviction_queue.update_retention(block_hash, priority, ttl)
         if not self._ref_counts.decref(block):
             return
+        if block_hash is not None and not self._block_bytes[block_hash.group]:
+            self.unpublish(block)  # eviction of a block without memory would free nothing
+            block_hash = None
         if block_hash is None:
             self._ref_counts.release(block)
         else:
-            self._eviction_queue.insert(block_hash, self._block_bytes)
+            self._num_idle[block_hash.group] += 1
+            self._eviction_queue.insert(block_hash, self._block_bytes[block_hash.group])
             self._block_metrics.on_block_idle(block_hash)
+
+    def is_used(self, block: int) -> bool:
+        """Return whether a block has a reference: it is not idle."""
+        return self._ref_counts.is_used(block)
 
     def is_shared(self, block: int) -> bool:
         """Return whether a block has more than one reference."""
         return self._ref_counts.is_shared(block)
+
+    def group(self, block: int) -> int:
+        """Return the number of the group that a block belongs to."""
+        return self._ref_counts.group(block)
+
+    def pages(self, block: int) -> Sequence[int]:
+        """Return the first page of each part of a block: its ids in the parts' stores."""
+        return self._ref_counts.pages(block)
 
     # ---------------------------------------------------------------- hashes
     def find(self, block_hash: BlockHash) -> int | None:
@@ -79,6 +104,7 @@ class BlockPool:
         if block_hash is None:
             return
         idle = block_hash in self._eviction_queue
+        self._num_idle[block_hash.group] -= idle
         self._eviction_queue.discard(block_hash)
         self._block_metrics.on_block_removed(block_hash)
         if idle:
@@ -100,12 +126,23 @@ class BlockPool:
     def num_idle(self) -> int:
         return len(self._eviction_queue)
 
-    def evict(self) -> None:
-        """Evict and free the idle block that is next in the order of eviction."""
+    @property
+    def num_idle_by_group(self) -> Sequence[int]:
+        return self._num_idle
+
+    @property
+    def idle_bytes(self) -> int:
+        """The bytes of all idle blocks."""
+        return sum(map(mul, self._num_idle, self._block_bytes))
+
+    def evict(self) -> int:
+        """Evict and free the idle block that is next in the order of eviction; return its bytes."""
         block_hash = self._eviction_queue.evict()
         assert isinstance(block_hash, BlockHash)
+        self._num_idle[block_hash.group] -= 1
         self._block_metrics.on_block_evicted(block_hash)
         self._ref_counts.release(self._index.evict(block_hash))
+        return self._block_bytes[block_hash.group]
 
     def __len__(self) -> int:
         return len(self._ref_counts)
@@ -122,3 +159,5 @@ class BlockPool:
         for block_hash in hashes:
             block = self._index.find(block_hash)
             assert (block_hash in self._eviction_queue) == (not references.get(block, 0))  # type: ignore[arg-type]
+        idle = Counter(block_hash.group for block_hash in hashes if block_hash in self._eviction_queue)
+        assert self._num_idle == [idle[group] for group in range(len(self._num_idle))]

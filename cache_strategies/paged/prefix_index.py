@@ -18,10 +18,11 @@ MAX_EVICTED_HASHES = 1 << 16  # maximum number of evicted blocks whose hashes ar
 
 
 class BlockHash(NamedTuple):
-    """A block's hash, which covers all tokens up to its end, and the salt of the sequences that may share it."""
+    """A block's hash, which covers all tokens up to its end, the salt of the sequences that may share it, its group."""
 
     content: bytes  # sha256 of parent hash and tokens; not Python's hash(), which can collide (GHSA-rm76-4mrf-v9r8)
     salt: Salt
+    group: int = 0  # number of the group of layers whose keys and values are in the block
 
 
 class BlockHasher:
@@ -62,7 +63,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
-        self._salts_by_content: dict[bytes, set[Salt]] = {}  # by content hash: salts of the indexed blocks
+        self._salts_by_content: dict[tuple[bytes, int], set[Salt]] = {}  # by content hash and group: salts of blocks
         self._evicted: OrderedDict[BlockHash, None] = OrderedDict()  # oldest first
 
     def find(self, block_hash: BlockHash) -> int | None:
@@ -75,7 +76,7 @@ class PrefixIndex:
         assert block_hash not in self._block_by_hash
         assert block not in self._hash_by_block
         self._block_by_hash[block_hash], self._hash_by_block[block] = block, block_hash
-        self._salts_by_content.setdefault(block_hash.content, set()).add(block_hash.salt)
+        self._salts_by_content.setdefault((block_hash.content, block_hash.group), set()).add(block_hash.salt)
         self._evicted.pop(block_hash, None)
 
     def unpublish(self, block: int) -> BlockHash | None:
@@ -83,10 +84,11 @@ class PrefixIndex:
         block_hash = self._hash_by_block.pop(block, None)
         if block_hash is not None:
             del self._block_by_hash[block_hash]
-            salts = self._salts_by_content[block_hash.content]
+            key = block_hash.content, block_hash.group
+            salts = self._salts_by_content[key]
             salts.remove(block_hash.salt)
             if not salts:
-                del self._salts_by_content[block_hash.content]
+                del self._salts_by_content[key]
         return block_hash
 
     def evict(self, block_hash: BlockHash) -> int:
@@ -102,7 +104,7 @@ class PrefixIndex:
         """Return why the index has no block for a hash: evicted, cached under another salt, or never cached."""
         if block_hash in self._evicted:
             return "evicted"
-        salts = self._salts_by_content.get(block_hash.content, ())
+        salts = self._salts_by_content.get((block_hash.content, block_hash.group), ())
         return "salt" if any(salt.tenant == block_hash.salt.tenant for salt in salts) else "cold"
 
     def list_hashes(self) -> Sequence[BlockHash]:
@@ -145,8 +147,9 @@ class PendingBlocks(Generic[SeatT]):
         queue = self._queues.get(block)
         return queue[0] if queue else None
 
-    def mark_computed(self, block: int) -> None:
-        self._queues.pop(block, None)
+    def mark_computed(self, block: int) -> Sequence[SeatT]:
+        """Record that a block is computed; return the seats that waited for it."""
+        return self._queues.pop(block, [])[1:]
 
     def remove_seat(self, block: int, seat: SeatT) -> SeatT | None:
         """Remove a seat from a block's queue; return the seat that must compute the block instead of it, or None.

@@ -14,12 +14,20 @@ from cache_strategies.types import Salt
 
 
 class PagedSeat(TableSeat):
-    """A seat with its token ids: `tokens` are the committed tokens and, during prefill, the rest of the prompt."""
+    """A seat with its token ids: `tokens` are the committed tokens and, during prefill, the rest of the prompt.
 
-    __slots__ = ("block_hashes", "priority", "salt", "tokens", "ttl")
+    `blocks` are the blocks of the layers without a window.
+    """
 
-    def __init__(self, index: int, blocks: list[int], length: int, tokens: list[int], salt: Salt | None) -> None:
+    __slots__ = ("block_hashes", "branch", "priority", "salt", "tokens", "ttl", "windowed")
+
+    def __init__(
+        self, index: int, blocks: list[int], length: int, tokens: list[int], salt: Salt | None, num_windows: int = 0
+    ) -> None:
         super().__init__(index, blocks, length)
+        # by group of layers with a window: the blocks that the seat holds, by their position in the text
+        self.windowed: Sequence[dict[int, int]] = [{} for _ in range(num_windows)]
+        self.branch = 0  # number of leading blocks that open() found cached, whether or not they could be used
         self.tokens = tokens
         self.salt = salt  # None: blocks that the seat fills from now on get no hash, so they are not shared
         self.block_hashes: list[BlockHash | None] = []  # hashes of the full blocks; None for one not to be shared
@@ -50,7 +58,8 @@ class PagedSeat(TableSeat):
 
     def fork(self, index: int, blocks: list[int], full_blocks: int) -> PagedSeat:
         """Return a new seat over `blocks` with the same committed tokens; `index` is its row in the block table."""
-        child = PagedSeat(index, blocks, self.length, self.tokens[: self.length], self.salt)
+        child = PagedSeat(index, blocks, self.length, self.tokens[: self.length], self.salt, len(self.windowed))
+        child.branch = self.branch
         child.block_hashes = self.block_hashes[:full_blocks]
         child.cached, child.miss, child.priority, child.ttl = self.cached, self.miss, self.priority, self.ttl
         return child

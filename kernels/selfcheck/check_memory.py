@@ -27,7 +27,10 @@ KV = tuple[Tensor, Tensor]  # (keys, values) of a layer, both [n, H, dim]
 def find_memory_fault(
     ops: Ops, store: KVStore, block: int, layers: Sequence[LayerSpec], dtype: torch.dtype
 ) -> str | None:
-    """Try the operations in an unused block; return what is wrong with them, in words, or None if nothing is."""
+    """Try the operations in an unused block; return what is wrong with them, in words, or None if nothing is.
+
+    `layers` are all layers of the model, of which the store may hold some only.
+    """
     try:
         return next(_iter_faults(ops, store, block, layers, dtype), None)
     except Exception as error:  # a backend may raise anything
@@ -41,11 +44,11 @@ def _iter_faults(
     starts = [0, store.block_size - n] if store.block_size >= 2 * n else [0]
     at = _make_slots(store, block, starts, n)
     generator = torch.Generator().manual_seed(0)
-    written = [_draw_kv(generator, spec, len(starts) * n, store.device, dtype) for spec in layers]
+    written = {i: _draw_kv(generator, layers[i], len(starts) * n, store.device, dtype) for i in store.layers}
     # All layers are written before any is read, to find a layer that overwrites another.
-    for layer, kv in enumerate(written):
+    for layer, kv in written.items():
         ops.write_kv(store, layer, *kv, at)
-    for layer, kv in enumerate(written):
+    for layer, kv in written.items():
         for row, start in enumerate(starts):
             positions = torch.arange(start, start + n, device=store.device)
             gathered = ops.gather(store, layer, at, row, positions)
@@ -54,7 +57,7 @@ def _iter_faults(
             )
             if not all(there):
                 yield f"layer {layer} of block {block} does not keep what is written at positions from {start} on"
-    for layer in {0, len(layers) - 1}:
+    for layer in {min(written), max(written)}:
         keys, values = written[layer]
         error = _compute_attention_error(ops, store, block, layer, layers[layer], (keys[:n], values[:n]))
         if not error <= ATTENTION[dtype]:  # NaN, too

@@ -234,9 +234,7 @@ def _check_ops_in_kv_memory(
     The operations are tried in the first block that a strategy would allocate and, on accelerators, also in the last
     block of the arena, as large offsets are only tested there.
     """
-    for name, cache in caches.items():
-        if (store := cache.store) is None:
-            continue
+    for name, store in ((name, store) for name, cache in caches.items() for store in cache.stores):
         first = arena.allocate(name, store.pages_per_block)
         assert first is not None, "the arena fits the longest sequence of each strategy"
         blocks = [first] if store.device.type == "cpu" else [first, store.num_blocks - 1]

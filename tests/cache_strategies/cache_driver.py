@@ -1,4 +1,4 @@
-"""Drives a cache of one tiny layer, whose keys hold token and position; one call runs an engine's step."""
+"""Drives a cache of tiny layers, whose keys hold token and position; one call runs an engine's step."""
 
 from __future__ import annotations
 
@@ -22,18 +22,33 @@ LAYER = LayerSpec(1, 1, 4, 4)
 BLOCK = 4  # tokens of a block, unless a test says otherwise
 
 
-def make_cache(kind: str, *, pages: int = 200, seats: int = 8, max_seq_len: int = 64, **options: int | bool) -> KVCache:
+def make_cache(
+    kind: str,
+    *,
+    pages: int = 200,
+    seats: int = 8,
+    max_seq_len: int = 64,
+    layers: Sequence[LayerSpec] = (LAYER,),
+    **options: int | bool,
+) -> KVCache:
     """Return an instance called "it", alone in its arena; memory that was never written is NaN."""
     instances = registry.resolve_instances({"it": StrategySettings(kind=kind, **options)})
-    geometry = Geometry([LAYER], torch.float32, seats, max_seq_len, 64)
+    geometry = Geometry(layers, torch.float32, seats, max_seq_len, 64)
     arena = Arena(pages, registry.page_bytes(instances, geometry))
     arena.memory.fill_(0xFF)
     return registry.build_caches(instances, geometry, arena, ReferenceOps())["it"]
 
 
-def make_paged(*, pages: int = 200, seats: int = 8, block_size: int = BLOCK, **options: bool) -> PagedCache:
-    """Return a paged instance; one page is one block."""
-    cache = make_cache("paged", pages=pages, seats=seats, block_size=block_size, **options)
+def make_paged(
+    *,
+    pages: int = 200,
+    seats: int = 8,
+    block_size: int = BLOCK,
+    layers: Sequence[LayerSpec] = (LAYER,),
+    **options: bool,
+) -> PagedCache:
+    """Return a paged instance; one page is one block, or a part of it if some of the layers have a window."""
+    cache = make_cache("paged", pages=pages, seats=seats, block_size=block_size, layers=layers, **options)
     assert isinstance(cache, PagedCache)
     return cache
 
@@ -60,7 +75,8 @@ def write(cache: KVCache, *rows: tuple[Seat, Sequence[int]], commit: bool = True
     rows = tuple(sorted(rows, key=lambda row: len(row[1]) > 1))
     plan = cache.plan([Row(seat, len(tokens)) for seat, tokens in rows])
     k = torch.cat([_entry(seat.length, tokens) for seat, tokens in rows])
-    cache.attend(plan, 0, k, k, -k, torch.empty_like(k))
+    for layer in range(len(cache.setup.geometry.layers)):
+        cache.attend(plan, layer, k, k, -k, torch.empty_like(k))
     if commit:
         cache.commit(plan, [tokens for _, tokens in rows])
 
@@ -94,6 +110,18 @@ def stored_tokens(cache: KVCache, seat: Seat) -> list[int]:
         assert k[1] == position
         tokens.append(int(k[0]))
     return tokens
+
+
+def visible_tokens(cache: KVCache, seat: Seat, layer: int) -> list[int]:
+    """Return the tokens that the seat's next token sees in a layer, itself not included; their positions are checked.
+
+    The step is planned and not committed.
+    """
+    assert cache.grow(seat, 1)
+    k, v, positions = cache.plan([Row(seat, 1)]).gather_kv(layer, 0)
+    assert torch.equal(k[:-1], -v[:-1])
+    assert k[:-1, 0, 1].tolist() == positions[:-1].tolist() == list(range(seat.length - len(k) + 1, seat.length))
+    return [int(token) for token in k[:-1, 0, 0]]
 
 
 def assert_nothing_leaked(cache: KVCache) -> None:

@@ -30,8 +30,17 @@ from tests.contract.harness import World
 from tests.kernels.brute_force import KEEPS, attention, visible_keys
 
 LAYERS = (LayerSpec(1, 2, 4, 4, scale=1.0), LayerSpec(2, 2, 4, 4, window=6, scale=2.0))
+_FULL = LayerSpec(1, 2, 4, 4, scale=1.0)
+_WINDOW = LayerSpec(1, 2, 4, 4, window=6, scale=2.0)
+HYBRID = (_WINDOW, _FULL, _WINDOW._replace(window=3), _WINDOW)  # as in Gemma 3, but with two windows
+WINDOWS = (_WINDOW, _WINDOW)  # as in Mistral 7B
 LONGEST = 20
-GEOMETRY = Geometry(LAYERS, torch.float32, max_seats=5, max_seq_len=LONGEST, max_num_batched_tokens=LONGEST)
+
+
+def geometry_of(layers: Sequence[LayerSpec]) -> Geometry:
+    """Return the geometry of the machine's batches, for a model with these layers."""
+    return Geometry(layers, torch.float32, max_seats=5, max_seq_len=LONGEST, max_num_batched_tokens=LONGEST)
+
 
 SCOPES = (EVERYTHING, SaltScope("", ""), SaltScope("tenant"), SaltScope("tenant", "salt"))
 
@@ -40,9 +49,8 @@ Token = tuple[int, int]  # id, and what tells embeddings with the same negative 
 
 # ---------------------------------------------------------------- tokens
 @cache
-def computed(tokens: tuple[Token, ...], salt: Salt, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+def computed(tokens: tuple[Token, ...], salt: Salt, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Return q [T,Hq,4], k [T,H,4], v [T,H,4] of a text; all are multiples of 1/128, which are exact in float32."""
-    spec = LAYERS[layer]
     numbers, so_far = [], "/".join(salt)
     for token in tokens:
         so_far += f" {token}"
@@ -54,9 +62,9 @@ def computed(tokens: tuple[Token, ...], salt: Salt, layer: int) -> tuple[Tensor,
 
 
 @cache
-def visible(kind: str, options: object, layer: int) -> Tensor:
+def visible(kind: str, options: object, spec: LayerSpec) -> Tensor:
     """Return the mask [LONGEST, LONGEST] of the keys that each query may see."""
-    return visible_keys(LAYERS[layer], LONGEST, KEEPS[kind](options))
+    return visible_keys(spec, LONGEST, KEEPS[kind](options))
 
 
 @dataclass(eq=False)
@@ -72,8 +80,12 @@ class Sitter:
     def ids(self, start: int, end: int) -> list[int]:
         return [token for token, _ in self.tokens[start:end]]
 
+    @property
+    def layers(self) -> Sequence[LayerSpec]:
+        return self.cache.setup.geometry.layers
+
     def computed(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        return computed(tuple(self.tokens), self.salt, layer)
+        return computed(tuple(self.tokens), self.salt, layer, self.layers[layer])
 
 
 @dataclass
@@ -96,7 +108,7 @@ def run(batch: Batch, rows: Sequence[Planned], *, check: bool) -> None:
     """Compute all layers, and compare every output and every visible key with the definition."""
     rows = [rows[i] for i in batch.row_order]
     plans = [(plan, i) for _, plan in batch._parts for i in range(len(plan.rows))]
-    for layer in range(len(LAYERS)):
+    for layer in range(len(rows[0].sitter.layers)):
         inputs = [row.sitter.computed(layer) for row in rows]
         now = [slice(row.start, row.start + row.num_tokens) for row in rows]
         q, k, v = (torch.cat([x[part][at] for x, at in zip(inputs, now, strict=True)]) for part in range(3))
@@ -107,7 +119,7 @@ def run(batch: Batch, rows: Sequence[Planned], *, check: bool) -> None:
 
 
 def _check_row(row: Planned, layer: int, out: Tensor, plan: Plan, index: int) -> None:
-    start, end = row.start, row.start + row.num_tokens
+    start, end, spec = row.start, row.start + row.num_tokens, row.sitter.layers[layer]
     q, k, v = (x[:end] for x in row.sitter.computed(layer))
     kept_k, kept_v, positions = plan.gather_kv(layer, index)
     at = positions.long()
@@ -117,9 +129,9 @@ def _check_row(row: Planned, layer: int, out: Tensor, plan: Plan, index: int) ->
         mask = torch.zeros(1, end, dtype=torch.bool).index_fill(1, at, True)
         start = end - 1
     else:
-        mask = visible(row.sitter.kind, row.sitter.cache.options, layer)[start:end, :end]
+        mask = visible(row.sitter.kind, row.sitter.cache.options, spec)[start:end, :end]
         assert torch.equal(at, mask[-1].nonzero()[:, 0]), "the row's last token sees other positions"
-    want = attention(q[start:end], k, v, LAYERS[layer], mask)
+    want = attention(q[start:end], k, v, spec, mask)
     assert (out[start - end :].double() - want).abs().max() < 1e-5
 
 
@@ -133,9 +145,10 @@ def commit(batch: Batch, rows: Sequence[Planned]) -> None:
 
 # ---------------------------------------------------------------- the machine
 class Histories(RuleBasedStateMachine):
-    """A state machine of random operations. Subclasses choose the instances and the number of pages."""
+    """A state machine of random operations. Subclasses choose the instances, the layers and the number of pages."""
 
     strategies: Mapping[str, StrategySettings]
+    layers: Sequence[LayerSpec]
     pages: int
 
     def __init__(self) -> None:
@@ -143,8 +156,8 @@ class Histories(RuleBasedStateMachine):
         self.ops = FailingOps()
         self.world = World(
             self.strategies,
-            layers=LAYERS,
-            max_seats=GEOMETRY.max_seats,
+            layers=self.layers,
+            max_seats=geometry_of(self.layers).max_seats,
             max_seq_len=LONGEST,
             max_num_batched_tokens=LONGEST,
             pages=self.pages,
@@ -294,7 +307,7 @@ class Histories(RuleBasedStateMachine):
         if not rows:
             return
         if fails:
-            self._fail(rows, rng.randrange(len(LAYERS) * len({id(r.sitter.cache) for r in rows})))
+            self._fail(rows, rng.randrange(len(self.layers) * len({id(r.sitter.cache) for r in rows})))
         batch = Batch([row.work() for row in rows])
         run(batch, rows, check=True)
         commit(batch, rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import settings
@@ -12,7 +12,8 @@ from cache_strategies import registry
 from cache_strategies.eviction import list_policies
 from config.settings import StrategySettings
 from kernels.backends import REFERENCE
-from tests.contract.random_histories import GEOMETRY, Histories
+from kernels.types import LayerSpec
+from tests.contract.random_histories import HYBRID, LAYERS, WINDOWS, Histories, geometry_of
 
 OPTIONS: Mapping[str, Mapping[str, object]] = {  # small enough for texts of 20 tokens; unknown kinds run with defaults
     "paged": {"block_size": 4},
@@ -23,6 +24,8 @@ OPTIONS: Mapping[str, Mapping[str, object]] = {  # small enough for texts of 20 
 def instance(kind: str, **options: object) -> StrategySettings:
     return StrategySettings.model_validate({"kind": kind, **OPTIONS.get(kind, {}), **options})
 
+
+RING = instance("sliding_window")
 
 ALONE = (
     {kind: instance(kind) for kind in sorted(registry.list_kinds())}
@@ -38,15 +41,26 @@ TOGETHER = {kind: instance(kind) for kind in sorted(registry.list_kinds())} | {
 }
 
 
-def machine_of(strategies: Mapping[str, StrategySettings]) -> type[Histories]:
+HYBRIDS = {  # models in which paged keeps windows of some layers, and several ways to divide their layers into parts
+    "hybrid": (HYBRID, {"it": instance("paged")}),
+    "hybrid, small blocks": (HYBRID, {"it": instance("paged", block_size=2)}),
+    "hybrid, nothing shared": (HYBRID, {"it": instance("paged", prefix_cache=False)}),
+    "hybrid, s3fifo": (HYBRID, {"it": instance("paged", block_size=2, eviction="s3fifo", ttl=1e-6)}),
+    "windows": (WINDOWS, {"it": instance("paged")}),
+    "windows, blocks of one": (WINDOWS, {"it": instance("paged", block_size=1)}),
+    "runs of pages": (HYBRID, {"it": instance("paged"), "other": instance("paged", block_size=2), "ring": RING}),
+}
+
+
+def machine_of(strategies: Mapping[str, StrategySettings], layers: Sequence[LayerSpec] = LAYERS) -> type[Histories]:
     """Return a state machine over an arena for two and a half of the longest texts, with five seats."""
-    pages = int(2.5 * registry.compute_min_pages(registry.resolve_instances(strategies), GEOMETRY))
-    return type("History", (Histories,), {"strategies": strategies, "pages": pages})
+    pages = int(2.5 * registry.compute_min_pages(registry.resolve_instances(strategies), geometry_of(layers)))
+    return type("History", (Histories,), {"strategies": strategies, "layers": layers, "pages": pages})
 
 
-def play(strategies: Mapping[str, StrategySettings], examples: int) -> None:
+def play(strategies: Mapping[str, StrategySettings], examples: int, layers: Sequence[LayerSpec] = LAYERS) -> None:
     budget = settings(max_examples=examples, stateful_step_count=40)
-    run_state_machine_as_test(machine_of(strategies), settings=budget)
+    run_state_machine_as_test(machine_of(strategies, layers), settings=budget)
 
 
 def share(backend: str, examples: int) -> int:
@@ -61,6 +75,13 @@ def test_any_history_of_one_strategy(backend: str, name: str) -> None:
 
 
 @pytest.mark.fuzz
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_any_history_of_a_model_with_windows(backend: str, name: str) -> None:
+    layers, strategies = HYBRIDS[name]
+    play(strategies, share(backend, 15), layers)
+
+
+@pytest.mark.fuzz
 def test_any_history_of_all_strategies_in_one_arena(backend: str) -> None:
     play(TOGETHER, examples=share(backend, 30))
 
@@ -69,6 +90,13 @@ def test_any_history_of_all_strategies_in_one_arena(backend: str) -> None:
 @pytest.mark.parametrize("name", ALONE)
 def test_more_histories_of_one_strategy(name: str) -> None:
     play({"it": ALONE[name]}, examples=100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_more_histories_of_a_model_with_windows(name: str) -> None:
+    layers, strategies = HYBRIDS[name]
+    play(strategies, 150, layers)
 
 
 @pytest.mark.slow

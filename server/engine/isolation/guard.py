@@ -110,7 +110,7 @@ class GuardedCache(KVCache[Seat]):
         """Guard another cache of the same setup from now on. No seat may be open."""
         assert not self._lengths
         self.inner, self.is_suspended = inner, False
-        self.options, self.store, self.contract = inner.options, inner.store, inner.contract
+        self.options, self.stores, self.contract = inner.options, inner.stores, inner.contract
         self.setup.arena.register_owner(self.name, self)
 
     def suspend(self) -> None:

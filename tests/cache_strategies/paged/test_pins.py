@@ -8,7 +8,8 @@ import torch
 from cache_strategies import registry
 from cache_strategies.arena import Arena
 from cache_strategies.base import CacheSetup
-from cache_strategies.paged.cache import PagedCache, PagedOptions
+from cache_strategies.paged.base import PagedOptions
+from cache_strategies.paged.cache import PagedCache
 from cache_strategies.types import NO_SALT, Geometry, PinError, Salt, SaltScope
 from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps

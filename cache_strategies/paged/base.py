@@ -1,0 +1,277 @@
+"""What a paged cache holds: its blocks in all layers, the prefixes among them, pins, and the memory by use.
+
+The base class of `PagedCache`, which opens and advances the seats. Combines `BlockPool` (reference counts, prefix index
+and eviction), `BlockHasher`, `PendingBlocks` (blocks that one seat computes and others wait for), `BlockCopies` (copies
+before a write), `WindowedBlocks` (those of layers with a window) and `Pins`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from cache_strategies.base import CacheSetup
+from cache_strategies.block_table import BlockTableCache, TableOptions, resolve_kv_dtype
+from cache_strategies.eviction import load_policy
+from cache_strategies.eviction.queue import EvictionQueue
+from cache_strategies.paged.accounting import Accounting, iter_blocks
+from cache_strategies.paged.block_copies import BlockCopies
+from cache_strategies.paged.block_metrics import BlockMetrics
+from cache_strategies.paged.block_pool import BlockPool
+from cache_strategies.paged.layer_groups import LayerLayout, divide_layers
+from cache_strategies.paged.pins import Pins
+from cache_strategies.paged.prefix_index import BlockHash, BlockHasher, PendingBlocks
+from cache_strategies.paged.ref_counts import RefCounts
+from cache_strategies.paged.seat import PagedSeat
+from cache_strategies.paged.windowed_blocks import WindowedBlocks
+from cache_strategies.types import (
+    EVERYTHING,
+    KEEPS_EVERYTHING,
+    BlockEvents,
+    Blocks,
+    CacheUsage,
+    Geometry,
+    Pin,
+    PinError,
+    Salt,
+    SaltScope,
+    SeatShape,
+)
+from config.errors import SettingsError
+
+log = logging.getLogger(__name__)
+
+
+class PagedOptions(TableOptions):
+    """Options of a paged cache, as given in the settings: the size of its blocks, their sharing and their eviction."""
+
+    block_size: int = Field(32, ge=1, le=1024, description="number of tokens per block")
+    prefix_cache: bool = Field(True, description="share blocks between sequences with a common prefix")
+    eviction: str = Field("lru", description="eviction policy of idle blocks: lru, s3fifo, or one from a plug-in")
+    ttl: float | None = Field(None, gt=0, description="seconds after which an idle block is evicted before all others")
+
+    @field_validator("eviction")
+    @classmethod
+    def _check_eviction(cls, value: str) -> str:
+        try:
+            load_policy(value)
+        except SettingsError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+
+class PagedBase(BlockTableCache[PagedSeat]):
+    """The blocks of a paged cache, and what can be done with them without opening a seat."""
+
+    options_type = PagedOptions
+
+    def __init__(self, setup: CacheSetup, options: PagedOptions) -> None:
+        super().__init__(setup, options)
+        self.block_size = self.store.block_size
+        self.prefix_cache = options.prefix_cache
+        self.layout = self._divide(options, setup.geometry)
+        parts = [len(group.parts) for group in self.layout.groups]
+        part_pages = max(store.pages_per_block for store in self.stores)
+        self._part_pages, self._part_bytes = part_pages, part_pages * setup.arena.page_bytes
+        ref_counts = RefCounts(setup.arena, setup.name, part_pages, parts)
+        self._block_metrics = BlockMetrics(setup.clock)
+        eviction_queue = EvictionQueue(load_policy(options.eviction), setup.clock)
+        group_bytes = [n * self._part_bytes for n in parts]
+        self.pool = BlockPool(ref_counts, eviction_queue, self._block_metrics, group_bytes)
+        self.pending = PendingBlocks[PagedSeat]()
+        self.pinned = Pins(setup.clock)
+        self._ttl = math.inf if options.ttl is None else options.ttl
+        self._hasher = BlockHasher(self.block_size, f"{setup.name}\0{self.store.dtype}\0{setup.model}")
+        self._blocks_to_complete: set[int] = set()  # pending blocks that are fully computed after this step
+        stores = iter(self.stores)
+        self._stores_by_group = [[next(stores) for _ in range(n)] for n in parts]
+        self._copies = BlockCopies(self.pool, self._block_metrics, self._stores_by_group)
+        self.windowed = WindowedBlocks(self.layout, self.pool, self.pending, self._copies, self.table)
+        token_bytes = [sum(store.block_bytes for store in each) / self.block_size for each in self._stores_by_group]
+        self._accounting = Accounting(self.pool, self.block_size, token_bytes)
+        shared = self.prefix_cache
+        self.contract = KEEPS_EVERYTHING._replace(
+            exact=not self.is_quantized, shareable=shared, reusable=shared, rewind=self.windowed.rewind
+        )
+        if self.windowed:
+            log.info("strategy %r: %s", setup.name, self.layout.describe())
+
+    # ---------------------------------------------------------------- layout
+    @classmethod
+    def block_layout(cls, options: Any, geometry: Geometry) -> tuple[int, int]:
+        block_size = min(options.block_size, geometry.max_seq_len)
+        return block_size, -(-geometry.max_seq_len // block_size)
+
+    @classmethod
+    def _divide(cls, options: Any, geometry: Geometry) -> LayerLayout:
+        block_size, _ = cls.block_layout(options, geometry)
+        return divide_layers(geometry.layers, block_size, geometry.max_seq_len, resolve_kv_dtype(options, geometry))
+
+    @classmethod
+    def divide_layers(cls, options: Any, geometry: Geometry) -> Sequence[Sequence[int]]:
+        return cls._divide(options, geometry).parts
+
+    @classmethod
+    def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
+        layout = cls._divide(options, geometry)
+        return SeatShape(layout.part_bytes, layout.count_part_blocks(geometry.max_seq_len, longest_row_of(geometry)))
+
+    def bytes_for(self, num_tokens: int) -> int:
+        if not self.windowed:
+            return self._blocks_for(num_tokens) * self._part_bytes
+        longest_row = longest_row_of(self.setup.geometry)
+        return self.layout.count_part_blocks(num_tokens, longest_row) * self._part_bytes
+
+    # ---------------------------------------------------------------- prefixes
+    def _hash_blocks(self, tokens: Sequence[int], salt: Salt) -> list[BlockHash]:
+        return list(self._hasher.hash_blocks(tokens, salt)) if self.prefix_cache else []
+
+    def _find_prefix(self, hashes: Sequence[BlockHash], limit: int, *, computed: bool = False) -> tuple[int, list[int]]:
+        """Find the longest prefix, at most `limit` tokens, from which a sequence with these hashes can go on.
+
+        Return its number of blocks, and the cached blocks of layers without a window, which may be more: if blocks of
+        windowed layers are missing, not all of them can be used. With `computed`, pending blocks are not found.
+        """
+        blocks: list[int] = []
+        for block_hash in hashes[: limit // self.block_size]:
+            block = self.pool.find(block_hash)
+            if block is None or (computed and block in self.pending):
+                break
+            blocks.append(block)
+        if not self.windowed:
+            return len(blocks), blocks
+        if self._stores_by_group[0]:
+            return self.windowed.limit_prefix(hashes, () if computed else blocks, len(blocks)), blocks
+        pending = [] if computed else [self.pool.find(block_hash) for block_hash in hashes]
+        return self.windowed.limit_prefix(hashes, pending, min(len(hashes), limit // self.block_size)), blocks
+
+    # ---------------------------------------------------------------- memory
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _write_table(self, seat: PagedSeat, first: int = 0) -> None:
+        """Write the seat's blocks of layers without a window to the block table, from the `first` on."""
+        stores = len(self._stores_by_group[0])
+        if stores == 1:
+            self.table.write(seat, first)
+        for store in range(stores if stores > 1 else 0):
+            pages = [self.pool.pages(block)[store] for block in seat.blocks[first:]]
+            self.table.write_blocks(seat.index, first, pages, store)
+
+    def _find_bad_blocks(self, blocks: Sequence[int]) -> set[int]:
+        """Return those of these full blocks that have NaN or infinite values."""
+        bad: set[int] = set()
+        for group, stores in enumerate(self._stores_by_group):
+            members = [block for block in blocks if self.pool.group(block) == group]
+            for part, store in enumerate(stores):
+                finite = store.find_finite_blocks([self.pool.pages(block)[part] for block in members])
+                bad.update(block for block, good in zip(members, finite, strict=True) if not good)
+        return bad
+
+    def idle_pages(self) -> int:
+        return self.pool.idle_bytes // self.setup.arena.page_bytes
+
+    def reclaim(self, pages: int) -> int:
+        page_bytes, num_freed = self.setup.arena.page_bytes, 0
+        while num_freed < pages and self.pool.num_idle:
+            num_freed += self.pool.evict() // page_bytes
+        return num_freed
+
+    # ---------------------------------------------------------------- retention and pins
+    def retain(self, seat: PagedSeat, *, priority: int, ttl: float | None) -> None:
+        seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
+
+    def clear(self, scope: SaltScope = EVERYTHING) -> int:
+        before = self.setup.arena.num_held_pages(self.name)
+        for pin_id in self.pinned.find_in_scope(scope):
+            self.unpin(pin_id)
+        self.pool.clear(scope)
+        for seat in self.seats:
+            if seat.salt is not None and scope.includes(seat.salt):
+                seat.salt = None
+        return (before - self.setup.arena.num_held_pages(self.name)) * self.setup.arena.page_bytes
+
+    def pin(self, tokens: Sequence[int], *, salt: Salt, ttl: float) -> Pin:
+        hashes = self._hash_blocks(tokens, salt)
+        num_blocks, found = self._find_prefix(hashes, len(tokens), computed=True)
+        blocks = found[:num_blocks] if self._stores_by_group[0] else []
+        blocks += self.windowed.list_before(hashes, num_blocks)
+        if not blocks:
+            raise PinError(
+                "no block of this prefix is cached: send it as a prompt first; it needs at least "
+                f"{self.block_size} tokens"
+            )
+        pages = self.pinned_pages() | self._pages(blocks)
+        if (why_not := self.setup.arena.explain_refusal(self.name, pinned=pages)) is not None:
+            raise PinError(f"with this pin, {why_not}: pin a shorter prefix, or remove other pins")
+        for block in blocks:
+            self.pool.incref(block)
+        num_bytes = len(self._pages(blocks)) * self.setup.arena.page_bytes
+        return self.pinned.add(blocks, num_blocks * self.block_size, num_bytes, salt, ttl)
+
+    def unpin(self, pin_id: str) -> bool:
+        blocks = self.pinned.remove(pin_id)
+        for block in reversed(blocks):
+            self.pool.decref(block)
+        return bool(blocks)
+
+    def pins(self) -> Sequence[Pin]:
+        return self.pinned.list_pins()
+
+    def pinned_pages(self) -> set[int]:
+        return self._pages(self.pinned.blocks)
+
+    def _pages(self, blocks: Iterable[int]) -> set[int]:
+        first_pages = (page for block in blocks for page in self.pool.pages(block))
+        return {page for first in first_pages for page in range(first, first + self._part_pages)}
+
+    def inspect(self) -> dict[str, Any]:
+        seats = [
+            {
+                "tokens": seat.length,
+                "cached_tokens": seat.cached,
+                "blocks": sum(1 for _, block in iter_blocks(seat) if self.pool.pages(block)),
+            }
+            for seat in self.seats
+        ]
+        groups = [group for group in self.layout.groups if group.parts]
+        return {
+            "block_size": self.block_size,
+            "layer_groups": [{"window": each.window, "layers": sum(map(len, each.parts))} for each in groups],
+            "blocks": self.blocks()._asdict(),
+            "seats": seats,
+        }
+
+    def usage(self) -> CacheUsage:
+        reserved = self.setup.arena.num_held_pages(self.name) * self.setup.arena.page_bytes
+        return self._accounting.count_usage(self.seats, self.pinned.blocks, reserved, self.limit_bytes)
+
+    def blocks(self) -> Blocks:
+        return self._accounting.count_blocks(self.seats, self.pinned.blocks, len(self.pending))
+
+    def collect_block_events(self) -> BlockEvents | None:
+        return self._block_metrics.collect()
+
+    def check_integrity(self) -> None:
+        references = Counter(block for seat in self.seats for _, block in iter_blocks(seat))
+        references.update(self._copies.sources)
+        references.update(self.pinned.blocks)
+        self.pool.check_integrity(references)
+        for seat in self.seats:
+            assert len(seat.blocks) >= self._blocks_for(seat.length)
+            assert len(seat.tokens) >= seat.length
+            self.windowed.check_integrity(seat)
+        for block, queue in self.pending.items():
+            owner = queue[0]
+            assert owner.length < (owner.blocks.index(block) + 1) * self.block_size <= len(owner.tokens)
+            assert all(block in seat.blocks for seat in queue)
+
+
+def longest_row_of(geometry: Geometry) -> int:
+    """Return the most tokens of a sequence in a step: the scheduler adds draft tokens to the budget to one token."""
+    return min(geometry.max_num_batched_tokens + 1, geometry.max_seq_len)

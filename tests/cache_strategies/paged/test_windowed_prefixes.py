@@ -1,0 +1,193 @@
+"""Which prefixes are found if layers have windows: without pressure the same as without windows, else by one rule.
+
+Random texts that begin alike are opened, computed in rows, forked and closed in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from cache_strategies.paged.cache import PagedCache
+from cache_strategies.paged.seat import PagedSeat
+from cache_strategies.types import NO_SALT
+from kernels.types import LayerSpec
+from tests.cache_strategies.cache_driver import BLOCK, LAYER, assert_nothing_leaked, enter, make_paged, visible_tokens
+
+WINDOW = LAYER._replace(window=6)
+MODELS = {
+    "hybrid": (WINDOW, LAYER),
+    "two windows": (WINDOW, LAYER, LAYER._replace(window=11), WINDOW),
+    "a window of one": (LAYER._replace(window=1), LAYER),
+    "all windows": (WINDOW, WINDOW),
+    "all windows, two": (WINDOW, LAYER._replace(window=10)),
+}
+LONGEST = 60
+SEATS = 6
+
+models = pytest.mark.parametrize("layers", MODELS.values(), ids=MODELS)
+
+
+class MoreFound(Exception):
+    """Raised if the second cache finds a longer prefix than the first one: behind a gap that the first one has."""
+
+
+class Play:
+    """Does the same with several caches, which must agree, and checks what the seats' next tokens see."""
+
+    def __init__(self, seed: int, caches: Sequence[PagedCache]) -> None:
+        self.rng = random.Random(seed)
+        self.caches = caches
+        self.seats: list[tuple[list[int], list[PagedSeat]]] = []  # tokens, and the seat in each cache
+        self.texts: list[list[int]] = [[1] * LONGEST]
+
+    def draw_text(self) -> list[int]:
+        """Return a text that often begins like an earlier one."""
+        known = self.rng.choice(self.texts[-8:])
+        text = known[: self.rng.randrange(len(known))] + self.rng.choices([1, 2], k=self.rng.randint(1, 12))
+        self.texts.append(text[: LONGEST - 10])
+        return self.texts[-1]
+
+    def agree(self, answers: Sequence[object]) -> None:
+        assert all(answer == answers[0] for answer in answers), answers
+
+    def match(self, text: Sequence[int], max_cached: int | None = None) -> None:
+        """Check that all caches find the same prefix. Raises MoreFound as described there."""
+        found = [cache.match(text, max_cached=max_cached) for cache in self.caches]
+        if found[-1] > found[0]:
+            raise MoreFound
+        self.agree(found)
+
+    def open(self) -> None:
+        text, limit = self.draw_text(), self.rng.choice([None, None, None, 9])
+        self.match(text, limit)
+        seats = [cache.open(text, max_cached=limit) for cache in self.caches]
+        self.agree([seat and (seat.length, seat.miss) for seat in seats])
+        if seats[0] is not None:
+            self.seats.append((text, [seat for seat in seats if seat is not None]))
+
+    def close(self) -> None:
+        if self.seats:
+            _, seats = self.seats.pop(self.rng.randrange(len(self.seats)))
+            for cache, seat in zip(self.caches, seats, strict=True):
+                cache.close(seat)
+
+    def fork(self) -> None:
+        if not self.seats or len(self.seats) == SEATS:
+            return
+        text, seats = self.rng.choice(self.seats)
+        children = [cache.fork(seat) for cache, seat in zip(self.caches, seats, strict=True)]
+        self.agree([child is None for child in children])
+        if children[0] is not None:
+            self.seats.append((text[: seats[0].length], [child for child in children if child is not None]))
+
+    def step(self) -> None:
+        if not self.seats:
+            return
+        i = self.rng.randrange(len(self.seats))
+        text, seats = self.seats[i]
+        ready = [cache.ready(seat) for cache, seat in zip(self.caches, seats, strict=True)]
+        self.agree(ready)
+        start, size = seats[0].length, self.rng.choice([1, 3, 5, 20])
+        row = text[start : start + size] or self.rng.choices([1, 2], k=size)[: LONGEST - start]
+        if not ready[0] or not row:
+            return
+        for cache, seat in zip(self.caches, seats, strict=True):
+            cache.poll()
+            if not cache.grow(seat, len(row)):
+                return self.close()
+            enter(cache, (seat, row))
+        if start + len(row) > len(text):
+            self.seats[i] = [*text[:start], *row], seats
+            self.texts.append(self.seats[i][0])
+
+    def run(self, steps: int, check: Callable[[], None]) -> None:
+        for _ in range(steps):
+            self.rng.choice([self.open, self.close, self.fork, self.step, self.step, self.step])()
+            check()
+            for text, seats in self.seats:
+                self.agree([(seat.length, seat.cached) for seat in seats])
+                if seats[0].length < LONGEST and self.rng.random() < 0.2:
+                    for cache, seat in zip(self.caches, seats, strict=True):
+                        assert_sees(cache, seat, text)
+        while self.seats:
+            self.close()
+        for cache in self.caches:
+            assert_nothing_leaked(cache)
+
+
+def assert_sees(cache: PagedCache, seat: PagedSeat, text: Sequence[int]) -> None:
+    cache.poll()
+    if not cache.ready(seat) or not cache.grow(seat, 1):
+        return
+    for layer, spec in enumerate(cache.setup.geometry.layers):
+        first = max(0, seat.length - (spec.window or LONGEST) + 1)
+        assert visible_tokens(cache, seat, layer) == list(text[first : seat.length])
+
+
+@models
+@pytest.mark.parametrize("seed", range(6))
+def test_without_pressure_the_same_prefixes_are_found_as_without_windows(
+    layers: Sequence[LayerSpec], seed: int
+) -> None:
+    """Also by seats that wait for others, that take over, and that were forked.
+
+    A seat that closes early can leave a gap before blocks that others have computed. If all layers have windows, the
+    blocks behind a gap are found, too; then the comparison ends.
+    """
+    caches = [make_paged(layers=each, pages=3000, seats=SEATS) for each in ((LAYER,), layers)]
+    play = Play(seed, caches)
+
+    def check() -> None:
+        play.match([*play.rng.choice(play.texts), 1])
+        for cache in caches:
+            cache.check_integrity()
+
+    with contextlib.nullcontext() if LAYER in layers else contextlib.suppress(MoreFound):
+        play.run(150, check)
+
+
+@models
+@pytest.mark.parametrize("seed", range(6))
+def test_under_pressure_a_prefix_is_found_if_all_that_its_next_token_sees_is_there(
+    layers: Sequence[LayerSpec], seed: int
+) -> None:
+    cache = make_paged(layers=layers, pages=60, seats=SEATS)
+    play = Play(seed, [cache])
+
+    def check() -> None:
+        cache.check_integrity()
+        text = [*play.rng.choice(play.texts), 1]
+        assert cache.match(text) == longest_prefix(cache, text)
+        if play.rng.random() < 0.1:
+            cache.reclaim(play.rng.randint(1, 20))
+
+    play.run(150, check)
+
+
+def longest_prefix(cache: PagedCache, text: Sequence[int]) -> int:
+    """Return the longest prefix that a sequence can go on from, trying all lengths."""
+    hashes = cache._hash_blocks(text, NO_SALT)
+    first, *windowed = cache.layout.groups
+
+    def is_pending(i: int) -> bool:
+        block = cache.pool.find(hashes[i])
+        return block is not None and block in cache.pending
+
+    def is_there(i: int, group: int) -> bool:
+        return cache.pool.find(hashes[i]._replace(group=group)) is not None or is_pending(i)
+
+    def can_go_on_from(length: int) -> bool:
+        if first.parts and not all(is_there(i, 0) for i in range(length)):
+            return False
+        return all(
+            is_there(i, number)
+            for number, group in enumerate(windowed, 1)
+            for i in range(max(0, length - max(1, math.ceil(((group.window or 0) - 1) / BLOCK))), length)
+        )
+
+    return BLOCK * max(n for n in range((len(text) - 1) // BLOCK + 1) if can_go_on_from(n))
