@@ -3,11 +3,9 @@
 For use without the server, which never imports this file: it needs transformers, and it gathers the keys over which
 transformers then computes attention. Knows strategies by the interface `KVCache`, and models by their config.
 
-transformers masks by position. It assumes that the j-th of the returned keys has position kv_offset + j, and lets a
-query attend to the keys up to its own position, within the model's window. That is right for exact strategies. A
-strategy that drops keys in the middle of a row would need a different mask for each query, which a cache cannot give:
-such rows raise StrategyCacheError. Rows of one token (`generate(..., prefill_chunk_size=1)`) always work, as their only
-query attends to all returned keys.
+transformers masks by position: the j-th of the returned keys has position kv_offset + j. A strategy that drops keys in
+the middle of a row would need a mask for each query, which a cache cannot give: such rows raise StrategyCacheError. Rows
+of one token always work (`generate(..., prefill_chunk_size=1)`), as their only query attends to all returned keys.
 """
 
 from __future__ import annotations
@@ -108,10 +106,9 @@ class StrategyCache(Cache):
         self._forward_pass = None
         rewind = self._cache.contract.rewind
         if rewind is not None and self._num_cropped - tokens_to_remove > rewind:
-            others = "contiguous" if self._kind == "paged" else "paged or contiguous"
             self._refuse(
                 f"can drop {rewind} of its latest tokens, not {self._num_cropped - tokens_to_remove}",
-                f"use {others}, or call reset() and pass the text again",
+                "use contiguous, or call reset() and pass the text again",
             )
         length = self.length + tokens_to_remove
         self._num_cropped -= tokens_to_remove
@@ -243,8 +240,8 @@ class StrategyCache(Cache):
     def _gather_layer_past(self, plan: Plan, layer: int) -> KV:
         """Return K and V [B, H, S, D] of the past tokens that the next token of each sequence attends to."""
         spec, setup, B = self._specs[layer], self._cache.setup, len(self._seats)
-        shape, device = (B, spec.num_kv_heads, spec.head_dim), setup.arena.memory.device
-        zeros = torch.zeros(shape, dtype=setup.geometry.kv_dtype, device=device)
+        shape, kv_dtype = (B, spec.num_kv_heads, spec.head_dim), setup.geometry.kv_dtype
+        zeros = torch.zeros(shape, dtype=kv_dtype, device=setup.arena.memory.device)
         self._cache.attend(plan, layer, zeros, zeros, zeros, torch.empty_like(zeros))
         k, v = _stack_kv(plan, layer, B)
         return k[:, :, :-1], v[:, :, :-1]
