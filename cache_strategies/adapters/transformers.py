@@ -4,7 +4,7 @@ For use without the server, which never imports this file: it needs transformers
 transformers then computes attention. Knows strategies by the interface `KVCache`, and models by their config.
 
 transformers masks by position: the j-th of the returned keys has position kv_offset + j. A strategy that drops keys in
-the middle of a row would need a mask for each query, which a cache cannot give: such rows raise StrategyCacheError. Rows
+the middle of a row would need a mask for each query, which no cache can give: such rows raise StrategyCacheError. Rows
 of one token always work (`generate(..., prefill_chunk_size=1)`), as their only query attends to all returned keys.
 """
 

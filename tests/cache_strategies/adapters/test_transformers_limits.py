@@ -158,7 +158,7 @@ def _chunks(model: Any) -> None:
             StrategyCacheError,
             "accepts at most 20 tokens of a sequence at once, not 21.*prefill_chunk_size=20.*max_row",
         ),
-        (_crop_a_ring, StrategyCacheError, "can drop 0 of its latest tokens, not 1.*paged or contiguous"),
+        (_crop_a_ring, StrategyCacheError, "can drop 0 of its latest tokens, not 1.*use contiguous"),
         (_copy, StrategyCacheError, r"cannot be copied.*crop\(\)"),
         (_too_many_rows, ValueError, "4 rows exceed max_batch_size=3: raise it"),
         (_too_many_forks, ValueError, "4 rows exceed max_batch_size=3: raise it"),
