@@ -58,6 +58,7 @@ GROUPS = {
         "queue_timeout",
         "request_timeout",
         "drain_seconds",
+        "strategy_timeout",
         "watchdog_timeout",
     ),
     "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),

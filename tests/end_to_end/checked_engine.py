@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from config.settings import Settings
 from server.engine.build import Engine
 from server.engine.core import Core, StepResult
 from server.engine.isolation.errors import StrategyError
+from server.engine.isolation.guard import GuardedCache
 from server.engine.model_runner import ModelRunner, StepOutput
 from server.engine.scheduling.step import Scheduled
 from server.processes import engine
@@ -32,7 +34,7 @@ class FailingRunner(ModelRunner):
         output = super().execute(scheduled)
         self._steps += 1
         if self._steps % FAILS_EVERY == 0:
-            raise StrategyError(scheduled[-1].request.cache.name, "attend", "broken on purpose")
+            raise make_fault(scheduled[-1]) from ValueError("broken on purpose")
         if self._steps % FAILS_ELSEWHERE_EVERY == 0 and len(scheduled) > 1:
             raise RuntimeError("broken on purpose")
         return output
@@ -57,13 +59,20 @@ class SlowCore(Core):
         return result
 
 
+def make_fault(scheduled: Scheduled) -> StrategyError:
+    """Return a fault of a row's strategy, which is counted as such."""
+    cache = scheduled.request.cache
+    assert isinstance(cache, GuardedCache)
+    return cache.make_fault("attend", "broken on purpose")
+
+
 class FaultyRunner(ModelRunner):
     """Some requests are too much for their strategy."""
 
     def execute(self, scheduled: Sequence[Scheduled]) -> StepOutput:
         for each in scheduled:
             if each.request.sampling.seed == FATAL_SEED:
-                raise StrategyError(each.request.cache.name, "attend", "broken on purpose")
+                raise make_fault(each) from ValueError("broken on purpose")
         return super().execute(scheduled)
 
 
@@ -78,8 +87,8 @@ def run(
     """The engine's process."""
     build = engine.build_engine
 
-    def build_with_faults(settings: Settings, *, gradual: bool) -> Engine:
-        built = build(settings, gradual=gradual)
+    def build_with_faults(settings: Settings, **options: Any) -> Engine:
+        built = build(settings, **options)
         built.core.__class__ = core
         built.core._runner.__class__ = runner
         return built
