@@ -140,7 +140,7 @@ class MirroredCache(KVCache[MirroredSeat]):
     def __init__(self, setup: CacheSetup, options: Options) -> None:
         super().__init__(setup, options)
         geometry = setup.geometry
-        # `store` stays None, as its addresses would not be those of the model's layers
+        # `stores` stays empty, as its addresses would not be those of the model's layers
         self._memory = KVStore(setup.arena, _double_layers(geometry), geometry.max_seq_len, geometry.kv_dtype)
         self.seats: set[MirroredSeat] = set()
         # The keys do not depend on how tokens were split into rows, but attention does: torch sums a product in another

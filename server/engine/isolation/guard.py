@@ -128,9 +128,13 @@ class GuardedCache(KVCache[Seat]):
         """Call a method of the guarded cache. Raises StrategyError for any exception of it."""
         if self.is_suspended:
             raise StrategyError(self.name, method, "the instance is in quarantine")
+        return self._run(method, getattr(self.inner, method), *args, **kwargs)
+
+    def _run(self, method: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run a strategy's code as a call of `method`. Raises StrategyError for any exception of it."""
         outer = self._enter(method)
         try:
-            return getattr(self.inner, method)(*args, **kwargs)
+            return function(*args, **kwargs)
         except PinError:
             raise  # the answer to an operator
         except Exception as error:
@@ -210,23 +214,23 @@ class GuardedCache(KVCache[Seat]):
         if seat is None:
             self._check_refusal("open", "None", len(tokens))
             return None
-        try:
-            self._check_new_seat("open", seat, range(count_reusable_tokens(tokens, max_cached) + 1))
-        except StrategyError:
-            self._call_quietly("close", None, seat)
-            raise
-        self._lengths[seat] = seat.length
-        assert isinstance(seat, Seat)
-        return seat
+        return self._add_seat("open", seat, range(count_reusable_tokens(tokens, max_cached) + 1))
 
     def fork(self, seat: Seat) -> Seat | None:
         child = self.call("fork", seat)
-        if child is None:
-            return None
-        self._check_new_seat("fork", child, range(seat.length, seat.length + 1))
-        self._lengths[child] = child.length
-        assert isinstance(child, Seat)
-        return child
+        return None if child is None else self._add_seat("fork", child, range(seat.length, seat.length + 1))
+
+    def _add_seat(self, method: str, seat: Any, lengths: range) -> Seat:
+        """Return a new seat after its check. Raises StrategyError, after closing it, if it is not sound."""
+        try:
+            self._check_new_seat(method, seat, lengths)
+        except StrategyError:
+            if seat not in self._lengths:  # the seat of another sequence stays open
+                self._call_quietly("close", None, seat)
+            raise
+        assert isinstance(seat, Seat)
+        self._lengths[seat] = seat.length
+        return seat
 
     def close(self, seat: Seat) -> None:
         del self._lengths[seat]
@@ -311,19 +315,15 @@ class GuardedCache(KVCache[Seat]):
         planned = [(id(row.seat), row.num_tokens) for row in plan.rows]
         if planned != [(id(row.seat), row.num_tokens) for row in rows]:
             raise self.make_fault("plan", "the plan has other rows than were passed in")
-        return GuardedPlan(plan, self._find_locations(plan))
+        return GuardedPlan(plan, self._run("plan", self._find_locations, plan))
 
     def _find_locations(self, plan: Plan) -> list[KVLocation | None]:
-        """Return where the plan stores each layer. Raises StrategyError if addresses are outside of a store."""
+        """Return where the plan stores each layer. Raises ValueError if addresses are outside of a store."""
         num_tokens = sum(row.num_tokens for row in plan.rows)
-        layers = range(len(self.setup.geometry.layers))
-        try:
-            locations = [plan.kv_location(layer) for layer in layers]
-            for layer, location in {id(where): (i, where) for i, where in enumerate(locations)}.values():
-                if location is not None:
-                    self.setup.ops.check_slots(location.store, layer, location.at, num_tokens)
-        except Exception as error:
-            raise self.make_fault("plan", f"{type(error).__name__}: {error}") from error
+        locations = [plan.kv_location(layer) for layer in range(len(self.setup.geometry.layers))]
+        for layer, location in {id(where): (i, where) for i, where in enumerate(locations)}.values():
+            if location is not None:
+                self.setup.ops.check_slots(location.store, layer, location.at, num_tokens)
         return locations
 
     def attend(self, plan: Plan, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
@@ -333,13 +333,7 @@ class GuardedCache(KVCache[Seat]):
         dtype, mark = UNWRITTEN[out.itemsize]
         bits = out.view(dtype)
         bits.fill_(mark)
-        outer = self._enter("attend")
-        try:
-            plan.inner.attend(layer_idx, q, k, v, out)
-        except Exception as error:
-            raise self.make_fault("attend", f"{type(error).__name__}: {error}") from error
-        finally:
-            self._calls.leave(outer)
+        self._run("attend", plan.inner.attend, layer_idx, q, k, v, out)
         if bool((bits == mark).any()):
             raise self.make_fault("attend", f"parts of `out` were not written in layer {layer_idx}")
         return None
