@@ -23,6 +23,7 @@ from kernels.ops import Ops
 from kernels.store import ALIGN
 
 ENTRY_POINT_GROUP = "kvmux.cache_strategies"
+MAX_PADDING = 0.02  # share of an instance's memory that another instance's page size may waste before it is reported
 
 HOW_TO_CHANGE = (
     "change the class as docs/guide/strategies.md says under 'From version 1 to 2', and set its "
@@ -108,6 +109,23 @@ def page_bytes(instances: Sequence[Instance], geometry: Geometry) -> int:
     shapes = [i.cls.seat_shape(i.options, geometry) for i in instances]
     shapes = [s for s in shapes if s.blocks > 1] or [s for s in shapes if s.blocks]
     return min((shape.block_bytes for shape in shapes), default=ALIGN)
+
+
+def describe_padding(instances: Sequence[Instance], geometry: Geometry) -> list[str]:
+    """Return a line for each instance whose blocks take more memory because of another instance's smaller blocks."""
+    page = page_bytes(instances, geometry)
+    lines = []
+    for instance in instances:
+        size = instance.cls.seat_shape(instance.options, geometry).block_bytes
+        alone, here = (-(-size // each) * each for each in (page_bytes([instance], geometry), page))
+        if here > alone * (1 + MAX_PADDING):
+            smallest = next(i.name for i in instances if page_bytes([i], geometry) == page)
+            lines.append(
+                f"strategy {instance.name!r} takes {here / alone - 1:.0%} more memory than without strategy "
+                f"{smallest!r}: its blocks of {alone} bytes take {here // page} pages of {page} bytes, the size of a "
+                f"block of {smallest!r}"
+            )
+    return lines
 
 
 def sequence_pages(instances: Sequence[Instance], geometry: Geometry) -> int:

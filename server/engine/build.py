@@ -6,6 +6,7 @@ Settings that cannot work raise SettingsError here, with what to change.
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ from server.models.base import Model
 from server.models.config import ModelInfo
 from server.models.files.directory import locate
 from server.models.load import load_model, read_model_info
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MAX_SEQ_LEN = 8192
 # Bytes of KV memory that the system provides before the engine is ready; more if a sequence of max_seq_len needs more
@@ -137,6 +140,8 @@ def _allocate_kv_memory(
 ) -> tuple[Arena, Mapping[str, KVCache]]:
     """Allocate the KV memory and make the caches that share it. Raises SettingsError if memory does not suffice."""
     page = registry.page_bytes(instances, geometry)
+    for line in registry.describe_padding(instances, geometry):
+        log.warning(line)
     pages = _choose_num_pages(settings, instances, geometry, page, device)
     with _translate_oom_errors(f"KV memory of {pages * page} bytes", "lower kv_memory"):
         arena = Arena(pages, page, device, gradual=gradual and device.type == "cpu")

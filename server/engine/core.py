@@ -339,7 +339,7 @@ class Core:
     def _end_failed(self, failed: Sequence[FailedRequest]) -> None:
         """End requests whose strategies were at fault."""
         for request, error in failed:
-            self._fail([request], f"{error}; other strategies go on", "strategy_failed")
+            self._fail([request], error.message, "strategy_failed")
 
     def _end_stalled(self, scheduled: Sequence[Scheduled]) -> None:
         """End requests that wait for a strategy at fault, and all requests of an instance in quarantine."""

@@ -165,7 +165,7 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
             )
             if error.instance in failed_before:
                 failed = [s.request for s in scheduled if s.request.cache.name == error.instance]
-                yield RequestsFailed(failed, f"{error}; other strategies go on", "strategy_failed")
+                yield RequestsFailed(failed, error.message, "strategy_failed")
                 scheduled = [s for s in scheduled if s.request.cache.name != error.instance]
             failed_before.add(error.instance)
         else:

@@ -17,6 +17,7 @@ from cache_strategies.registry import (
     build_caches,
     compute_min_pages,
     compute_share,
+    describe_padding,
     load_kind,
     page_bytes,
     resolve_instances,
@@ -142,6 +143,18 @@ def test_a_page_is_the_smallest_block() -> None:
     assert page == compute_block_bytes(LAYERS, 4, torch.float32)
     caches = build_caches(instances, geometry(), Arena(50, page), ReferenceOps())
     assert [cache.store.pages_per_block for cache in caches.values()] == [1, 4, 6]  # type: ignore[attr-defined]
+
+
+def test_memory_that_another_instance_wastes_is_reported() -> None:
+    declared = {f"by_{n}": StrategySettings(kind="paged", block_size=n) for n in (8, 20, 24)}
+    instances = resolve_instances(declared)
+    (line,) = describe_padding(instances, geometry())
+    sizes = [compute_block_bytes(LAYERS, n, torch.float32) for n in (8, 20)]
+    assert line == (
+        f"strategy 'by_20' takes 20% more memory than without strategy 'by_8': its blocks of {sizes[1]} bytes take 3 "
+        f"pages of {sizes[0]} bytes, the size of a block of 'by_8'"
+    )
+    assert not describe_padding(resolve_instances({"paged": declared["by_20"]}), geometry())
 
 
 def test_shares_are_pages_rounded_down() -> None:

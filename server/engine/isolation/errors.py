@@ -14,3 +14,8 @@ class StrategyError(Exception):
         self.instance = instance
         self.method = method
         self.problem = problem
+
+    @property
+    def message(self) -> str:
+        """The error message for clients whose requests end because of the fault."""
+        return f"{self}; other strategies go on"

@@ -141,7 +141,7 @@ class Isolation:
     def find_stalled(self, candidates: Sequence[Request], computed: Sequence[Request]) -> list[Ended]:
         """Return requests that their strategies do not let go on, and note memory that is never freed."""
         ended = [
-            Ended([request], f"{error}; other strategies go on", "strategy_failed")
+            Ended([request], error.message, "strategy_failed")
             for request, error in self._watchdog.find_stalled(candidates, computed)
         ]
         for error in self._watchdog.find_leaks():

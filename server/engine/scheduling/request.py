@@ -81,7 +81,6 @@ class Request:
     num_preemptions: int = 0
     # Value of Scheduler._room_changes when this request last found no room; -1: it has not been refused
     refused_at: int = -1
-    refused_by_cache: bool = False  # whether open() of its strategy returned no seat when it was last called
     passed_over: int = 0  # number of later requests that were admitted while this request found no room
     num_scored_tokens: int = 0  # number of prompt tokens whose log-probabilities have been sent
     num_draft_tokens: int = 0  # number of draft tokens that the model has verified

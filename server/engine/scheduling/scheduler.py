@@ -71,6 +71,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._num_waiting: Counter[KVCache] = Counter()  # number of waiting requests of each instance
+        self._refused: set[Request] = set()  # waiting requests for which open() of their strategy last returned no seat
         self._num_arrivals = 0
         self._room_changes = 0  # counts the times when memory or a seat may have become free
 
@@ -153,7 +154,7 @@ class Scheduler:
 
     def list_held_up(self) -> list[Request]:
         """Return the requests that only their strategies may hold up: running ones, and those refused by open()."""
-        return [*self.running, *(request for request in self.waiting if request.refused_by_cache)]
+        return [*self.running, *self._refused]
 
     def mark_room_changed(self) -> None:
         """Let waiting requests that found no room be tried again, as memory or a seat may have become free."""
@@ -316,7 +317,8 @@ class Scheduler:
         if self._can_run(request, self.running):
             try:
                 request.seat = _open_seat(request)
-                request.refused_by_cache = request.seat is None
+                if request.seat is None:
+                    self._refused.add(request)
             except StrategyError as error:
                 self._remove_waiting(request)
                 step.failed.append(FailedRequest(request, error))
@@ -358,6 +360,7 @@ class Scheduler:
 
     def _remove_waiting(self, request: Request) -> None:
         self.waiting.remove(request)
+        self._refused.discard(request)
         self._num_waiting[request.cache] -= 1
         if not self._num_waiting[request.cache]:
             del self._num_waiting[request.cache]
