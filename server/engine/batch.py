@@ -55,7 +55,9 @@ class Batch:
         self.slices = [each for _, each in planned]
         # One blocking copy: on mps a non-blocking copy reads the host memory later, when it may have been freed.
         packed = torch.from_numpy(np.array(ids + positions + logit_index, np.int64)).to(device)
-        self.input_ids, self.positions, self.logit_index = packed.split((len(ids), len(ids), len(logit_index)))
+        self.input_ids, self.positions, self.logit_index = packed.split_with_sizes(
+            (len(ids), len(ids), len(logit_index))
+        )
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention of all N tokens, strategy by strategy: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> [N,Hq,Dv].

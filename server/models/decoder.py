@@ -92,7 +92,7 @@ class Decoder(ForwardStepMixin):
     def forward_embedded(self, x: Tensor, attention: Attention) -> Tensor:
         """Compute logits [K, V] from embeddings x [N, d], as `forward` does from ids."""
         x = self._ops.forward_layers(self._layers, x, attention)
-        hidden = self._ops.rms_norm(x[attention.logit_index], self._norm, self.config.rms_norm_eps)
+        hidden = self._ops.rms_norm(x.index_select(0, attention.logit_index), self._norm, self.config.rms_norm_eps)
         return apply_softcap(self._ops.linear(hidden, self._lm_head), self.config.logit_softcap)
 
     def count_flops(self, num_tokens: int, num_logits: int) -> int:

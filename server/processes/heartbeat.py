@@ -111,12 +111,15 @@ class Recovery:
         return max(0.0, expected - monotonic()) if expected else float(self._start_seconds.value)
 
 
+CODES = 1 << 16  # upper bound of the codes of strategies' methods
+
+
 class StuckCall(NamedTuple):
     """A call of a strategy that has not returned for long."""
 
     instance: str
     method: str
-    seconds: float  # since it began
+    seconds: float  # for which it has run at least
 
 
 class StrategyCalls:
@@ -133,32 +136,38 @@ class StrategyCalls:
 
     def __init__(self, context: SpawnContext, instances: Sequence[str]) -> None:
         self._instances = list(instances)
-        # When the call began, a value of time.monotonic(), or 0 if no call runs; the number of its method
-        self._numbers: Any = context.RawArray("d", 2)
+        # The running call: its number among all calls, then the 16 bits of its code, which is 0 if no call runs
+        self._shared: Any = context.RawArray("Q", 1)
+        self._running = self._count = 0  # in the engine: the value of `_shared`; that of the latest call
+        self._seen, self._seen_at = 0, 0.0  # in the supervisor: the latest value, and since when it has been seen
 
-    def encode(self, instance: str, method: str) -> int:
-        """Return the number of a method of an instance."""
-        return self._instances.index(instance) * len(self.METHODS) + self.METHODS.index(method)
+    # ------------------------------------------------------------ the engine
+    def encode_methods(self, instance: str) -> Mapping[str, int]:
+        """Return a code for each method of an instance."""
+        first = 1 + self._instances.index(instance) * len(self.METHODS)
+        return {method: first + i for i, method in enumerate(self.METHODS)}
 
-    def enter(self, call: int) -> tuple[float, float]:
-        """Record that a call begins; return what to pass to leave()."""
-        numbers = self._numbers
-        outer = numbers[0], numbers[1]
-        numbers[1] = call
-        numbers[0] = monotonic()
+    def enter(self, code: int) -> int:
+        """Record that the call of a method begins; return what to pass to leave()."""
+        outer = self._running
+        self._count = count = self._count + CODES
+        self._running = self._shared[0] = count + code
         return outer
 
-    def leave(self, outer: tuple[float, float]) -> None:
+    def leave(self, outer: int) -> None:
         """Record that the call has ended, and its thread is back in the outer one, if there is one."""
-        self._numbers[:] = outer
+        self._running = self._shared[0] = outer
 
+    # ------------------------------------------------------------ the supervisor
     def find_stuck(self, timeout: float) -> StuckCall | None:
-        """Return the running call if it began more than `timeout` seconds ago."""
-        began, call = self._numbers
-        seconds = monotonic() - began
-        if not began or seconds < timeout:
+        """Return the running call if it has been seen for `timeout` seconds; must be called repeatedly."""
+        running, now = self._shared[0], monotonic()
+        if running != self._seen:
+            self._seen, self._seen_at = running, now
+        code, seconds = running % CODES, now - self._seen_at
+        if not code or seconds < timeout:
             return None
-        instance, method = divmod(int(call), len(self.METHODS))
+        instance, method = divmod(code - 1, len(self.METHODS))
         return StuckCall(self._instances[instance], self.METHODS[method], seconds)
 
 

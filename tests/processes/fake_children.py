@@ -97,7 +97,7 @@ def engine_in_a_call(settings: Settings, socket_path: str, status: Any, restarts
     """Beat, but never return from a strategy's plan() in the first process; print what later ones must not use."""
     say(f"without {status.disabled}")
     if not restarts:
-        status.calls.enter(status.calls.encode("short", "plan"))
+        status.calls.enter(status.calls.encode_methods("short")["plan"])
     engine(settings, socket_path, status, restarts)
 
 
@@ -105,14 +105,14 @@ def engine_always_in_a_call(settings: Settings, socket_path: str, status: Any, r
     """Beat, but never return from a call of the first strategy that is not disabled."""
     name = next(name for name in settings.strategies if name not in status.disabled)
     say(f"without {[*status.disabled]}")
-    status.calls.enter(status.calls.encode(name, "attend"))
+    status.calls.enter(status.calls.encode_methods(name)["attend"])
     engine(settings, socket_path, status, restarts)
 
 
 def engine_in_short_calls(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
     """Call a strategy again and again, for longer than strategy_timeout in all."""
     status.send({"ready": READY})
-    code = status.calls.encode("short", "grow")
+    code = status.calls.encode_methods("short")["grow"]
 
     def beat() -> None:
         outer = status.calls.enter(code)

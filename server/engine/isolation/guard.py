@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, get_args
 
 import torch
@@ -45,15 +45,15 @@ UNWRITTEN = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FC0DEAD), 8: (torch.i
 class CallObserver(Protocol):
     """Is told of each call of a strategy's method, so that one that never returns can be named."""
 
-    def encode(self, instance: str, method: str) -> int:
-        """Return the number of a method of an instance."""
+    def encode_methods(self, instance: str) -> Mapping[str, int]:
+        """Return a code for each method of an instance."""
         ...
 
-    def enter(self, call: int) -> Any:
+    def enter(self, code: int) -> int:
         """Record that the call of a method begins; return what to pass to leave()."""
         ...
 
-    def leave(self, outer: Any) -> None:
+    def leave(self, outer: int) -> None:
         """Record that the call has ended."""
         ...
 
@@ -61,22 +61,22 @@ class CallObserver(Protocol):
 class _NoObserver:
     """Implements CallObserver by doing nothing."""
 
-    def encode(self, instance: str, method: str) -> int:
+    def encode_methods(self, instance: str) -> Mapping[str, int]:
+        return {}
+
+    def enter(self, code: int) -> int:
         return 0
 
-    def enter(self, call: int) -> None:
-        pass
-
-    def leave(self, outer: None) -> None:
+    def leave(self, outer: int) -> None:
         pass
 
 
 class GuardedPlan(Plan):
     """A strategy's plan after its checks, with the addresses that it gave for each layer."""
 
-    def __init__(self, inner: Plan, locations: Sequence[KVLocation | None]) -> None:
+    def __init__(self, inner: Plan, rows: Sequence[Row], locations: Sequence[KVLocation | None]) -> None:
         self.inner = inner
-        self.rows = inner.rows
+        self.rows = rows
         self.query_tap = inner.query_tap
         self._locations = locations
 
@@ -99,11 +99,11 @@ class GuardedCache(KVCache[Seat]):
         """Guard `inner`, also as an owner of the arena's pages. `on_fault` is called with each fault, once."""
         self._on_fault = on_fault
         self._calls = calls or _NoObserver()
-        self._codes: dict[str, int] = {}  # numbers of methods, for `calls`
         self._log_again_at: dict[str, float] = {}  # by method: when a quiet fault of it is logged again
         self._lengths: dict[Seat, int] = {}  # of the open seats, as last checked
         self.is_suspended = False
         self.setup = inner.setup
+        self._codes = self._calls.encode_methods(self.name)
         self.replace(inner)
 
     def replace(self, inner: KVCache) -> None:
@@ -132,7 +132,7 @@ class GuardedCache(KVCache[Seat]):
 
     def _run(self, method: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run a strategy's code as a call of `method`. Raises StrategyError for any exception of it."""
-        outer = self._enter(method)
+        outer = self._calls.enter(self._codes.get(method, 0))
         try:
             return function(*args, **kwargs)
         except PinError:
@@ -141,13 +141,6 @@ class GuardedCache(KVCache[Seat]):
             raise self.make_fault(method, f"{type(error).__name__}: {error}") from error
         finally:
             self._calls.leave(outer)
-
-    def _enter(self, method: str) -> Any:
-        """Record that a call begins; return what to pass to leave() of the observer."""
-        code = self._codes.get(method)
-        if code is None:
-            code = self._codes[method] = self._calls.encode(self.name, method)
-        return self._calls.enter(code)
 
     def make_fault(self, method: str, problem: str) -> StrategyError:
         """Report a fault, and return it as an error to raise."""
@@ -160,7 +153,7 @@ class GuardedCache(KVCache[Seat]):
         if self.is_suspended:
             return default
         try:
-            found = self.call(method, *args, **kwargs)
+            found = self._run(method, getattr(self.inner, method), *args, **kwargs)
             if not isinstance(found, type(default)):
                 raise self.make_fault(method, f"it returned {found!r}, not a {type(default).__name__}")
         except StrategyError as error:
@@ -175,9 +168,8 @@ class GuardedCache(KVCache[Seat]):
             self._log_again_at[error.method] = now + LOG_INTERVAL
             log.error("%s; the server goes on without its result", error, exc_info=error.__cause__)
 
-    def _call_for(self, kind: type[T], method: str, *args: Any, **kwargs: Any) -> T:
-        """Return a call's result. Raises StrategyError unless it has exactly the type `kind`."""
-        found = self.call(method, *args, **kwargs)
+    def _check_type(self, method: str, kind: type[T], found: Any) -> T:
+        """Return what a call returned. Raises StrategyError unless it has exactly the type `kind`."""
         if type(found) is not kind:
             raise self.make_fault(method, f"it returned {found!r}, not a {kind.__name__}")
         return found
@@ -241,12 +233,12 @@ class GuardedCache(KVCache[Seat]):
         return len(self._lengths)
 
     def ready(self, seat: Seat) -> bool:
-        ready = self._call_for(bool, "ready", seat)
+        ready = self._check_type("ready", bool, self._run("ready", self.inner.ready, seat))
         self._check_length("ready", seat)
         return ready
 
     def grow(self, seat: Seat, num_tokens: int) -> bool:
-        grown = self._call_for(bool, "grow", seat, num_tokens)
+        grown = self._check_type("grow", bool, self._run("grow", self.inner.grow, seat, num_tokens))
         self._check_length("grow", seat)
         if not grown:
             self._check_refusal("grow", "False", seat.length + num_tokens)
@@ -277,7 +269,7 @@ class GuardedCache(KVCache[Seat]):
 
     # ---------------------------------------------------------------- memory
     def bytes_for(self, num_tokens: int) -> int:
-        size = self._call_for(int, "bytes_for", num_tokens)
+        size = self._check_type("bytes_for", int, self.call("bytes_for", num_tokens))
         if size < 0:
             raise self.make_fault("bytes_for", f"{num_tokens} tokens take {size} bytes")
         return size
@@ -307,19 +299,19 @@ class GuardedCache(KVCache[Seat]):
         self._call_quietly("poll", None)
 
     def plan(self, rows: Sequence[Row]) -> Plan:
-        for row in rows:
-            self._check_length("plan", row.seat)
-        plan = self.call("plan", rows)
+        for seat, _ in rows:
+            self._check_length("plan", seat)
+        planned = tuple(rows)
+        plan = self._run("plan", self.inner.plan, rows)
         if not isinstance(plan, Plan):
             raise self.make_fault("plan", f"it returned {plan!r}, not a Plan")
-        planned = [(id(row.seat), row.num_tokens) for row in plan.rows]
-        if planned != [(id(row.seat), row.num_tokens) for row in rows]:
-            raise self.make_fault("plan", "the plan has other rows than were passed in")
-        return GuardedPlan(plan, self._run("plan", self._find_locations, plan))
+        return GuardedPlan(plan, planned, self._run("plan", self._find_locations, plan, planned))
 
-    def _find_locations(self, plan: Plan) -> list[KVLocation | None]:
-        """Return where the plan stores each layer. Raises ValueError if addresses are outside of a store."""
-        num_tokens = sum(row.num_tokens for row in plan.rows)
+    def _find_locations(self, plan: Plan, rows: tuple[Row, ...]) -> list[KVLocation | None]:
+        """Return where a plan stores each layer. Raises ValueError for other rows, or addresses outside of a store."""
+        if tuple(plan.rows) != rows:
+            raise ValueError("the plan has other rows than were passed in")
+        num_tokens = sum([row.num_tokens for row in rows])
         locations = [plan.kv_location(layer) for layer in range(len(self.setup.geometry.layers))]
         for layer, location in {id(where): (i, where) for i, where in enumerate(locations)}.values():
             if location is not None:
@@ -340,12 +332,12 @@ class GuardedCache(KVCache[Seat]):
 
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
         assert isinstance(plan, GuardedPlan)
-        lengths = [row.seat.length + len(ids) for row, ids in zip(plan.rows, tokens, strict=True)]
-        self.call("commit", plan.inner, tokens)
-        for row, length in zip(plan.rows, lengths, strict=True):
-            if row.seat.length != length:
-                raise self.make_fault("commit", f"a seat has length {row.seat.length!r} instead of {length}")
-            self._lengths[row.seat] = length
+        lengths = [seat.length + len(ids) for (seat, _), ids in zip(plan.rows, tokens, strict=True)]
+        self._run("commit", self.inner.commit, plan.inner, tokens)
+        for (seat, _), length in zip(plan.rows, lengths, strict=True):
+            if seat.length != length:
+                raise self.make_fault("commit", f"a seat has length {seat.length!r} instead of {length}")
+            self._lengths[seat] = length
 
     # ---------------------------------------------------------------- reports
     def usage(self) -> CacheUsage:
