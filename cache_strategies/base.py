@@ -248,6 +248,17 @@ class KVCache(ABC, Generic[SeatT]):
             queries.copy_(q[plan.query_tap.tokens])
         return None
 
+    def check_plan(self, plan: Plan[SeatT]) -> None:
+        """Raise ValueError unless a plan's addresses fit its rows and lie in their stores.
+
+        Kernels check this as well; here it is found out which strategy's addresses are wrong.
+        """
+        num_tokens = sum(row.num_tokens for row in plan.rows)
+        locations = [plan.kv_location(layer) for layer in range(len(self.setup.geometry.layers))]
+        for layer, location in {id(where): (i, where) for i, where in enumerate(locations)}.values():
+            if location is not None:
+                self.setup.ops.check_slots(location.store, layer, location.at, num_tokens)
+
     @abstractmethod
     def commit(self, plan: Plan[SeatT], tokens: Sequence[Sequence[int]]) -> None:
         """Advance the seats of a plan after its step was computed. Must not fail.

@@ -72,6 +72,11 @@ class Batch:
             cache.attend(plan, layer_idx, *tensors)
         return out
 
+    def check_plans(self) -> None:
+        """Raise StrategyError if a strategy's addresses are wrong; called to find the cause of a failed step."""
+        for cache, plan in self._parts:
+            cache.check_plan(plan)
+
     @property
     def logit_counts(self) -> list[int]:
         """For each row of the batch, the number of its tokens whose logits are computed."""

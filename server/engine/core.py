@@ -69,10 +69,10 @@ class StepResult(NamedTuple):
 class _StepAccumulator:
     """Metrics and events since the last step's report; counters and dicts are keyed by strategy instance."""
 
-    generated_tokens: Counter[str] = field(default_factory=Counter)
+    generated_tokens: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     drafts: defaultdict[str, list[DraftRecord]] = field(default_factory=lambda: defaultdict(list))
     # Number of requests that took over the prompt that another choice (n > 1) of the same request had computed
-    forks: Counter[str] = field(default_factory=Counter)
+    forks: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     admissions: list[Admission] = field(default_factory=list)
     inter_token_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     finished: list[RequestRecord] = field(default_factory=list)
@@ -198,7 +198,7 @@ class Core:
         report = StepReport(
             seconds=time.monotonic() - began,
             parts=parts,
-            preemptions=Counter(r.cache.name for r in preempted),
+            preemptions=Counter([r.cache.name for r in preempted]),
             failures=self.isolation.collect_faults(),
             inter_token_seconds=totals.inter_token_seconds,
             generated_tokens=totals.generated_tokens,
@@ -265,18 +265,18 @@ class Core:
         """
         errors = {error.instance: error for error in output.batch.commit(output.count_entered_tokens())}
         self.isolation.record_steps({s.request.cache.name for s in output.scheduled} - errors.keys())
-        failed: dict[Request, StrategyError] = {}
+        failed = {s.request: errors[s.request.cache.name] for s in output.scheduled if s.request.cache.name in errors}
         for request, _, draft in output.scheduled:
-            assert request.seat is not None
-            try:
-                if request.cache.name in errors:
-                    raise errors[request.cache.name]
-                if draft:
+            if draft and request not in failed:
+                assert request.seat is not None
+                try:
                     request.cache.crop(request.seat, request.seat.length)
-            except StrategyError as error:
-                failed[request] = error
+                except StrategyError as error:
+                    failed[request] = error
+        if not failed:
+            return output
         self._end_failed([FailedRequest(*item) for item in failed.items()])
-        return output.without(failed.keys()) if failed else output
+        return output.without(failed.keys())
 
     def _record_admission(self, request: Request) -> list[Event]:
         """Record the number of cached prompt tokens, once a request's first row has run; return its Admitted event."""

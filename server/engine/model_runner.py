@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from cache_strategies.base import Row, Seat
 from kernels.tracing import Tracer
@@ -69,7 +70,7 @@ class ModelRunner:
         with self._tracer.span("plan"):
             batch = Batch(rows, self._model.device)
         with self._tracer.span("forward"):
-            logits = self._model.forward(batch.input_ids, batch)
+            logits = self._forward(batch)
         ordered = [scheduled[i] for i in batch.row_order]
         ends = list(accumulate(batch.logit_counts))
         to_sample = [
@@ -88,6 +89,16 @@ class ModelRunner:
         with self._tracer.span("sample_and_verify"):
             sampled = self._sampler.sample(logits, inputs, prompts)
         return StepOutput(batch, ordered, to_sample, siblings, sampled)
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """Compute a batch's logits. Raises StrategyError if the cause of a failure is a strategy, else the failure."""
+        try:
+            return self._model.forward(batch.input_ids, batch)
+        except StrategyError:
+            raise
+        except Exception:
+            batch.check_plans()
+            raise
 
     def run_dummy_step(self) -> None:
         """Compute a step of one token without any request, to test the model. Raises what the model raises."""

@@ -78,6 +78,7 @@ class GuardedPlan(Plan):
         self.inner = inner
         self.rows = rows
         self.query_tap = inner.query_tap
+        self.is_checked = False  # whether the addresses were checked, for kernels that compute layer by layer
         self._locations = locations
 
     def kv_location(self, layer_idx: int) -> KVLocation | None:
@@ -111,6 +112,9 @@ class GuardedCache(KVCache[Seat]):
         assert not self._lengths
         self.inner, self.is_suspended = inner, False
         self.options, self.stores, self.contract = inner.options, inner.stores, inner.contract
+        # Calls of every step are left out if the strategy has no such method of its own
+        self._has_poll = getattr(inner.poll, "__func__", None) is not KVCache.poll
+        self._has_events = getattr(inner.collect_block_events, "__func__", None) is not KVCache.collect_block_events
         self.setup.arena.register_owner(self.name, self)
 
     def suspend(self) -> None:
@@ -296,7 +300,8 @@ class GuardedCache(KVCache[Seat]):
 
     # ---------------------------------------------------------------- a step
     def poll(self) -> None:
-        self._call_quietly("poll", None)
+        if self._has_poll:
+            self._call_quietly("poll", None)
 
     def plan(self, rows: Sequence[Row]) -> Plan:
         for seat, _ in rows:
@@ -308,20 +313,22 @@ class GuardedCache(KVCache[Seat]):
         return GuardedPlan(plan, planned, self._run("plan", self._find_locations, plan, planned))
 
     def _find_locations(self, plan: Plan, rows: tuple[Row, ...]) -> list[KVLocation | None]:
-        """Return where a plan stores each layer. Raises ValueError for other rows, or addresses outside of a store."""
+        """Return where a plan stores each layer. Raises ValueError if it is a plan for other rows."""
         if tuple(plan.rows) != rows:
             raise ValueError("the plan has other rows than were passed in")
-        num_tokens = sum([row.num_tokens for row in rows])
-        locations = [plan.kv_location(layer) for layer in range(len(self.setup.geometry.layers))]
-        for layer, location in {id(where): (i, where) for i, where in enumerate(locations)}.values():
-            if location is not None:
-                self.setup.ops.check_slots(location.store, layer, location.at, num_tokens)
-        return locations
+        return [plan.kv_location(layer) for layer in range(len(self.setup.geometry.layers))]
+
+    def check_plan(self, plan: Plan) -> None:
+        assert isinstance(plan, GuardedPlan)
+        self._run("plan", super().check_plan, plan)
+        plan.is_checked = True
 
     def attend(self, plan: Plan, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        if plan.kv_location(layer_idx) is not None:
-            return super().attend(plan, layer_idx, q, k, v, out)
         assert isinstance(plan, GuardedPlan)
+        if plan.kv_location(layer_idx) is not None:
+            if not plan.is_checked:
+                self.check_plan(plan)
+            return super().attend(plan, layer_idx, q, k, v, out)
         dtype, mark = UNWRITTEN[out.itemsize]
         bits = out.view(dtype)
         bits.fill_(mark)
@@ -351,7 +358,7 @@ class GuardedCache(KVCache[Seat]):
         return self.inner.visible_positions(length, spec)
 
     def collect_block_events(self) -> BlockEvents | None:
-        events = self._call_quietly("collect_block_events", object())
+        events = self._call_quietly("collect_block_events", object()) if self._has_events else None
         return events if isinstance(events, BlockEvents) else None
 
     def check_integrity(self) -> None:

@@ -63,9 +63,10 @@ class Isolation:
         if self._quarantine.record_fault(error.instance):
             self._new_quarantines[error.instance] = error
 
-    def collect_faults(self) -> Counter[str]:
+    def collect_faults(self) -> Mapping[str, int]:
         """Return the number of faults by instance since the last call."""
-        faults, self.faults = self.faults, Counter()
+        faults = dict(self.faults)
+        self.faults.clear()
         return faults
 
     @property

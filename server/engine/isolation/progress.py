@@ -53,6 +53,9 @@ class ProgressWatchdog:
         """
         busy = {request.cache for request in computed}
         idle = [request for request in candidates if request.cache not in busy]
+        if not idle:
+            self._waits.clear()
+            return []
         now = self._clock()
         before, self._waits = self._waits, {}
         stalled = []

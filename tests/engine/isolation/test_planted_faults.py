@@ -229,7 +229,9 @@ def run(tiny: Path, reference: Reference, kind: str, plant: Plant) -> tuple[list
         max_num_batched_tokens=80,
         strategy_timeout=0.1,
     )
-    plant(driver.core.isolation.caches["bad"].inner)
+    guard = driver.core.isolation.caches["bad"]
+    plant(guard.inner)
+    guard.replace(guard.inner)  # looks up which methods the strategy has now
     faults, deadline = 0, time.monotonic() + 30
     for turn in range(ROUNDS):
         for i, name in enumerate(["good", "bad", "ring", "bad", "good"]):
