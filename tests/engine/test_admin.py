@@ -44,6 +44,8 @@ def test_it_shows_requests_blocks_and_shares(tiny: Path) -> None:
             "generated_tokens": 2,
             "cached_tokens": 36,
             "preemptions": 0,
+            "kept_tokens": 41,
+            "dropped_tokens": 0,
         }
     ]
     assert told["blocks"] == {"in_use": 11, "shared": 0, "pending": 0, "pinned": 0, "idle": 0} | {
