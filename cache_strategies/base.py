@@ -161,10 +161,6 @@ class KVCache(ABC, Generic[SeatT]):
     def bytes_for(self, num_tokens: int) -> int:
         """Return the peak bytes of a sequence of `num_tokens` tokens; a request for more than the limit is rejected."""
 
-    def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
-        """Return how many leading tokens open() would find cached now, without changing anything."""
-        return 0
-
     @abstractmethod
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> SeatT | None:
         """Return a seat for a sequence that begins with `tokens`; None if there is not enough memory now.

@@ -92,7 +92,6 @@ class SieveCache(KVCache):
         self.options: Any = options
         self.contract = Contract(
             exact=options == SieveOptions(keep=1),
-            shareable=False,
             forkable=False,
             rewind=None,
             replayable=True,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cache_strategies.cache_driver import find_cached
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
@@ -145,6 +146,6 @@ def test_what_is_worth_more_stays_longer(tiny: Path) -> None:
     driver.submit("large", large, 12, kv_cache="paged")
     driver.run()
     cache = driver.core.caches["paged"]
-    assert (cache.match(precious), cache.match(cheap) < 16) == (16, True)
+    assert (find_cached(cache, precious), find_cached(cache, cheap) < 16) == (16, True)
     evicted = sum(step.report.evicted_bytes.get("paged", 0) for step in driver.steps)
     assert evicted == driver.core.arena.num_reclaimed_pages("paged") * page > 0

@@ -283,10 +283,6 @@ class GuardedCache(KVCache[Seat]):
             raise self.make_fault("bytes_for", f"{num_tokens} tokens take {size} bytes")
         return size
 
-    def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
-        found = self._call_quietly("match", 0, tokens, salt=salt, max_cached=max_cached)
-        return max(0, min(found, count_reusable_tokens(tokens, max_cached)))
-
     def idle_pages(self) -> int:
         return max(0, self._call_quietly("idle_pages", 0))
 
