@@ -161,10 +161,6 @@ class KVCache(ABC, Generic[SeatT]):
     def bytes_for(self, num_tokens: int) -> int:
         """Return the peak bytes of a sequence of `num_tokens` tokens; a request for more than the limit is rejected."""
 
-    def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
-        """Return how many leading tokens open() would find cached now, without changing anything."""
-        return 0
-
     @abstractmethod
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> SeatT | None:
         """Return a seat for a sequence that begins with `tokens`; None if there is not enough memory now.
@@ -274,6 +270,16 @@ class KVCache(ABC, Generic[SeatT]):
     def blocks(self) -> Blocks:
         """Return the numbers of blocks by state; all zero for a strategy without blocks. Called between steps."""
         return Blocks()
+
+    def count_dropped_tokens(self, seat: SeatT) -> int:
+        """Return how many committed tokens the seat's next token would use, but cannot see. Called between steps.
+
+        A token counts in a layer if the layer's own attention would use its key for the next token, and the strategy
+        does not let the next token see that key, or has dropped it. Keys outside of a layer's own window do not count.
+        The result is the mean over the KV heads of all layers, rounded down: from 0, as in all exact instances, to
+        seat.length. A strategy that drops keys overrides this.
+        """
+        return 0
 
     def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
         """Return the positions [S], ascending, that the last of `length` tokens attends to in a layer.

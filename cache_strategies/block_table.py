@@ -7,6 +7,7 @@ If kernels run on the CPU they read the same memory; for another device the arra
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -235,6 +236,10 @@ class BlockTableCache(KVCache[TableSeatT]):
         setup.ops.prepare(layers, geometry.kv_dtype, dtype)
         self.table = BlockTable(geometry.max_seats, blocks, tokens, device, self.store.num_blocks, len(parts))
         self.seats: set[TableSeatT] = set()
+        # number of KV heads by their layers' own window (None: the layer has no window), in all layers together
+        self._heads_by_window = Counter[int | None]()
+        for spec in layers:
+            self._heads_by_window[spec.window] += spec.num_kv_heads
 
     @classmethod
     @abstractmethod
@@ -275,6 +280,16 @@ class BlockTableCache(KVCache[TableSeatT]):
         if spec.window is not None:
             seen &= position > last - spec.window
         return position[seen]
+
+    def count_dropped_tokens(self, seat: TableSeatT) -> int:
+        if self.window is None:
+            return 0
+        length, first_seen = seat.length, max(0, seat.length - self.window + 1)  # of the window; sinks lie before it
+        dropped = 0
+        for own_window, heads in self._heads_by_window.items():
+            first_used = 0 if own_window is None else max(0, length - own_window + 1)
+            dropped += heads * max(0, first_seen - max(first_used, self.sinks))
+        return dropped // self._heads_by_window.total()
 
     @property
     def bytes_per_block(self) -> int:

@@ -77,7 +77,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         super().__init__(setup, options)
         self.prefix_cache = options.prefix_cache
         self._ttl = math.inf if options.ttl is None else options.ttl
-        self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized, reusable=self.prefix_cache)
+        self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized)
         self._idle: dict[int, IdleSequence] = {}  # idle sequences by block, the least recently used first
         self._eviction_queue = EvictionQueue(LRU, setup.clock)  # the idle blocks in the order of their eviction
         self._block_metrics = BlockMetrics(setup.clock)
@@ -87,9 +87,6 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         return geometry.max_seq_len, 1
 
     # ---------------------------------------------------------------- open, close
-    def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
-        return self._find_reusable_block(tokens, salt, max_cached)[1]
-
     def open(
         self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None
     ) -> ContiguousSeat | None:

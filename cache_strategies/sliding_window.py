@@ -56,7 +56,6 @@ class SlidingWindowCache(SingleBlockCache[TableSeat]):
         sees_all = all(spec.window is not None and spec.window <= options.window for spec in geometry.layers)
         self.contract = Contract(
             exact=not self.is_quantized and (sees_all or options.sinks + options.window >= geometry.max_seq_len),
-            shareable=False,
             forkable=True,
             rewind=0 if wraps else None,  # the tokens that a wrapped ring has overwritten cannot be restored
             replayable=True,

@@ -54,19 +54,16 @@ class Contract(NamedTuple):
     """The properties that a strategy instance guarantees, given its options and the model's layers."""
 
     exact: bool  # every key that the model's own attention uses is kept as it was computed
-    shareable: bool  # sequences with a common prefix can share memory
     forkable: bool  # fork() can duplicate a seat if there is memory
     rewind: int | None  # maximum number of committed tokens that crop() may drop between two commits; None: any number
     replayable: bool  # a seat that is closed and computed again from its first token gets the same state
     # A seat's state and, with batch-invariant kernels, its attention do not depend on how tokens were split into rows.
     chunk_invariant: bool
     max_row: int | None  # maximum number of tokens in a row, to which the scheduler splits prompts; None: no maximum
-    reusable: bool = False  # a sequence can reuse the tokens of a closed one with the same prefix
 
 
 KEEPS_EVERYTHING = Contract(
     exact=True,
-    shareable=False,
     forkable=True,
     rewind=None,
     replayable=True,

@@ -85,6 +85,13 @@ class StepReport:
         return "mixed" if any(part.decode_rows for part in self.parts.values()) else "prefill"
 
 
+class KVTokens(NamedTuple):
+    """The committed tokens of open sequences, of which shared ones count in each: whose keys are kept, and the rest."""
+
+    kept: int
+    dropped: int  # KVCache.count_dropped_tokens
+
+
 class RequestRecord(msgspec.Struct, frozen=True):
     """A request that has ended. Times are in seconds, and None if the request ended before that phase did."""
 
@@ -101,6 +108,8 @@ class RequestRecord(msgspec.Struct, frozen=True):
     accepted_tokens: int  # number of draft tokens that were accepted
     preemptions: int
     kv_bytes: int  # peak bytes of KV memory for its text; shared blocks count in full
+    kept_tokens: int  # number of its tokens in the cache at its end, as in KVTokens; 0 after an error, without a seat
+    dropped_tokens: int  # likewise: number of tokens whose keys its strategy had dropped
     queue_seconds: float | None  # from the request's arrival to its first admission
     prefill_seconds: float | None  # from the request's first admission to its first token
     decode_seconds: float | None  # from the request's first token to its last
@@ -125,6 +134,7 @@ class EngineInfo:
     versions: Mapping[str, str]
     settings: Mapping[str, Any]
     restarts: int  # number of engines that this server ran before this one
+    disabled: Collection[str]  # names of further instances, which have no cache: a call of theirs did not return
 
 
 @dataclass(frozen=True)
@@ -134,6 +144,7 @@ class EngineState:
     running: Mapping[str, int]  # number of running requests
     waiting: Mapping[tuple[str, WaitReason], int]  # number of waiting requests by instance and by what they wait for
     usage: Mapping[str, CacheUsage]
+    tokens: Mapping[str, KVTokens]
     blocks: Mapping[str, Blocks]
     floor_bytes: Mapping[str, int]
     quarantined: Collection[str]  # instances that get no requests after repeated faults

@@ -94,10 +94,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
         self.windowed = WindowedBlocks(self.layout, self.pool, self.pending, self._copies, self.table)
         token_bytes = [sum(store.block_bytes for store in each) / self.block_size for each in self._stores_by_group]
         self._accounting = Accounting(self.pool, self.block_size, token_bytes)
-        shared = self.prefix_cache
-        self.contract = KEEPS_EVERYTHING._replace(
-            exact=not self.is_quantized, shareable=shared, reusable=shared, rewind=self.windowed.rewind
-        )
+        self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized, rewind=self.windowed.rewind)
         if self.windowed:
             log.info("strategy %r: %s", setup.name, self.layout.describe())
 

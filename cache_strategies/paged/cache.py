@@ -31,10 +31,6 @@ class PagedCache(PagedBase):
     """A cache of small blocks, which grows with its sequences and shares the blocks of common prefixes."""
 
     # ---------------------------------------------------------------- open, close
-    def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
-        limit = count_reusable_tokens(tokens, max_cached)
-        return self._find_prefix(self._hash_blocks(tokens, salt), limit)[0] * self.block_size
-
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> PagedSeat | None:
         if self.table.is_full:
             return None

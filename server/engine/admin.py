@@ -12,7 +12,7 @@ from cache_strategies.base import Clearing, Inspectable, Pinning
 from cache_strategies.types import Pin, PinError, Salt, SaltScope
 from config.sizes import share_to_bytes
 from server.engine.core import Core
-from server.engine.info import describe_share
+from server.engine.info import describe_share, describe_tokens
 from server.engine.ipc.messages import Clear, Command, Inspect, PinPrefix, Share, Unpin
 from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.guard import GuardedCache
@@ -79,6 +79,7 @@ def _inspect(core: Core, cache: GuardedCache) -> dict[str, Any]:
             "generated_tokens": request.num_output_tokens,
             "cached_tokens": request.num_cached_tokens,
             "preemptions": request.num_preemptions,
+            **describe_tokens(cache.count_tokens([] if request.seat is None else [request.seat])),
         }
         for request in (*core.scheduler.running, *core.scheduler.waiting)
         if request.cache is cache

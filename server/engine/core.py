@@ -358,9 +358,10 @@ class Core:
     def _remove(self, request: Request, outcome: Outcome) -> None:
         del self._requests[request.key]
         request.siblings.remove(request)
+        tokens = self.isolation.count_tokens(request, outcome)
         self.scheduler.remove(request)
         self.isolation.end(request, outcome)
-        record = make_request_record(request, outcome)
+        record = make_request_record(request, outcome, tokens)
         self._accumulator.finished.append(record)
         if request.explain and outcome in ("stop", "length"):
             worker, request_id = request.key

@@ -24,7 +24,7 @@ from cache_strategies.base import KVCache
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.device import device_memory
-from server.records import EngineInfo, EngineState, Role
+from server.records import EngineInfo, EngineState, KVTokens, Role
 from server.version import get_version
 
 PRIVATE_SETTINGS = frozenset(
@@ -41,6 +41,7 @@ def make_engine_info(engine: Engine, restarts: int = 0) -> EngineInfo:
         get_versions(),
         get_effective_settings(engine),
         restarts,
+        [*engine.core.isolation.disabled],
     )
 
 
@@ -117,13 +118,18 @@ def describe_share(arena: Arena, name: str) -> dict[str, int]:
     return {"floor_bytes": floor * arena.page_bytes, "limit_bytes": limit * arena.page_bytes}
 
 
+def describe_tokens(tokens: KVTokens) -> dict[str, int]:
+    """Return the kept and dropped tokens of an instance's open sequences, or of one of them."""
+    return {"kept_tokens": tokens.kept, "dropped_tokens": tokens.dropped}
+
+
 def describe_memory(arena: Arena) -> dict[str, int]:
     """Return the total bytes of KV memory, which shrink if memory runs out, and the bytes that are usable now."""
     return {"bytes": arena.total_pages * arena.page_bytes, "usable_bytes": arena.num_usable_pages * arena.page_bytes}
 
 
 def describe_caches(engine: Engine) -> list[dict[str, Any]]:
-    """Return the instances for GET /v1/kv_cache: state, options, floor and limit in bytes, contract, memory by use.
+    """Return the instances for GET /v1/kv_cache, as docs/reference/api.md describes them.
 
     The contract names the properties that a strategy guarantees, such as `exact`. An instance whose state is "disabled"
     has a reason only.
@@ -142,6 +148,7 @@ def describe_caches(engine: Engine) -> list[dict[str, Any]]:
             **describe_share(engine.core.arena, d.name),
             "contract": engine.core.caches[d.name].contract._asdict(),
             "usage": engine.core.caches[d.name].usage()._asdict(),
+            **describe_tokens(isolation.caches[d.name].count_tokens()),
         }
         for d in engine.instances
     ]
@@ -177,6 +184,7 @@ def read_engine_state(core: Core, processes: Mapping[Role, int]) -> EngineState:
         running=Counter(request.cache.name for request in scheduler.running),
         waiting=scheduler.count_waiting(),
         usage={name: cache.usage() for name, cache in core.caches.items()},
+        tokens={name: cache.count_tokens() for name, cache in core.isolation.caches.items()},
         blocks={name: cache.blocks() for name, cache in core.caches.items()},
         floor_bytes={name: arena.get_share(name)[0] * arena.page_bytes for name in core.caches},
         quarantined=core.isolation.quarantined,

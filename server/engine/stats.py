@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.step import Scheduled
-from server.records import Outcome, RequestRecord, StepPart
+from server.records import KVTokens, Outcome, RequestRecord, StepPart
 
 
 def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
@@ -21,8 +21,8 @@ def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
     return {name: StepPart(decode, rows - decode, tokens) for name, (decode, rows, tokens) in counts.items()}
 
 
-def make_request_record(request: Request, outcome: Outcome) -> RequestRecord:
-    """Return the record of a request that ends now."""
+def make_request_record(request: Request, outcome: Outcome, tokens: KVTokens) -> RequestRecord:
+    """Return the record of a request that ends now; `tokens` are those that it had in the cache."""
     times, now = request.times, time.monotonic()
 
     def between(start: float, end: float) -> float | None:
@@ -41,6 +41,8 @@ def make_request_record(request: Request, outcome: Outcome) -> RequestRecord:
         accepted_tokens=request.num_accepted_tokens,
         preemptions=request.num_preemptions,
         kv_bytes=request.cache.bytes_for(len(request.tokens)) if times.admitted else 0,
+        kept_tokens=tokens.kept,
+        dropped_tokens=tokens.dropped,
         queue_seconds=between(times.arrived, times.admitted),
         prefill_seconds=between(times.admitted, times.first_token),
         decode_seconds=between(times.first_token, times.last_token),

@@ -18,7 +18,7 @@ from prometheus_client import Counter, Gauge, Histogram, Info, Summary
 
 from cache_strategies.types import Blocks, Miss
 from config.settings import MAX_DRAFT_TOKENS
-from server.records import DeviceMemory, Outcome, Phase, Role, WaitReason
+from server.records import DeviceMemory, KVTokens, Outcome, Phase, Role, WaitReason
 
 PREFIX = "kvmux_"
 NAME_SUFFIXES: Mapping[type, str] = {Counter: "_total", Info: "_info"}
@@ -73,6 +73,7 @@ OUTCOME = Label("outcome", get_args(Outcome))
 MISS_REASON = Label("reason", get_args(Miss))
 WAIT_REASON = Label("reason", get_args(WaitReason))
 KV_STATE = Label("state", ("used", "idle", "wasted"))
+KV_TOKEN_STATE = Label("state", KVTokens._fields)
 POOL_STATE = Label("state", ("held", "free", "untouched"))
 DEVICE_STATE = Label("state", DeviceMemory._fields)
 BLOCK_STATE = Label("state", Blocks._fields)
@@ -199,6 +200,12 @@ FAILURES = MetricFamily(
 QUARANTINED = MetricFamily(
     Gauge, "strategy_quarantined", "1 while a strategy gets no requests after repeated faults, else 0.", BY_STRATEGY
 )
+DISABLED = MetricFamily(
+    Gauge,
+    "strategy_disabled",
+    "1 from when a call of a strategy did not return until the server is started again, else 0.",
+    BY_STRATEGY,
+)
 FORKS = MetricFamily(
     Counter,
     "forks",
@@ -264,6 +271,19 @@ KV_BYTES = MetricFamily(
     "kv_cache_bytes",
     "KV memory reserved: used, idle (cached, in no running sequence), wasted (held and empty).",
     (STRATEGY, KV_STATE),
+)
+KV_TOKENS = MetricFamily(
+    Gauge,
+    "kv_cache_tokens",
+    "Tokens of running sequences: dropped, if the model would use their keys for the next token and the strategy has "
+    "given them up (the mean over all KV heads), else kept.",
+    (STRATEGY, KV_TOKEN_STATE),
+)
+KV_DROPPED = MetricFamily(
+    Counter,
+    "kv_cache_dropped_tokens",
+    "Tokens whose keys had been dropped when their request left; of requests without an error.",
+    BY_STRATEGY,
 )
 KV_LIMIT = MetricFamily(Gauge, "kv_cache_limit_bytes", "KV memory that a strategy may hold.", BY_STRATEGY)
 KV_FLOOR = MetricFamily(Gauge, "kv_cache_floor_bytes", "KV memory that no other strategy may take.", BY_STRATEGY)

@@ -51,6 +51,9 @@ class Metrics:
         for name in about.fallback_ops:
             self._set(1, f.KERNEL_FALLBACK, name)
         self._increment(about.restarts, f.ENGINE_RESTARTS)
+        for name in about.disabled:
+            self._set(1, f.DISABLED, name)
+            self._increment(1, f.FAILURES, name)  # the call that did not return; it ended the engine that made it
 
     def _add_vllm_aliases(self, shapes: Sequence[FamilyShape]) -> list[FamilyShape]:
         """Return the families under vLLM's names; store in `_alias_sums` which of our series each vLLM series sums."""
@@ -153,6 +156,7 @@ class Metrics:
         """Count a request that has left the engine, with its times and numbers of tokens."""
         name = record.instance
         self._increment(1, f.REQUESTS, name, record.outcome)
+        self._increment(record.dropped_tokens, f.KV_DROPPED, name)
         for family, seconds in (
             (f.E2E_LATENCY, record.total_seconds),
             (f.QUEUE_TIME, record.queue_seconds),
@@ -197,6 +201,8 @@ class Metrics:
             self._set(state.waiting.get((name, wait), 0), f.WAITING, name, wait)
         for held in f.KV_STATE.values or ():
             self._set(getattr(usage, held), f.KV_BYTES, name, held)
+        for kept, count in state.tokens[name]._asdict().items():
+            self._set(count, f.KV_TOKENS, name, kept)
         for block, count in state.blocks[name]._asdict().items():
             self._set(count, f.KV_BLOCKS, name, block)
         self._set(usage.limit, f.KV_LIMIT, name)
@@ -234,7 +240,7 @@ def _get_info_values(family: MetricFamily[Any], about: EngineInfo) -> Mapping[tu
 def _iter_label_values(family: MetricFamily[Any], about: EngineInfo) -> Iterator[tuple[str, ...]]:
     """Yield the label values of every series of a family."""
     known: Mapping[Label, Iterable[str]] = {
-        f.STRATEGY: [instance.name for instance in about.instances],
+        f.STRATEGY: [*(instance.name for instance in about.instances), *about.disabled],
         f.OP: about.backends,
         f.BACKEND: set(about.backends.values()),
     }

@@ -15,7 +15,8 @@ from server.api.openai.request_models import SpeculativeConfig, StreamOptions
 from server.api.openai.tokenize import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from server.api.ops.admin import ClearRequest, PinRequest, ProfileRequest, ShareRequest
 
-DOCUMENT = (Path(__file__).parents[2] / "docs" / "reference" / "api.md").read_text()
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "reference" / "api.md").read_text()
 BODIES = (
     CompletionRequest,
     ChatRequest,
@@ -47,3 +48,10 @@ def test_the_documentation_has_every_parameter(http: httpx.Client) -> None:
     )
     assert set(document["paths"]) >= {"/tokenize", "/detokenize", "/version"}
     assert set(document["paths"]) >= {"/v1/completions", "/v1/models", "/v1/kv_cache", "/health", "/ready", "/metrics"}
+
+
+def test_every_code_of_an_error_is_in_the_document() -> None:
+    source = "".join(file.read_text() for file in (ROOT / "server").rglob("*.py"))
+    codes = {*re.findall(r'\bcode="(\w+)"', source), "strategy_failed", "step_failed"}  # both come without a name, too
+    assert len(codes) > 25
+    assert {code for code in codes if f"`{code}`" not in DOCUMENT} == set()

@@ -11,12 +11,14 @@ from cache_strategies import registry
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache, Row, Seat
 from cache_strategies.block_table import BlockTableCache, TableSeat
+from cache_strategies.contiguous import ContiguousCache
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
-from cache_strategies.types import NO_SALT, Geometry, Salt
+from cache_strategies.types import NO_SALT, Geometry, Salt, count_reusable_tokens
 from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps
 from kernels.types import LayerSpec
+from server.engine.isolation.guard import GuardedCache
 
 LAYER = LayerSpec(1, 1, 4, 4)
 BLOCK = 4  # tokens of a block, unless a test says otherwise
@@ -60,6 +62,17 @@ def open_seat(
     seat = cache.open(tokens, salt=salt, max_cached=max_cached)
     assert seat is not None, "no room"
     return seat  # type: ignore[return-value]
+
+
+def find_cached(cache: KVCache, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
+    """Return how many tokens of a prompt open() would find cached now, by its own look-up; change nothing."""
+    inner = cache.inner if isinstance(cache, GuardedCache) else cache
+    if isinstance(inner, ContiguousCache):
+        return inner._find_reusable_block(tokens, salt, max_cached)[1]
+    if isinstance(inner, PagedCache):
+        limit = count_reusable_tokens(tokens, max_cached)
+        return inner._find_prefix(inner._hash_blocks(tokens, salt), limit)[0] * inner.block_size
+    return 0
 
 
 def enter(cache: KVCache, *rows: tuple[Seat, Sequence[int]]) -> None:

@@ -197,13 +197,14 @@ def test_it_agrees_with_contiguous_within_rounding_and_says_that_bits_depend_on_
         outs[kind] = [torch.cat(layer) for layer in zip(*parts, strict=True)]
     for ours, theirs in zip(outs["mirrored"], outs["contiguous"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+    reading.cache.close(reading.seat)
+    again = world.open("it", text).seat
+    assert (again.cached, again.miss) == (0, "bypass"), "nothing of a closed sequence is reused"
     contract = world.caches["it"].contract
     assert contract.exact
     assert contract.forkable
     assert contract.rewind is None
     assert not contract.chunk_invariant
-    assert not contract.shareable
-    assert not contract.reusable
 
 
 @dtypes

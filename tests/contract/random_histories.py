@@ -25,6 +25,7 @@ from config.settings import StrategySettings
 from kernels.store import KVStore
 from kernels.types import LayerSpec
 from server.engine.batch import Batch, RowInput
+from tests.cache_strategies.cache_driver import find_cached
 from tests.contract.failing_ops import FailingOps
 from tests.contract.harness import World
 from tests.kernels.brute_force import KEEPS, attention, visible_keys
@@ -195,7 +196,7 @@ class Histories(RuleBasedStateMachine):
     def _open(self, name: str, tokens: list[Token], salt: Salt, max_cached: int | None) -> None:
         ids = [token for token, _ in tokens]
         cache_ = self.world.caches[name]
-        found = cache_.match(ids, salt=salt, max_cached=max_cached)
+        found = find_cached(cache_, ids, salt=salt, max_cached=max_cached)
         seat = cache_.open(ids, salt=salt, max_cached=max_cached)
         if seat is None:
             return
@@ -251,7 +252,7 @@ class Histories(RuleBasedStateMachine):
             assert freed == (held - self.arena.num_held_pages(cache_.name)) * self.arena.page_bytes  # type: ignore[attr-defined]
             for sitter in self.sitters:
                 if sitter.cache is cache_ and scope.includes(sitter.salt):
-                    assert sitter.cache.match(sitter.ids(0, LONGEST), salt=sitter.salt) == 0
+                    assert find_cached(sitter.cache, sitter.ids(0, LONGEST), salt=sitter.salt) == 0
 
     @precondition(lambda self: self.sitters)
     @rule(which=st.integers(0, 99), ttl=st.sampled_from([1e-9, 1e9, 1e9]))

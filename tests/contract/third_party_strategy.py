@@ -92,7 +92,6 @@ class SieveCache(KVCache):
         self.options: Any = options
         self.contract = Contract(
             exact=options == SieveOptions(keep=1),
-            shareable=False,
             forkable=False,
             rewind=None,
             replayable=True,
@@ -132,6 +131,15 @@ class SieveCache(KVCache):
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
         for row, ids in zip(plan.rows, tokens, strict=True):
             row.seat.length += len(ids)
+
+    def count_dropped_tokens(self, seat: Seat) -> int:
+        dropped, heads = 0, 0
+        for spec in self.setup.geometry.layers:
+            window = self.setup.geometry.max_seq_len if spec.window is None else spec.window
+            used = range(max(0, seat.length + 1 - window), seat.length)
+            dropped += spec.num_kv_heads * sum(1 for position in used if position % self.options.keep)
+            heads += spec.num_kv_heads
+        return dropped // heads
 
     def usage(self) -> CacheUsage:
         return CacheUsage(len(self.seats), sum(seat.length for seat in self.seats), 0, 0, 0, 0, 0)

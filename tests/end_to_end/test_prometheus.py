@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import pytest
 
-from server.metrics.families import FAMILIES, QUARANTINED, MetricFamily
+from server.metrics.families import DISABLED, FAMILIES, QUARANTINED, MetricFamily
 from server.processes.supervisor import Targets
 from server.records import RequestRecord
 from tests.end_to_end.server_process import PATIENCE, Server, eventually, serving
@@ -218,6 +218,7 @@ def test_counters_are_the_sums_of_the_records(seen: Seen) -> None:
         ("spec_decode_num_accepted_tokens", everybody, lambda r: r.accepted_tokens),
         ("spec_decode_num_accepted_tokens_per_pos", everybody, lambda r: r.accepted_tokens),
         ("num_preemptions", everybody, lambda r: r.preemptions),
+        ("kv_cache_dropped_tokens", everybody, lambda r: r.dropped_tokens),
         ("prompt_tokens", admitted, lambda r: r.prompt_tokens),
         ("prompt_tokens_cached", admitted, lambda r: r.cached_tokens),
         ("forks", admitted, lambda r: r.forked),
@@ -238,6 +239,7 @@ def test_counters_are_the_sums_of_the_records(seen: Seen) -> None:
     assert seen.sums("kvmux_requests_total", by="outcome") == outcomes
     assert outcomes.keys() == {"length", "cancelled"}
     assert seen.sums("kvmux_num_preemptions_total"), "nobody was preempted"
+    assert seen.sums("kvmux_kv_cache_dropped_tokens_total").keys() == {"sliding_window"}
 
 
 def test_nothing_counts_before_there_is_a_request(seen: Seen) -> None:
@@ -254,8 +256,11 @@ def test_responses_are_counted(seen: Seen) -> None:
 
 
 # ---------------------------------------------------------------- through Prometheus
-# Faults in a row, for which a strategy is put in quarantine, are planted in tests/engine/isolation.
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f is not QUARANTINED], ids=lambda family: family.name)
+# Faults for which a strategy is put in quarantine or disabled are planted in tests/engine/isolation.
+UNMOVED = (QUARANTINED, DISABLED)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in UNMOVED], ids=lambda family: family.name)
 def test_every_metric_has_moved(seen: Seen, family: MetricFamily[Any]) -> None:
     assert any(seen.prometheus.query(f"max(max_over_time({name}[{WINDOW}s])) > 0") for name in family.series_names)
 

@@ -12,6 +12,7 @@ from cache_strategies.types import EVERYTHING, NO_SALT, Salt, SaltScope
 from server.engine.admin import run_command
 from server.engine.ipc.messages import Clear, Inspect, PinPrefix, Share, Unpin
 from server.engine.scheduling.request import RequestError
+from tests.cache_strategies.cache_driver import find_cached
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
@@ -28,7 +29,7 @@ def warm(tiny: Path, **settings: Any) -> Driver:
 
 
 def cached(driver: Driver, salt: Salt = NO_SALT) -> int:
-    return driver.core.caches["paged"].match(PROMPT, salt=salt)
+    return find_cached(driver.core.caches["paged"], PROMPT, salt=salt)
 
 
 def test_it_shows_requests_blocks_and_shares(tiny: Path) -> None:
@@ -44,6 +45,8 @@ def test_it_shows_requests_blocks_and_shares(tiny: Path) -> None:
             "generated_tokens": 2,
             "cached_tokens": 36,
             "preemptions": 0,
+            "kept_tokens": 41,
+            "dropped_tokens": 0,
         }
     ]
     assert told["blocks"] == {"in_use": 11, "shared": 0, "pending": 0, "pinned": 0, "idle": 0} | {
@@ -205,7 +208,7 @@ def test_what_a_running_request_computes_after_a_clear_is_not_found(tiny: Path) 
     run_command(driver.core, Clear("paged"))
     for _ in range(22):
         driver.step()
-    assert driver.core.caches["paged"].match(driver.request("it").tokens[:24]) == 0
+    assert find_cached(driver.core.caches["paged"], driver.request("it").tokens[:24]) == 0
 
 
 SALTS = (Salt("you"), Salt("you", "mine"), Salt("you", "other"), Salt("me"), Salt("me", "mine"))

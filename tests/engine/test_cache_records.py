@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cache_strategies.cache_driver import find_cached
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 
@@ -85,6 +86,33 @@ def test_hits_survive_preemption_and_count_once(tiny: Path, reference: Reference
     assert (told.record.cached_tokens, told.record.miss, told.record.preemptions) == (0, "cold", 1)
 
 
+@pytest.mark.parametrize(("instance", "dropped"), [("paged", 0), ("contiguous", 0), ("ring", 44 - 7 - 2), ("wide", 0)])
+def test_a_record_says_how_many_tokens_were_kept_and_dropped(tiny: Path, instance: str, dropped: int) -> None:
+    """The last of 45 tokens does not enter the cache; of the others, the next token sees 7 in the window, and sinks."""
+    rings = {
+        "ring": {"kind": "sliding_window", "window": 8, "sinks": 2},
+        "wide": {"kind": "sliding_window", "window": 42, "sinks": 3},
+    }
+    driver = driver_of(tiny, strategies=BLOCKS | strategies(**rings))
+    assert all(spec.window is None for spec in driver.core.model.layer_specs)
+    told = driver.submit("it", PROMPT, COUNT, kv_cache=instance, explain=True)
+    driver.run()
+    assert told.explained is not None
+    record = told.explained.record
+    assert (record.kept_tokens, record.dropped_tokens) == (44 - dropped, dropped)
+
+
+@pytest.mark.parametrize("outcome", ["cancelled", "stop"])
+def test_a_request_without_a_seat_has_no_tokens(tiny: Path, outcome: str) -> None:
+    driver = driver_of(tiny)
+    driver.submit("it", PROMPT, 12)
+    driver.step()
+    driver.preempt("it")
+    driver.cancel("it", outcome)
+    driver.step()
+    assert [(record.kept_tokens, record.dropped_tokens) for record in driver.records] == [(0, 0)]
+
+
 def test_who_did_not_ask_is_told_nothing(tiny: Path) -> None:
     driver = driver_of(tiny)
     driver.submit("it", PROMPT, COUNT)
@@ -118,6 +146,6 @@ def test_what_is_worth_more_stays_longer(tiny: Path) -> None:
     driver.submit("large", large, 12, kv_cache="paged")
     driver.run()
     cache = driver.core.caches["paged"]
-    assert (cache.match(precious), cache.match(cheap) < 16) == (16, True)
+    assert (find_cached(cache, precious), find_cached(cache, cheap) < 16) == (16, True)
     evicted = sum(step.report.evicted_bytes.get("paged", 0) for step in driver.steps)
     assert evicted == driver.core.arena.num_reclaimed_pages("paged") * page > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -12,10 +13,22 @@ import torch
 
 from config.settings import Settings
 from server.engine import device
+from server.engine.admin import run_command
+from server.engine.build import build_engine
 from server.engine.device import device_memory, free_memory
-from server.engine.info import PRIVATE_SETTINGS, ProcessMemory, make_engine_info, read_engine_state
-from tests.engine.engine_driver import Driver
+from server.engine.info import (
+    PRIVATE_SETTINGS,
+    ProcessMemory,
+    describe_caches,
+    make_engine_info,
+    read_engine_state,
+)
+from server.engine.ipc.messages import Inspect
+from server.metrics.registry import Metrics
+from server.records import KVTokens
+from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
+from tests.metrics.fake_metrics import sample_value, scrape
 
 CPU = torch.device("cpu")
 
@@ -53,6 +66,71 @@ def test_the_pool_is_held_or_free(tiny: Path) -> None:
     assert state.pool_held == sum(usage.reserved for usage in state.usage.values()) > 0
     assert state.pool_held + state.pool_free == driver.core.arena.memory.nbytes
     assert state.blocks["paged"].in_use == 2
+
+
+def test_tokens_of_open_sequences_are_kept_or_dropped(tiny: Path) -> None:
+    """Two sequences share a prefix, which counts in both; a ring keeps 9 tokens of its window and 3 sinks."""
+    instances = strategies(
+        paged={"kind": "paged", "block_size": 4}, ring={"kind": "sliding_window", "window": 10, "sinks": 3}
+    )
+    driver = Driver(tiny, strategies=instances)
+    prompt = random_prompt(50)
+    driver.submit("first", prompt, 20, kv_cache="paged")
+    driver.submit("ring", prompt, 20, kv_cache="ring")
+    while len(driver.heard["ring"].tokens) < 2:
+        driver.step()
+    driver.submit("second", prompt, 20, kv_cache="paged")
+    driver.step()
+    lengths = {request.key[1]: request.seat.length for request in driver.requests if request.seat is not None}
+    assert lengths.keys() == {"first", "second", "ring"}
+    expected = {
+        "paged": KVTokens(lengths["first"] + lengths["second"], 0),
+        "ring": KVTokens(9 + 3, lengths["ring"] - 9 - 3),
+    }
+    state = read_engine_state(driver.core, {})
+    assert {name: state.tokens[name] for name in expected} == expected
+    assert state.usage["paged"].tokens < expected["paged"].kept, "shared tokens count once there"
+    shown = {
+        each["name"]: KVTokens(each["kept_tokens"], each["dropped_tokens"]) for each in describe_caches(driver.engine)
+    }
+    assert {name: shown[name] for name in expected} == expected
+    inspected = run_command(driver.core, Inspect("ring"))["requests"]
+    assert [(each["kept_tokens"], each["dropped_tokens"]) for each in inspected] == [expected["ring"]]
+
+
+@pytest.mark.parametrize("count", [None, -1, 10_000, "many", True], ids=str)
+def test_a_wrong_number_of_dropped_tokens_is_one_fault_and_counts_as_none(
+    tiny: Path, count: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    driver = Driver(tiny, strategies=strategies(ring={"kind": "sliding_window", "window": 10}))
+    for i in range(3):
+        driver.submit(str(i), random_prompt(20), 30, kv_cache="ring")
+    for _ in range(6):
+        driver.step()
+    driver.core.isolation.caches["ring"].inner.count_dropped_tokens = lambda seat: count  # type: ignore[method-assign]
+    tokens = read_engine_state(driver.core, {}).tokens["ring"]
+    assert tokens == (sum(request.seat.length for request in driver.requests if request.seat is not None), 0)
+    assert driver.step().report.failures == {"ring": 1}, "not one for each sequence"
+    assert "cache strategy 'ring' failed in count_dropped_tokens()" in caplog.text
+
+
+def test_an_instance_that_hung_is_disabled_in_the_metrics(tiny: Path) -> None:
+    settings = Settings(model=str(tiny), dtype="float32", kv_memory="12MiB", weights_cache="off", threads=1)
+    engine = build_engine(settings, disabled={"sliding_window": "grow() did not return"})
+    metrics = Metrics(make_engine_info(engine, restarts=1))
+    samples = scrape(metrics, read_engine_state(engine.core, {}))
+    for name, disabled in {"paged": 0, "contiguous": 0, "sliding_window": 1}.items():
+        assert sample_value(samples, "kvmux_strategy_disabled", strategy=name) == disabled
+        assert sample_value(samples, "kvmux_strategy_failures_total", strategy=name) == disabled
+        assert sample_value(samples, "kvmux_strategy_quarantined", strategy=name) == 0
+        assert sample_value(samples, "kvmux_kv_cache_tokens", strategy=name, state="kept") == 0
+    shown = {each["name"]: each for each in describe_caches(engine)}
+    assert shown["sliding_window"] == {
+        "name": "sliding_window",
+        "kind": "sliding_window",
+        "state": "disabled",
+        "reason": "grow() did not return",
+    }
 
 
 def test_memory_of_the_machine() -> None:

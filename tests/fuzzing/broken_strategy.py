@@ -25,14 +25,8 @@ MENDED, REPLAYED_ONLY = "FUZZING_MENDED", "FUZZING_REPLAYED_ONLY"  # environment
 class SaltBlind(PagedCache):
     """Forgets whose a prompt is."""
 
-    def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, **options: Any) -> int:
-        return super().match(tokens, salt=self._mistaken(salt), **options)
-
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, **options: Any) -> Seat | None:
-        return super().open(tokens, salt=self._mistaken(salt), **options)
-
-    def _mistaken(self, salt: Salt) -> Salt:
-        return salt if MENDED in os.environ else NO_SALT
+        return super().open(tokens, salt=salt if MENDED in os.environ else NO_SALT, **options)
 
 
 @pytest.mark.fuzz

@@ -14,7 +14,7 @@ from config.settings import Settings
 from kernels.selfcheck.op_db import OPS
 from server.metrics.exposition import Renderer
 from server.metrics.registry import Metrics
-from server.records import DeviceMemory, EngineInfo, EngineState, RequestRecord, StepReport
+from server.records import DeviceMemory, EngineInfo, EngineState, KVTokens, RequestRecord, StepReport
 
 INSTANCES = ("paged", "contiguous")
 EMPTY = CacheUsage(0, 0, 0, 0, 0, 0, 0)
@@ -25,11 +25,13 @@ ABOUT = EngineInfo(
     versions={"version": "1.2.3", "torch": "2.13.0"},
     settings={"device": "cpu", "deterministic": False, "max_seq_len": 512, "queue_timeout": None, "rules": []},
     restarts=0,
+    disabled=[],
 )
 IDLE = EngineState(
     running={},
     waiting={},
     usage=dict.fromkeys(INSTANCES, EMPTY),
+    tokens=dict.fromkeys(INSTANCES, KVTokens(0, 0)),
     blocks=dict.fromkeys(INSTANCES, Blocks()),
     floor_bytes=dict.fromkeys(INSTANCES, 0),
     quarantined=(),
@@ -91,6 +93,8 @@ def fake_record(instance: str = "paged", outcome: str = "stop", **changes: objec
         "accepted_tokens": 0,
         "preemptions": 0,
         "kv_bytes": 1000,
+        "kept_tokens": 34,
+        "dropped_tokens": 0,
         "queue_seconds": 0.001,
         "prefill_seconds": 0.1,
         "decode_seconds": 0.4,

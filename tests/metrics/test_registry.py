@@ -13,7 +13,7 @@ from config.settings import MAX_DRAFT_TOKENS
 from server.engine.info import make_engine_info, read_engine_state
 from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT_REASON, format_table
 from server.metrics.registry import Metrics
-from server.records import Admission, DeviceMemory, DraftRecord, StepPart
+from server.records import Admission, DeviceMemory, DraftRecord, KVTokens, StepPart
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import random_prompt
 from tests.metrics.fake_metrics import (
@@ -93,6 +93,28 @@ def test_a_request_counts_once_under_its_strategy_and_outcome() -> None:
     )
     changed = {labels for (name, labels), value in after.items() if before[name, labels] != value}
     assert all(dict(labels)["strategy"] == "paged" for labels in changed)
+
+
+def test_tokens_that_were_dropped_count_when_their_request_leaves() -> None:
+    metrics = new_metrics()
+    for instance, outcome, dropped in (("paged", "stop", 3), ("paged", "cancelled", 4), ("contiguous", "length", 0)):
+        metrics.observe_request(fake_record(instance, outcome, dropped_tokens=dropped))
+    samples = scrape(metrics)
+    for instance, dropped in (("paged", 7), ("contiguous", 0)):
+        assert sample_value(samples, "kvmux_kv_cache_dropped_tokens_total", strategy=instance) == dropped
+
+
+def test_a_disabled_instance_has_all_series_and_one_fault() -> None:
+    samples = scrape(new_metrics(disabled=["hung"]))
+    for family in FAMILIES:
+        if STRATEGY in family.labels:
+            name = f"{family.exposed_name}_count" if family.buckets else family.exposed_name
+            assert {labels["strategy"] for labels in labels_of(samples, name)} == {*INSTANCES, "hung"}, name
+    assert {name: value for (name, labels), value in samples.items() if ("strategy", "hung") in labels and value} == {
+        "kvmux_strategy_disabled": 1,
+        "kvmux_strategy_failures_total": 1,
+        "kvmux_strategy_info": 1,
+    }
 
 
 @pytest.mark.parametrize(
@@ -185,6 +207,7 @@ def test_gauges_are_as_it_is_now() -> None:
             running={"paged": 2},
             waiting={("paged", "memory"): 1, ("contiguous", "seats"): 5},
             usage={"paged": CacheUsage(2, 50, 600, 300, 200, 100, 1000), "contiguous": EMPTY},
+            tokens={"paged": KVTokens(40, 10), "contiguous": KVTokens(0, 0)},
             blocks={"paged": Blocks(6, 3, 2, 1, 4), "contiguous": Blocks()},
             floor_bytes={"paged": 77, "contiguous": 0},
             pool_free=400,
@@ -198,6 +221,7 @@ def test_gauges_are_as_it_is_now() -> None:
     assert sample_value(samples, "kvmux_num_requests_waiting", strategy="contiguous", reason="seats") == 5
     for name, label, expected in (
         ("kv_cache_bytes", "state", {"used": 300, "idle": 200, "wasted": 100}),
+        ("kv_cache_tokens", "state", {"kept": 40, "dropped": 10}),
         ("kv_cache_blocks", "state", {"in_use": 6, "shared": 3, "pending": 2, "pinned": 1, "idle": 4}),
         ("num_requests_waiting", "reason", {"memory": 1, "seats": 0, "turn": 0, "sibling": 0}),
     ):

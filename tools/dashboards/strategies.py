@@ -79,6 +79,13 @@ def build_strategies_dashboard() -> Dashboard:
                 make_timeseries(
                     "KV cache usage, share of the limit", SHARE, {STRATEGY_LEGEND: max_by(f.KV_USAGE, f.STRATEGY)}
                 ),
+                make_timeseries(
+                    "Kept and dropped tokens",
+                    NUMBER,
+                    {make_legend(f.STRATEGY, f.KV_TOKEN_STATE): sum_by(f.KV_TOKENS, f.STRATEGY, f.KV_TOKEN_STATE)},
+                    width=12,
+                ),
+                make_rate_panel("Dropped tokens of requests that left", TOKENS_A_SECOND, f.KV_DROPPED, width=12),
             ],
             "Speculative decoding": [
                 make_timeseries(
@@ -105,7 +112,13 @@ def build_strategies_dashboard() -> Dashboard:
                 make_rate_panel("Preemptions", TIMES_A_SECOND, f.PREEMPTIONS, width=6),
                 make_rate_panel("Faults of strategies", TIMES_A_SECOND, f.FAILURES, width=6),
                 make_timeseries(
-                    "In quarantine after faults", NUMBER, {STRATEGY_LEGEND: max_by(f.QUARANTINED, f.STRATEGY)}, width=6
+                    "In quarantine or disabled after faults",
+                    NUMBER,
+                    {
+                        f"{STRATEGY_LEGEND} in quarantine": max_by(f.QUARANTINED, f.STRATEGY),
+                        f"{STRATEGY_LEGEND} disabled": max_by(f.DISABLED, f.STRATEGY),
+                    },
+                    width=6,
                 ),
                 make_timeseries(
                     "Failed requests",

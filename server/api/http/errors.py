@@ -32,6 +32,7 @@ STATUS_HEADERS = {
     503: RETRY_HEADERS,
     504: NO_RETRY_HEADERS,
 }
+LASTING_CODES = ("strategy_disabled",)  # codes of errors that last until the server is started again
 MAX_PROBLEMS = 5  # most problems of a body that one error message names
 MAX_FIELD_LENGTH = 100  # most characters of a field's name in an error
 MAX_MESSAGE_LENGTH = 1000  # most characters of an error message, which may quote a client or a chat template
@@ -75,7 +76,7 @@ class ApiError(HTTPException):
         retry_after: float | None = None,
     ) -> None:
         message = message if len(message) <= MAX_MESSAGE_LENGTH else f"{message[:MAX_MESSAGE_LENGTH]}..."
-        super().__init__(status, message, STATUS_HEADERS.get(status))
+        super().__init__(status, message, NO_RETRY_HEADERS if code in LASTING_CODES else STATUS_HEADERS.get(status))
         if retry_after is not None:
             self.headers = {"Retry-After": str(max(1, math.ceil(retry_after)))}
         self.message = message

@@ -36,6 +36,8 @@ class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_by
     cached_tokens: int | None
     miss: str | None
     kv_bytes: int
+    kept_tokens: int
+    dropped_tokens: int
     drafted_tokens: int
     accepted_tokens: int
     preemptions: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, get_args
 
 import torch
@@ -31,6 +31,7 @@ from cache_strategies.types import (
 from kernels.ops import KVLocation
 from kernels.types import LayerSpec
 from server.engine.isolation.errors import StrategyError
+from server.records import KVTokens
 
 log = logging.getLogger(__name__)
 
@@ -278,10 +279,6 @@ class GuardedCache(KVCache[Seat]):
             raise self.make_fault("bytes_for", f"{num_tokens} tokens take {size} bytes")
         return size
 
-    def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
-        found = self._call_quietly("match", 0, tokens, salt=salt, max_cached=max_cached)
-        return max(0, min(found, count_reusable_tokens(tokens, max_cached)))
-
     def idle_pages(self) -> int:
         return max(0, self._call_quietly("idle_pages", 0))
 
@@ -353,6 +350,30 @@ class GuardedCache(KVCache[Seat]):
 
     def blocks(self) -> Blocks:
         return self._call_quietly("blocks", Blocks())
+
+    def count_dropped_tokens(self, seat: Seat) -> int:
+        return self.count_tokens([seat]).dropped
+
+    def count_tokens(self, seats: Iterable[Seat] | None = None) -> KVTokens:
+        """Return the committed tokens of open seats, by default of all; after a fault, as if none was dropped."""
+        seats = list(self._lengths if seats is None else seats)
+        dropped = 0
+        try:
+            if not self.is_suspended:
+                dropped = sum(self._count_dropped_tokens(seat) for seat in seats)
+        except StrategyError as error:  # of the first seat: the others would have the same fault
+            self._log_quiet_fault(error)
+        return KVTokens(sum(self._lengths[seat] for seat in seats) - dropped, dropped)
+
+    def _count_dropped_tokens(self, seat: Seat) -> int:
+        """Return the checked number of a seat's dropped tokens. Raises StrategyError if it cannot be right."""
+        dropped = self._check_type("count_dropped_tokens", int, self.call("count_dropped_tokens", seat))
+        self._check_length("count_dropped_tokens", seat)
+        most = 0 if self.contract.exact else seat.length
+        if not 0 <= dropped <= most:
+            problem = f"a seat of {seat.length} tokens has {dropped} dropped ones, which must be from 0 to {most}"
+            raise self.make_fault("count_dropped_tokens", problem)
+        return dropped
 
     def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
         return self.inner.visible_positions(length, spec)

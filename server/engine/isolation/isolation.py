@@ -17,7 +17,7 @@ from server.engine.isolation.guard import CallObserver, GuardedCache
 from server.engine.isolation.progress import ProgressWatchdog
 from server.engine.isolation.quarantine import Quarantine
 from server.engine.scheduling.request import Request, RequestError
-from server.records import Outcome
+from server.records import KVTokens, Outcome
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +137,12 @@ class Isolation:
         elif self._probes.get(name) is request:
             del self._probes[name]
             self._quarantine.end_probe(name)
+
+    def count_tokens(self, request: Request, outcome: Outcome) -> KVTokens:
+        """Return the tokens of a request that is about to end; none after an error, so that no fault causes another."""
+        if request.seat is None or outcome == "error":
+            return KVTokens(0, 0)
+        return self.caches[request.cache.name].count_tokens([request.seat])
 
     # ---------------------------------------------------------------- faults
     def find_stalled(self, candidates: Sequence[Request], computed: Sequence[Request]) -> list[Ended]:

@@ -265,6 +265,14 @@ def test_a_full_queue_is_tried_again_after_the_time_that_places_take(engine: Fak
     assert http.post("/v1/completions", json=VALID_REQUEST).headers["retry-after"] == "1"
 
 
+def test_a_disabled_strategy_is_not_tried_again(engine: FakeEngine, http: httpx.Client) -> None:
+    engine.script = fails(503, "disabled", "strategy_disabled")
+    response = http.post("/v1/completions", json=VALID_REQUEST)
+    assert (response.status_code, error_of(response)["code"]) == (503, "strategy_disabled")
+    assert response.headers["x-should-retry"] == "false"
+    assert "retry-after" not in response.headers
+
+
 @pytest.mark.parametrize(("seconds", "result"), [(0.0, "1"), (41.2, "42")])
 def test_without_an_engine_the_error_has_the_seconds_until_the_next(
     lone_api: Api, monkeypatch: pytest.MonkeyPatch, seconds: float, result: str

@@ -7,6 +7,7 @@ import pytest
 from tests.cache_strategies.cache_driver import (
     assert_nothing_leaked,
     enter,
+    find_cached,
     make_paged,
     open_seat,
     read_prompt,
@@ -77,8 +78,8 @@ def test_forks_of_one_text_name_the_blocks_they_fill_by_what_is_in_them() -> Non
     child = cache.fork(parent)
     assert child is not None
     enter(cache, (parent, [1, 2, 3]), (child, [4, 5, 6]))
-    assert cache.match([*TEXT, 1, 2, 9]) == cache.match([*TEXT, 4, 5, 9]) == 12
-    assert cache.match([*TEXT, 1, 5, 9]) == 8
+    assert find_cached(cache, [*TEXT, 1, 2, 9]) == find_cached(cache, [*TEXT, 4, 5, 9]) == 12
+    assert find_cached(cache, [*TEXT, 1, 5, 9]) == 8
 
 
 def test_there_is_no_fork_half_way_through_a_prompt() -> None:
@@ -192,7 +193,7 @@ def test_crop_into_a_shared_block_copies_before_it_writes() -> None:
     enter(cache, (second, [1, 2, 3]))
     assert stored_tokens(cache, first) == TEXT
     assert stored_tokens(cache, second) == [*TEXT[:6], 1, 2, 3]
-    assert cache.match(TEXT) == 8
+    assert find_cached(cache, TEXT) == 8
     cache.check_integrity()
 
 
@@ -200,10 +201,10 @@ def test_crop_into_a_block_of_its_own_takes_the_name_away_when_it_is_written() -
     cache = make_paged()
     seat = read_prompt(cache, TEXT)
     cache.crop(seat, 6)
-    assert cache.match(TEXT) == 8, "it still holds what it held"
+    assert find_cached(cache, TEXT) == 8, "it still holds what it held"
     enter(cache, (seat, [1, 2, 3]))
-    assert cache.match(TEXT) == 4
-    assert cache.match([*TEXT[:6], 1, 2, 3]) == 8
+    assert find_cached(cache, TEXT) == 4
+    assert find_cached(cache, [*TEXT[:6], 1, 2, 3]) == 8
     assert stored_tokens(cache, seat) == [*TEXT[:6], 1, 2, 3]
     cache.close(seat)
     assert_nothing_leaked(cache)

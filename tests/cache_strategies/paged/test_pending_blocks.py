@@ -6,6 +6,7 @@ from cache_strategies.base import Row
 from tests.cache_strategies.cache_driver import (
     assert_nothing_leaked,
     enter,
+    find_cached,
     make_paged,
     open_seat,
     stored_tokens,
@@ -156,7 +157,7 @@ def test_a_prompt_nobody_finishes_is_forgotten() -> None:
     enter(cache, (first, TEXT[:6]))
     cache.close(second)
     cache.close(first)
-    assert cache.match(TEXT) == 4
+    assert find_cached(cache, TEXT) == 4
     assert cache.usage().idle == 4 * cache.bytes_per_token
     assert_nothing_leaked(cache)
 
@@ -182,8 +183,8 @@ def test_tokens_that_replace_a_prompts_rest_do_not_go_by_its_name() -> None:
     assert cut <= 6
     enter(cache, (seat, [*TEXT[cut:6], 90, 91, 92]))
     assert stored_tokens(cache, seat) == [*TEXT[:6], 90, 91, 92]
-    assert cache.match(TEXT) == 4
-    assert cache.match([*TEXT[:6], 90, 91, 92]) == 8
+    assert find_cached(cache, TEXT) == 4
+    assert find_cached(cache, [*TEXT[:6], 90, 91, 92]) == 8
     cache.check_integrity()
 
 
@@ -213,7 +214,7 @@ def test_one_that_waits_can_be_cropped() -> None:
     enter(cache, (second, [*TEXT[cut:6], 90, 91, 92]))
     assert stored_tokens(cache, first) == TEXT
     assert stored_tokens(cache, second) == [*TEXT[:6], 90, 91, 92]
-    assert cache.match(TEXT) == 12
+    assert find_cached(cache, TEXT) == 12
     cache.check_integrity()
 
 
@@ -227,7 +228,7 @@ def test_one_that_waits_and_is_cropped_writes_nothing_that_another_computes() ->
         enter(cache, (second, [*TEXT[cut:6], 90, 91, 92]))
     enter(cache, (first, TEXT[5:]))
     assert stored_tokens(cache, first) == TEXT
-    assert cache.match(TEXT) == 12
+    assert find_cached(cache, TEXT) == 12
     cache.check_integrity()
 
 
@@ -240,7 +241,7 @@ def test_one_that_waits_and_was_cropped_inherits_nothing_but_its_own() -> None:
     assert cache.ready(second)
     enter(cache, (second, [*TEXT[cut:6], 90, 91, 92]))
     assert stored_tokens(cache, second) == [*TEXT[:6], 90, 91, 92]
-    assert cache.match(TEXT) == 4
+    assert find_cached(cache, TEXT) == 4
     cache.close(second)
     assert_nothing_leaked(cache)
 

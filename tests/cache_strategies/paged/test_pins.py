@@ -13,7 +13,15 @@ from cache_strategies.paged.cache import PagedCache
 from cache_strategies.types import NO_SALT, Geometry, PinError, Salt, SaltScope
 from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps
-from tests.cache_strategies.cache_driver import BLOCK, LAYER, assert_nothing_leaked, make_paged, open_seat, read_prompt
+from tests.cache_strategies.cache_driver import (
+    BLOCK,
+    LAYER,
+    assert_nothing_leaked,
+    find_cached,
+    make_paged,
+    open_seat,
+    read_prompt,
+)
 
 TEXT = list(range(10, 24))  # three blocks of 4, and two tokens
 
@@ -41,12 +49,12 @@ def test_a_pinned_prefix_survives_every_want_of_memory() -> None:
     assert cache.pins() == [pin]
     cache.reclaim(99)
     cache.check_integrity()
-    assert cache.match(TEXT) == 12
+    assert find_cached(cache, TEXT) == 12
     assert cache.usage().reserved == pin.num_bytes
     assert cache.unpin(pin.id)
     assert not cache.unpin(pin.id)
     cache.reclaim(99)
-    assert cache.match(TEXT) == 0
+    assert find_cached(cache, TEXT) == 0
     assert_nothing_leaked(cache)
 
 
@@ -68,7 +76,7 @@ def test_two_pins_on_the_same_blocks_are_two() -> None:
     assert first.id != second.id
     cache.unpin(first.id)
     cache.reclaim(99)
-    assert cache.match(TEXT) == 12
+    assert find_cached(cache, TEXT) == 12
     cache.check_integrity()
 
 
@@ -113,7 +121,7 @@ def test_clear_takes_pins_along_under_its_salt() -> None:
         cache.pin(TEXT, salt=salt, ttl=60)
     assert cache.clear(SaltScope("a")) == 3 * cache.bytes_per_block
     assert [pin.salt for pin in cache.pins()] == [Salt("b")]
-    assert (cache.match(TEXT, salt=Salt("a")), cache.match(TEXT, salt=Salt("b"))) == (0, 12)
+    assert (find_cached(cache, TEXT, salt=Salt("a")), find_cached(cache, TEXT, salt=Salt("b"))) == (0, 12)
     cache.clear()
     assert_nothing_leaked(cache)
 
@@ -124,7 +132,7 @@ def test_clear_hides_what_is_in_use_from_everybody_new() -> None:
     assert waiting.cached == 12
     cache.clear()
     cache.check_integrity()
-    assert cache.match(TEXT) == 0
+    assert find_cached(cache, TEXT) == 0
     other = open_seat(cache, TEXT)
     assert other.cached == 0
     cache.close(seat)  # whoever waits inherits, cleared or not
@@ -145,9 +153,9 @@ def test_what_is_left_goes_by_priority_then_by_time() -> None:
     clock.now += 6
     gone = []
     for _ in range(3):
-        before = {name for name in texts if cache.match(texts[name])}
+        before = {name for name in texts if find_cached(cache, texts[name])}
         cache.reclaim(1)
-        gone += before - {name for name in texts if cache.match(texts[name])}
+        gone += before - {name for name in texts if find_cached(cache, texts[name])}
     assert gone == ["c", "b", "a"]
 
 
@@ -158,4 +166,4 @@ def test_an_instance_has_a_time_to_live() -> None:
     cache.close(read_prompt(cache, [2] * 5))
     cache.close(read_prompt(cache, [1] * 5, max_cached=0))
     cache.reclaim(1)
-    assert cache.match([2] * 5) == 4
+    assert find_cached(cache, [2] * 5) == 4

@@ -15,6 +15,7 @@ from tests.cache_strategies.cache_driver import (
     BLOCK,
     assert_nothing_leaked,
     enter,
+    find_cached,
     make_cache,
     make_paged,
     open_seat,
@@ -48,15 +49,15 @@ def test_only_full_blocks_are_found(common: int, found: int) -> None:
 def test_the_last_token_is_always_computed(length: int, found: int) -> None:
     cache = make_paged()
     read_prompt(cache, TEXT)
-    assert cache.match(TEXT[:length]) == found
+    assert find_cached(cache, TEXT[:length]) == found
     assert open_seat(cache, TEXT[:length]).cached == found
 
 
 def test_a_block_is_found_only_behind_the_same_beginning() -> None:
     cache = make_paged()
     read_prompt(cache, TEXT)
-    assert cache.match([1, *TEXT[1:]]) == 0
-    assert cache.match(TEXT[4:]) == 0
+    assert find_cached(cache, [1, *TEXT[1:]]) == 0
+    assert find_cached(cache, TEXT[4:]) == 0
 
 
 def test_tokens_that_were_generated_are_found_too() -> None:
@@ -64,14 +65,14 @@ def test_tokens_that_were_generated_are_found_too() -> None:
     seat = read_prompt(cache, TEXT[:3])
     for token in TEXT[3:]:
         enter(cache, (seat, [token]))
-    assert cache.match(TEXT) == 12
+    assert find_cached(cache, TEXT) == 12
 
 
 def test_salts_share_nothing() -> None:
     cache = make_paged()
     read_prompt(cache, TEXT, salt=Salt("a"))
-    assert cache.match(TEXT) == cache.match(TEXT, salt=Salt("b")) == 0
-    assert cache.match(TEXT, salt=Salt("a")) == 12
+    assert find_cached(cache, TEXT) == find_cached(cache, TEXT, salt=Salt("b")) == 0
+    assert find_cached(cache, TEXT, salt=Salt("a")) == 12
     assert open_seat(cache, TEXT, salt=Salt("b")).cached == 0
     assert open_seat(cache, TEXT, salt=Salt("a")).cached == 12
 
@@ -79,8 +80,7 @@ def test_salts_share_nothing() -> None:
 def test_without_prefix_cache_nothing_is_found_or_kept() -> None:
     cache = make_paged(prefix_cache=False)
     seat = read_prompt(cache, TEXT)
-    assert not cache.contract.shareable
-    assert cache.match(TEXT) == open_seat(cache, TEXT).cached == 0
+    assert find_cached(cache, TEXT) == open_seat(cache, TEXT).cached == 0
     held = cache.setup.arena.num_held_pages("it")
     cache.close(seat)
     assert cache.setup.arena.num_held_pages("it") == held - 4
@@ -89,8 +89,8 @@ def test_without_prefix_cache_nothing_is_found_or_kept() -> None:
 def test_a_caller_may_limit_how_much_is_taken() -> None:
     cache = make_paged()
     read_prompt(cache, TEXT)
-    assert cache.match(TEXT, max_cached=11) == 8
-    assert cache.match(TEXT, max_cached=0) == 0
+    assert find_cached(cache, TEXT, max_cached=11) == 8
+    assert find_cached(cache, TEXT, max_cached=0) == 0
     seat = read_prompt(cache, TEXT, max_cached=5)
     assert seat.cached == 4
     assert stored_tokens(cache, seat) == TEXT
@@ -105,7 +105,7 @@ def test_blocks_with_negative_ids_and_all_behind_them_are_never_shared(at: int) 
     for token in (-7, *range(6)):
         enter(cache, (seat, [token]))
     before = at // BLOCK * BLOCK
-    assert cache.match([*text, -7, *range(6)]) == before
+    assert find_cached(cache, [*text, -7, *range(6)]) == before
     assert open_seat(cache, text).cached == before
     assert stored_tokens(cache, seat) == [*text, -7, *range(6)]
     cache.check_integrity()
@@ -128,13 +128,13 @@ def test_blocks_nobody_uses_any_more_are_still_found() -> None:
 def test_ends_of_texts_leave_before_their_beginnings() -> None:
     cache = make_paged()
     cache.close(read_prompt(cache, TEXT))
-    assert [cache.match(TEXT), *(after_reclaim(cache) for _ in range(3))] == [12, 8, 4, 0]
+    assert [find_cached(cache, TEXT), *(after_reclaim(cache) for _ in range(3))] == [12, 8, 4, 0]
     assert_nothing_leaked(cache)
 
 
 def after_reclaim(cache: object) -> int:
     assert cache.reclaim(1) == 1  # type: ignore[attr-defined]
-    return cache.match(TEXT)  # type: ignore[attr-defined, no-any-return]
+    return find_cached(cache, TEXT)  # type: ignore[attr-defined, no-any-return]
 
 
 def test_what_was_used_last_leaves_last() -> None:
@@ -144,21 +144,21 @@ def test_what_was_used_last_leaves_last() -> None:
         cache.close(read_prompt(cache, text))
     cache.close(read_prompt(cache, texts[0]))
     cache.reclaim(2)
-    assert [cache.match(text) for text in texts] == [8, 0, 8]
+    assert [find_cached(cache, text) for text in texts] == [8, 0, 8]
     cache.reclaim(2)
-    assert [cache.match(text) for text in texts] == [8, 0, 0]
+    assert [find_cached(cache, text) for text in texts] == [8, 0, 0]
 
 
-def test_match_changes_nothing() -> None:
+def test_a_look_up_changes_nothing() -> None:
     cache = make_paged()
     texts = [[n] * 9 for n in range(2)]
     for text in texts:
         cache.close(read_prompt(cache, text))
     before = cache.usage()
-    assert cache.match(texts[0]) == 8
+    assert find_cached(cache, texts[0]) == 8
     assert cache.usage() == before
     cache.reclaim(2)
-    assert [cache.match(text) for text in texts] == [0, 8]
+    assert [find_cached(cache, text) for text in texts] == [0, 8]
 
 
 def test_idle_blocks_make_room_for_new_texts_and_used_ones_do_not() -> None:
@@ -189,7 +189,7 @@ def test_an_open_that_fails_leaves_no_trace() -> None:
     before = (cache.usage(), cache.setup.arena.num_free_pages, len(cache.seats))
     assert cache.open([*TEXT, *range(6)]) is None
     assert (cache.usage(), cache.setup.arena.num_free_pages, len(cache.seats)) == before
-    assert cache.match([*TEXT[:9], 5]) == 8
+    assert find_cached(cache, [*TEXT[:9], 5]) == 8
     cache.close(seat)
     assert_nothing_leaked(cache)
 
@@ -200,7 +200,7 @@ def test_nothing_is_evicted_for_a_text_there_is_no_room_for_anyway() -> None:
     seat = read_prompt(cache, [7] * 9)
     assert cache.open([8] * 16) is None
     assert not cache.grow(seat, 16)
-    assert cache.match(TEXT) == 8
+    assert find_cached(cache, TEXT) == 8
     cache.check_integrity()
 
 
@@ -270,14 +270,14 @@ def test_what_is_not_finite_is_found_by_nobody_new() -> None:
     spoil(cache, unsound, slice(2, None))
     cache.discard(unsound)
     cache.close(unsound)
-    assert cache.match([*text, 1]) == 8, "what is sound stays"
+    assert find_cached(cache, [*text, 1]) == 8, "what is sound stays"
     enter(cache, (sound, [1] * 4), (waits, [1] * 4), (alike, text[8:12]))  # those that hold it go on
-    assert cache.match([*text[:8], *[77] * 8, 1, 1, 1, 1, 1]) == 20
+    assert find_cached(cache, [*text[:8], *[77] * 8, 1, 1, 1, 1, 1]) == 20
     for seat in (sound, waits, alike):
         cache.check_integrity()
         cache.close(seat)
     cache.close(read_prompt(cache, text))
-    assert cache.match([*text, 1, 1, 1, 1, 1]) == 20, "computed anew; what `waits` had behind it is not found"
+    assert find_cached(cache, [*text, 1, 1, 1, 1, 1]) == 20, "computed anew; what `waits` had behind it is not found"
     assert_nothing_leaked(cache)
 
 
@@ -290,7 +290,7 @@ def test_pins_of_sound_blocks_stay_found() -> None:
     spoil(cache, seat, slice(4, None))
     cache.discard(seat)
     cache.close(seat)
-    assert cache.match(text) == 16
+    assert find_cached(cache, text) == 16
     cache.unpin(pin.id)
     assert_nothing_leaked(cache)
 
@@ -306,7 +306,7 @@ def test_what_is_unsound_before_it_is_whole_is_computed_by_who_waits_for_it() ->
     assert heir.length == 8
     enter(cache, (heir, text[8:]))
     cache.close(heir)
-    assert cache.match([*text, 1]) == 4
+    assert find_cached(cache, [*text, 1]) == 4
     assert_nothing_leaked(cache)
 
 

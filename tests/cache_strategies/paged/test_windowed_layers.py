@@ -22,6 +22,7 @@ from tests.cache_strategies.cache_driver import (
     LAYER,
     assert_nothing_leaked,
     enter,
+    find_cached,
     make_paged,
     open_seat,
     read_prompt,
@@ -249,7 +250,7 @@ def test_a_pin_keeps_what_a_sequence_needs_to_go_on(layers: Sequence[LayerSpec])
     assert pin.num_tokens == 40
     cache.reclaim(99)
     cache.check_integrity()
-    assert cache.match(TEXT) == 40
+    assert find_cached(cache, TEXT) == 40
     assert cache.usage().reserved == pin.num_bytes
     assert len(cache.pinned_pages()) * cache.setup.arena.page_bytes == pin.num_bytes
     seat = read_prompt(cache, TEXT)
@@ -278,10 +279,10 @@ def test_what_windows_have_passed_is_evicted_before_all_else() -> None:
     cache.reclaim(9 + 4)  # all that was passed, first that of the older text
     assert windowed_blocks(cache, TEXT) == [9, 10, 11]
     assert windowed_blocks(cache, other) == [4, 5, 6]
-    assert (cache.match([*TEXT, 1]), cache.match([*other, 1])) == (48, 28)
-    assert cache.match(TEXT[:20]) == 0
+    assert (find_cached(cache, [*TEXT, 1]), find_cached(cache, [*other, 1])) == (48, 28)
+    assert find_cached(cache, TEXT[:20]) == 0
     cache.reclaim(12 + 3)  # then the older text
-    assert (cache.match([*TEXT, 1]), cache.match([*other, 1])) == (0, 28)
+    assert (find_cached(cache, [*TEXT, 1]), find_cached(cache, [*other, 1])) == (0, 28)
 
 
 def test_windows_where_texts_branch_off_are_kept_like_other_blocks() -> None:
@@ -295,7 +296,7 @@ def test_windows_where_texts_branch_off_are_kept_like_other_blocks() -> None:
         cache.close(seat)
         cache.reclaim(1)
     assert cache.reclaim(10) == 10  # of 15 blocks that were passed, 2 are at the branch, and 3 were evicted before
-    assert cache.match([*common, 7]) == 20
+    assert find_cached(cache, [*common, 7]) == 20
     assert windowed_blocks(cache, common) == [3, 4]
 
 
@@ -344,7 +345,7 @@ def test_what_is_not_finite_is_not_found_even_if_the_window_has_passed_it(layers
     cache.discard(seat)
     cache.close(seat)
     cache.check_integrity()
-    assert cache.match(TEXT) == 12
+    assert find_cached(cache, TEXT) == 12
     assert_nothing_leaked(cache)
 
 

@@ -16,7 +16,15 @@ from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
 from cache_strategies.types import NO_SALT
 from kernels.types import LayerSpec
-from tests.cache_strategies.cache_driver import BLOCK, LAYER, assert_nothing_leaked, enter, make_paged, visible_tokens
+from tests.cache_strategies.cache_driver import (
+    BLOCK,
+    LAYER,
+    assert_nothing_leaked,
+    enter,
+    find_cached,
+    make_paged,
+    visible_tokens,
+)
 
 WINDOW = LAYER._replace(window=6)
 MODELS = {
@@ -55,16 +63,16 @@ class Play:
     def agree(self, answers: Sequence[object]) -> None:
         assert all(answer == answers[0] for answer in answers), answers
 
-    def match(self, text: Sequence[int], max_cached: int | None = None) -> None:
+    def compare_prefixes(self, text: Sequence[int], max_cached: int | None = None) -> None:
         """Check that all caches find the same prefix. Raises MoreFound as described there."""
-        found = [cache.match(text, max_cached=max_cached) for cache in self.caches]
+        found = [find_cached(cache, text, max_cached=max_cached) for cache in self.caches]
         if found[-1] > found[0]:
             raise MoreFound
         self.agree(found)
 
     def open(self) -> None:
         text, limit = self.draw_text(), self.rng.choice([None, None, None, 9])
-        self.match(text, limit)
+        self.compare_prefixes(text, limit)
         seats = [cache.open(text, max_cached=limit) for cache in self.caches]
         self.agree([seat and (seat.length, seat.miss) for seat in seats])
         if seats[0] is not None:
@@ -143,7 +151,7 @@ def test_without_pressure_the_same_prefixes_are_found_as_without_windows(
     play = Play(seed, caches)
 
     def check() -> None:
-        play.match([*play.rng.choice(play.texts), 1])
+        play.compare_prefixes([*play.rng.choice(play.texts), 1])
         for cache in caches:
             cache.check_integrity()
 
@@ -162,7 +170,7 @@ def test_under_pressure_a_prefix_is_found_if_all_that_its_next_token_sees_is_the
     def check() -> None:
         cache.check_integrity()
         text = [*play.rng.choice(play.texts), 1]
-        assert cache.match(text) == longest_prefix(cache, text)
+        assert find_cached(cache, text) == longest_prefix(cache, text)
         if play.rng.random() < 0.1:
             cache.reclaim(play.rng.randint(1, 20))
 

@@ -199,6 +199,16 @@ QUIET: Mapping[str, tuple[str, Plant]] = {  # faults that end no request
         f"{name} raises": (name, raising(name))
         for name in ("retain", "close", "poll", "usage", "blocks", "collect_block_events", "idle_pages", "pinned_pages")
     },
+    **{
+        f"count_dropped_tokens {what}": ("count_dropped_tokens", fault)
+        for what, fault in {
+            "raises": raising("count_dropped_tokens"),
+            "returns None": ignoring("count_dropped_tokens"),
+            "returns a fraction": ignoring("count_dropped_tokens", 0.5),
+            "is negative": ignoring("count_dropped_tokens", -1),
+            "is positive in an exact instance": ignoring("count_dropped_tokens", 1),
+        }.items()
+    },
     "usage returns None": ("usage", ignoring("usage")),
     "blocks returns a number": ("blocks", ignoring("blocks", 3)),
     "idle_pages returns a word": ("idle_pages", ignoring("idle_pages", "many")),

@@ -48,7 +48,6 @@ class FakeCache(KVCache):
     ) -> None:
         self.contract = Contract(
             exact=True,
-            shareable=False,
             forkable=False,
             rewind=None,
             replayable=replayable,
