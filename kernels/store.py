@@ -146,6 +146,11 @@ class KVStore:
         return Plane(numbers, scale)
 
     @property
+    def blocks_per_token(self) -> int:
+        """The number of blocks that hold a token: one, or one for each KV head of a layer if heads are split."""
+        return max(heads for heads, _, _ in self._heads.values()) if self.split_heads else 1
+
+    @property
     def layers(self) -> Sequence[int]:
         """The numbers of the layers whose keys and values the store holds."""
         return list(self._heads)

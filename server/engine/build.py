@@ -236,16 +236,19 @@ def _check_ops_in_kv_memory(
 ) -> None:
     """Raise SettingsError if operations that passed their check in a small memory fail in the KV memory of a strategy.
 
-    The operations are tried in the first block that a strategy would allocate and, on accelerators, also in the last
-    block of the arena, as large offsets are only tested there.
+    The operations are tried in the first blocks that a strategy would allocate and, on accelerators, also in the last
+    blocks of the arena, as large offsets are only tested there.
     """
     for name, store in ((name, store) for name, cache in caches.items() for store in cache.stores):
-        first = arena.allocate(name, store.pages_per_block)
-        assert first is not None, "the arena fits the longest sequence of each strategy"
-        blocks = [first] if store.device.type == "cpu" else [first, store.num_blocks - 1]
-        faults = (find_memory_fault(kernels.ops, store, block, geometry.layers, geometry.kv_dtype) for block in blocks)
+        run, count = store.pages_per_block, store.blocks_per_token
+        first = [page for _ in range(count) if (page := arena.allocate(name, run)) is not None]
+        assert len(first) == count, "the arena fits the longest sequence of each strategy"
+        last = [store.num_blocks - 1 - run * i for i in range(count)]
+        tried = [first] if store.device.type == "cpu" else [first, last]
+        faults = (find_memory_fault(kernels.ops, store, blocks, geometry.layers, geometry.kv_dtype) for blocks in tried)
         fault = next(filter(None, faults), None)
-        arena.release(name, first, store.pages_per_block)
+        for page in first:
+            arena.release(name, page, run)
         if fault is not None:
             raise SettingsError(
                 f"the kernels ({kernels.description}) fail in the KV memory of {name!r}: {fault}; lower max_seq_len or "

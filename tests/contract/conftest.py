@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contract import harness
+from tests.contract import harness, kinds
 from tests.kernels.backend_matrix import BACKENDS, NAMES
 
 
@@ -16,3 +16,10 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "make_ops", BACKENDS[request.param])
         yield request.param
+
+
+@pytest.fixture(autouse=True)
+def _kinds_are_installed() -> Iterator[None]:
+    """Register the kinds of tests/contract/kinds, as if they were installed packages."""
+    with kinds.installed():
+        yield

@@ -8,9 +8,9 @@ from tests.contract import harness
 
 
 class FailingOps:
-    """A backend's operations, which raise once after `calls` calls: attend(), or copying into a mirror.
+    """A backend's operations, which raise once after `calls` calls: attend(), or what a hook calls instead.
 
-    By then the keys of the layer are written, or some of them.
+    That is copying into a mirror, or gathering. By then the keys of the layer are written, or some of them.
     """
 
     def __init__(self) -> None:
@@ -23,6 +23,10 @@ class FailingOps:
     def attend(self, *args: Any, **kwargs: Any) -> None:
         self._count()
         self._ops.attend(*args, **kwargs)
+
+    def gather(self, *args: Any) -> Any:
+        self._count()
+        return self._ops.gather(*args)
 
     def repeat_kv_heads_step(self, *args: Any) -> None:
         self._ops.repeat_kv_heads_step(*args)

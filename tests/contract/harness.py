@@ -18,6 +18,7 @@ from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
 from kernels.types import LayerSpec
 from server.engine.batch import Batch, RowInput
+from tests.contract import kinds
 
 POISON = 0xFF  # every byte 0xFF: NaN in float32, float16 and bfloat16
 
@@ -40,11 +41,17 @@ VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {  # options every built-i
 }
 
 
+def list_kinds() -> list[str]:
+    """Return the names of all kinds: built-in ones, plug-ins and those of tests/contract/kinds."""
+    with kinds.installed():
+        return sorted(registry.list_kinds())
+
+
 def every_instance() -> dict[str, StrategySettings]:
     """Return instances of every registered kind, by a name with their options; unknown kinds with defaults."""
     return {
         _name(kind, options): StrategySettings(kind=kind, **options)
-        for kind in sorted(registry.list_kinds())
+        for kind in list_kinds()
         for options in VARIANTS.get(kind, [{}])
     }
 

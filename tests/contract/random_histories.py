@@ -28,6 +28,7 @@ from server.engine.batch import Batch, RowInput
 from tests.cache_strategies.cache_driver import find_cached
 from tests.contract.failing_ops import FailingOps
 from tests.contract.harness import World
+from tests.contract.visible_tokens import check_keys, visible_in_row
 from tests.kernels.brute_force import KEEPS, attention, visible_keys
 
 LAYERS = (LayerSpec(1, 2, 4, 4, scale=1.0), LayerSpec(2, 2, 4, 4, window=6, scale=2.0))
@@ -122,16 +123,16 @@ def run(batch: Batch, rows: Sequence[Planned], *, check: bool) -> None:
 def _check_row(row: Planned, layer: int, out: Tensor, plan: Plan, index: int) -> None:
     start, end, spec = row.start, row.start + row.num_tokens, row.sitter.layers[layer]
     q, k, v = (x[:end] for x in row.sitter.computed(layer))
-    kept_k, kept_v, positions = plan.gather_kv(layer, index)
-    at = positions.long()
-    assert torch.equal(kept_k, k[at]), "keys of other tokens"
-    assert torch.equal(kept_v, v[at]), "values of other tokens"
-    if row.sitter.kind not in KEEPS:
-        mask = torch.zeros(1, end, dtype=torch.bool).index_fill(1, at, True)
-        start = end - 1
-    else:
-        mask = visible(row.sitter.kind, row.sitter.cache.options, spec)[start:end, :end]
-        assert torch.equal(at, mask[-1].nonzero()[:, 0]), "the row's last token sees other positions"
+    cache_, kind = row.sitter.cache, row.sitter.kind
+    last = check_keys(k, v, plan.gather_kv(layer, index))
+    mask = (
+        visible(kind, cache_.options, spec)[start:end, :end].expand(len(last), -1, -1)
+        if kind in KEEPS
+        else visible_in_row(cache_, kind, row.sitter.ids(0, end), layer, start, end - start)
+    )
+    if mask is None:
+        mask, start = last[:, None], end - 1
+    assert torch.equal(last, mask[:, -1]), "the row's last token sees other positions"
     want = attention(q[start:end], k, v, spec, mask)
     assert (out[start - end :].double() - want).abs().max() < 1e-5
 

@@ -1,6 +1,8 @@
 """Every strategy's attention equals the definition, in rows of any size and every dtype, alone and in one batch.
 
-`make test` takes every chunk size in float32, and every second one in the narrow types; `make test-slow` takes all.
+The reference gets from the strategy's definition, or else from gather_kv(), which tokens are kept; their keys and
+values are the text's own, not the cache's. `make test` takes every chunk size in float32, and every second one in the
+narrow types; `make test-slow` takes all.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from tests.contract.harness import (
     random_text,
     step,
 )
-from tests.kernels.brute_force import KEEPS, attention, visible_keys
+from tests.contract.kinds import KINDS
+from tests.contract.visible_tokens import check_keys, find_keeps, visible_in_row
+from tests.kernels.brute_force import KEEPS, attention, keep_all, visible_keys
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 LENGTH = {  # crosses a tile of the reference, the model's window many times, and the rings; the types wrap most rings
@@ -33,14 +37,16 @@ LENGTH = {  # crosses a tile of the reference, the model's window many times, an
     torch.bfloat16: 60,
 }
 WHOLE = 1000
+DECODED = 4  # last tokens of a text, which enter one by one
 
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
 def chunks_of(settings: StrategySettings, dtype: torch.dtype) -> list[int]:
-    """Return the distinct row sizes among 1, 7, 64 and the whole text that the instance's max_row allows."""
+    """Return the distinct row sizes that the instance's max_row allows, among a few and the whole text."""
     most = min(LENGTH[dtype], settings.options.get("max_row", WHOLE))
-    return sorted({min(chunk, most) for chunk in (1, 7, 64, WHOLE)})
+    sizes = (1, 3, 7, WHOLE) if settings.kind in KINDS else (1, 7, 64, WHOLE)
+    return sorted({min(chunk, most) for chunk in sizes})
 
 
 ALONE = [  # of the narrow types, a chunk size that one leaves out the other takes
@@ -63,24 +69,22 @@ def text_of(seed: int, length: int, dtype: torch.dtype) -> Text:
 @cache
 def expected(kind: str, options: object, layer: int, text_key: tuple[int, int, torch.dtype]) -> Tensor:
     text = text_of(*text_key)
-    mask = visible_keys(MODEL[layer], len(text), KEEPS[kind](options))
+    mask = visible_keys(MODEL[layer], len(text), KEEPS[kind](options) if kind in KEEPS else keep_all)
     return attention(text.q[layer], text.k[layer], text.v[layer], MODEL[layer], mask)
 
 
-def check_step(result: Step, rows: list[tuple[Reading, int]]) -> None:
-    """Check for any kind that gather_kv() returns exactly what the last token of each row attended to."""
-    for (reading, n), start, outs, keys in zip(rows, result.starts, result.outs, result.keys, strict=True):
-        last = start + n - 1
-        for layer, (k, v, positions) in enumerate(keys):
-            at = positions.long()
-            assert at.tolist() == sorted(set(at.tolist()))
-            assert at[-1] == last, "a token sees itself"
-            assert torch.equal(k, reading.text.k[layer][at])
-            assert torch.equal(v, reading.text.v[layer][at])
-            everything = torch.ones(1, len(at), dtype=torch.bool)
-            query = reading.text.q[layer][last : last + 1]
-            want = attention(query, k, v, MODEL[layer], everything)
-            close(outs[layer][-1:], want)
+def check_step(result: Step, rows: list[tuple[Reading, int]], kinds: list[str]) -> None:
+    """Check each row in each layer: what gather_kv() returns, and the output of the queries of which it is known."""
+    for i, ((reading, n), start, kind) in enumerate(zip(rows, result.starts, kinds, strict=True)):
+        for layer, keys in enumerate(result.keys[i]):
+            mask = visible_in_row(reading.cache, kind, reading.text.ids, layer, start, n)
+            last = check_keys(reading.text.k[layer][: start + n], reading.text.v[layer][: start + n], keys)
+            if mask is None:
+                mask = last[:, None]
+            assert torch.equal(mask[:, -1], last), "gather_kv() returns other tokens than are visible"
+            end, queries = start + n, mask.shape[1]
+            q, k, v = (part[layer][:end] for part in (reading.text.q, reading.text.k, reading.text.v))
+            close(result.outs[i][layer][-queries:], attention(q[-queries:], k, v, MODEL[layer], mask))
 
 
 def close(got: Tensor, want: Tensor) -> None:
@@ -89,23 +93,24 @@ def close(got: Tensor, want: Tensor) -> None:
 
 
 def check_text(cache: KVCache, outs: list[Tensor], kind: str, text_key: tuple[int, int, torch.dtype]) -> None:
-    """Compare the output of every token with the definition, for kinds whose visible keys are known."""
-    if kind in KEEPS:
+    """Compare the output of every token with the definition, if that does not depend on rows."""
+    if find_keeps(cache, kind) is not None:
         for layer, out in enumerate(outs):
             close(out, expected(kind, cache.options, layer, text_key))
 
 
 def read_alone(world: World, name: str, kind: str, chunk: int, dtype: torch.dtype) -> None:
-    """Read one sequence in rows of `chunk` tokens, and check every step."""
+    """Read one sequence in rows of `chunk` tokens and its end one by one, and check every step."""
     key = (1, LENGTH[dtype], dtype)
     reading = world.open(name, text_of(*key))
+    is_known = find_keeps(reading.cache, kind) is not None  # then check_text() looks at every token
     outs: list[list[Tensor]] = []
     while reading.left:
-        rows = [(reading, reading.chunk(chunk))]
-        look = kind not in KEEPS or reading.left % 6 == 1  # what is known is checked below, token by token
+        rows = [(reading, reading.chunk(min(chunk, max(1, reading.left - DECODED))))]
+        look = not is_known or reading.left % 6 == 1
         result = step(rows, keys=look)
         if look:
-            check_step(result, rows)
+            check_step(result, rows, [kind])
         outs += result.outs
     world.check_integrity()
     check_text(reading.cache, [torch.cat(parts) for parts in zip(*outs, strict=True)], kind, key)
@@ -135,7 +140,7 @@ def read_mixed(strategies: dict[str, StrategySettings], dtype: torch.dtype) -> N
         chosen = unread[: rng.randint(1, len(unread))]
         rows = [(readings[at], readings[at].chunk(rng.choice([1, 1, 7, 40, 64]))) for at in chosen]
         result = step(rows, keys=True)
-        check_step(result, rows)
+        check_step(result, rows, [strategies[name].kind for name, _ in chosen])
         for at, out in zip(chosen, result.outs, strict=True):
             outs[at].append(out)
     world.check_integrity()

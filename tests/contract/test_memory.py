@@ -10,11 +10,13 @@ from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
+from server.engine.batch import Batch
 from tests.contract.harness import (
     MODEL,
     POISON,
     Reading,
     World,
+    attend,
     every_instance,
     random_text,
     read_through,
@@ -55,8 +57,10 @@ def test_what_an_earlier_sequence_left_behind_changes_nothing(name: str) -> None
 def test_a_step_writes_its_own_tokens_only(name: str) -> None:
     world = World({name: STRATEGIES[name]}, max_seats=2)
     readings = two_seats(world, name)
+    rows = [(readings[0], 1), (readings[1], 6)]
+    batch = Batch([reading.work(n) for reading, n in rows])
     before = world.arena.memory.clone()
-    step([(readings[0], 1), (readings[1], 6)])
+    attend(batch, rows)
     assert int((world.arena.memory != before).sum()) <= 7 * token_bytes(mirrored=STRATEGIES[name].kind == "mirrored")
 
 

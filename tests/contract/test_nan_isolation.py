@@ -22,8 +22,9 @@ from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import DTYPES, OpInfo
 from kernels.types import LayerSpec
 from tests.contract.harness import MODEL, Text, World, every_instance, random_text, step
+from tests.contract.visible_tokens import visible_in_text
 from tests.kernels.backend_matrix import BACKENDS, LAYOUTS, SPECS
-from tests.kernels.brute_force import KEEPS, keep_all, visible_in_case, visible_keys
+from tests.kernels.brute_force import visible_in_case
 from tests.kernels.recorded_calls import Call, calls, real_tokens
 
 POISONS = (torch.nan, torch.inf, -torch.inf)
@@ -187,9 +188,9 @@ def test_a_strategy_shows_no_query_what_it_may_not_see(name: str, dtype: torch.d
     beside = read(name, [text, with_poison(other, range(LENGTH), poison)], chunk, dtype)[0]
     for layer, spec in enumerate(MODEL):
         assert same(clean[layer], beside[layer]), "another text reached this one"
-        keeps = KEEPS[settings.kind](World({name: settings}).caches[name].options) if settings.kind in KEEPS else None
-        mask = visible_keys(spec, LENGTH, keeps or keep_all)
-        unaware = ~mask[:, bad].any(1)
+        cache = World({name: settings}).caches[name]
+        mask = visible_in_text(cache, settings.kind, text.ids, layer, min(chunk, cache.contract.max_row or chunk))
+        unaware = ~mask[:, :, bad].any(2).repeat_interleave(spec.num_q_heads // spec.num_kv_heads, 0).T  # [T, Hq]
         assert same(clean[layer][unaware], found[layer][unaware]), f"{bad} reached others, in rows of {chunk}"
 
 

@@ -13,10 +13,13 @@ from cache_strategies.eviction import list_policies
 from config.settings import StrategySettings
 from kernels.backends import REFERENCE
 from kernels.types import LayerSpec
+from tests.contract.harness import list_kinds
 from tests.contract.random_histories import HYBRID, LAYERS, WINDOWS, Histories, geometry_of
 
 OPTIONS: Mapping[str, Mapping[str, object]] = {  # small enough for texts of 20 tokens; unknown kinds run with defaults
     "paged": {"block_size": 4},
+    "random_drop": {"every": 4, "block_size": 2},
+    "random_drop_by_head": {"every": 5, "block_size": 2},
     "sliding_window": {"window": 5, "sinks": 2, "max_row": 4},
 }
 
@@ -28,7 +31,7 @@ def instance(kind: str, **options: object) -> StrategySettings:
 RING = instance("sliding_window")
 
 ALONE = (
-    {kind: instance(kind) for kind in sorted(registry.list_kinds())}
+    {kind: instance(kind) for kind in list_kinds()}
     | {
         "paged, blocks of one": instance("paged", block_size=1),
         "paged, nothing shared": instance("paged", prefix_cache=False),
@@ -36,7 +39,7 @@ ALONE = (
     }
     | {f"paged, {policy}": instance("paged", eviction=policy) for policy in sorted(list_policies()) if policy != "lru"}
 )
-TOGETHER = {kind: instance(kind) for kind in sorted(registry.list_kinds())} | {
+TOGETHER = {kind: instance(kind) for kind in list_kinds()} | {
     "other": instance("paged", block_size=3, eviction="s3fifo", ttl=1e-6)
 }
 

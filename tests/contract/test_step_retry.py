@@ -16,10 +16,13 @@ from config.settings import StrategySettings
 from server.engine.batch import Batch
 from tests.contract.failing_ops import FailingOps
 from tests.contract.harness import MODEL, Reading, Text, World, attend, every_instance, random_text, spliced, step
+from tests.contract.kinds import KINDS
 
 LAYERS = (*MODEL, *MODEL)
 STRATEGIES = every_instance()
-BUILT_IN = {name: each for name, each in STRATEGIES.items() if each.kind in registry.BUILTIN}  # they use the operations
+KNOWN = {  # they use the operations
+    name: each for name, each in STRATEGIES.items() if each.kind in registry.BUILTIN or each.kind in KINDS
+}
 
 
 def step_after_failure(ops: FailingOps, rows: list[tuple[Reading, int]], calls: int) -> list[list[Tensor]]:
@@ -35,7 +38,7 @@ def step_after_failure(ops: FailingOps, rows: list[tuple[Reading, int]], calls: 
 
 
 # ---------------------------------------------------------------- a failed step
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", KNOWN)
 def test_a_step_that_failed_half_way_is_repeated_bit_for_bit(name: str) -> None:
     text = random_text(1, 90, LAYERS)
     ops = FailingOps()
@@ -50,9 +53,9 @@ def test_a_step_that_failed_half_way_is_repeated_bit_for_bit(name: str) -> None:
 
 def test_a_mixed_step_is_repeated_bit_for_bit_whichever_strategy_failed() -> None:
     ops = FailingOps()
-    texts = {name: random_text(i, 90, LAYERS) for i, name in enumerate(BUILT_IN)}
-    worlds = [World(BUILT_IN, layers=LAYERS, max_seats=1, ops=each) for each in (None, ops)]
-    clean, failing = ([world.open(name, texts[name]) for name in BUILT_IN] for world in worlds)
+    texts = {name: random_text(i, 90, LAYERS) for i, name in enumerate(KNOWN)}
+    worlds = [World(KNOWN, layers=LAYERS, max_seats=1, ops=each) for each in (None, ops)]
+    clean, failing = ([world.open(name, texts[name]) for name in KNOWN] for world in worlds)
     rng = random.Random(2)
     while any(reading.left for reading in clean):
         sizes = [reading.chunk(rng.choice([1, 9, 30])) for reading in clean]

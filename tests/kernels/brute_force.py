@@ -45,7 +45,7 @@ def visible_in_case(case: AttentionCase, row: int, head: int, window: int | None
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: LayerSpec, mask: Tensor) -> Tensor:
-    """q [N,Hq,D], k [T,H,D], v [T,H,Dv], mask [N,T] -> [N,Hq,Dv] float64, one query head after the other."""
+    """q [N,Hq,D], k [T,H,D], v [T,H,Dv], mask [N,T] or [H,N,T] -> [N,Hq,Dv] float64, one query head after the other."""
     q, k, v = q.double(), k.double(), v.double()
     heads = []
     for head in range(spec.num_q_heads):
@@ -53,7 +53,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: LayerSpec, mask: Tensor) ->
         scores = q[:, head] @ k[:, kv_head].T * spec.scale
         if spec.softcap is not None:
             scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        scores = scores.masked_fill(~mask, -torch.inf)
+        scores = scores.masked_fill(~(mask if mask.dim() == 2 else mask[kv_head]), -torch.inf)
         if spec.sink_logits is not None:
             sink = spec.sink_logits[head].double().expand(len(scores), 1)
             scores = torch.cat((scores, sink), 1)

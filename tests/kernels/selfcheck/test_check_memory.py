@@ -40,7 +40,19 @@ def _store(tokens: int, kept: torch.dtype, pages: int = 7, run: int = 1) -> KVSt
 @pytest.mark.parametrize("backend", NAMES)
 def test_what_is_right_passes(backend: str, dtype: torch.dtype, tokens: int, run: int) -> None:
     for kept, block in ((dtype, 7 - run), (torch.int8, 1)):
-        assert find_memory_fault(BACKENDS[backend](), _store(tokens, kept, run=run), block, LAYERS, dtype) is None
+        assert find_memory_fault(BACKENDS[backend](), _store(tokens, kept, run=run), [block], LAYERS, dtype) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 6, 200])
+@pytest.mark.parametrize("kept", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("backend", NAMES)
+def test_blocks_of_single_heads_pass(backend: str, kept: torch.dtype, tokens: int) -> None:
+    page = compute_block_bytes([spec._replace(num_kv_heads=1) for spec in LAYERS], tokens, kept)
+    store = KVStore(Arena(7, page), LAYERS, tokens, kept, split_heads=True)
+    assert store.blocks_per_token == 2
+    assert find_memory_fault(BACKENDS[backend](), store, [5, 2], LAYERS, torch.float32) is None
+    fault = find_memory_fault(BACKENDS[backend](), store, [5, 5], LAYERS, torch.float32)
+    assert fault is not None, "one head was written over the other"
 
 
 class Near(ReferenceOps):
@@ -83,9 +95,9 @@ def test_what_is_wrong_far_away_alone_is_found(operations: tuple[str, ...], foun
         KVStore(Arena(7, compute_block_bytes(SAME, tokens, torch.float32)), SAME, tokens, torch.float32)
         for tokens in (16, 900)
     )
-    assert find_memory_fault(ops, near, 6, SAME, torch.float32) is None
+    assert find_memory_fault(ops, near, [6], SAME, torch.float32) is None
     with pytest.raises(AssertionError, match=found):
-        raise AssertionError(find_memory_fault(ops, far, 6, SAME, torch.float32))
+        raise AssertionError(find_memory_fault(ops, far, [6], SAME, torch.float32))
 
 
 class Narrow(ReferenceOps):
