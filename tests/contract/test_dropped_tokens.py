@@ -15,6 +15,7 @@ from kernels.types import LayerSpec
 from tests.contract.harness import MODEL, Keys, World, every_instance, random_text, step
 
 LENGTH = 110
+DROPPING = ("random_drop", "random_drop_by_head")
 MODELS: Mapping[str, Sequence[LayerSpec]] = {
     "full and window": MODEL,
     "windows": (LayerSpec(1, 2, 4, 4, window=9), LayerSpec(3, 3, 4, 4, window=1), LayerSpec(2, 2, 4, 4, window=50)),
@@ -42,8 +43,9 @@ def make_world(name: str, settings: StrategySettings, model: str) -> World:
 
 
 def instances() -> dict[str, StrategySettings]:
-    """Return instances of all built-in kinds, and of one that drops every other token."""
-    return every_instance() | {f"sieve_{keep}": StrategySettings(kind="sieve", keep=keep) for keep in (1, 2, 5)}
+    """Return instances of all built-in kinds, and of those of the tests that drop tokens."""
+    sieves = {f"sieve_{keep}": StrategySettings(kind="sieve", keep=keep) for keep in (1, 2, 5)}
+    return every_instance() | sieves | {kind: StrategySettings(kind=kind) for kind in DROPPING}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +57,11 @@ def backend() -> str:
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("sieve", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
+    before = plugins.entry_points
+    sieve = [point]
+    monkeypatch.setattr(
+        plugins, "entry_points", lambda group: [*before(group=group), *(sieve if group == point.group else ())]
+    )
 
 
 @pytest.mark.fuzz

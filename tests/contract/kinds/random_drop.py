@@ -193,7 +193,6 @@ class RandomDropCache(KVCache[DropSeat]):
         self._references: Counter[int] = Counter()  # by block: how many parts of seats hold it
         self.contract = Contract(
             exact=False,
-            shareable=False,
             forkable=True,
             rewind=0,
             replayable=False,
@@ -365,6 +364,15 @@ class RandomDropCache(KVCache[DropSeat]):
         return torch.tensor(blocks, dtype=torch.int64, device=at.device)[at // self.block_size], at % self.block_size
 
     # ---------------------------------------------------------------- reports
+    def count_dropped_tokens(self, seat: DropSeat) -> int:
+        dropped = 0  # in all KV heads
+        for spec, parts in zip(self.setup.geometry.layers, seat.layers, strict=True):
+            begin = 0 if spec.window is None else max(0, seat.length + 1 - spec.window)  # of what the next token uses
+            kept = sum(len(part.positions) - bisect_left(part.positions, begin) for part in parts)
+            used = (seat.length - begin) * len(parts)
+            dropped += (used - kept) * spec.num_kv_heads // len(parts)
+        return dropped // sum(spec.num_kv_heads for spec in self.setup.geometry.layers)
+
     def usage(self) -> CacheUsage:
         tokens = len({entered for seat in self._seats for entered in seat.entered})
         full: dict[int, float] = {}  # by block, the bytes of its tokens
