@@ -129,9 +129,10 @@ class StrategyCalls:
     """
 
     METHODS = (  # of KVCache
-        *("open", "retain", "ready", "grow", "crop", "fork", "discard", "close", "match", "bytes_for"),
+        *("open", "retain", "ready", "grow", "crop", "fork", "discard", "close", "bytes_for"),
         *("idle_pages", "reclaim", "pinned_pages", "poll", "plan", "attend", "commit"),
-        *("usage", "blocks", "collect_block_events", "clear", "pin", "unpin", "pins", "inspect"),
+        *("usage", "blocks", "count_dropped_tokens", "collect_block_events"),
+        *("clear", "pin", "unpin", "pins", "inspect"),
     )
 
     def __init__(self, context: SpawnContext, instances: Sequence[str]) -> None:
