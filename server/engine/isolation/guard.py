@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol, TypeVar, get_args
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,6 @@ from cache_strategies.types import (
     Blocks,
     CacheUsage,
     Geometry,
-    Miss,
     PinError,
     Salt,
     SeatShape,
@@ -30,53 +30,37 @@ from cache_strategies.types import (
 )
 from kernels.ops import KVLocation
 from kernels.types import LayerSpec
+from server.engine.isolation.calls import CallObserver, NoObserver
 from server.engine.isolation.errors import StrategyError
+from server.engine.isolation.results import (
+    MAX_NUMBER,
+    check_location,
+    check_report,
+    check_rows,
+    check_tap,
+    describe,
+    describe_error,
+    to_blocks,
+    to_events,
+    to_pages,
+    to_usage,
+)
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOG_INTERVAL = 60.0  # seconds between two log messages about quiet faults of the same method
-MISSES = {*get_args(Miss), None}
+LOG_INTERVAL = 60.0  # seconds between two log messages about faults of the same method
 # What `out` of a hook is filled with before the call: a NaN that no computation gives, by the size of its numbers
 UNWRITTEN = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FC0DEAD), 8: (torch.int64, 0x7FF80000DEADBEEF)}
-
-
-class CallObserver(Protocol):
-    """Is told of each call of a strategy's method, so that one that never returns can be named."""
-
-    def encode(self, instance: str, method: str) -> int:
-        """Return the number of a method of an instance."""
-        ...
-
-    def enter(self, call: int) -> Any:
-        """Record that the call of a method begins; return what to pass to leave()."""
-        ...
-
-    def leave(self, outer: Any) -> None:
-        """Record that the call has ended."""
-        ...
-
-
-class _NoObserver:
-    """Implements CallObserver by doing nothing."""
-
-    def encode(self, instance: str, method: str) -> int:
-        return 0
-
-    def enter(self, call: int) -> None:
-        pass
-
-    def leave(self, outer: None) -> None:
-        pass
 
 
 class GuardedPlan(Plan):
     """A strategy's plan after its checks, with the addresses that it gave for each layer."""
 
-    def __init__(self, inner: Plan, locations: Sequence[KVLocation | None]) -> None:
+    def __init__(self, inner: Plan, rows: Sequence[Row], locations: Sequence[KVLocation | None]) -> None:
         self.inner = inner
-        self.rows = inner.rows
+        self.rows = rows
         self.query_tap = inner.query_tap
         self._locations = locations
 
@@ -98,10 +82,12 @@ class GuardedCache(KVCache[Seat]):
     ) -> None:
         """Guard `inner`, also as an owner of the arena's pages. `on_fault` is called with each fault, once."""
         self._on_fault = on_fault
-        self._calls = calls or _NoObserver()
+        self._calls = calls or NoObserver()
         self._codes: dict[str, int] = {}  # numbers of methods, for `calls`
-        self._log_again_at: dict[str, float] = {}  # by method: when a quiet fault of it is logged again
-        self._lengths: dict[Seat, int] = {}  # of the open seats, as last checked
+        self._log_again_at: dict[str, float] = {}  # by method: when a fault of it is logged again
+        # Of the open seats, as last checked. By id: a strategy's class of seat may have no hash, or one that changes
+        self._lengths: dict[int, int] = {}
+        self._keeps_idle_pages = False  # whether it freed fewer idle pages than it said it could
         self.is_suspended = False
         self.setup = inner.setup
         self.replace(inner)
@@ -109,9 +95,20 @@ class GuardedCache(KVCache[Seat]):
     def replace(self, inner: KVCache) -> None:
         """Guard another cache of the same setup from now on. No seat may be open."""
         assert not self._lengths
-        self.inner, self.is_suspended = inner, False
+        self.inner, self.is_suspended, self._keeps_idle_pages = inner, False, False
         self.options, self.stores, self.contract = inner.options, inner.stores, inner.contract
         self.setup.arena.register_owner(self.name, self)
+
+    def rebuild(self, make: Callable[[], KVCache]) -> None:
+        """Guard the cache that `make` builds from now on. Raises StrategyError if that fails. No seat may be open."""
+        try:
+            inner = self._run("__init__", make)
+        except StrategyError:
+            self.setup.arena.release_all(self.name)
+            raise
+        finally:  # the base class has registered what may be built in part only
+            self.setup.arena.register_owner(self.name, self)
+        self.replace(inner)
 
     def suspend(self) -> None:
         """Free all memory of the guarded cache, and call it no more until replace(). No seat may be open."""
@@ -131,14 +128,17 @@ class GuardedCache(KVCache[Seat]):
         return self._run(method, getattr(self.inner, method), *args, **kwargs)
 
     def _run(self, method: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run a strategy's code as a call of `method`. Raises StrategyError for any exception of it."""
+        """Run a strategy's code as a call of `method`. Raises StrategyError for any exception of it.
+
+        SystemExit is one of them. KeyboardInterrupt comes from the user, if the engine runs without a server.
+        """
         outer = self._enter(method)
         try:
             return function(*args, **kwargs)
-        except PinError:
-            raise  # the answer to an operator
-        except Exception as error:
-            raise self.make_fault(method, f"{type(error).__name__}: {error}") from error
+        except (PinError, StrategyError, KeyboardInterrupt):
+            raise  # PinError is the answer to an operator; a StrategyError has been reported
+        except BaseException as error:
+            raise self.make_fault(method, describe_error(error), error) from error
         finally:
             self._calls.leave(outer)
 
@@ -149,37 +149,42 @@ class GuardedCache(KVCache[Seat]):
             code = self._codes[method] = self._calls.encode(self.name, method)
         return self._calls.enter(code)
 
-    def make_fault(self, method: str, problem: str) -> StrategyError:
-        """Report a fault, and return it as an error to raise."""
-        fault = StrategyError(self.name, method, problem)
+    def make_fault(self, method: str, problem: str, cause: BaseException | None = None) -> StrategyError:
+        """Report and log a fault, and return it as an error to raise.
+
+        Another fault of the same method is logged after LOG_INTERVAL at the earliest.
+        """
+        fault, now = StrategyError(self.name, method, problem), time.monotonic()
+        if now >= self._log_again_at.get(method, 0.0):
+            self._log_again_at[method] = now + LOG_INTERVAL
+            log.error("%s", fault, exc_info=cause)
         self._on_fault(fault)
         return fault
 
-    def _call_quietly(self, method: str, default: T, *args: Any, **kwargs: Any) -> T:
-        """Return a call's result, which must have the type of `default`; after a fault, `default`."""
+    def _call_quietly(
+        self, method: str, default: T, *args: Any, convert: Callable[[Any], T] | None = None, **kwargs: Any
+    ) -> T:
+        """Return a call's result, converted by `convert`; without it, it must have the type of `default`.
+
+        After a fault, return `default`.
+        """
         if self.is_suspended:
             return default
         try:
             found = self.call(method, *args, **kwargs)
+            if convert is not None:
+                return self._run(method, convert, found)
             if not isinstance(found, type(default)):
-                raise self.make_fault(method, f"it returned {found!r}, not a {type(default).__name__}")
-        except StrategyError as error:
-            self._log_quiet_fault(error)
+                raise self.make_fault(method, f"it returned {describe(found)}, not a {type(default).__name__}")
+        except StrategyError:
             return default
         return found
-
-    def _log_quiet_fault(self, error: StrategyError) -> None:
-        """Log a fault that concerns no single request; the same method again after LOG_INTERVAL at the earliest."""
-        now = time.monotonic()
-        if now >= self._log_again_at.get(error.method, 0.0):
-            self._log_again_at[error.method] = now + LOG_INTERVAL
-            log.error("%s; the server goes on without its result", error, exc_info=error.__cause__)
 
     def _call_for(self, kind: type[T], method: str, *args: Any, **kwargs: Any) -> T:
         """Return a call's result. Raises StrategyError unless it has exactly the type `kind`."""
         found = self.call(method, *args, **kwargs)
         if type(found) is not kind:
-            raise self.make_fault(method, f"it returned {found!r}, not a {kind.__name__}")
+            raise self.make_fault(method, f"it returned {describe(found)}, not a {kind.__name__}")
         return found
 
     # ---------------------------------------------------------------- seats
@@ -188,26 +193,21 @@ class GuardedCache(KVCache[Seat]):
 
         It may be lower if another seat that computed shared tokens was closed.
         """
-        known = self._lengths[seat]
-        if type(seat.length) is not int or not 0 <= seat.length <= known:
-            raise self.make_fault(method, f"a seat of {known} tokens has length {seat.length!r}")
-        self._lengths[seat] = seat.length
+        known, length = self._lengths[id(seat)], getattr(seat, "length", None)
+        if type(length) is not int or not 0 <= length <= known:
+            raise self.make_fault(method, f"a seat of {known} tokens has length {describe(length)}")
+        self._lengths[id(seat)] = length
 
-    def _check_new_seat(self, method: str, seat: Any, lengths: range) -> None:
-        """Raise StrategyError unless a new seat is sound, and its length is in `lengths`."""
-        problem = None
+    def _check_new_seat(self, seat: Any, lengths: range) -> None:
+        """Raise TypeError or ValueError unless a new seat is sound, and its length is in `lengths`."""
         if not isinstance(seat, Seat):
-            problem = f"it returned {seat!r}, not a Seat"
-        elif seat in self._lengths:
-            problem = "it returned a seat that is open already"
-        elif type(seat.length) is not int or seat.length not in lengths:
-            problem = f"a new seat has length {seat.length!r}, which must be from {lengths[0]} to {lengths[-1]}"
-        elif type(seat.cached) is not int or not 0 <= seat.cached <= seat.length:
-            problem = f"a new seat of {seat.length} tokens has {seat.cached!r} cached ones"
-        elif seat.miss not in MISSES:
-            problem = f"a new seat has the unknown miss {seat.miss!r}"
-        if problem is not None:
-            raise self.make_fault(method, problem)
+            raise TypeError(f"it returned {describe(seat)}, not a Seat")
+        if id(seat) in self._lengths:
+            raise ValueError("it returned a seat that is open already")
+        if type(seat.length) is not int or seat.length not in lengths:
+            wanted = f"which must be from {lengths[0]} to {lengths[-1]}"
+            raise ValueError(f"a new seat has length {describe(seat.length)}, {wanted}")
+        check_report(seat)
 
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> Seat | None:
         seat = self.call("open", tokens, salt=salt, max_cached=max_cached)
@@ -223,17 +223,17 @@ class GuardedCache(KVCache[Seat]):
     def _add_seat(self, method: str, seat: Any, lengths: range) -> Seat:
         """Return a new seat after its check. Raises StrategyError, after closing it, if it is not sound."""
         try:
-            self._check_new_seat(method, seat, lengths)
+            self._run(method, self._check_new_seat, seat, lengths)
         except StrategyError:
-            if seat not in self._lengths:  # the seat of another sequence stays open
+            if id(seat) not in self._lengths:  # the seat of another sequence stays open
                 self._call_quietly("close", None, seat)
             raise
         assert isinstance(seat, Seat)
-        self._lengths[seat] = seat.length
+        self._lengths[id(seat)] = seat.length
         return seat
 
     def close(self, seat: Seat) -> None:
-        del self._lengths[seat]
+        del self._lengths[id(seat)]
         self._call_quietly("close", None, seat)
 
     @property
@@ -278,8 +278,8 @@ class GuardedCache(KVCache[Seat]):
     # ---------------------------------------------------------------- memory
     def bytes_for(self, num_tokens: int) -> int:
         size = self._call_for(int, "bytes_for", num_tokens)
-        if size < 0:
-            raise self.make_fault("bytes_for", f"{num_tokens} tokens take {size} bytes")
+        if not 0 <= size < MAX_NUMBER:
+            raise self.make_fault("bytes_for", f"{num_tokens} tokens take {describe(size)} bytes")
         return size
 
     def match(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
@@ -287,20 +287,27 @@ class GuardedCache(KVCache[Seat]):
         return max(0, min(found, count_reusable_tokens(tokens, max_cached)))
 
     def idle_pages(self) -> int:
-        return max(0, self._call_quietly("idle_pages", 0))
+        if self._keeps_idle_pages:
+            return 0
+        return max(0, min(self._call_quietly("idle_pages", 0), self.setup.arena.num_held_pages(self.name)))
 
     def reclaim(self, pages: int) -> int:
-        """Free idle pages; the number freed is counted by the arena, not taken from the strategy."""
-        before = self.setup.arena.num_held_pages(self.name)
+        """Free idle pages; the number freed is counted by the arena, not taken from the strategy.
+
+        If it is less than idle_pages() promised, no page counts as idle any more: other strategies, which cannot get
+        these pages, would be at fault for refusing sequences although there is memory.
+        """
+        before, promised = self.setup.arena.num_held_pages(self.name), min(pages, self.idle_pages())
         self._call_quietly("reclaim", 0, pages)
-        return max(0, before - self.setup.arena.num_held_pages(self.name))
+        num_freed = max(0, before - self.setup.arena.num_held_pages(self.name))
+        if num_freed < promised:
+            self._keeps_idle_pages = True
+            self.make_fault("reclaim", f"it freed {num_freed} of {promised} idle pages")
+        return num_freed
 
     def pinned_pages(self) -> Collection[int]:
-        pinned: Any = self._call_quietly("pinned_pages", object())
-        try:
-            return {page for page in pinned if 0 <= page < self.setup.arena.pages}
-        except TypeError:
-            return ()
+        nothing: Collection[int] = ()
+        return self._call_quietly("pinned_pages", nothing, convert=partial(to_pages, num_pages=self.setup.arena.pages))
 
     # ---------------------------------------------------------------- a step
     def poll(self) -> None:
@@ -309,22 +316,23 @@ class GuardedCache(KVCache[Seat]):
     def plan(self, rows: Sequence[Row]) -> Plan:
         for row in rows:
             self._check_length("plan", row.seat)
-        plan = self.call("plan", rows)
-        if not isinstance(plan, Plan):
-            raise self.make_fault("plan", f"it returned {plan!r}, not a Plan")
-        planned = [(id(row.seat), row.num_tokens) for row in plan.rows]
-        if planned != [(id(row.seat), row.num_tokens) for row in rows]:
-            raise self.make_fault("plan", "the plan has other rows than were passed in")
-        return GuardedPlan(plan, self._run("plan", self._find_locations, plan))
+        plan = self.call("plan", list(rows))
+        return self._run("plan", self._guard_plan, plan, rows)
 
-    def _find_locations(self, plan: Plan) -> list[KVLocation | None]:
-        """Return where the plan stores each layer. Raises ValueError if addresses are outside of a store."""
-        num_tokens = sum(row.num_tokens for row in plan.rows)
+    def _guard_plan(self, plan: object, rows: Sequence[Row]) -> GuardedPlan:
+        """Return a plan with its addresses. Raises TypeError or ValueError if they are wrong."""
+        if not isinstance(plan, Plan):
+            raise TypeError(f"it returned {describe(plan)}, not a Plan")
+        check_rows(plan, rows)
+        num_tokens = sum(row.num_tokens for row in rows)
         locations = [plan.kv_location(layer) for layer in range(len(self.setup.geometry.layers))]
         for layer, location in {id(where): (i, where) for i, where in enumerate(locations)}.values():
             if location is not None:
+                check_location(location)
                 self.setup.ops.check_slots(location.store, layer, location.at, num_tokens)
-        return locations
+        if plan.query_tap is not None:
+            check_tap(plan.query_tap, num_tokens, self.setup.geometry)
+        return GuardedPlan(plan, rows, locations)
 
     def attend(self, plan: Plan, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         if plan.kv_location(layer_idx) is not None:
@@ -342,25 +350,30 @@ class GuardedCache(KVCache[Seat]):
         assert isinstance(plan, GuardedPlan)
         lengths = [row.seat.length + len(ids) for row, ids in zip(plan.rows, tokens, strict=True)]
         self.call("commit", plan.inner, tokens)
-        for row, length in zip(plan.rows, lengths, strict=True):
-            if row.seat.length != length:
-                raise self.make_fault("commit", f"a seat has length {row.seat.length!r} instead of {length}")
-            self._lengths[row.seat] = length
+        self._run("commit", self._check_committed_seats, plan.rows, lengths)
+
+    def _check_committed_seats(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        """Raise ValueError unless the seats of committed rows have these lengths, and can be reported."""
+        for row, length in zip(rows, lengths, strict=True):
+            seat = row.seat
+            if type(seat.length) is not int or seat.length != length:
+                raise ValueError(f"a seat has length {describe(seat.length)} instead of {length}")
+            check_report(seat)
+            self._lengths[id(seat)] = length
 
     # ---------------------------------------------------------------- reports
     def usage(self) -> CacheUsage:
         nothing = CacheUsage(self.num_open_seats, 0, 0, 0, 0, 0, self.limit_bytes)
-        return self._call_quietly("usage", nothing)
+        return self._call_quietly("usage", nothing, convert=to_usage)
 
     def blocks(self) -> Blocks:
-        return self._call_quietly("blocks", Blocks())
+        return self._call_quietly("blocks", Blocks(), convert=to_blocks)
 
     def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
         return self.inner.visible_positions(length, spec)
 
     def collect_block_events(self) -> BlockEvents | None:
-        events = self._call_quietly("collect_block_events", object())
-        return events if isinstance(events, BlockEvents) else None
+        return self._call_quietly("collect_block_events", None, convert=to_events)
 
     def check_integrity(self) -> None:
         """Check the guarded cache's bookkeeping; an AssertionError stays one, as it shows a bug."""
