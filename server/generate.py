@@ -88,7 +88,7 @@ def _generate_tokens(model: Model, request: Request) -> Generator[GeneratedToken
             token = _sample_token(model, request, logits)
             if token is None:
                 sequence.discard()
-                raise NonFiniteLogitsError(NON_FINITE_LOGITS_MESSAGE)
+                raise NonFiniteLogitsError(NON_FINITE_LOGITS_MESSAGE.format(request.cache.name))
             request.append_token(token, model.info.eos_ids)
             yield GeneratedToken(token, request.finish_reason)
             if request.finish_reason is not None:

@@ -38,7 +38,7 @@ from server.engine.device import (
     free_memory,
     limit_memory,
 )
-from server.engine.isolation.guard import CallObserver
+from server.engine.isolation.calls import CallObserver
 from server.engine.isolation.isolation import Isolation
 from server.engine.sampling.logprobs import MAX_STEP_LOGITS
 from server.engine.scheduling.scheduler import Limits, Scheduler

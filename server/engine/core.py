@@ -44,7 +44,8 @@ from server.records import Admission, DraftRecord, Outcome, RequestRecord, StepP
 log = logging.getLogger(__name__)
 
 NON_FINITE_LOGITS_MESSAGE = (
-    "the model's logits are NaN or infinite: check its weights; if they are intact, --dtype float32 may help"
+    "the model's logits are NaN or infinite under cache strategy {!r}: if they are so under other strategies, too, "
+    "check the model's weights; if they are intact, --dtype float32 may help"
 )
 # One step in TIMING_INTERVAL has its operations timed; a prime number, so as not to coincide with periodic work
 TIMING_INTERVAL = 61
@@ -309,7 +310,7 @@ class Core:
             if not result.is_finite:
                 assert request.seat is not None
                 request.cache.discard(request.seat)
-                self._fail([request], NON_FINITE_LOGITS_MESSAGE, "not_a_number")
+                self._fail([request], NON_FINITE_LOGITS_MESSAGE.format(request.cache.name), "not_a_number")
             elif request.finish_reason is not None:
                 self._remove(request, request.finish_reason)
         return events

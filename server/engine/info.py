@@ -24,6 +24,7 @@ from cache_strategies.base import KVCache
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.device import device_memory
+from server.engine.isolation.errors import StrategyError
 from server.records import EngineInfo, EngineState, KVTokens, Role
 from server.version import get_version
 
@@ -106,9 +107,12 @@ def summarize_engine(engine: Engine) -> dict[str, Any]:
 def compute_capacity_tokens(cache: KVCache, max_seq_len: int) -> int | None:
     """Return the number of tokens that fit within an instance's limit at once, in sequences of max_seq_len.
 
-    None if the instance uses no arena memory, so that its capacity is not limited.
+    None if the instance uses no arena memory, so that its capacity is not limited, or if it does not say how much.
     """
-    sequence_bytes = cache.bytes_for(max_seq_len)
+    try:
+        sequence_bytes = cache.bytes_for(max_seq_len)
+    except StrategyError:
+        return None
     return cache.limit_bytes // sequence_bytes * max_seq_len if sequence_bytes else None
 
 

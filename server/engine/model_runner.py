@@ -170,8 +170,9 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
         try:
             output = runner.execute(scheduled)
         except StrategyError as error:
-            log.exception(
-                "a strategy failed; %s",
+            log.error(
+                "%s; %s",
+                error,
                 "its requests end with an error" if error.instance in failed_before else "the step is repeated",
             )
             if error.instance in failed_before:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
+from server.engine.isolation.errors import StrategyError
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.step import Scheduled
 from server.records import KVTokens, Outcome, RequestRecord, StepPart
@@ -40,7 +41,7 @@ def make_request_record(request: Request, outcome: Outcome, tokens: KVTokens) ->
         drafted_tokens=request.num_draft_tokens,
         accepted_tokens=request.num_accepted_tokens,
         preemptions=request.num_preemptions,
-        kv_bytes=request.cache.bytes_for(len(request.tokens)) if times.admitted else 0,
+        kv_bytes=_compute_kv_bytes(request) if times.admitted else 0,
         kept_tokens=tokens.kept,
         dropped_tokens=tokens.dropped,
         queue_seconds=between(times.arrived, times.admitted),
@@ -49,6 +50,14 @@ def make_request_record(request: Request, outcome: Outcome, tokens: KVTokens) ->
         first_token_seconds=between(times.arrived, times.first_token),
         total_seconds=now - times.arrived,
     )
+
+
+def _compute_kv_bytes(request: Request) -> int:
+    """Return the bytes of KV memory of a request's tokens; 0 if its strategy does not say."""
+    try:
+        return request.cache.bytes_for(len(request.tokens))
+    except StrategyError:
+        return 0
 
 
 def merge_step_parts(parts: Iterable[Mapping[str, StepPart]]) -> dict[str, StepPart]:

@@ -125,11 +125,11 @@ class StuckCall(NamedTuple):
 class StrategyCalls:
     """The strategy's method that the engine's thread is in: the engine writes it, the supervisor reads it.
 
-    If a call never returns, the engine cannot say so itself. Implements `CallObserver` of isolation/guard.py.
+    If a call never returns, the engine cannot say so itself. Implements `CallObserver` of isolation/calls.py.
     """
 
     METHODS = (  # of KVCache
-        *("open", "retain", "ready", "grow", "crop", "fork", "discard", "close", "bytes_for"),
+        *("__init__", "open", "retain", "ready", "grow", "crop", "fork", "discard", "close", "bytes_for"),
         *("idle_pages", "reclaim", "pinned_pages", "poll", "plan", "attend", "commit"),
         *("usage", "blocks", "count_dropped_tokens", "collect_block_events"),
         *("clear", "pin", "unpin", "pins", "inspect"),

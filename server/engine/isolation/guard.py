@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, get_args
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row, Seat
@@ -22,7 +22,6 @@ from cache_strategies.types import (
     Blocks,
     CacheUsage,
     Geometry,
-    Miss,
     PinError,
     Salt,
     SeatShape,
@@ -30,46 +29,31 @@ from cache_strategies.types import (
 )
 from kernels.ops import KVLocation
 from kernels.types import LayerSpec
+from server.engine.isolation.calls import CallObserver, NoObserver
 from server.engine.isolation.errors import StrategyError
+from server.engine.isolation.results import (
+    MAX_NUMBER,
+    check_dropped,
+    check_location,
+    check_report,
+    check_seat,
+    check_tap,
+    describe,
+    describe_error,
+    has_unwritten,
+    mark_unwritten,
+    to_blocks,
+    to_events,
+    to_pages,
+    to_usage,
+)
 from server.records import KVTokens
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOG_INTERVAL = 60.0  # seconds between two log messages about quiet faults of the same method
-MISSES = {*get_args(Miss), None}
-# What `out` of a hook is filled with before the call: a NaN that no computation gives, by the size of its numbers
-UNWRITTEN = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FC0DEAD), 8: (torch.int64, 0x7FF80000DEADBEEF)}
-
-
-class CallObserver(Protocol):
-    """Is told of each call of a strategy's method, so that one that never returns can be named."""
-
-    def encode_methods(self, instance: str) -> Mapping[str, int]:
-        """Return a code for each method of an instance."""
-        ...
-
-    def enter(self, code: int) -> int:
-        """Record that the call of a method begins; return what to pass to leave()."""
-        ...
-
-    def leave(self, outer: int) -> None:
-        """Record that the call has ended."""
-        ...
-
-
-class _NoObserver:
-    """Implements CallObserver by doing nothing."""
-
-    def encode_methods(self, instance: str) -> Mapping[str, int]:
-        return {}
-
-    def enter(self, code: int) -> int:
-        return 0
-
-    def leave(self, outer: int) -> None:
-        pass
+LOG_INTERVAL = 60.0  # seconds between two log messages about faults of the same method
 
 
 class GuardedPlan(Plan):
@@ -100,27 +84,42 @@ class GuardedCache(KVCache[Seat]):
     ) -> None:
         """Guard `inner`, also as an owner of the arena's pages. `on_fault` is called with each fault, once."""
         self._on_fault = on_fault
-        self._calls = calls or _NoObserver()
-        self._log_again_at: dict[str, float] = {}  # by method: when a quiet fault of it is logged again
-        self._lengths: dict[Seat, int] = {}  # of the open seats, as last checked
+        self._calls = calls or NoObserver()
+        self._codes = self._calls.encode_methods(inner.name)
+        self._log_again_at: dict[str, float] = {}  # by method: when a fault of it is logged again
+        # By id, as a strategy's class of seat may have no hash, or one that changes
+        self._seats: dict[int, Seat] = {}  # the open seats
+        self._lengths: dict[int, int] = {}  # of the open seats, as last checked
+        self._unreported: set[int] = set()  # open seats without a committed row: `cached` and `miss` are read after it
+        self._keeps_idle_pages = False  # whether it freed fewer idle pages than it said it could
         self.is_suspended = False
         self.setup = inner.setup
-        self._codes = self._calls.encode_methods(self.name)
         self.replace(inner)
 
     def replace(self, inner: KVCache) -> None:
         """Guard another cache of the same setup from now on. No seat may be open."""
-        assert not self._lengths
-        self.inner, self.is_suspended = inner, False
+        assert not self._seats
+        self.inner, self.is_suspended, self._keeps_idle_pages = inner, False, False
         self.options, self.stores, self.contract = inner.options, inner.stores, inner.contract
         # Calls of every step are left out if the strategy has no such method of its own
         self._has_poll = getattr(inner.poll, "__func__", None) is not KVCache.poll
         self._has_events = getattr(inner.collect_block_events, "__func__", None) is not KVCache.collect_block_events
         self.setup.arena.register_owner(self.name, self)
 
+    def rebuild(self, make: Callable[[], KVCache]) -> None:
+        """Guard the cache that `make` builds from now on. Raises StrategyError if that fails. No seat may be open."""
+        try:
+            inner = self._run("__init__", make)
+        except StrategyError:
+            self.setup.arena.release_all(self.name)
+            raise
+        finally:  # the base class has registered what may be built in part only
+            self.setup.arena.register_owner(self.name, self)
+        self.replace(inner)
+
     def suspend(self) -> None:
         """Free all memory of the guarded cache, and call it no more until replace(). No seat may be open."""
-        assert not self._lengths
+        assert not self._seats
         self.is_suspended = True
         self.setup.arena.release_all(self.name)
 
@@ -136,47 +135,55 @@ class GuardedCache(KVCache[Seat]):
         return self._run(method, getattr(self.inner, method), *args, **kwargs)
 
     def _run(self, method: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run a strategy's code as a call of `method`. Raises StrategyError for any exception of it."""
+        """Run a strategy's code as a call of `method`. Raises StrategyError for any exception of it.
+
+        SystemExit is one of them. KeyboardInterrupt comes from the user, if the engine runs without a server.
+        """
         outer = self._calls.enter(self._codes.get(method, 0))
         try:
             return function(*args, **kwargs)
-        except PinError:
-            raise  # the answer to an operator
-        except Exception as error:
-            raise self.make_fault(method, f"{type(error).__name__}: {error}") from error
+        except (PinError, StrategyError, KeyboardInterrupt):
+            raise  # PinError is the answer to an operator; a StrategyError has been reported
+        except BaseException as error:
+            raise self.make_fault(method, describe_error(error), error) from error
         finally:
             self._calls.leave(outer)
 
-    def make_fault(self, method: str, problem: str) -> StrategyError:
-        """Report a fault, and return it as an error to raise."""
-        fault = StrategyError(self.name, method, problem)
+    def make_fault(self, method: str, problem: str, cause: BaseException | None = None) -> StrategyError:
+        """Report and log a fault, and return it as an error to raise.
+
+        Another fault of the same method is logged after LOG_INTERVAL at the earliest.
+        """
+        fault, now = StrategyError(self.name, method, problem), time.monotonic()
+        if now >= self._log_again_at.get(method, 0.0):
+            self._log_again_at[method] = now + LOG_INTERVAL
+            log.error("%s", fault, exc_info=cause)
         self._on_fault(fault)
         return fault
 
-    def _call_quietly(self, method: str, default: T, *args: Any, **kwargs: Any) -> T:
-        """Return a call's result, which must have the type of `default`; after a fault, `default`."""
+    def _call_quietly(
+        self, method: str, default: T, *args: Any, convert: Callable[[Any], T] | None = None, **kwargs: Any
+    ) -> T:
+        """Return a call's result, converted by `convert`; without it, it must have the type of `default`.
+
+        After a fault, return `default`.
+        """
         if self.is_suspended:
             return default
         try:
             found = self._run(method, getattr(self.inner, method), *args, **kwargs)
+            if convert is not None:
+                return self._run(method, convert, found)
             if not isinstance(found, type(default)):
-                raise self.make_fault(method, f"it returned {found!r}, not a {type(default).__name__}")
-        except StrategyError as error:
-            self._log_quiet_fault(error)
+                raise self.make_fault(method, f"it returned {describe(found)}, not a {type(default).__name__}")
+        except StrategyError:
             return default
         return found
-
-    def _log_quiet_fault(self, error: StrategyError) -> None:
-        """Log a fault that concerns no single request; the same method again after LOG_INTERVAL at the earliest."""
-        now = time.monotonic()
-        if now >= self._log_again_at.get(error.method, 0.0):
-            self._log_again_at[error.method] = now + LOG_INTERVAL
-            log.error("%s; the server goes on without its result", error, exc_info=error.__cause__)
 
     def _check_type(self, method: str, kind: type[T], found: Any) -> T:
         """Return what a call returned. Raises StrategyError unless it has exactly the type `kind`."""
         if type(found) is not kind:
-            raise self.make_fault(method, f"it returned {found!r}, not a {kind.__name__}")
+            raise self.make_fault(method, f"it returned {describe(found)}, not a {kind.__name__}")
         return found
 
     # ---------------------------------------------------------------- seats
@@ -185,26 +192,16 @@ class GuardedCache(KVCache[Seat]):
 
         It may be lower if another seat that computed shared tokens was closed.
         """
-        known = self._lengths[seat]
-        if type(seat.length) is not int or not 0 <= seat.length <= known:
-            raise self.make_fault(method, f"a seat of {known} tokens has length {seat.length!r}")
-        self._lengths[seat] = seat.length
+        known, length = self._lengths[id(seat)], getattr(seat, "length", None)
+        if type(length) is not int or not 0 <= length <= known:
+            raise self.make_fault(method, f"a seat of {known} tokens has length {describe(length)}")
+        self._lengths[id(seat)] = length
 
-    def _check_new_seat(self, method: str, seat: Any, lengths: range) -> None:
-        """Raise StrategyError unless a new seat is sound, and its length is in `lengths`."""
-        problem = None
-        if not isinstance(seat, Seat):
-            problem = f"it returned {seat!r}, not a Seat"
-        elif seat in self._lengths:
-            problem = "it returned a seat that is open already"
-        elif type(seat.length) is not int or seat.length not in lengths:
-            problem = f"a new seat has length {seat.length!r}, which must be from {lengths[0]} to {lengths[-1]}"
-        elif type(seat.cached) is not int or not 0 <= seat.cached <= seat.length:
-            problem = f"a new seat of {seat.length} tokens has {seat.cached!r} cached ones"
-        elif seat.miss not in MISSES:
-            problem = f"a new seat has the unknown miss {seat.miss!r}"
-        if problem is not None:
-            raise self.make_fault(method, problem)
+    def _check_new_seat(self, seat: Any, lengths: range) -> None:
+        """Raise TypeError or ValueError unless a new seat is sound, and its length is in `lengths`."""
+        if id(seat) in self._seats:
+            raise ValueError("it returned a seat that is open already")
+        check_seat(seat, lengths)
 
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> Seat | None:
         seat = self.call("open", tokens, salt=salt, max_cached=max_cached)
@@ -220,22 +217,24 @@ class GuardedCache(KVCache[Seat]):
     def _add_seat(self, method: str, seat: Any, lengths: range) -> Seat:
         """Return a new seat after its check. Raises StrategyError, after closing it, if it is not sound."""
         try:
-            self._check_new_seat(method, seat, lengths)
+            self._run(method, self._check_new_seat, seat, lengths)
         except StrategyError:
-            if seat not in self._lengths:  # the seat of another sequence stays open
+            if id(seat) not in self._seats:  # the seat of another sequence stays open
                 self._call_quietly("close", None, seat)
             raise
         assert isinstance(seat, Seat)
-        self._lengths[seat] = seat.length
+        self._seats[id(seat)], self._lengths[id(seat)] = seat, seat.length
+        self._unreported.add(id(seat))
         return seat
 
     def close(self, seat: Seat) -> None:
-        del self._lengths[seat]
+        del self._seats[id(seat)], self._lengths[id(seat)]
+        self._unreported.discard(id(seat))
         self._call_quietly("close", None, seat)
 
     @property
     def num_open_seats(self) -> int:
-        return len(self._lengths)
+        return len(self._seats)
 
     def ready(self, seat: Seat) -> bool:
         ready = self._check_type("ready", bool, self._run("ready", self.inner.ready, seat))
@@ -254,7 +253,7 @@ class GuardedCache(KVCache[Seat]):
 
         Otherwise other requests would be preempted for nothing. A strategy with memory of its own is not checked.
         """
-        if len(self._lengths) >= self.setup.geometry.max_seats:
+        if len(self._seats) >= self.setup.geometry.max_seats:
             return  # it may have no further seat
         arena, pages = self.setup.arena, -(-self.bytes_for(num_tokens) // self.setup.arena.page_bytes)
         if pages and not self.draining and arena.has_room_for_sequence(self.name, pages):
@@ -275,25 +274,32 @@ class GuardedCache(KVCache[Seat]):
     # ---------------------------------------------------------------- memory
     def bytes_for(self, num_tokens: int) -> int:
         size = self._check_type("bytes_for", int, self.call("bytes_for", num_tokens))
-        if size < 0:
-            raise self.make_fault("bytes_for", f"{num_tokens} tokens take {size} bytes")
+        if not 0 <= size < MAX_NUMBER:
+            raise self.make_fault("bytes_for", f"{num_tokens} tokens take {describe(size)} bytes")
         return size
 
     def idle_pages(self) -> int:
-        return max(0, self._call_quietly("idle_pages", 0))
+        if self._keeps_idle_pages:
+            return 0
+        return max(0, min(self._call_quietly("idle_pages", 0), self.setup.arena.num_held_pages(self.name)))
 
     def reclaim(self, pages: int) -> int:
-        """Free idle pages; the number freed is counted by the arena, not taken from the strategy."""
-        before = self.setup.arena.num_held_pages(self.name)
+        """Free idle pages; the number freed is counted by the arena, not taken from the strategy.
+
+        If it is less than idle_pages() promised, no page counts as idle any more: other strategies, which cannot get
+        these pages, would be at fault for refusing sequences although there is memory.
+        """
+        before, promised = self.setup.arena.num_held_pages(self.name), min(pages, self.idle_pages())
         self._call_quietly("reclaim", 0, pages)
-        return max(0, before - self.setup.arena.num_held_pages(self.name))
+        num_freed = max(0, before - self.setup.arena.num_held_pages(self.name))
+        if num_freed < promised:
+            self._keeps_idle_pages = True
+            self.make_fault("reclaim", f"it freed {num_freed} of {promised} idle pages")
+        return num_freed
 
     def pinned_pages(self) -> Collection[int]:
-        pinned: Any = self._call_quietly("pinned_pages", object())
-        try:
-            return {page for page in pinned if 0 <= page < self.setup.arena.pages}
-        except TypeError:
-            return ()
+        nothing: Collection[int] = ()
+        return self._call_quietly("pinned_pages", nothing, convert=partial(to_pages, num_pages=self.setup.arena.pages))
 
     # ---------------------------------------------------------------- a step
     def poll(self) -> None:
@@ -303,22 +309,30 @@ class GuardedCache(KVCache[Seat]):
     def plan(self, rows: Sequence[Row]) -> Plan:
         for seat, _ in rows:
             self._check_length("plan", seat)
-        planned = tuple(rows)
-        plan = self._run("plan", self.inner.plan, rows)
-        if not isinstance(plan, Plan):
-            raise self.make_fault("plan", f"it returned {plan!r}, not a Plan")
-        return GuardedPlan(plan, planned, self._run("plan", self._find_locations, plan, planned))
+        plan = self._run("plan", self.inner.plan, list(rows))
+        return self._run("plan", self._guard_plan, plan, tuple(rows))
 
-    def _find_locations(self, plan: Plan, rows: tuple[Row, ...]) -> list[KVLocation | None]:
-        """Return where a plan stores each layer. Raises ValueError if it is a plan for other rows."""
+    def _guard_plan(self, plan: object, rows: tuple[Row, ...]) -> GuardedPlan:
+        """Return a plan with its addresses, which are not checked yet. Raises TypeError or ValueError if it is none."""
+        if not isinstance(plan, Plan):
+            raise TypeError(f"it returned {describe(plan)}, not a Plan")
         if tuple(plan.rows) != rows:
             raise ValueError("the plan has other rows than were passed in")
-        return [plan.kv_location(layer) for layer in range(len(self.setup.geometry.layers))]
+        return GuardedPlan(plan, rows, [plan.kv_location(i) for i in range(len(self.setup.geometry.layers))])
 
     def check_plan(self, plan: Plan) -> None:
+        """Raise StrategyError if a plan's addresses or its query tap are wrong."""
         assert isinstance(plan, GuardedPlan)
-        self._run("plan", super().check_plan, plan)
+        self._run("plan", self._check_plan, plan)
         plan.is_checked = True
+
+    def _check_plan(self, plan: GuardedPlan) -> None:
+        """Raise TypeError or ValueError if a plan's addresses or tap are wrong."""
+        for layer in range(len(self.setup.geometry.layers)):
+            check_location(plan.kv_location(layer))
+        super().check_plan(plan)
+        if plan.query_tap is not None:
+            check_tap(plan.query_tap, sum(row.num_tokens for row in plan.rows), self.setup.geometry)
 
     def attend(self, plan: Plan, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         assert isinstance(plan, GuardedPlan)
@@ -326,11 +340,9 @@ class GuardedCache(KVCache[Seat]):
             if not plan.is_checked:
                 self.check_plan(plan)
             return super().attend(plan, layer_idx, q, k, v, out)
-        dtype, mark = UNWRITTEN[out.itemsize]
-        bits = out.view(dtype)
-        bits.fill_(mark)
+        mark_unwritten(out)
         self._run("attend", plan.inner.attend, layer_idx, q, k, v, out)
-        if bool((bits == mark).any()):
+        if has_unwritten(out):
             raise self.make_fault("attend", f"parts of `out` were not written in layer {layer_idx}")
         return None
 
@@ -338,49 +350,46 @@ class GuardedCache(KVCache[Seat]):
         assert isinstance(plan, GuardedPlan)
         lengths = [seat.length + len(ids) for (seat, _), ids in zip(plan.rows, tokens, strict=True)]
         self._run("commit", self.inner.commit, plan.inner, tokens)
-        for (seat, _), length in zip(plan.rows, lengths, strict=True):
-            if seat.length != length:
-                raise self.make_fault("commit", f"a seat has length {seat.length!r} instead of {length}")
-            self._lengths[seat] = length
+        self._run("commit", self._check_committed_seats, plan.rows, lengths)
+
+    def _check_committed_seats(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
+        """Raise ValueError unless the seats of committed rows have these lengths, and can be reported."""
+        for (seat, _), length in zip(rows, lengths, strict=True):
+            if type(seat.length) is not int or seat.length != length:
+                raise ValueError(f"a seat has length {describe(seat.length)} instead of {length}")
+            self._lengths[id(seat)] = length
+            if id(seat) in self._unreported:
+                check_report(seat)
+                self._unreported.remove(id(seat))
 
     # ---------------------------------------------------------------- reports
     def usage(self) -> CacheUsage:
         nothing = CacheUsage(self.num_open_seats, 0, 0, 0, 0, 0, self.limit_bytes)
-        return self._call_quietly("usage", nothing)
+        return self._call_quietly("usage", nothing, convert=to_usage)
 
     def blocks(self) -> Blocks:
-        return self._call_quietly("blocks", Blocks())
+        return self._call_quietly("blocks", Blocks(), convert=to_blocks)
 
     def count_dropped_tokens(self, seat: Seat) -> int:
         return self.count_tokens([seat]).dropped
 
     def count_tokens(self, seats: Iterable[Seat] | None = None) -> KVTokens:
         """Return the committed tokens of open seats, by default of all; after a fault, as if none was dropped."""
-        seats = list(self._lengths if seats is None else seats)
-        dropped = 0
-        try:
-            if not self.is_suspended:
-                dropped = sum(self._count_dropped_tokens(seat) for seat in seats)
-        except StrategyError as error:  # of the first seat: the others would have the same fault
-            self._log_quiet_fault(error)
-        return KVTokens(sum(self._lengths[seat] for seat in seats) - dropped, dropped)
-
-    def _count_dropped_tokens(self, seat: Seat) -> int:
-        """Return the checked number of a seat's dropped tokens. Raises StrategyError if it cannot be right."""
-        dropped = self._check_type("count_dropped_tokens", int, self.call("count_dropped_tokens", seat))
-        self._check_length("count_dropped_tokens", seat)
-        most = 0 if self.contract.exact else seat.length
-        if not 0 <= dropped <= most:
-            problem = f"a seat of {seat.length} tokens has {dropped} dropped ones, which must be from 0 to {most}"
-            raise self.make_fault("count_dropped_tokens", problem)
-        return dropped
+        seats = list(self._seats.values() if seats is None else seats)
+        dropped = []
+        for seat in seats:
+            check = partial(check_dropped, seat=seat, exact=self.contract.exact)
+            dropped.append(self._call_quietly("count_dropped_tokens", -1, seat, convert=check))
+            if dropped[-1] < 0:
+                dropped = []  # the other seats would have the same fault, which counts once
+                break
+        return KVTokens(sum(self._lengths[id(seat)] for seat in seats) - sum(dropped), sum(dropped))
 
     def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
         return self.inner.visible_positions(length, spec)
 
     def collect_block_events(self) -> BlockEvents | None:
-        events = self._call_quietly("collect_block_events", object()) if self._has_events else None
-        return events if isinstance(events, BlockEvents) else None
+        return self._call_quietly("collect_block_events", None, convert=to_events) if self._has_events else None
 
     def check_integrity(self) -> None:
         """Check the guarded cache's bookkeeping; an AssertionError stays one, as it shows a bug."""

@@ -9,11 +9,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from cache_strategies.base import KVCache
+from server.engine.isolation.calls import CallObserver
 from server.engine.isolation.errors import StrategyError
-from server.engine.isolation.guard import CallObserver, GuardedCache
+from server.engine.isolation.guard import GuardedCache
 from server.engine.isolation.progress import ProgressWatchdog
 from server.engine.isolation.quarantine import Quarantine
 from server.engine.scheduling.request import Request, RequestError
@@ -102,11 +104,7 @@ class Isolation:
 
     def _renew(self, name: str) -> None:
         """Build an instance anew. Raises StrategyError if that fails."""
-        try:
-            cache = self._rebuild(name)
-        except Exception as error:
-            raise self.caches[name].make_fault("__init__", f"{type(error).__name__}: {error}") from error
-        self.caches[name].replace(cache)
+        self.caches[name].rebuild(partial(self._rebuild, name))
 
     def end_quarantine(self, name: str) -> None:
         """Let an instance get requests again at once, built anew. Raises StrategyError if that fails."""

@@ -1,0 +1,148 @@
+"""Converts what strategies return into plain values of the expected types, and refuses what is not of these types.
+
+The functions raise TypeError or ValueError, and whatever a strategy's object raises while it is read: call them as a
+part of the strategy's call. Knows neither caches nor faults.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from cache_strategies.base import Seat
+from cache_strategies.types import BlockEvents, Blocks, CacheUsage, Geometry, Miss
+from kernels.ops import KVLocation, QueryTap
+
+MAX_DESCRIPTION = 500  # maximum number of characters of a value or an error in a message
+MAX_NUMBER = 2**63  # numbers from here on cannot be sent
+# What `out` of a hook is filled with before the call: a NaN that no computation gives, by the size of its numbers
+UNWRITTEN = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FC0DEAD), 8: (torch.int64, 0x7FF80000DEADBEEF)}
+MISSES = {*get_args(Miss), None}
+
+
+def describe(value: object) -> str:
+    """Return a value's repr for a message, shortened if it is long; its type if it has no repr."""
+    return _shorten(repr, value)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the type and the text of an exception, shortened if it is long."""
+    return f"{type(error).__name__}: {_shorten(str, error)}"
+
+
+def _shorten(write: Any, value: object) -> str:
+    try:
+        text = write(value)
+    except Exception:  # of the strategy's class
+        text = f"<{type(value).__name__} that cannot be printed>"
+    return text if len(text) <= MAX_DESCRIPTION else f"{text[:MAX_DESCRIPTION]}..."
+
+
+# ---------------------------------------------------------------- reports
+def to_usage(found: object) -> CacheUsage:
+    """Return what usage() returned, with int fields."""
+    if not isinstance(found, CacheUsage):
+        raise TypeError(f"it returned {describe(found)}, not a CacheUsage")
+    return CacheUsage(*map(_to_int, found))
+
+
+def to_blocks(found: object) -> Blocks:
+    """Return what blocks() returned, with int fields."""
+    if not isinstance(found, Blocks):
+        raise TypeError(f"it returned {describe(found)}, not Blocks")
+    return Blocks(*map(_to_int, found))
+
+
+def to_events(found: object) -> BlockEvents | None:
+    """Return what collect_block_events() returned, with numbers."""
+    if found is None:
+        return None
+    if not isinstance(found, BlockEvents):
+        raise TypeError(f"it returned {describe(found)}, not BlockEvents or None")
+    copies, *seconds = found
+    return BlockEvents(_to_int(copies), *([float(each) for each in times] for times in seconds))
+
+
+def to_pages(found: Iterable[int], num_pages: int) -> set[int]:
+    """Return those of the pinned pages that are in an arena of `num_pages` pages."""
+    return {page for page in found if 0 <= page < num_pages}
+
+
+def _to_int(number: Any) -> int:
+    found = operator.index(number)
+    if abs(found) >= MAX_NUMBER:
+        raise ValueError(f"the number {describe(found)} is too large")
+    return found
+
+
+# ---------------------------------------------------------------- seats
+def check_seat(seat: object, lengths: range) -> None:
+    """Raise unless a new seat is sound, and its length is in `lengths`."""
+    if not isinstance(seat, Seat):
+        raise TypeError(f"it returned {describe(seat)}, not a Seat")
+    if type(seat.length) is not int or seat.length not in lengths:
+        wanted = f"which must be from {lengths[0]} to {lengths[-1]}"
+        raise ValueError(f"a new seat has length {describe(seat.length)}, {wanted}")
+    check_report(seat)
+
+
+def check_report(seat: Seat) -> None:
+    """Raise unless a seat's `cached` and `miss`, which are reported to clients, have values that they may have."""
+    if type(seat.cached) is not int or not 0 <= seat.cached <= seat.length:
+        raise ValueError(f"a seat of {seat.length} tokens has {describe(seat.cached)} cached ones")
+    if seat.miss not in MISSES:
+        raise ValueError(f"a seat has the unknown miss {describe(seat.miss)}")
+
+
+def check_dropped(found: object, seat: Seat, *, exact: bool) -> int:
+    """Return the number of a seat's dropped tokens. Raises TypeError or ValueError if it cannot be right."""
+    most = 0 if exact else seat.length
+    if type(found) is not int or not 0 <= found <= most:
+        wanted = f"which must be from 0 to {most}"
+        raise ValueError(f"a seat of {seat.length} tokens has {describe(found)} dropped ones, {wanted}")
+    return found
+
+
+# ---------------------------------------------------------------- plans
+def check_location(location: object) -> None:
+    """Raise unless a plan's location is None, or has the type and the window that kernels expect."""
+    if location is None:
+        return
+    if not isinstance(location, KVLocation):
+        raise TypeError(f"kv_location() returned {describe(location)}, not a KVLocation or None")
+    if location.window is not None and (type(location.window) is not int or location.window < 1):
+        raise ValueError(f"kv_location() has the window {describe(location.window)}")
+
+
+def mark_unwritten(out: Tensor) -> None:
+    """Fill the output of a hook with a number that has_unwritten() finds."""
+    dtype, mark = UNWRITTEN[out.itemsize]
+    out.view(dtype).fill_(mark)
+
+
+def has_unwritten(out: Tensor) -> bool:
+    """Return whether parts of the output of a hook were not written since mark_unwritten()."""
+    dtype, mark = UNWRITTEN[out.itemsize]
+    return bool((out.view(dtype) == mark).any())
+
+
+def check_tap(tap: object, num_tokens: int, geometry: Geometry) -> None:
+    """Raise unless a plan's query tap names tokens of the plan, and has room for their queries.
+
+    The numbers of the tokens are checked on a CPU only, as reading them elsewhere waits for the device.
+    """
+    if not isinstance(tap, QueryTap):
+        raise TypeError(f"the plan has {describe(tap)} for a query_tap, not a QueryTap")
+    tokens, queries = tap
+    if tokens.dtype is not torch.int64 or tokens.dim() != 1 or len(queries) != len(geometry.layers):
+        raise ValueError("query_tap: expected a vector of int64, and a tensor or None for each layer")
+    if tokens.is_cpu and tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < num_tokens:
+        raise ValueError(f"query_tap: tokens must be from 0 to {num_tokens - 1}")
+    for each, spec in zip(queries, geometry.layers, strict=True):
+        shape = (len(tokens), spec.num_q_heads, spec.head_dim)
+        if each is not None and (tuple(each.shape) != shape or not each.is_contiguous()):
+            raise ValueError(f"query_tap: expected dense queries of shape {shape}")

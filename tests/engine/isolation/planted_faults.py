@@ -1,0 +1,428 @@
+"""Faults that tests plant in a strategy: what goes wrong, in which method, and what must follow from it.
+
+A fault replaces methods of one object, so that any strategy can get it (`faulty_strategies.py` has plug-ins with an
+option for it). Knows neither engines nor servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from cache_strategies.base import KVCache, Plan, Row, Seat
+from cache_strategies.types import BlockEvents, Blocks, CacheUsage
+from kernels.ops import KVLocation, QueryTap
+
+Plant = Callable[[KVCache], None]
+Effect = Literal[
+    "ends",  # the requests of the instance end with an error that names it and the method
+    "stalls",  # likewise, once strategy_timeout is over
+    "quiet",  # requests get right answers; the fault is logged and counted
+    "leaks",  # likewise; the instance is in quarantine once strategy_timeout is over
+    "nan",  # the requests of the instance end with the error not_a_number
+    "none",  # requests get right answers, and nothing is logged
+    "hangs",  # a call never returns
+]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of one instance."""
+
+    method: str  # the method that is named in errors
+    plant: Plant
+    effect: Effect = "ends"
+    hook: bool = False  # whether it is one of a strategy that computes its own attention
+    body: Mapping[str, Any] = field(default_factory=dict)  # fields of a request that meets the fault
+
+
+# ---------------------------------------------------------------- ways to go wrong
+class Unprintable(Exception):
+    """An error, or a result, that cannot be written into a message."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("planted")
+
+    __repr__ = __str__
+
+
+class UnhashableSeat(Seat):
+    """A seat as a dataclass would be: with an __eq__ of its own, and thus without a hash."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def returning(method: str, value: Any) -> Plant:
+    """Return a fault: the method returns a value of no use; a function is called with the right result."""
+
+    def plant(cache: KVCache) -> None:
+        right = getattr(cache, method)
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            found = right(*args, **kwargs)
+            return value(found) if callable(value) else value
+
+        setattr(cache, method, wrong)
+
+    return plant
+
+
+def raising(method: str, error: type[BaseException] = RuntimeError) -> Plant:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error("planted")
+
+    return lambda cache: setattr(cache, method, fail)
+
+
+def ignoring(method: str, value: Any = None) -> Plant:
+    """Return a fault: the method does nothing and returns a value."""
+    return lambda cache: setattr(cache, method, lambda *_, **__: value)
+
+
+def _recur(*args: Any, **kwargs: Any) -> Any:
+    return _recur(*args, **kwargs)
+
+
+def _hang(*_: Any, **__: Any) -> None:
+    while True:
+        pass
+
+
+def replaced(method: str, function: Callable[..., Any]) -> Plant:
+    return lambda cache: setattr(cache, method, function)
+
+
+def after_use(method: str, value: Any) -> Plant:
+    """Return a fault: the method returns a wrong value from the first seat on."""
+
+    def plant(cache: KVCache) -> None:
+        right, open_seat, opened = getattr(cache, method), cache.open, False
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            return value if opened else right(*args, **kwargs)
+
+        def note_and_open(*args: Any, **kwargs: Any) -> Any:
+            nonlocal opened
+            opened = True
+            return open_seat(*args, **kwargs)
+
+        setattr(cache, method, wrong)
+        cache.open = note_and_open  # type: ignore[method-assign]
+
+    return plant
+
+
+def changing_seat(method: str, **fields: Any) -> Plant:
+    """Return a fault: the method changes fields of the seat that it returns, or is called with."""
+
+    def plant(cache: KVCache) -> None:
+        right = getattr(cache, method)
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            found = right(*args, **kwargs)
+            seat = found if isinstance(found, Seat) else args[0]
+            seats = [row.seat for row in seat.rows] if isinstance(seat, Plan) else [seat]
+            for each in seats:
+                for name, value in fields.items():
+                    setattr(each, name, value(getattr(each, name)) if callable(value) else value)
+            return found
+
+        setattr(cache, method, wrong)
+
+    return plant
+
+
+def _without_length(seat: Seat) -> Seat:
+    del seat.length
+    return seat
+
+
+def changing_plan(change: Callable[[Plan], Plan]) -> Plant:
+    """Return a fault: plan() returns a changed plan."""
+
+    def plant(cache: KVCache) -> None:
+        right = cache.plan
+
+        def wrong(rows: Any) -> Plan:
+            return change(copy(right(rows)))
+
+        cache.plan = wrong  # type: ignore[method-assign]
+
+    return plant
+
+
+def with_attributes(**attributes: Any) -> Plant:
+    """Return a fault: attributes of the plan are others."""
+
+    def change(plan: Plan) -> Plan:
+        vars(plan).update(attributes)
+        return plan
+
+    return changing_plan(change)
+
+
+def with_location(change: Callable[[KVLocation], Any]) -> Plant:
+    """Return a fault: what the plan says of all layers is changed."""
+
+    def change_plan(plan: Plan) -> Plan:
+        location = plan.kv_location(0)
+        assert location is not None
+        where = change(location)
+        plan.kv_location = lambda layer_idx: where  # type: ignore[method-assign]
+        return plan
+
+    return changing_plan(change_plan)
+
+
+def with_slots(**fields: Callable[[Any], Any]) -> Plant:
+    """Return a fault: the addresses of the plan are changed."""
+
+    def change(location: KVLocation) -> KVLocation:
+        changed = {name: value(getattr(location.at, name)) for name, value in fields.items()}
+        return location._replace(at=dataclasses.replace(location.at, **changed))
+
+    return with_location(change)
+
+
+def in_attend(run: Callable[[Any], None]) -> Plant:
+    """Return a fault of a strategy that computes its own attention; `run` gets the plan's attend and its arguments."""
+
+    def change(plan: Plan) -> Plan:
+        attend = plan.attend
+        plan.attend = lambda *args: run((attend, args))  # type: ignore[method-assign]
+        return plan
+
+    return changing_plan(change)
+
+
+def _fail(_: Any) -> None:
+    raise RuntimeError("planted")
+
+
+def _exit(_: Any) -> None:
+    raise SystemExit(3)
+
+
+def _write_half(call: Any) -> None:
+    attend, args = call
+    out = args[-1].clone()
+    attend(*args[:-1], out)
+    args[-1][:, : out.shape[1] // 2] = out[:, : out.shape[1] // 2]
+
+
+def _write_wrong_shape(call: Any) -> None:
+    _, args = call
+    args[-1].copy_(torch.zeros(args[-1].shape[0] + 1, *args[-1].shape[1:]))
+
+
+def _write_nan(call: Any) -> None:
+    attend, args = call
+    attend(*args)
+    args[-1].fill_(math.nan)
+
+
+def _sleep(call: Any) -> None:
+    attend, args = call
+    time.sleep(0.002)
+    attend(*args)
+
+
+def _other_rows(plan: Plan) -> Plan:
+    plan.rows = [Row(row.seat, row.num_tokens + 1) for row in plan.rows]
+    return plan
+
+
+def _without_rows(cache: KVCache) -> None:
+    """Plant a fault: plan() empties the list that was passed to it."""
+    right = cache.plan
+
+    def wrong(rows: Any) -> Plan:
+        plan = right(rows)
+        rows.clear()
+        return plan
+
+    cache.plan = wrong  # type: ignore[method-assign]
+
+
+def _no_location(plan: Plan) -> Plan:
+    plan.kv_location = _fail  # type: ignore[method-assign,assignment]
+    return plan
+
+
+def _poison_keys(cache: KVCache) -> None:
+    """Plant a fault: the keys of committed tokens become NaN."""
+    right = cache.commit
+
+    def wrong(plan: Plan, tokens: Any) -> None:
+        right(plan, tokens)
+        for row in plan.rows:
+            for block in row.seat.blocks:  # type: ignore[attr-defined]
+                cache.stores[0].k(0)[block].fill_(math.nan)
+
+    cache.commit = wrong  # type: ignore[method-assign]
+
+
+def _poison_keys_and_fail(cache: KVCache) -> None:
+    _poison_keys(cache)
+    raising("discard")(cache)
+
+
+def _fail_late() -> Iterator[int]:
+    yield 0
+    raise ValueError("planted")
+
+
+def _any(value: Any) -> Any:
+    """Return a value of a wrong type."""
+    return value
+
+
+def _count_of_words(kind: Any) -> Any:
+    return kind(*["many"] * len(kind._fields))
+
+
+# ---------------------------------------------------------------- faults
+TWO = {"n": 2, "temperature": 1.0, "seed": 1}
+DRAFTS = {"speculative_config": {"num_speculative_tokens": 4, "prompt_lookup_min": 1}}
+
+FAULTS: Mapping[str, Fault] = {
+    **{
+        f"{name} raises": Fault(name, raising(name))
+        for name in ("open", "ready", "grow", "plan", "commit", "bytes_for")
+    },
+    **{f"{name} returns None": Fault(name, ignoring(name)) for name in ("ready", "grow", "plan", "bytes_for")},
+    "open ends the process": Fault("open", raising("open", SystemExit)),
+    "plan is cancelled": Fault("plan", raising("plan", asyncio.CancelledError)),
+    "grow has no memory": Fault("grow", raising("grow", MemoryError)),
+    "ready recurs for ever": Fault("ready", replaced("ready", _recur)),
+    "commit raises an error without a text": Fault("commit", raising("commit", Unprintable)),
+    "ready returns an object without a text": Fault("ready", returning("ready", Unprintable())),
+    "open returns an object": Fault("open", returning("open", object())),
+    "open returns a seat without a hash": Fault("plan", returning("open", lambda _: UnhashableSeat())),
+    "open returns a seat without fields": Fault("open", returning("open", _without_length)),
+    "open returns a seat of -1 tokens": Fault("open", changing_seat("open", length=-1)),
+    "open returns a seat of all tokens": Fault("open", changing_seat("open", length=10_000)),
+    "open returns a seat without a length": Fault("open", changing_seat("open", length=None)),
+    "open finds too many tokens": Fault("open", changing_seat("open", cached=9_999)),
+    "open invents a miss": Fault("open", changing_seat("open", miss="bad luck")),
+    "open has a list of misses": Fault("open", changing_seat("open", miss=[])),
+    "ready returns a word": Fault("ready", returning("ready", "yes")),
+    "grow returns a number": Fault("grow", returning("grow", 1)),
+    "grow lengthens the seat": Fault("grow", changing_seat("grow", length=lambda n: n + 1)),
+    "grow makes the length a tensor": Fault("grow", changing_seat("grow", length=lambda n: torch.tensor([n, n]))),
+    "bytes_for is negative": Fault("bytes_for", ignoring("bytes_for", -1)),
+    "bytes_for is a fraction": Fault("bytes_for", ignoring("bytes_for", 1.5)),
+    "plan returns a word": Fault("plan", returning("plan", "plan")),
+    "plan has other rows": Fault("plan", changing_plan(_other_rows)),
+    "plan has no rows": Fault("plan", with_attributes(rows=[])),
+    "plan empties its rows": Fault("plan", _without_rows),
+    "plan has None for rows": Fault("plan", with_attributes(rows=None)),
+    "plan has a word for a tap": Fault("plan", with_attributes(query_tap="tap")),
+    "plan taps tokens of others": Fault("plan", with_attributes(query_tap=QueryTap(torch.tensor([999]), [None] * 99))),
+    "kv_location raises": Fault("plan", changing_plan(_no_location)),
+    "kv_location returns a word": Fault("plan", with_location(lambda _: "there")),
+    "kv_location has a word for a window": Fault(
+        "plan", with_location(lambda where: where._replace(window=_any("wide")))
+    ),
+    "kv_location is None without attend": Fault("attend", with_location(lambda _: None)),
+    "blocks beyond the store": Fault("plan", with_slots(table=lambda t: t + 1_000_000)),
+    "negative blocks": Fault("plan", with_slots(table=lambda t: -1 - t)),
+    "rows beyond the table": Fault("plan", with_slots(table_row=lambda t: t + 1_000)),
+    "tokens beyond the table": Fault("plan", with_slots(start=lambda t: t + 100_000)),
+    "other numbers of tokens": Fault("plan", with_slots(q_start=lambda t: t * 2)),
+    "addresses of another type": Fault("plan", with_slots(start=lambda t: t.long())),
+    "too few addresses": Fault("plan", with_slots(start=lambda t: t[:0])),
+    "blocks of another size": Fault("plan", with_slots(block_size=lambda n: n // 2)),
+    "commit does nothing": Fault("commit", ignoring("commit")),
+    "commit forgets the cached tokens": Fault("commit", changing_seat("commit", cached=None)),
+    "commit advances too far": Fault("commit", changing_seat("commit", length=lambda n: n + 3)),
+    "commit forgets the length": Fault("commit", changing_seat("commit", length=None)),
+    "commit makes the length a fraction": Fault("commit", changing_seat("commit", length=float)),
+    "commit makes the length a tensor": Fault("commit", changing_seat("commit", length=lambda n: torch.tensor([n, n]))),
+    "crop raises": Fault("crop", raising("crop"), body=DRAFTS),
+    "crop drops nothing": Fault("crop", changing_seat("crop", length=lambda n: n + 1), body=DRAFTS),
+    # ---------------------------------------------------------------- a strategy that computes its own attention
+    "attend raises": Fault("attend", in_attend(_fail), hook=True),
+    "attend ends the process": Fault("attend", in_attend(_exit), hook=True),
+    "attend writes nothing": Fault("attend", in_attend(lambda call: None), hook=True),
+    "attend writes half of the heads": Fault("attend", in_attend(_write_half), hook=True),
+    "attend writes another shape": Fault("attend", in_attend(_write_wrong_shape), hook=True),
+    "attend writes NaN": Fault("attend", in_attend(_write_nan), "nan", hook=True),
+    "attend is slow": Fault("attend", in_attend(_sleep), "none", hook=True),
+    "keys become NaN": Fault("commit", _poison_keys, "nan"),
+    "keys become NaN, discard raises": Fault("discard", _poison_keys_and_fail, "nan"),
+    # ---------------------------------------------------------------- calls that concern no single request
+    **{
+        f"{name} raises": Fault(name, raising(name), "quiet")
+        for name in (
+            "retain",
+            "close",
+            "poll",
+            "usage",
+            "blocks",
+            "collect_block_events",
+            "idle_pages",
+            "pinned_pages",
+            "count_dropped_tokens",
+        )
+    },
+    "poll ends the process": Fault("poll", raising("poll", SystemExit), "quiet"),
+    "poll returns a number": Fault("poll", ignoring("poll", 1), "quiet"),
+    "bytes_for fails after the first seat": Fault("bytes_for", after_use("bytes_for", None), "quiet"),
+    "usage returns None": Fault("usage", ignoring("usage"), "quiet"),
+    "usage has words": Fault("usage", ignoring("usage", _count_of_words(CacheUsage)), "quiet"),
+    "usage has NaN": Fault("usage", ignoring("usage", CacheUsage(*_any([math.nan] * 7))), "quiet"),
+    "blocks returns a number": Fault("blocks", ignoring("blocks", 3), "quiet"),
+    "blocks has words": Fault("blocks", ignoring("blocks", _count_of_words(Blocks)), "quiet"),
+    "idle_pages returns a word": Fault("idle_pages", ignoring("idle_pages", "many"), "quiet"),
+    "pinned_pages returns a number": Fault("pinned_pages", ignoring("pinned_pages", 3), "quiet"),
+    "pinned_pages raises while it is read": Fault("pinned_pages", replaced("pinned_pages", _fail_late), "quiet"),
+    "events are a word": Fault("collect_block_events", ignoring("collect_block_events", "events"), "quiet"),
+    "events have words": Fault(
+        "collect_block_events", ignoring("collect_block_events", _count_of_words(BlockEvents)), "quiet"
+    ),
+    "events have no times": Fault(
+        "collect_block_events",
+        ignoring("collect_block_events", BlockEvents(lifetimes=_any([None]))),
+        "quiet",
+    ),
+    **{
+        f"count_dropped_tokens is {value}": Fault(name, ignoring(name, value), "quiet")
+        for name in ("count_dropped_tokens",)
+        for value in (None, 0.5, -1, 1)
+    },
+    "reclaim raises": Fault("reclaim", raising("reclaim"), "quiet"),
+    "reclaim frees nothing": Fault("reclaim", ignoring("reclaim", 1), "quiet"),
+    "idle_pages promises all": Fault("idle_pages", ignoring("idle_pages", 1_000_000), "none"),
+    "fork raises": Fault("fork", raising("fork"), "quiet", body=TWO),
+    "fork returns the same seat": Fault("fork", replaced("fork", lambda seat: seat), "quiet", body=TWO),
+    "fork returns a word": Fault("fork", ignoring("fork", "child"), "quiet", body=TWO),
+    # ---------------------------------------------------------------- nothing happens
+    "never ready": Fault("ready", ignoring("ready", False), "stalls"),
+    "never grows": Fault("grow", ignoring("grow", False), "stalls"),
+    "never opens": Fault("open", ignoring("open", None), "stalls"),
+    "never frees": Fault("close", ignoring("close"), "leaks"),
+    "usage never returns": Fault("usage", replaced("usage", _hang), "hangs"),
+    "open never returns": Fault("open", replaced("open", _hang), "hangs"),
+    "attend never returns": Fault("attend", in_attend(_hang), "hangs", hook=True),
+}
+
+
+def select(*effects: Effect, hook: bool | None = None, plain: bool = False) -> dict[str, Fault]:
+    """Return the faults with one of these effects, by name; `plain`: only those that any request meets."""
+    return {
+        name: fault
+        for name, fault in FAULTS.items()
+        if fault.effect in effects and hook in (None, fault.hook) and not (plain and fault.body)
+    }
