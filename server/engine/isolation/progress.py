@@ -81,7 +81,7 @@ class ProgressWatchdog:
             return error
         arena = cache.setup.arena
         pages = -(-request.peak_bytes // arena.page_bytes)
-        if cache.draining or not arena.can_allocate(cache.name, pages):
+        if cache.draining or not arena.has_room_for_sequence(cache.name, pages):
             return None
         return cache.make_fault(method, f"it {what} for {self._timeout:g} seconds, although there is memory")
 
