@@ -195,8 +195,9 @@ class ReferenceOps(CompositeOps):
             read, written = (
                 (slots // store.block_size, heads, slots % store.block_size) for slots in (by_head(src), by_head(dst))
             )
-            for part in plane if plane.scale is not None else (plane.numbers,):
-                part[written] = part[read]
+            for part in plane:
+                if part is not None:
+                    part[written] = part[read]
 
     def repeat_kv_heads(self, x: Tensor, groups: int) -> Tensor:
         check_repeat_kv_heads(x, groups)
