@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels.store import KVStore
 from kernels.types import Slots
 
+MAX_INDEX = (1 << 31) - 1  # of a token, as addresses are int32
 ANY, AT_LEAST_ONE = -1, -2  # in `sizes`: a dimension of any size; a dimension of size 1 or more
 FLOATS: Sequence[torch.dtype] = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -72,11 +73,40 @@ def _format_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def check_blocks_apart(operation: str, blocks: Tensor, pages_per_block: int) -> None:
+    """Raise ValueError if two different blocks have pages in common: the id of a block is its first page's number."""
+    if pages_per_block > 1:
+        gaps = blocks.unique().diff()
+        check(bool((gaps >= pages_per_block).all()), "{}: blocks of {} pages overlap", operation, pages_per_block)
+
+
+def check_slot_numbers(operation: str, src: Tensor, dst: Tensor, num_slots: int) -> None:
+    """Raise ValueError if slots src or dst [N, 1 or H] are outside of a store, or a head's slot is in use twice."""
+    heads = max(src.shape[1], dst.shape[1])
+    written = dst.expand(-1, heads).T.contiguous().sort().values  # [H, N]
+    read = src.expand(-1, heads).T.contiguous()
+    nearest = torch.searchsorted(written, read).clamp_max(len(dst) - 1)
+    rules = {
+        f"slots must be from 0 to {num_slots - 1}": ((x >= 0) & (x < num_slots) for x in (src, dst)),
+        "a slot is written twice, or read and written; copy to blocks that are not read": (
+            written.diff() != 0,
+            written.gather(1, nearest) != read,
+        ),
+    }
+    held = torch.stack([torch.stack([x.all() for x in each]).all() for each in rules.values()]).tolist()
+    for rule, holds in zip(rules, held, strict=True):
+        check(holds, "{}: {}", operation, rule)
+
+
 class SlotsChecker:
     """Checks the addresses of a step (`Slots`) only once, although the operations of every layer get them."""
 
     def __init__(self) -> None:
         self._checked: WeakKeyDictionary[Slots, tuple[KVStore, int]] = WeakKeyDictionary()
+
+    def forget(self, at: Slots) -> None:
+        """Check these addresses anew the next time, as their tensors may have been changed."""
+        self._checked.pop(at, None)
 
     def check(self, operation: str, at: Slots, store: KVStore, tokens: int | None = None) -> int:
         """Return the tokens of the rows. Raises ValueError unless the addresses fit each other and lie in the store.
@@ -112,11 +142,15 @@ def _check_sizes(operation: str, at: Slots, store: KVStore) -> None:
         tensor = getattr(at, name)
         check(tensor is None or tensor.is_contiguous(), "{}: {} must be dense", operation, name)
     check(at.table.shape[1] == 1 or at.table.stride(1) == 1, "{}: the rows of table must be dense", operation)
+    is_ring_right = 0 <= at.sinks <= MAX_INDEX and 0 <= at.ring <= MAX_INDEX
     check(
-        at.block_size == store.block_size and at.sinks >= 0 and at.ring >= 0 and 0 <= at.num_decode <= rows,
+        at.block_size == store.block_size and is_ring_right and 0 <= at.num_decode <= rows,
         "{}: blocks of {} slots, {} sinks, a ring of {} and {} rows of one token do not fit a store of {} and {} rows",
         *(operation, at.block_size, at.sinks, at.ring, at.num_decode, store.block_size, rows),
     )
+    most = MAX_INDEX if at.ring else at.table.shape[1] * at.block_size
+    check(0 <= at.max_kv <= most, "{}: max_kv={} must be from 0 to {}", operation, at.max_kv, most)
+    check(0 <= at.max_q <= MAX_INDEX, "{}: max_q={} must be from 0 to {}", operation, at.max_q, MAX_INDEX)
 
 
 def check_entries(operation: str, at: Slots, num_blocks: int) -> int:
@@ -126,7 +160,7 @@ def check_entries(operation: str, at: Slots, num_blocks: int) -> int:
     """
     R, M = at.table.shape
     start, table_row = by_head(at.start), by_head(at.table_row)  # [B, 1 or H]
-    lengths = at.q_start.diff().long()[:, None]
+    lengths = at.q_start.long().diff()[:, None]
     padding = start[:, :1] < 0  # [B, 1]
     end = start + lengths
     num_slots = torch.full_like(end, at.sinks + at.ring) if at.ring else end
@@ -143,9 +177,10 @@ def check_entries(operation: str, at: Slots, num_blocks: int) -> int:
         f"the table must have numbers of blocks from 0 to {num_blocks - 1}": (
             (blocks >= 0) & (blocks < num_blocks) | ~is_used | padding[..., None],
         ),
-        f"{at.num_decode} rows must have one token, and the others at most max_q={at.max_q}": (
+        f"{at.num_decode} rows must have one token, and the others at most max_q={at.max_q} of all": (
             lengths[: at.num_decode] == 1,
             lengths <= at.max_q,
+            at.max_q <= at.q_start[-1:].clamp_min(1),
         ),
         f"indices of tokens must be below max_kv={at.max_kv}": ((end <= at.max_kv) | padding,),
     }
@@ -161,9 +196,9 @@ def check_entries(operation: str, at: Slots, num_blocks: int) -> int:
 def _is_window_right(at: Slots, start: Tensor, lengths: Tensor) -> Tensor:
     """Return for each token of the rows whether its window begins at an index from 0 to its own; False: too few."""
     assert at.window_start is not None
-    row = torch.repeat_interleave(torch.arange(len(lengths), device=start.device), lengths[:, 0].clamp_min(0))
-    if len(row) > len(at.window_start):
-        return start.new_zeros(1)
+    if bool((lengths < 0).any() | (lengths.sum() > len(at.window_start))):
+        return start.new_zeros(1)  # before a tensor of a wrong length is made, which may exceed the memory
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=start.device), lengths[:, 0])
     index = compute_indices(start, lengths[:, 0], row)
     window_start = by_head(at.window_start)[: len(row)]
     return (window_start >= 0) & (window_start <= index) | (index < 0)

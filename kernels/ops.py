@@ -341,7 +341,21 @@ class Ops(Protocol):
         ...
 
     def copy_blocks(self, store: KVStore, src: list[int], dst: list[int]) -> None:
-        """Copy block src[i] to block dst[i], all layers at once; no block may be in both lists."""
+        """Copy block src[i] to block dst[i], all layers at once; no block may be in both lists.
+
+        Raises ValueError if two of the blocks have pages in common.
+        """
+        ...
+
+    def copy_tokens(self, store: KVStore, layer: int, src: Tensor, dst: Tensor) -> None:
+        """Copy the keys and values of one layer from slots src [N] to slots dst [N], for strategies that drop tokens.
+
+        Slots are numbered block * store.block_size + offset, with block ids as in a block table, int64 on the store's
+        device. With [N, H] instead of [N] each KV head of a block has slots of its own; blocks of split heads have one
+        head. Numbers are copied bit for bit, the scales of int8 included. Raises ValueError before anything is written
+        if a slot is outside of the store, if a head's slot is written twice or both read and written, or if two of the
+        blocks have pages in common.
+        """
         ...
 
     def repeat_kv_heads(self, x: Tensor, groups: int) -> Tensor:

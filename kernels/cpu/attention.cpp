@@ -16,6 +16,8 @@ namespace {
 
 using at::Tensor;
 
+constexpr int64_t MAX_INDEX = std::numeric_limits<int32_t>::max();  // of a token, as addresses are int32
+
 int64_t splits_before(int64_t position) { return (position + SPLIT - 1) / SPLIT; }
 
 template <typename T, typename KV>
@@ -129,6 +131,8 @@ void expect_addresses(const char* operation, const Addresses& at, int64_t heads,
       if (start < 0) continue;
       TORCH_CHECK_VALUE(0 <= index && index < at.table.size(0), operation, ": row ", row, " has row ", index,
                         " of a table of ", at.table.size(0));
+      TORCH_CHECK_VALUE(start + n <= at.sizes.max_kv, operation, ": row ", row, " has tokens up to index ",
+                        start + n - 1, ", which must be below max_kv=", at.sizes.max_kv);
       const int64_t used = layout.ring ? ring_end : start + n;
       const int64_t in_ring = start + n - std::max(start, layout.sinks);
       TORCH_CHECK_VALUE(used <= slots && (layout.ring == 0 || in_ring <= layout.ring), operation, ": row ", row, " of ",
@@ -149,6 +153,22 @@ void expect_addresses(const char* operation, const Addresses& at, int64_t heads,
       TORCH_CHECK_VALUE(ordered, operation, ": window_start of row ", row,
                         " must be from 0 to the index of each token");
     }
+}
+
+// Throws unless the sizes of a step fit its rows, which have `tokens` tokens in all, and its table.
+void expect_sizes(const char* operation, const Addresses& at, int64_t tokens) {
+  const Rows rows(at);
+  const auto& [num_decode, max_q, max_kv] = at.sizes;
+  bool decode_first = 0 <= num_decode && num_decode <= rows.count,
+       in_chunks = 0 <= max_q && max_q <= std::max<int64_t>(1, tokens);
+  for (int64_t row = 0; row < rows.count; ++row) {
+    decode_first &= row >= num_decode || rows.tokens(row) == 1;
+    in_chunks &= rows.tokens(row) <= max_q;
+  }
+  TORCH_CHECK_VALUE(decode_first && in_chunks, operation, ": ", num_decode,
+                    " rows must have one token, and the others at most max_q=", max_q, " of ", tokens);
+  const int64_t most = at.layout.ring ? MAX_INDEX : at.table.size(1) * at.layout.block_size;
+  TORCH_CHECK_VALUE(0 <= max_kv && max_kv <= most, operation, ": max_kv=", max_kv, " must be from 0 to ", most);
 }
 
 }  // namespace
@@ -205,7 +225,8 @@ void expect_rows(const char* operation, const Addresses& at, int64_t split_heads
   expect(operation, "q_start", at.q_start, INTEGERS, {rows + 1});
   if (at.window_start) expect_by_head("window_start", *at.window_start, ANY);
   const Layout& layout = at.layout;
-  TORCH_CHECK_VALUE(layout.block_size > 0 && layout.sinks >= 0 && layout.ring >= 0, operation, ": blocks of ",
+  const auto is_size = [](int64_t n) { return 0 <= n && n <= MAX_INDEX; };
+  TORCH_CHECK_VALUE(layout.block_size > 0 && is_size(layout.sinks) && is_size(layout.ring), operation, ": blocks of ",
                     layout.block_size, " slots, ", layout.sinks, " sinks and a ring of ", layout.ring);
   const auto* first = at.q_start.const_data_ptr<int32_t>();
   bool in_order = first[0] == 0 && first[rows] <= tokens;
@@ -215,6 +236,7 @@ void expect_rows(const char* operation, const Addresses& at, int64_t split_heads
   if (at.window_start)
     TORCH_CHECK_VALUE(at.window_start->size(0) >= first[rows], operation, ": window_start has ",
                       at.window_start->size(0), " numbers for ", first[rows], " tokens");
+  expect_sizes(operation, at, first[rows]);
   expect_addresses(operation, at, std::max<int64_t>(1, split_heads), blocks);
 }
 
@@ -248,12 +270,14 @@ int64_t split_heads_of(const Tensor& start, int64_t heads) { return start.dim() 
 
 void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, const Tensor& v, const Tensor& table,
               const Tensor& table_row, const Tensor& q_start, const Tensor& start,
-              const std::optional<Tensor>& window_start, int64_t block_size, int64_t sinks, int64_t ring) {
+              const std::optional<Tensor>& window_start, int64_t block_size, int64_t sinks, int64_t ring,
+              int64_t num_decode, int64_t max_q, int64_t max_kv) {
   expect_planes("write_kv", k_plane, v_plane);
   expect("write_kv", "k", k, FLOATS, {ANY, SOME, k_plane.size(3)});
   expect("write_kv", "v", v, only(k.scalar_type()), {k.size(0), k.size(1), v_plane.size(3)});
   const int64_t heads_split = split_heads_of(start, k.size(1));
-  const Addresses addresses{table, table_row, q_start, start, window_start, {block_size, sinks, ring}};
+  const Addresses addresses{
+      table, table_row, q_start, start, window_start, {block_size, sinks, ring}, {num_decode, max_q, max_kv}};
   expect_rows("write_kv", addresses, heads_split, k_plane.size(0), k.size(0));
   expect_plane("write_kv", Memory(k_plane), heads_split ? 1 : k.size(1), k.size(2), block_size);
   const Rows rows(addresses);
@@ -271,8 +295,8 @@ void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, con
 void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, int64_t kv_heads, const Tensor& table,
             const Tensor& table_row, const Tensor& q_start, const Tensor& start,
             const std::optional<Tensor>& window_start, int64_t block_size, int64_t sinks, int64_t ring,
-            int64_t model_window, int64_t window, double scale, double softcap,
-            const std::optional<Tensor>& sink_logits) {
+            int64_t num_decode, int64_t max_q, int64_t max_kv, int64_t model_window, int64_t window, double scale,
+            double softcap, const std::optional<Tensor>& sink_logits) {
   expect_planes("attend", k, v);
   expect("attend", "q", q, FLOATS, {ANY, SOME, k.size(3)});
   expect("attend", "out", out, only(q.scalar_type()), {q.size(0), q.size(1), v.size(3)});
@@ -284,7 +308,8 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
   TORCH_CHECK_VALUE(std::max(k.size(3), v.size(3)) <= MAX_DIM, "attend: heads wider than ", MAX_DIM);
   const int64_t heads_split = split_heads_of(start, kv_heads);
   expect_plane("attend", Memory(k), heads_split ? 1 : kv_heads, k.size(3), block_size);
-  const Addresses addresses{table, table_row, q_start, start, window_start, {block_size, sinks, ring}};
+  const Addresses addresses{
+      table, table_row, q_start, start, window_start, {block_size, sinks, ring}, {num_decode, max_q, max_kv}};
   expect_rows("attend", addresses, heads_split, k.size(0), q.size(0));
   const Rows rows(addresses);
   const Mask mask = mask_of(rows, model_window, window);
@@ -312,9 +337,11 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
 
 void check_slots(const Tensor& k_plane, int64_t kv_heads, const Tensor& table, const Tensor& table_row,
                  const Tensor& q_start, const Tensor& start, const std::optional<Tensor>& window_start,
-                 int64_t block_size, int64_t sinks, int64_t ring, int64_t tokens) {
+                 int64_t block_size, int64_t sinks, int64_t ring, int64_t num_decode, int64_t max_q, int64_t max_kv,
+                 int64_t tokens) {
   expect("check_slots", "the keys' memory", k_plane, FLOATS | only(at::kChar), {ANY, SOME, block_size, SOME});
-  const Addresses addresses{table, table_row, q_start, start, window_start, {block_size, sinks, ring}};
+  const Addresses addresses{
+      table, table_row, q_start, start, window_start, {block_size, sinks, ring}, {num_decode, max_q, max_kv}};
   expect_rows("check_slots", addresses, split_heads_of(start, kv_heads), k_plane.size(0), tokens);
   TORCH_CHECK_VALUE(q_start.const_data_ptr<int32_t>()[q_start.size(0) - 1] == tokens, "check_slots: the rows have ",
                     q_start, " tokens instead of ", tokens);
@@ -326,15 +353,18 @@ void check_slots(const Tensor& k_plane, int64_t kv_heads, const Tensor& table, c
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.def(
       "write_kv(Tensor(a!) k_plane, Tensor(b!) v_plane, Tensor k, Tensor v, Tensor table, Tensor table_row, "
-      "Tensor q_start, Tensor start, Tensor? window_start, int block_size, int sinks, int ring) -> ()",
+      "Tensor q_start, Tensor start, Tensor? window_start, int block_size, int sinks, int ring, int num_decode, int "
+      "max_q, int max_kv) -> ()",
       &kvmux::write_kv);
   library.def(
       "check_slots(Tensor k_plane, int kv_heads, Tensor table, Tensor table_row, Tensor q_start, Tensor start, "
-      "Tensor? window_start, int block_size, int sinks, int ring, int tokens) -> ()",
+      "Tensor? window_start, int block_size, int sinks, int ring, int num_decode, int max_q, int max_kv, int tokens) "
+      "-> ()",
       &kvmux::check_slots);
   library.def(
       "attend(Tensor(a!) out, Tensor q, Tensor k_plane, Tensor v_plane, int kv_heads, Tensor table, Tensor table_row, "
-      "Tensor q_start, Tensor start, Tensor? window_start, int block_size, int sinks, int ring, int model_window, "
+      "Tensor q_start, Tensor start, Tensor? window_start, int block_size, int sinks, int ring, int num_decode, int "
+      "max_q, int max_kv, int model_window, "
       "int window, float scale, float softcap, Tensor? sink_logits) -> ()",
       &kvmux::attend);
 }

@@ -14,11 +14,18 @@ namespace kvmux {
 
 constexpr int64_t NO_REACH = int64_t{1} << 40;  // a window of so many tokens is none; NO_WINDOW of decoder.py
 
-// The tensors of `kernels.types.Slots`.
+// What `kernels.types.Slots` says of the sizes of a step: other backends choose kernels and memory by these numbers, so
+// they are checked here, too, although no kernel here reads them.
+struct StepSizes {
+  int64_t num_decode, max_q, max_kv;
+};
+
+// The tensors of `kernels.types.Slots`, and its numbers.
 struct Addresses {
   const at::Tensor &table, &table_row, &q_start, &start;
   const std::optional<at::Tensor>& window_start;
   Layout layout;
+  StepSizes sizes;
 };
 
 // The rows of a step and the addresses of their keys. If the heads are split, each KV head has a row of the block table

@@ -126,6 +126,7 @@ class CpuOps(ReferenceOps):
     def check_slots(self, store: KVStore, layer: int, at: Slots, num_tokens: int) -> None:
         if at.split_heads != store.split_heads:
             return super().check_slots(store, layer, at, num_tokens)  # raises ValueError
+        self._forget(at)
         heads, _, _ = store.heads(layer)
         self._library.check_slots(store.k(layer), heads, *_address_arguments(at), num_tokens)
         return None
@@ -170,6 +171,9 @@ class CpuOps(ReferenceOps):
         )
         return None
 
+    def copy_tokens(self, store: KVStore, layer: int, src: Tensor, dst: Tensor) -> None:
+        self._library.copy_tokens(store.k(layer), store.v(layer), src, dst, store.pages_per_block)
+
 
 def _rotates_all_dims(cos: Tensor, outputs: int, heads: int) -> bool:
     """Return whether a RoPE table rotates all dimensions of all heads."""
@@ -178,4 +182,5 @@ def _rotates_all_dims(cos: Tensor, outputs: int, heads: int) -> bool:
 
 def _address_arguments(at: Slots) -> tuple[Tensor | int | None, ...]:
     """Return a step's addresses as the arguments of attention.cpp, in its order."""
-    return at.table, at.table_row, at.q_start, at.start, at.window_start, at.block_size, at.sinks, at.ring
+    tensors = at.table, at.table_row, at.q_start, at.start, at.window_start
+    return *tensors, at.block_size, at.sinks, at.ring, at.num_decode, at.max_q, at.max_kv

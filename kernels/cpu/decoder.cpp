@@ -91,7 +91,7 @@ class Layers : public torch::CustomClassHolder {
 
  private:
   enum Shape { Q_HEADS, KV_HEADS, HEAD_DIM, WINDOW };
-  enum Number : size_t { BLOCK_SIZE, SINKS, RING, REACH, NUMBERS };
+  enum Number : size_t { BLOCK_SIZE, SINKS, RING, NUM_DECODE, MAX_Q, MAX_KV, REACH, NUMBERS };
   enum AddressTensor : size_t { TABLE, TABLE_ROW, Q_START, START, WINDOW_START, TENSORS };
 
   // Throws unless the tensors of a layer fit each other. Checked when the layer is added, as the threads of a step must
@@ -195,8 +195,13 @@ const Location* Layers::location(size_t number, const std::vector<size_t>& layer
   const int64_t* numbers = &arguments_.numbers[NUMBERS * number];
   const auto* tensors = &arguments_.addresses[TENSORS * number];
   for (size_t i = 0; i < WINDOW_START; ++i) TORCH_CHECK_VALUE(tensors[i], "forward_layers: addresses are missing");
-  const Addresses at{*tensors[TABLE], *tensors[TABLE_ROW],   *tensors[Q_START],
-                     *tensors[START], tensors[WINDOW_START], {numbers[BLOCK_SIZE], numbers[SINKS], numbers[RING]}};
+  const Addresses at{*tensors[TABLE],
+                     *tensors[TABLE_ROW],
+                     *tensors[Q_START],
+                     *tensors[START],
+                     tensors[WINDOW_START],
+                     {numbers[BLOCK_SIZE], numbers[SINKS], numbers[RING]},
+                     {numbers[NUM_DECODE], numbers[MAX_Q], numbers[MAX_KV]}};
   const bool is_split = at.start.dim() == 2;
   TORCH_CHECK_VALUE(numbers[REACH] > 0, "forward_layers: a window of ", numbers[REACH]);
   for (const size_t i : layers) {

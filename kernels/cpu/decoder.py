@@ -96,7 +96,8 @@ class CpuDecoderLayers(DecoderLayers):
         for store, at, window in unique.values():
             planes.append(self._get_planes(store))
             addresses += [at.table, at.table_row, at.q_start, at.start, at.window_start]
-            integers += [at.block_size, at.sinks, at.ring, NO_WINDOW if window is None else window]
+            integers += [at.block_size, at.sinks, at.ring, at.num_decode, at.max_q, at.max_kv]
+            integers.append(NO_WINDOW if window is None else window)
         locations = [-1 if where is None else numbers[id(where)] for each in slices for where in each.kv_locations]
         taps: list[Tensor | None] = []
         if any(each.query_tap is not None for each in slices):

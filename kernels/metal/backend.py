@@ -246,6 +246,22 @@ class MetalOps(ReferenceOps):
             grid = Grid((min(MAX_COPY_UNITS, block - begin), len(block_ids) // 2, 1), (GROUP, 1, 1))
             kernel(grid, store.memory[begin * COPY_UNIT_BYTES :].view(torch.int32), block_ids, Longs((page,)))
 
+    def copy_tokens(self, store: KVStore, layer: int, src: Tensor, dst: Tensor) -> None:
+        if store.dtype not in (*KERNEL_DTYPES, torch.int8):
+            return super().copy_tokens(store, layer, src, dst)
+        reference.check_copy_tokens(store, layer, src, dst)
+        tensors = (typed_memory(store), src, dst)
+        check_same_device(*tensors)
+        strides = [stride for slots in (src, dst) for stride in (slots.stride(0), slots.dim() - 1)]
+        plain = torch.float32 if store.dtype is torch.int8 else store.dtype
+        self._kernels.get("store", "copy_tokens", T=plain, KV=store.dtype)(
+            Grid((LANES, store.k(layer).shape[1], len(src)), (LANES, 1, 1)),
+            *tensors,
+            planes(store, layer),
+            Longs((store.block_size, *strides)),  # CopiedSlots
+        )
+        return None
+
     # ---------------------------------------------------------------- attention
     def attend(
         self,

@@ -1,4 +1,4 @@
-// Writes keys and values to the store, reads them, and copies blocks. KV is the type in which their numbers are stored.
+// Writes keys and values to the store, reads them, and copies blocks and tokens. KV is the type in which their numbers are stored.
 #include "slots.h"
 
 // ---------------------------------------------------------------- int8
@@ -126,4 +126,38 @@ kernel void copy_blocks(
     uint2 at [[thread_position_in_grid]]) {  // 16 bytes, pair
   const int2 pair = pairs[at.y];
   memory[size_t(pair.y) * page + at.x] = memory[size_t(pair.x) * page + at.x];
+}
+
+// ---------------------------------------------------------------- copy_tokens
+// The number of slots of a block, and how the slots of tokens are stored: strides in numbers from token to token, and
+// from head to head (0: all heads have the same).
+struct CopiedSlots {
+  long block_size, src_token, src_head, dst_token, dst_head;
+};
+
+inline device KV* vector_at(device KV* memory, PlaneSizes p, int head, long slot, long block_size) {
+  return memory + size_t(slot / block_size) * p.block_stride + p.offset + size_t(head) * p.head_stride +
+         size_t(slot % block_size) * p.vector_stride;
+}
+
+// One simdgroup copies a stored vector. A scale is part of its vector.
+inline void copy_vector(device KV* memory, PlaneSizes p, int head, long src, long dst, long block_size, uint lane) {
+  const device KV* from = vector_at(memory, p, head, src, block_size);
+  device KV* to = vector_at(memory, p, head, dst, block_size);
+  for (int i = lane; i < int(p.vector_stride); i += LANES) to[i] = from[i];
+}
+
+// Copies keys and values from slots src to slots dst, one simdgroup per token and head.
+kernel void copy_tokens(
+    device KV* memory [[buffer(0)]],
+    const device long* src [[buffer(1)]],
+    const device long* dst [[buffer(2)]],
+    constant Planes& plane_sizes [[buffer(3)]],
+    constant CopiedSlots& slots [[buffer(4)]],
+    uint3 at [[thread_position_in_grid]]) {  // lane, head, token
+  const Planes planes = plane_sizes;
+  const CopiedSlots s = slots;
+  const long from = src[at.z * s.src_token + at.y * s.src_head], to = dst[at.z * s.dst_token + at.y * s.dst_head];
+  copy_vector(memory, planes.k, at.y, from, to, s.block_size, at.x);
+  copy_vector(memory, planes.v, at.y, from, to, s.block_size, at.x);
 }

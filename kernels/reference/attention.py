@@ -49,6 +49,10 @@ class TiledAttention:
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
         self._groups: WeakKeyDictionary[Slots, dict[tuple[int | None, ...], list[_Group]]] = WeakKeyDictionary()
 
+    def forget(self, at: Slots) -> None:
+        """Forget the indices that were computed from these addresses."""
+        self._groups.pop(at, None)
+
     def attend(
         self, out: Tensor, q: Tensor, store: KVStore, layer: int, at: Slots, spec: LayerSpec, window: int | None
     ) -> None:

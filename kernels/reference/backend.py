@@ -14,7 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import sampling
-from kernels.arguments import ANY, AT_LEAST_ONE, FLOATS, SlotsChecker, by_head, check, check_tensor, compute_indices
+from kernels.arguments import (
+    ANY,
+    AT_LEAST_ONE,
+    FLOATS,
+    SlotsChecker,
+    by_head,
+    check,
+    check_blocks_apart,
+    check_slot_numbers,
+    check_tensor,
+    compute_indices,
+)
 from kernels.composite import CompositeOps
 from kernels.memory import ConcatenatedWeight
 from kernels.ops import PackedWeight, Weight
@@ -116,6 +127,7 @@ class ReferenceOps(CompositeOps):
         return x.float() * scale[..., None]
 
     def check_slots(self, store: KVStore, layer: int, at: Slots, num_tokens: int) -> None:
+        self._forget(at)
         heads, _, _ = store.heads(layer)
         check(
             not at.split_heads or (at.start.dim() == 2 and at.start.shape[1] == heads),
@@ -124,6 +136,12 @@ class ReferenceOps(CompositeOps):
         )
         found = self._addresses.check("check_slots", at, store)
         check(found == num_tokens, "check_slots: the rows have {} tokens instead of {}", found, num_tokens)
+
+    def _forget(self, at: Slots) -> None:
+        """Forget what was computed from these addresses: a strategy may have changed their tensors since."""
+        self._addresses.forget(at)
+        self._writes.pop(at, None)
+        self._tiled_attention.forget(at)
 
     def write_kv(self, store: KVStore, layer: int, k: Tensor, v: Tensor, at: Slots) -> None:
         check_write_kv(store, layer, k, v)
@@ -169,6 +187,17 @@ class ReferenceOps(CompositeOps):
         check_copy_blocks(store, src, dst)
         for a, b in zip(src, dst, strict=True):
             store.blocks[b].copy_(store.blocks[a])
+
+    def copy_tokens(self, store: KVStore, layer: int, src: Tensor, dst: Tensor) -> None:
+        check_copy_tokens(store, layer, src, dst)
+        for plane in store.planes(layer):
+            heads = _list_heads(plane)
+            read, written = (
+                (slots // store.block_size, heads, slots % store.block_size) for slots in (by_head(src), by_head(dst))
+            )
+            for part in plane:
+                if part is not None:
+                    part[written] = part[read]
 
     def repeat_kv_heads(self, x: Tensor, groups: int) -> Tensor:
         check_repeat_kv_heads(x, groups)
@@ -329,7 +358,7 @@ def check_gather(store: KVStore, layer: int, at: Slots, row: int, indices: Tenso
     sizes = (ANY, H) if store.split_heads else (ANY,)
     check_tensor("gather", "indices", indices, sizes, (torch.int64, torch.int32), store.device)
     start, length = by_head(at.start)[row], at.q_start[row + 1] - at.q_start[row]
-    there = bool(((by_head(indices) >= 0) & (by_head(indices) < start + length)).all())
+    there = bool(((by_head(indices) >= 0) & (by_head(indices) < start + length) & (start >= 0)).all())
     check(there, "gather: indices must be from 0 to the row's last, and are {}", indices)
 
 
@@ -341,3 +370,18 @@ def check_copy_blocks(store: KVStore, src: Sequence[int], dst: Sequence[int]) ->
     written = set(dst)  # no block may be read and written, as a GPU copies all at the same time
     is_separate = len(written) == len(dst) and written.isdisjoint(src)
     check(is_separate, "copy_blocks: a block is written twice, or read and written; copy it in another call")
+    check_blocks_apart("copy_blocks", torch.tensor([*src, *dst], dtype=torch.int64), store.pages_per_block)
+
+
+def check_copy_tokens(store: KVStore, layer: int, src: Tensor, dst: Tensor) -> None:
+    """Raise ValueError for wrong arguments of `Ops.copy_tokens`."""
+    heads = store.k(layer).shape[1]  # of a block
+    for name, slots, size in (("src", src, ANY), ("dst", dst, src.shape[0] if src.dim() else ANY)):
+        sizes = (size, heads) if slots.dim() == 2 else (size,)
+        check_tensor("copy_tokens", name, slots, sizes, (torch.int64,), store.device)
+        check(slots.stride(-1) == 1 or slots.shape[-1] <= 1, "copy_tokens: {} must be dense", name)
+    if len(src):
+        read, written = by_head(src), by_head(dst)
+        check_slot_numbers("copy_tokens", read, written, store.num_blocks * store.block_size)
+        blocks = torch.cat((read.flatten(), written.flatten())) // store.block_size
+        check_blocks_apart("copy_tokens", blocks, store.pages_per_block)

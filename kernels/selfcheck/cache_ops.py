@@ -132,6 +132,26 @@ def _copy_blocks_bytes(store: KVStore, src: list[int], dst: list[int]) -> int:
     return 2 * len(src) * store.block_bytes
 
 
+def _copy_tokens_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    for name, case in _cases(ReferenceOps(), dtype, device):
+        size, heads = case.store.block_size, case.store.k(case.layer).shape[1]
+        full = case.table[[1 * case.heads, 4 * case.heads], 0].long()  # the first blocks of the rows with a past
+        blocks = torch.stack((full, torch.tensor([0, 1], device=device)))
+        src, dst = (blocks[..., None] * size + torch.arange(size, device=device)).flatten(1)
+        count = 2 * size // 3 - 1
+        kept = torch.stack([src[head::3][:count] for head in range(heads)], 1)  # in each head other tokens
+        if heads == 1:
+            kept = kept[:, 0].contiguous()
+        ops.copy_tokens(case.store, case.layer, kept, dst[:count])
+        yield name, case.pages.memory.float()
+
+
+def _copy_tokens_bytes(store: KVStore, layer: int, src: Tensor, dst: Tensor) -> int:
+    planes = (plane.numbers for plane in store.planes(layer))
+    sizes = (plane.shape[1] * compute_vector_bytes(plane.shape[3], store.dtype) for plane in planes)
+    return 2 * len(src) * sum(sizes)
+
+
 def _repeat_kv_heads_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     draw = random_tensors(device)
     for groups in (1, 7):
@@ -166,6 +186,14 @@ CACHE_OPS = (
     OpInfo("attend", ATTENTION, _attend_samples, "all keys and values that a row sees, once", _attend_bytes, ("q",)),
     OpInfo("gather", EXACT, _gather_samples, "the keys and values read, in and out", _gather_bytes, ()),
     OpInfo("copy_blocks", EXACT, _copy_blocks_samples, "the blocks, in and out", _copy_blocks_bytes, ()),
+    OpInfo(
+        "copy_tokens",
+        EXACT,
+        _copy_tokens_samples,
+        "the keys and values copied, in and out",
+        _copy_tokens_bytes,
+        (),
+    ),
     OpInfo(
         "repeat_kv_heads",
         EXACT,

@@ -349,6 +349,27 @@ def copy_blocks(ops: Ops, shape: Shape) -> Pairs:
     assert _untouched(arena.memory), "another block was written"
 
 
+def copy_tokens(ops: Ops, shape: Shape) -> Pairs:
+    """Copies tokens of the first block, in reverse order, to every third slot of the last block."""
+    layers = [OTHER] * shape.layers_before + [_spec(shape)]
+    arena = Arena(2 + shape.unused_blocks, compute_block_bytes(layers, shape.block_size, shape.dtype))
+    arena.memory.fill_(0xFF)
+    store = KVStore(arena, layers, shape.block_size, shape.dtype)
+    layer, last = shape.layers_before, store.num_blocks - 1
+    dst = torch.arange(last * shape.block_size, (last + 1) * shape.block_size, 3)
+    src = torch.arange(len(dst)).flip(0)
+    draw = Draw(shape)
+    for plane in (store.k(layer), store.v(layer)):
+        plane[0] = draw.dense(*plane.shape[1:])
+    ops.copy_tokens(store, layer, src, dst)
+    as_bits = {2: torch.int16, 4: torch.int32}[shape.dtype.itemsize]
+    for plane in (store.k(layer), store.v(layer)):
+        yield plane[last, :, ::3], plane[0, :, : len(dst)].flip(1)
+        plane.view(as_bits)[0] = -1
+        plane.view(as_bits)[last, :, ::3] = -1
+    assert _untouched(arena.memory), "something else was written"
+
+
 # -------------------------------------------------------------------- repeated heads
 def _repeated(x: Tensor, groups: int) -> Tensor:
     return torch.stack([x[:, head // groups] for head in range(groups * x.shape[1])])
@@ -376,7 +397,7 @@ FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
     for each in (
         *(forward_layers, linear, linear_quantized, qkv_proj_rope, o_proj_add_norm, mlp),
         *(rms_norm, add_rms_norm, rope, silu_mul, sample, quantize, dequantize),
-        *(write_kv, attend, gather, copy_blocks, repeat_kv_heads, repeat_kv_heads_step),
+        *(write_kv, attend, gather, copy_blocks, copy_tokens, repeat_kv_heads, repeat_kv_heads_step),
     )
 }
 # What is varied of a shape: this, unless VARIED says otherwise.
@@ -387,4 +408,5 @@ VARIED: Mapping[str, Sequence[str]] = {
     "attend": (*ACTIVATIONS, "block_size", "window", "layers_before"),
     "gather": ("dtype", "head_dim", "length", "block_size", "layers_before"),
     "copy_blocks": ("dtype", "head_dim", "block_size", "layers_before"),
+    "copy_tokens": ("dtype", "head_dim", "block_size", "layers_before"),
 }

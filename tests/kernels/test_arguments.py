@@ -12,6 +12,8 @@ import torch
 from kernels.memory import ConcatenatedWeight
 from kernels.quantization import QuantizedTensor
 from kernels.reference.backend import ReferenceOps
+from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
+from kernels.types import LayerSpec
 from tests.kernels.backend_matrix import BACKENDS, NAMES
 
 backends = pytest.mark.parametrize("backend", NAMES)
@@ -78,3 +80,31 @@ def test_parts_of_a_quantized_weight_that_do_not_fit_are_refused() -> None:
 def test_matrices_of_several_widths_are_not_joined() -> None:
     with pytest.raises(ValueError, match="of one width"):
         ConcatenatedWeight([torch.ones(2, 3), torch.ones(2, 4)])
+
+
+@backends
+def test_addresses_that_were_changed_in_place_are_checked_again(backend: str) -> None:
+    """A strategy may keep its `Slots` from step to step: `check_slots`, called for each plan, looks at them anew."""
+    ops = BACKENDS[backend]()
+    case = AttentionCase(ops, Layout(16), LayerSpec(2, 4, 8, 8), [CaseRow(40, 1)], torch.float32)
+    case.write()
+    before = case.attend()
+    ops.check_slots(case.store, 0, case.at, 1)
+    case.at.table[0, 1] = case.store.num_blocks
+    with pytest.raises(ValueError, match=r"^check_slots: the table"):
+        ops.check_slots(case.store, 0, case.at, 1)
+    with pytest.raises(ValueError, match=r"^attend: the table"):
+        case.attend()
+    case.at.table.copy_(case.table.flip(0))
+    ops.check_slots(case.store, 0, case.at, 1)
+    assert all(map(torch.equal, case.attend(), before))
+
+
+@backends
+def test_nothing_is_gathered_from_a_row_of_padding(backend: str) -> None:
+    """Its table row is not checked, as no key of it is read or written."""
+    rows = [CaseRow(20, 1), CaseRow(-1, 4)]
+    case = AttentionCase(BACKENDS[backend](), Layout(16), LayerSpec(2, 4, 8, 8), rows, torch.float32)
+    case.at.table_row[1] = 1 << 20
+    with pytest.raises(ValueError, match="gather: "):
+        case.ops.gather(case.store, 0, case.at, 1, torch.tensor([0]))

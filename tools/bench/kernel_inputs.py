@@ -275,3 +275,18 @@ def copy_blocks(dtype: torch.dtype, context: int) -> Calls:
     store = Sequences(dtype, context).store
     half = store.num_blocks // 2
     return [(store, [i], [half + i]) for i in range(half)]
+
+
+def copy_tokens(dtype: torch.dtype, context: int) -> Calls:
+    """Return calls that copy every other token of a sequence to the blocks of another one, in one layer each."""
+    sequences = Sequences(dtype, 2 * context)
+    sources, targets = sequences.block_table.long().chunk(2) if sequences.num_sequences > 1 else _halves(sequences)
+    slots = [(table[..., None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE)).flatten(1) for table in (sources, targets)]
+    pairs = [(src[: 2 * context : 2].contiguous(), dst[:context]) for src, dst in zip(*slots, strict=False)]
+    return [(sequences.store, layer, src, dst) for src, dst in pairs for layer in range(len(LAYERS))]
+
+
+def _halves(sequences: Sequences) -> tuple[Tensor, Tensor]:
+    """Return the block tables of two sequences, if there is memory for one only."""
+    first, second = sequences.block_table.long().chunk(2, 1)
+    return first, second

@@ -217,6 +217,38 @@ MUTANTS: tuple[Mutant, ...] = (
         (BOUND, "the page", "copy_blocks", "$memory[size_t($pair.x) * «$page→($page - 1)»"),
         (WRITERS, "places", "copy_blocks", "$pair.y) * $page «+ $at.x→»] ="),
     ),
+    *_of(
+        "copy_tokens",
+        (
+            INDEX,
+            "source and destination",
+            "copy_vector",
+            "long $src, long $dst, long $block_size ... $from = vector_at($memory, $p, $head, «$src→$dst»",
+        ),
+        (
+            INDEX,
+            "slots of another head",
+            "copy_tokens",
+            "long $from = $src[$at.z * $s.$src_token «+ $at.y * $s.$src_head→»]",
+        ),
+        (INDEX, "keys for values", "Planes copy_tokens", "PlaneSizes $k, $v; ... copy_vector($memory, $planes.«$v→$k»"),
+        (BOUND, "the block", "vector_at", "size_t($slot / «$block_size→($block_size + 1)»)"),
+        (BOUND, "a number too many", "copy_vector", "$i «<→<=» int($p.$vector_stride)"),
+        (WRITERS, "heads", "vector_at", "«+ size_t($head) * $p.$head_stride→»"),
+        (WRITERS, "slots of a block", "vector_at", "«+ size_t($slot % $block_size) * $p.$vector_stride→»"),
+        (
+            LOGIC,
+            "numbers after the first 32",
+            "copy_vector",
+            "$i < int($p.$vector_stride); $i += «LANES→int($p.$vector_stride)») $to[$i]",
+        ),
+        (
+            LOGIC,
+            "the scale",
+            "PlaneSizes copy_vector",
+            "long $dim, $offset, $block_stride, ... $i < int($p.«$vector_stride→$dim»)",
+        ),
+    ),
     *_barrier("decode", "before sums are joined", "decode", KERNEL, "if", "mem_none", "simdgroup"),
     *_barrier("decode", "before the next head's sums", "decode", KERNEL, "}", "mem_device", "lane"),
     *_of(

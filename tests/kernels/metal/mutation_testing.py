@@ -71,6 +71,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "write_kv": ("store", "write_kv"),
     "gather": ("store", "gather"),
     "copy_blocks": ("store", "copy_blocks"),
+    "copy_tokens": ("store", "copy_tokens"),
     "decode": ("decode", "attend"),
     "merge": ("decode", "attend"),
     "prefill": ("prefill", "attend"),

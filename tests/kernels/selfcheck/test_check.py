@@ -54,7 +54,7 @@ class Off(ReferenceOps):
 
     def _off(self, op: Callable[..., Any]) -> Callable[..., Any]:
         def wrong(*args: Any, **kwargs: Any) -> Any:
-            if op.__name__ in ("write_kv", "copy_blocks", "repeat_kv_heads_step"):
+            if op.__name__ in ("write_kv", "copy_blocks", "copy_tokens", "repeat_kv_heads_step"):
                 return None
             if op.__name__ == "attend":
                 op(*args, **kwargs)

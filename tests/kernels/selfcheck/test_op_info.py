@@ -89,3 +89,5 @@ def test_bytes_of_stored_vectors() -> None:
         assert ROW["write_kv"].count_bytes(case.store, 0, k, v, case.at) == 3 * (128 + stored)
         assert ROW["gather"].count_bytes(case.store, 0, case.at, 0, torch.arange(7)) == 7 * (stored + out)
         assert ROW["copy_blocks"].count_bytes(case.store, [0, 1], [2, 3]) == 4 * case.store.block_bytes
+        slots = torch.arange(7)
+        assert ROW["copy_tokens"].count_bytes(case.store, 0, slots, slots + 16) == 7 * 2 * stored
