@@ -16,7 +16,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cache_strategies.reserved_memory import ReservedMemory
@@ -207,6 +209,11 @@ class Arena:
         if not 0 <= page <= self.pages - run or self._marks[page : page + run] != bytes([share.mark]) * run:
             raise ValueError(f"pages {page} to {page + run - 1} do not belong to {owner!r}: were they released before?")
         self._mark_pages(share, page, run, taken=False)
+
+    def owns(self, owner: str, pages: NDArray[np.int64]) -> bool:
+        """Return whether all these pages belong to an owner."""
+        marks = np.frombuffer(self._marks, np.uint8)
+        return bool((marks[pages] == self._shares[owner].mark).all())
 
     def release_all(self, owner: str) -> int:
         """Free all pages of an owner, whatever it uses them for; return their number."""

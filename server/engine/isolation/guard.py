@@ -29,24 +29,9 @@ from cache_strategies.types import (
 )
 from kernels.ops import KVLocation
 from kernels.types import LayerSpec
+from server.engine.isolation import results
 from server.engine.isolation.calls import CallObserver, NoObserver
 from server.engine.isolation.errors import StrategyError
-from server.engine.isolation.results import (
-    MAX_NUMBER,
-    check_dropped,
-    check_location,
-    check_report,
-    check_seat,
-    check_tap,
-    describe,
-    describe_error,
-    has_unwritten,
-    mark_unwritten,
-    to_blocks,
-    to_events,
-    to_pages,
-    to_usage,
-)
 from server.records import KVTokens
 
 log = logging.getLogger(__name__)
@@ -102,6 +87,7 @@ class GuardedCache(KVCache[Seat]):
         self.inner, self.is_suspended, self._keeps_idle_pages = inner, False, False
         self.options, self.stores, self.contract = inner.options, inner.stores, inner.contract
         # Calls of every step are left out if the strategy has no such method of its own
+        self._is_plugin = hasattr(inner, "interface_version")  # then its plans are checked before they are used
         self._has_poll = getattr(inner.poll, "__func__", None) is not KVCache.poll
         self._has_events = getattr(inner.collect_block_events, "__func__", None) is not KVCache.collect_block_events
         self.setup.arena.register_owner(self.name, self)
@@ -145,7 +131,7 @@ class GuardedCache(KVCache[Seat]):
         except (PinError, StrategyError, KeyboardInterrupt):
             raise  # PinError is the answer to an operator; a StrategyError has been reported
         except BaseException as error:
-            raise self.make_fault(method, describe_error(error), error) from error
+            raise self.make_fault(method, results.describe_error(error), error) from error
         finally:
             self._calls.leave(outer)
 
@@ -175,7 +161,7 @@ class GuardedCache(KVCache[Seat]):
             if convert is not None:
                 return self._run(method, convert, found)
             if not isinstance(found, type(default)):
-                raise self.make_fault(method, f"it returned {describe(found)}, not a {type(default).__name__}")
+                raise self.make_fault(method, f"it returned {results.describe(found)}, not a {type(default).__name__}")
         except StrategyError:
             return default
         return found
@@ -183,7 +169,7 @@ class GuardedCache(KVCache[Seat]):
     def _check_type(self, method: str, kind: type[T], found: Any) -> T:
         """Return what a call returned. Raises StrategyError unless it has exactly the type `kind`."""
         if type(found) is not kind:
-            raise self.make_fault(method, f"it returned {describe(found)}, not a {kind.__name__}")
+            raise self.make_fault(method, f"it returned {results.describe(found)}, not a {kind.__name__}")
         return found
 
     # ---------------------------------------------------------------- seats
@@ -194,14 +180,14 @@ class GuardedCache(KVCache[Seat]):
         """
         known, length = self._lengths[id(seat)], getattr(seat, "length", None)
         if type(length) is not int or not 0 <= length <= known:
-            raise self.make_fault(method, f"a seat of {known} tokens has length {describe(length)}")
+            raise self.make_fault(method, f"a seat of {known} tokens has length {results.describe(length)}")
         self._lengths[id(seat)] = length
 
     def _check_new_seat(self, seat: Any, lengths: range) -> None:
         """Raise TypeError or ValueError unless a new seat is sound, and its length is in `lengths`."""
         if id(seat) in self._seats:
             raise ValueError("it returned a seat that is open already")
-        check_seat(seat, lengths)
+        results.check_seat(seat, lengths)
 
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> Seat | None:
         seat = self.call("open", tokens, salt=salt, max_cached=max_cached)
@@ -274,8 +260,8 @@ class GuardedCache(KVCache[Seat]):
     # ---------------------------------------------------------------- memory
     def bytes_for(self, num_tokens: int) -> int:
         size = self._check_type("bytes_for", int, self.call("bytes_for", num_tokens))
-        if not 0 <= size < MAX_NUMBER:
-            raise self.make_fault("bytes_for", f"{num_tokens} tokens take {describe(size)} bytes")
+        if not 0 <= size < results.MAX_NUMBER:
+            raise self.make_fault("bytes_for", f"{num_tokens} tokens take {results.describe(size)} bytes")
         return size
 
     def idle_pages(self) -> int:
@@ -299,7 +285,9 @@ class GuardedCache(KVCache[Seat]):
 
     def pinned_pages(self) -> Collection[int]:
         nothing: Collection[int] = ()
-        return self._call_quietly("pinned_pages", nothing, convert=partial(to_pages, num_pages=self.setup.arena.pages))
+        return self._call_quietly(
+            "pinned_pages", nothing, convert=partial(results.to_pages, num_pages=self.setup.arena.pages)
+        )
 
     # ---------------------------------------------------------------- a step
     def poll(self) -> None:
@@ -310,12 +298,15 @@ class GuardedCache(KVCache[Seat]):
         for seat, _ in rows:
             self._check_length("plan", seat)
         plan = self._run("plan", self.inner.plan, list(rows))
-        return self._run("plan", self._guard_plan, plan, tuple(rows))
+        guarded = self._run("plan", self._guard_plan, plan, tuple(rows))
+        if self._is_plugin:
+            self.check_plan(guarded)
+        return guarded
 
     def _guard_plan(self, plan: object, rows: tuple[Row, ...]) -> GuardedPlan:
         """Return a plan with its addresses, which are not checked yet. Raises TypeError or ValueError if it is none."""
         if not isinstance(plan, Plan):
-            raise TypeError(f"it returned {describe(plan)}, not a Plan")
+            raise TypeError(f"it returned {results.describe(plan)}, not a Plan")
         if tuple(plan.rows) != rows:
             raise ValueError("the plan has other rows than were passed in")
         return GuardedPlan(plan, rows, [plan.kv_location(i) for i in range(len(self.setup.geometry.layers))])
@@ -328,11 +319,14 @@ class GuardedCache(KVCache[Seat]):
 
     def _check_plan(self, plan: GuardedPlan) -> None:
         """Raise TypeError or ValueError if a plan's addresses or tap are wrong."""
-        for layer in range(len(self.setup.geometry.layers)):
-            check_location(plan.kv_location(layer))
+        layers = self.setup.geometry.layers
+        locations = [plan.kv_location(layer) for layer in range(len(layers))]
+        results.check_locations(locations)
         super().check_plan(plan)
+        if self._is_plugin:
+            results.check_pages(locations, [spec.window for spec in layers], self.setup.arena, self.name)
         if plan.query_tap is not None:
-            check_tap(plan.query_tap, sum(row.num_tokens for row in plan.rows), self.setup.geometry)
+            results.check_tap(plan.query_tap, sum(row.num_tokens for row in plan.rows), self.setup.geometry)
 
     def attend(self, plan: Plan, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         assert isinstance(plan, GuardedPlan)
@@ -340,9 +334,9 @@ class GuardedCache(KVCache[Seat]):
             if not plan.is_checked:
                 self.check_plan(plan)
             return super().attend(plan, layer_idx, q, k, v, out)
-        mark_unwritten(out)
+        results.mark_unwritten(out)
         self._run("attend", plan.inner.attend, layer_idx, q, k, v, out)
-        if has_unwritten(out):
+        if results.has_unwritten(out):
             raise self.make_fault("attend", f"parts of `out` were not written in layer {layer_idx}")
         return None
 
@@ -356,19 +350,19 @@ class GuardedCache(KVCache[Seat]):
         """Raise ValueError unless the seats of committed rows have these lengths, and can be reported."""
         for (seat, _), length in zip(rows, lengths, strict=True):
             if type(seat.length) is not int or seat.length != length:
-                raise ValueError(f"a seat has length {describe(seat.length)} instead of {length}")
+                raise ValueError(f"a seat has length {results.describe(seat.length)} instead of {length}")
             self._lengths[id(seat)] = length
             if id(seat) in self._unreported:
-                check_report(seat)
+                results.check_report(seat)
                 self._unreported.remove(id(seat))
 
     # ---------------------------------------------------------------- reports
     def usage(self) -> CacheUsage:
         nothing = CacheUsage(self.num_open_seats, 0, 0, 0, 0, 0, self.limit_bytes)
-        return self._call_quietly("usage", nothing, convert=to_usage)
+        return self._call_quietly("usage", nothing, convert=results.to_usage)
 
     def blocks(self) -> Blocks:
-        return self._call_quietly("blocks", Blocks(), convert=to_blocks)
+        return self._call_quietly("blocks", Blocks(), convert=results.to_blocks)
 
     def count_dropped_tokens(self, seat: Seat) -> int:
         return self.count_tokens([seat]).dropped
@@ -378,7 +372,7 @@ class GuardedCache(KVCache[Seat]):
         seats = list(self._seats.values() if seats is None else seats)
         dropped = []
         for seat in seats:
-            check = partial(check_dropped, seat=seat, exact=self.contract.exact)
+            check = partial(results.check_dropped, seat=seat, exact=self.contract.exact)
             dropped.append(self._call_quietly("count_dropped_tokens", -1, seat, convert=check))
             if dropped[-1] < 0:
                 dropped = []  # the other seats would have the same fault, which counts once
@@ -389,7 +383,7 @@ class GuardedCache(KVCache[Seat]):
         return self.inner.visible_positions(length, spec)
 
     def collect_block_events(self) -> BlockEvents | None:
-        return self._call_quietly("collect_block_events", None, convert=to_events) if self._has_events else None
+        return self._call_quietly("collect_block_events", None, convert=results.to_events) if self._has_events else None
 
     def check_integrity(self) -> None:
         """Check the guarded cache's bookkeeping; an AssertionError stays one, as it shows a bug."""

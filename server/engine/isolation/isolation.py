@@ -23,6 +23,8 @@ from server.records import KVTokens, Outcome
 
 log = logging.getLogger(__name__)
 
+# Methods whose faults are only counted, as no request needs what they return
+REPORTS = frozenset({"usage", "blocks", "count_dropped_tokens", "collect_block_events"})
 STRATEGY_TIMEOUT = 5.0  # default of the setting strategy_timeout, in seconds
 
 
@@ -62,7 +64,7 @@ class Isolation:
 
     def _on_fault(self, error: StrategyError) -> None:
         self.faults[error.instance] += 1
-        if self._quarantine.record_fault(error.instance):
+        if error.method not in REPORTS and self._quarantine.record_fault(error.instance):
             self._new_quarantines[error.instance] = error
 
     def collect_faults(self) -> Mapping[str, int]:

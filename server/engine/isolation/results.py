@@ -7,17 +7,21 @@ part of the strategy's call. Knows neither caches nor faults.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from cache_strategies.arena import Arena
 from cache_strategies.base import Seat
 from cache_strategies.types import BlockEvents, Blocks, CacheUsage, Geometry, Miss
+from kernels.arguments import by_head
 from kernels.ops import KVLocation, QueryTap
+from kernels.types import Slots
 
 MAX_DESCRIPTION = 500  # maximum number of characters of a value or an error in a message
+INT32_MAX = 2**31 - 1
 MAX_NUMBER = 2**63  # numbers from here on cannot be sent
 # What `out` of a hook is filled with before the call: a NaN that no computation gives, by the size of its numbers
 UNWRITTEN = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FC0DEAD), 8: (torch.int64, 0x7FF80000DEADBEEF)}
@@ -108,14 +112,15 @@ def check_dropped(found: object, seat: Seat, *, exact: bool) -> int:
 
 
 # ---------------------------------------------------------------- plans
-def check_location(location: object) -> None:
-    """Raise unless a plan's location is None, or has the type and the window that kernels expect."""
-    if location is None:
-        return
-    if not isinstance(location, KVLocation):
-        raise TypeError(f"kv_location() returned {describe(location)}, not a KVLocation or None")
-    if location.window is not None and (type(location.window) is not int or location.window < 1):
-        raise ValueError(f"kv_location() has the window {describe(location.window)}")
+def check_locations(locations: Sequence[object]) -> None:
+    """Raise unless each of a plan's locations is None, or has the type and the window that kernels expect."""
+    for location in locations:
+        if location is None:
+            continue
+        if not isinstance(location, KVLocation):
+            raise TypeError(f"kv_location() returned {describe(location)}, not a KVLocation or None")
+        if location.window is not None and (type(location.window) is not int or location.window < 1):
+            raise ValueError(f"kv_location() has the window {describe(location.window)}")
 
 
 def mark_unwritten(out: Tensor) -> None:
@@ -128,6 +133,40 @@ def has_unwritten(out: Tensor) -> bool:
     """Return whether parts of the output of a hook were not written since mark_unwritten()."""
     dtype, mark = UNWRITTEN[out.itemsize]
     return bool((out.view(dtype) == mark).any())
+
+
+def check_pages(
+    locations: Sequence[KVLocation | None], windows: Sequence[int | None], arena: Arena, owner: str
+) -> None:
+    """Raise ValueError if kernels would read or write pages of the arena that do not belong to `owner`.
+
+    `locations` and `windows` are those of the model's layers; the addresses must lie in the stores. Nothing is checked
+    on another device than a CPU, as reading addresses there waits for it.
+    """
+    widest: dict[int, tuple[KVLocation, int]] = {}  # by location: the widest window of its layers
+    for location, window in zip(locations, windows, strict=True):
+        if location is not None and location.store.memory.data_ptr() == arena.memory.data_ptr():
+            reach = min(INT32_MAX if each is None else each for each in (window, location.window))
+            widest[id(location)] = location, max(reach, widest.get(id(location), (location, 0))[1])
+    for (store, at, _), reach in widest.values():
+        if store.memory.is_cpu:
+            pages = _find_used_blocks(at, reach)[:, None] + torch.arange(store.pages_per_block)
+            if not arena.owns(owner, pages.numpy()):
+                raise ValueError("the table has blocks in pages that belong to no strategy, or to another one")
+
+
+def _find_used_blocks(at: Slots, reach: int) -> Tensor:
+    """Return the blocks [n] that kernels read or write for queries that see the latest `reach` tokens of a row."""
+    start = by_head(at.start)  # [B, 1 or H], like `first` and `end`
+    end = start + at.q_start.diff().long()[:, None]
+    first = (start - reach + 1).clamp_min(0)
+    if at.window_start is not None:
+        first = by_head(at.window_start)[at.q_start[:-1].long()]
+    elif at.ring or at.sinks:
+        first, end = torch.zeros_like(start), end.clamp_max(at.sinks + at.ring) if at.ring else end
+    begin = torch.arange(at.table.shape[1]) * at.block_size  # of each block among the tokens of a row
+    is_used = (begin + at.block_size > first[..., None]) & (begin < end[..., None]) & (start >= 0)[..., None]
+    return at.table[by_head(at.table_row).clamp_min(0)][is_used].long()
 
 
 def check_tap(tap: object, num_tokens: int, geometry: Geometry) -> None:

@@ -15,6 +15,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from cache_strategies.base import KVCache, Plan, Row, Seat
@@ -195,6 +196,22 @@ def with_slots(**fields: Callable[[Any], Any]) -> Plant:
     return with_location(change)
 
 
+def _plant_foreign_blocks(cache: KVCache) -> None:
+    """Plant a fault: the addresses of the plan are in the first page that does not belong to the instance."""
+    right, arena = cache.plan, cache.setup.arena
+
+    def wrong(rows: Any) -> Plan:
+        plan = copy(right(rows))
+        where = plan.kv_location(0)
+        assert where is not None
+        page = next(page for page in range(arena.pages) if not arena.owns(cache.name, np.array([page])))
+        at = dataclasses.replace(where.at, table=torch.full_like(where.at.table, min(page, where.store.num_blocks - 1)))
+        plan.kv_location = lambda layer_idx: where._replace(at=at)  # type: ignore[method-assign]
+        return plan
+
+    cache.plan = wrong  # type: ignore[method-assign]
+
+
 def in_attend(run: Callable[[Any], None]) -> Plant:
     """Return a fault of a strategy that computes its own attention; `run` gets the plan's attend and its arguments."""
 
@@ -337,6 +354,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "kv_location is None without attend": Fault("attend", with_location(lambda _: None)),
     "blocks beyond the store": Fault("plan", with_slots(table=lambda t: t + 1_000_000)),
+    "blocks of another strategy": Fault("plan", _plant_foreign_blocks),
     "negative blocks": Fault("plan", with_slots(table=lambda t: -1 - t)),
     "rows beyond the table": Fault("plan", with_slots(table_row=lambda t: t + 1_000)),
     "tokens beyond the table": Fault("plan", with_slots(start=lambda t: t + 100_000)),
