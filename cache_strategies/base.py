@@ -96,6 +96,10 @@ class Plan(ABC, Generic[SeatT]):
         """
         return None
 
+    def list_kv_locations(self, num_layers: int) -> Sequence[KVLocation | None]:
+        """Return kv_location() of all layers."""
+        return [self.kv_location(layer) for layer in range(num_layers)]
+
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Write k and v, then compute attention: q [N,Hq,D], k [N,H,D], v [N,H,Dv] -> out [N,Hq,Dv].
 
@@ -250,7 +254,7 @@ class KVCache(ABC, Generic[SeatT]):
         Kernels check this as well; here it is found out which strategy's addresses are wrong.
         """
         num_tokens = sum(row.num_tokens for row in plan.rows)
-        locations = [plan.kv_location(layer) for layer in range(len(self.setup.geometry.layers))]
+        locations = plan.list_kv_locations(len(self.setup.geometry.layers))
         for layer, location in {id(where): (i, where) for i, where in enumerate(locations)}.values():
             if location is not None:
                 self.setup.ops.check_slots(location.store, layer, location.at, num_tokens)

@@ -98,7 +98,7 @@ class CpuDecoderLayers(DecoderLayers):
             addresses += [at.table, at.table_row, at.q_start, at.start, at.window_start]
             integers += [at.block_size, at.sinks, at.ring, at.num_decode, at.max_q, at.max_kv]
             integers.append(NO_WINDOW if window is None else window)
-        locations = [-1 if where is None else numbers[id(where)] for each in slices for where in each.kv_locations]
+        locations = [numbers.get(id(where), -1) for each in slices for where in each.kv_locations]
         taps: list[Tensor | None] = []
         if any(each.query_tap is not None for each in slices):
             nothing = [None] * (1 + len(self.layers))

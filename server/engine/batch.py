@@ -104,7 +104,7 @@ class Batch:
             rows = [item.row for item in items]
             begin, end = end, end + sum(row.num_tokens for row in rows)
             plan = cache.plan(rows)
-            locations = [plan.kv_location(i) for i in range(len(cache.setup.geometry.layers))]
+            locations = plan.list_kv_locations(len(cache.setup.geometry.layers))
             hook = partial(cache.attend, plan)
             yield _Part(cache, plan), AttentionSlice(slice(begin, end), locations, plan.query_tap, hook)
 

@@ -345,7 +345,9 @@ class Core:
     def _end_stalled(self, scheduled: Sequence[Scheduled]) -> None:
         """End requests that wait for a strategy at fault, and all requests of an instance in quarantine."""
         ended = self.isolation.find_stalled(self.scheduler.list_held_up(), [s.request for s in scheduled])
-        for requests, message, code in (*ended, *self.isolation.collect_quarantined(list(self._requests.values()))):
+        if self.isolation.has_new_quarantines:
+            ended += self.isolation.collect_quarantined(list(self._requests.values()))
+        for requests, message, code in ended:
             self._fail([request for request in requests if request.key in self._requests], message, code)
         self.isolation.suspend_quarantined()
 

@@ -111,7 +111,7 @@ class Recovery:
         return max(0.0, expected - monotonic()) if expected else float(self._start_seconds.value)
 
 
-CODES = 1 << 16  # upper bound of the codes of strategies' methods
+CODES = 1 << 16  # codes of methods are below this
 
 
 class StuckCall(NamedTuple):
@@ -119,7 +119,7 @@ class StuckCall(NamedTuple):
 
     instance: str
     method: str
-    seconds: float  # for which it has run at least
+    seconds: float  # since the supervisor first saw the call
 
 
 class StrategyCalls:
@@ -137,9 +137,9 @@ class StrategyCalls:
 
     def __init__(self, context: SpawnContext, instances: Sequence[str]) -> None:
         self._instances = list(instances)
-        # The running call: its number among all calls, then the 16 bits of its code, which is 0 if no call runs
+        # Bits 16 and up: the number of the running call; the lower 16 bits: the code of its method, 0 if no call runs
         self._shared: Any = context.RawArray("Q", 1)
-        self._running = self._count = 0  # in the engine: the value of `_shared`; that of the latest call
+        self._count = 0  # in the engine: the number of the latest call, times CODES
         self._seen, self._seen_at = 0, 0.0  # in the supervisor: the latest value, and since when it has been seen
 
     # ------------------------------------------------------------ the engine
@@ -150,18 +150,19 @@ class StrategyCalls:
 
     def enter(self, code: int) -> int:
         """Record that the call of a method begins; return what to pass to leave()."""
-        outer = self._running
-        self._count = count = self._count + CODES
-        self._running = self._shared[0] = count + code
+        shared = self._shared
+        outer: int = shared[0]
+        self._count += CODES
+        shared[0] = self._count + code
         return outer
 
     def leave(self, outer: int) -> None:
         """Record that the call has ended, and its thread is back in the outer one, if there is one."""
-        self._running = self._shared[0] = outer
+        self._shared[0] = outer
 
     # ------------------------------------------------------------ the supervisor
     def find_stuck(self, timeout: float) -> StuckCall | None:
-        """Return the running call if it has been seen for `timeout` seconds; must be called repeatedly."""
+        """Return the running call if this process has seen it for `timeout` seconds; call this often."""
         running, now = self._shared[0], monotonic()
         if running != self._seen:
             self._seen, self._seen_at = running, now

@@ -54,6 +54,9 @@ class GuardedPlan(Plan):
     def kv_location(self, layer_idx: int) -> KVLocation | None:
         return self._locations[layer_idx]
 
+    def list_kv_locations(self, num_layers: int) -> Sequence[KVLocation | None]:
+        return self._locations
+
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         self.inner.attend(layer_idx, q, k, v, out)
 
@@ -69,8 +72,9 @@ class GuardedCache(KVCache[Seat]):
     ) -> None:
         """Guard `inner`, also as an owner of the arena's pages. `on_fault` is called with each fault, once."""
         self._on_fault = on_fault
-        self._calls = calls or NoObserver()
-        self._codes = self._calls.encode_methods(inner.name)
+        calls = calls or NoObserver()
+        self._enter, self._leave = calls.enter, calls.leave
+        self._codes = calls.encode_methods(inner.name)
         self._log_again_at: dict[str, float] = {}  # by method: when a fault of it is logged again
         # By id, as a strategy's class of seat may have no hash, or one that changes
         self._seats: dict[int, Seat] = {}  # the open seats
@@ -86,8 +90,8 @@ class GuardedCache(KVCache[Seat]):
         assert not self._seats
         self.inner, self.is_suspended, self._keeps_idle_pages = inner, False, False
         self.options, self.stores, self.contract = inner.options, inner.stores, inner.contract
-        # Calls of every step are left out if the strategy has no such method of its own
         self._is_plugin = hasattr(inner, "interface_version")  # then its plans are checked before they are used
+        # These two would be called in every step: they are skipped unless the strategy overrides them
         self._has_poll = getattr(inner.poll, "__func__", None) is not KVCache.poll
         self._has_events = getattr(inner.collect_block_events, "__func__", None) is not KVCache.collect_block_events
         self.setup.arena.register_owner(self.name, self)
@@ -125,7 +129,7 @@ class GuardedCache(KVCache[Seat]):
 
         SystemExit is one of them. KeyboardInterrupt comes from the user, if the engine runs without a server.
         """
-        outer = self._calls.enter(self._codes.get(method, 0))
+        outer = self._enter(self._codes.get(method, 0))
         try:
             return function(*args, **kwargs)
         except (PinError, StrategyError, KeyboardInterrupt):
@@ -133,7 +137,7 @@ class GuardedCache(KVCache[Seat]):
         except BaseException as error:
             raise self.make_fault(method, results.describe_error(error), error) from error
         finally:
-            self._calls.leave(outer)
+            self._leave(outer)
 
     def make_fault(self, method: str, problem: str, cause: BaseException | None = None) -> StrategyError:
         """Report and log a fault, and return it as an error to raise.
@@ -158,6 +162,8 @@ class GuardedCache(KVCache[Seat]):
             return default
         try:
             found = self._run(method, getattr(self.inner, method), *args, **kwargs)
+            if found is None and default is None:
+                return default
             if convert is not None:
                 return self._run(method, convert, found)
             if not isinstance(found, type(default)):
@@ -297,19 +303,22 @@ class GuardedCache(KVCache[Seat]):
     def plan(self, rows: Sequence[Row]) -> Plan:
         for seat, _ in rows:
             self._check_length("plan", seat)
-        plan = self._run("plan", self.inner.plan, list(rows))
-        guarded = self._run("plan", self._guard_plan, plan, tuple(rows))
+        plan = self._run("plan", self._plan, rows)
         if self._is_plugin:
-            self.check_plan(guarded)
-        return guarded
+            self.check_plan(plan)
+        return plan
 
-    def _guard_plan(self, plan: object, rows: tuple[Row, ...]) -> GuardedPlan:
-        """Return a plan with its addresses, which are not checked yet. Raises TypeError or ValueError if it is none."""
+    def _plan(self, rows: Sequence[Row]) -> GuardedPlan:
+        """Return the strategy's plan with its addresses, which are not checked yet.
+
+        Raises TypeError or ValueError if it is not a Plan, or has other rows.
+        """
+        planned, plan = tuple(rows), self.inner.plan(list(rows))
         if not isinstance(plan, Plan):
             raise TypeError(f"it returned {results.describe(plan)}, not a Plan")
-        if tuple(plan.rows) != rows:
+        if tuple(plan.rows) != planned:
             raise ValueError("the plan has other rows than were passed in")
-        return GuardedPlan(plan, rows, [plan.kv_location(i) for i in range(len(self.setup.geometry.layers))])
+        return GuardedPlan(plan, planned, plan.list_kv_locations(len(self.setup.geometry.layers)))
 
     def check_plan(self, plan: Plan) -> None:
         """Raise StrategyError if a plan's addresses or its query tap are wrong."""
@@ -320,7 +329,7 @@ class GuardedCache(KVCache[Seat]):
     def _check_plan(self, plan: GuardedPlan) -> None:
         """Raise TypeError or ValueError if a plan's addresses or tap are wrong."""
         layers = self.setup.geometry.layers
-        locations = [plan.kv_location(layer) for layer in range(len(layers))]
+        locations = plan.list_kv_locations(len(layers))
         results.check_locations(locations)
         super().check_plan(plan)
         if self._is_plugin:
@@ -342,13 +351,13 @@ class GuardedCache(KVCache[Seat]):
 
     def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
         assert isinstance(plan, GuardedPlan)
-        lengths = [seat.length + len(ids) for (seat, _), ids in zip(plan.rows, tokens, strict=True)]
-        self._run("commit", self.inner.commit, plan.inner, tokens)
-        self._run("commit", self._check_committed_seats, plan.rows, lengths)
+        self._run("commit", self._commit, plan, tokens)
 
-    def _check_committed_seats(self, rows: Sequence[Row], lengths: Sequence[int]) -> None:
-        """Raise ValueError unless the seats of committed rows have these lengths, and can be reported."""
-        for (seat, _), length in zip(rows, lengths, strict=True):
+    def _commit(self, plan: GuardedPlan, tokens: Sequence[Sequence[int]]) -> None:
+        """Commit a plan. Raises ValueError unless its seats have the right lengths then, and can be reported."""
+        lengths = [seat.length + len(ids) for (seat, _), ids in zip(plan.rows, tokens, strict=True)]
+        self.inner.commit(plan.inner, tokens)
+        for (seat, _), length in zip(plan.rows, lengths, strict=True):
             if type(seat.length) is not int or seat.length != length:
                 raise ValueError(f"a seat has length {results.describe(seat.length)} instead of {length}")
             self._lengths[id(seat)] = length

@@ -74,6 +74,11 @@ class Isolation:
         return faults
 
     @property
+    def has_new_quarantines(self) -> bool:
+        """Whether instances were put in quarantine since suspend_quarantined()."""
+        return bool(self._new_quarantines)
+
+    @property
     def quarantined(self) -> Sequence[str]:
         return self._quarantine.list_quarantined()
 

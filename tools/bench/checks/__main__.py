@@ -1,7 +1,8 @@
 """`python -m tools.bench.checks`: measures what checks of addresses cost, and copying the tokens that a strategy keeps.
 
-Decodes with the engine without HTTP, and adds up the time of `Ops.check_slots` in each step; its share of the step is
-printed beside the limit. Then it copies 2,048 tokens in 24 layers by `Ops.copy_tokens`, as a strategy does that has
+Decodes with the engine without HTTP, and times `Batch.check_plans` of each step's batch after it, with which plug-ins'
+addresses are checked in every step, and others' after a failed one; its share of the step is printed beside the limit.
+The checks that the C++ kernels make are part of the step. Then it copies 2,048 tokens in 24 layers by `Ops.copy_tokens`, as a strategy does that has
 dropped the other tokens, with each backend.
 """
 
