@@ -92,10 +92,11 @@ class PagedBase(BlockTableCache[PagedSeat]):
         self._stores_by_group = [[next(stores) for _ in range(n)] for n in parts]
         self._copies = BlockCopies(self.pool, self._block_metrics, self._stores_by_group)
         self.windowed = WindowedBlocks(self.layout, self.pool, self.pending, self._copies, self.table)
+        self.has_windows = self.layout.has_windows
         token_bytes = [sum(store.block_bytes for store in each) / self.block_size for each in self._stores_by_group]
         self._accounting = Accounting(self.pool, self.block_size, token_bytes)
         self.contract = KEEPS_EVERYTHING._replace(exact=not self.is_quantized, rewind=self.windowed.rewind)
-        if self.windowed:
+        if self.has_windows:
             log.info("strategy %r: %s", setup.name, self.layout.describe())
 
     # ---------------------------------------------------------------- layout
@@ -119,7 +120,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
         return SeatShape(layout.part_bytes, layout.count_part_blocks(geometry.max_seq_len, longest_row_of(geometry)))
 
     def bytes_for(self, num_tokens: int) -> int:
-        if not self.windowed:
+        if not self.has_windows:
             return self._blocks_for(num_tokens) * self._part_bytes
         longest_row = longest_row_of(self.setup.geometry)
         return self.layout.count_part_blocks(num_tokens, longest_row) * self._part_bytes
@@ -140,7 +141,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
             if block is None or (computed and block in self.pending):
                 break
             blocks.append(block)
-        if not self.windowed:
+        if not self.has_windows:
             return len(blocks), blocks
         if self._stores_by_group[0]:
             return self.windowed.limit_prefix(hashes, () if computed else blocks, len(blocks)), blocks

@@ -44,7 +44,7 @@ class PagedCache(PagedBase):
         self.seats.add(seat)
         for block in blocks:
             self.pending.add_waiter(block, seat)
-        if not self._allocate_blocks(seat, len(tokens), self._open_windowed(seat) if self.windowed else 0):
+        if not self._allocate_blocks(seat, len(tokens), self._open_windowed(seat) if self.has_windows else 0):
             seat.ttl = 0.0  # close() must not prolong the time for which the found blocks are kept
             self.close(seat)
             return None
@@ -131,7 +131,7 @@ class PagedCache(PagedBase):
             heir = self._release_block(seat.blocks.pop(), seat)
             if heir is not None:
                 heirs[heir] = None
-        if self.windowed:
+        if self.has_windows:
             for heir in heirs:
                 self.windowed.release(heir, heir.length // self.block_size)
                 heir.length = heir.cached = self._restore_windows(heir, heir.length)
@@ -197,12 +197,11 @@ class PagedCache(PagedBase):
         for i in range(first, self._blocks_for(end)):
             if not self._make_writable(seat, i):
                 return False
-        if self.windowed:
+        if self.has_windows:
             if not self._grow_windowed(seat, end):
                 return False
         elif not self._allocate_blocks(seat, end):
             return False
-        self._write_table(seat, first)
         if self.pending:
             self._blocks_to_complete.update(
                 b for b in seat.blocks[first : end // self.block_size] if self.pending.owner(b) is seat
@@ -218,23 +217,22 @@ class PagedCache(PagedBase):
         missing = self.windowed.count_missing_parts(seat, end)
         return self._allocate_blocks(seat, end, missing) and self.windowed.allocate(seat, end)
 
-    def _allocate_blocks(self, seat: PagedSeat, length: int, windowed: int = 0) -> bool:
-        """Allocate the missing blocks for `length` tokens; return False, evicting nothing, if they do not all fit.
+    def _allocate_blocks(self, seat: PagedSeat, num_tokens: int, windowed: int = 0) -> bool:
+        """Allocate the missing blocks for `num_tokens` tokens, in the table too; return False if they do not all fit.
 
-        There must be room for `windowed` allocations besides, for windowed layers.
+        Nothing is evicted for a part of them. There must be room for `windowed` allocations of windowed layers besides.
         """
-        missing = max(0, self._blocks_for(length) - len(seat.blocks))
+        missing = max(0, self._blocks_for(num_tokens) - len(seat.blocks))
         if not missing and not windowed:
             return True
         allocations = missing * len(self._stores_by_group[0]) + windowed
         if not self.setup.arena.can_allocate(self.name, allocations * self._part_pages):
             return False
-        for _ in range(missing):
-            block = self.pool.allocate()
-            if block is None:
-                return False
+        first, length = len(seat.blocks), len(seat.blocks) + missing
+        while len(seat.blocks) < length and (block := self.pool.allocate()) is not None:
             seat.blocks.append(block)
-        return True
+        self._write_table(seat, first)
+        return len(seat.blocks) == length
 
     def _make_writable(self, seat: PagedSeat, i: int) -> bool:
         """Make the seat's i-th block unshared and without a hash, so that it can be written.
@@ -246,7 +244,9 @@ class PagedCache(PagedBase):
         block = self._copies.make_writable(seat.blocks[i])
         if block is None:
             return False
-        seat.blocks[i] = block
+        if block != seat.blocks[i]:
+            seat.blocks[i] = block
+            self._write_table(seat, i)
         return True
 
     def crop(self, seat: PagedSeat, length: int) -> None:
@@ -255,7 +255,7 @@ class PagedCache(PagedBase):
         if partial and seat.blocks[length // self.block_size] in self.pending:
             length -= partial  # drop the whole pending block: its hash covers tokens that are dropped
         self._release_blocks(seat, self._blocks_for(length))
-        if self.windowed:
+        if self.has_windows:
             self.windowed.release(seat, self._blocks_for(length))
             if length < seat.length:
                 length = self._restore_windows(seat, length)
@@ -305,8 +305,8 @@ class PagedCache(PagedBase):
                 block_hash = seat.get_block_hash(i, self._hasher)
                 if block_hash is not None and self.pool.find(block_hash) is None:
                     self.pool.publish(block_hash, block)
-            if self.windowed:
+            if self.has_windows:
                 block_hash = seat.get_block_hash(i, self._hasher) if self.prefix_cache else None
                 self.windowed.commit_block(seat, i, block_hash, waiting)
-        if self.windowed and before // self.block_size < seat.length // self.block_size:
+        if self.has_windows and before // self.block_size < seat.length // self.block_size:
             self.windowed.drop_passed(seat)

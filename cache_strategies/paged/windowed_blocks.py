@@ -57,10 +57,6 @@ class WindowedBlocks:
                 self._groups.append(_WindowGroup(number, window, *sizes, len(parts), store))
                 store += len(parts)
 
-    def __bool__(self) -> bool:
-        """Return whether the model has windowed layers whose blocks are dropped."""
-        return bool(self._groups)
-
     @property
     def rewind(self) -> int | None:
         """How many of its latest tokens a seat can drop; None: any number."""

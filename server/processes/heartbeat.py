@@ -14,6 +14,8 @@ from multiprocessing.context import SpawnContext
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
+from server.engine.isolation.calls import NUM_CODES
+
 BOOT_SECONDS = 20.0  # extra seconds for the first heartbeat of a process: Python starts and imports the settings
 LOADING_BEAT_INTERVAL = 0.25  # seconds between two heartbeats of a process that is still loading
 
@@ -111,9 +113,6 @@ class Recovery:
         return max(0.0, expected - monotonic()) if expected else float(self._start_seconds.value)
 
 
-CODES = 1 << 16  # codes of methods are below this
-
-
 class StuckCall(NamedTuple):
     """A call of a strategy that has not returned for long."""
 
@@ -137,9 +136,7 @@ class StrategyCalls:
 
     def __init__(self, context: SpawnContext, instances: Sequence[str]) -> None:
         self._instances = list(instances)
-        # Bits 16 and up: the number of the running call; the lower 16 bits: the code of its method, 0 if no call runs
-        self._shared: Any = context.RawArray("Q", 1)
-        self._count = 0  # in the engine: the number of the latest call, times CODES
+        self.running: Any = context.RawArray("Q", 1)  # in shared memory
         self._seen, self._seen_at = 0, 0.0  # in the supervisor: the latest value, and since when it has been seen
 
     # ------------------------------------------------------------ the engine
@@ -148,25 +145,13 @@ class StrategyCalls:
         first = 1 + self._instances.index(instance) * len(self.METHODS)
         return {method: first + i for i, method in enumerate(self.METHODS)}
 
-    def enter(self, code: int) -> int:
-        """Record that the call of a method begins; return what to pass to leave()."""
-        shared = self._shared
-        outer: int = shared[0]
-        self._count += CODES
-        shared[0] = self._count + code
-        return outer
-
-    def leave(self, outer: int) -> None:
-        """Record that the call has ended, and its thread is back in the outer one, if there is one."""
-        self._shared[0] = outer
-
     # ------------------------------------------------------------ the supervisor
     def find_stuck(self, timeout: float) -> StuckCall | None:
         """Return the running call if this process has seen it for `timeout` seconds; call this often."""
-        running, now = self._shared[0], monotonic()
+        running, now = self.running[0], monotonic()
         if running != self._seen:
             self._seen, self._seen_at = running, now
-        code, seconds = running % CODES, now - self._seen_at
+        code, seconds = running % NUM_CODES, now - self._seen_at
         if not code or seconds < timeout:
             return None
         instance, method = divmod(code - 1, len(self.METHODS))

@@ -9,16 +9,19 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from config.errors import SettingsError
 from config.settings import Settings
 from server.cli.banner import format_banner
+from server.engine.isolation.calls import NUM_CODES
 from server.listening import get_url, listen
 from server.logs import configure_logging
 from server.processes.child import Timing
 from server.processes.child_process import STOP_SIGNAL
+from server.processes.heartbeat import StrategyCalls
 from server.processes.supervisor import Supervisor, Targets
 
 READY = {
@@ -42,6 +45,11 @@ READY = {
 
 def say(text: str) -> None:
     os.write(1, f"{text}\n".encode())  # one write: lines of several processes stay whole
+
+
+def enter(calls: StrategyCalls, instance: str, method: str) -> None:
+    """Record a new call of a strategy's method."""
+    calls.running[0] = time.monotonic_ns() // 1000 * NUM_CODES + calls.encode_methods(instance)[method]
 
 
 def run_until_told(name: str, beat: Callable[[], None] = lambda: None) -> None:
@@ -97,7 +105,7 @@ def engine_in_a_call(settings: Settings, socket_path: str, status: Any, restarts
     """Beat, but never return from a strategy's plan() in the first process; print what later ones must not use."""
     say(f"without {status.disabled}")
     if not restarts:
-        status.calls.enter(status.calls.encode_methods("short")["plan"])
+        enter(status.calls, "short", "plan")
     engine(settings, socket_path, status, restarts)
 
 
@@ -105,19 +113,18 @@ def engine_always_in_a_call(settings: Settings, socket_path: str, status: Any, r
     """Beat, but never return from a call of the first strategy that is not disabled."""
     name = next(name for name in settings.strategies if name not in status.disabled)
     say(f"without {[*status.disabled]}")
-    status.calls.enter(status.calls.encode_methods(name)["attend"])
+    enter(status.calls, name, "attend")
     engine(settings, socket_path, status, restarts)
 
 
 def engine_in_short_calls(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
     """Call a strategy again and again, for longer than strategy_timeout in all."""
     status.send({"ready": READY})
-    code = status.calls.encode_methods("short")["grow"]
 
     def beat() -> None:
-        outer = status.calls.enter(code)
-        status.calls.leave(status.calls.enter(code))
-        status.calls.leave(outer)
+        for _ in range(2):
+            enter(status.calls, "short", "grow")
+        status.calls.running[0] = 0
         status.beat()
 
     run_until_told("engine", beat)

@@ -1,35 +1,32 @@
-"""The interface of an observer of the calls of strategies' methods: the supervisor's means to find one that hangs."""
+"""The interface of an observer of the calls of strategies' methods: the supervisor's means to find one that hangs.
+
+The running call is one number, so that recording it costs little: a number of the call, times NUM_CODES, and the code
+of the method. It is 0 if no call runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSequence
 from typing import Protocol
+
+NUM_CODES = 1 << 16  # codes of methods are below this
 
 
 class CallObserver(Protocol):
-    """Records each call of a strategy's method, so that one that never returns can be named."""
+    """Sees which call of a strategy's method is running, so that one that never returns can be named."""
+
+    running: MutableSequence[int]  # its only element is the running call, which the caller sets
 
     def encode_methods(self, instance: str) -> Mapping[str, int]:
         """Return a code for each method of an instance; 0 stands for others."""
         ...
 
-    def enter(self, code: int) -> int:
-        """Record that the call of a method begins; return what to pass to leave()."""
-        ...
-
-    def leave(self, outer: int) -> None:
-        """Record that the call has ended."""
-        ...
-
 
 class NoObserver:
-    """Implements CallObserver by doing nothing."""
+    """Implements CallObserver by looking at nothing."""
+
+    def __init__(self) -> None:
+        self.running: MutableSequence[int] = [0]
 
     def encode_methods(self, instance: str) -> Mapping[str, int]:
         return {}
-
-    def enter(self, code: int) -> int:
-        return 0
-
-    def leave(self, outer: int) -> None:
-        pass

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -30,7 +31,7 @@ from cache_strategies.types import (
 from kernels.ops import KVLocation
 from kernels.types import LayerSpec
 from server.engine.isolation import results
-from server.engine.isolation.calls import CallObserver, NoObserver
+from server.engine.isolation.calls import NUM_CODES, CallObserver, NoObserver
 from server.engine.isolation.errors import StrategyError
 from server.records import KVTokens
 
@@ -38,17 +39,18 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+SKIPPED = ("poll", "ready", "collect_block_events")  # methods that are not called unless a strategy overrides them
 LOG_INTERVAL = 60.0  # seconds between two log messages about faults of the same method
 
 
 class GuardedPlan(Plan):
-    """A strategy's plan after its checks, with the addresses that it gave for each layer."""
+    """A strategy's plan, with the addresses that it gave for each layer; is_checked says whether they were checked."""
 
     def __init__(self, inner: Plan, rows: Sequence[Row], locations: Sequence[KVLocation | None]) -> None:
         self.inner = inner
         self.rows = rows
         self.query_tap = inner.query_tap
-        self.is_checked = False  # whether the addresses were checked, for kernels that compute layer by layer
+        self.is_checked = False
         self._locations = locations
 
     def kv_location(self, layer_idx: int) -> KVLocation | None:
@@ -71,10 +73,9 @@ class GuardedCache(KVCache[Seat]):
         self, inner: KVCache, on_fault: Callable[[StrategyError], None], calls: CallObserver | None = None
     ) -> None:
         """Guard `inner`, also as an owner of the arena's pages. `on_fault` is called with each fault, once."""
-        self._on_fault = on_fault
-        calls = calls or NoObserver()
-        self._enter, self._leave = calls.enter, calls.leave
-        self._codes = calls.encode_methods(inner.name)
+        self._on_fault, calls = on_fault, calls or NoObserver()
+        self._running, self._codes = calls.running, calls.encode_methods(inner.name)
+        self._call_numbers = count(NUM_CODES, NUM_CODES)
         self._log_again_at: dict[str, float] = {}  # by method: when a fault of it is logged again
         # By id, as a strategy's class of seat may have no hash, or one that changes
         self._seats: dict[int, Seat] = {}  # the open seats
@@ -91,9 +92,9 @@ class GuardedCache(KVCache[Seat]):
         self.inner, self.is_suspended, self._keeps_idle_pages = inner, False, False
         self.options, self.stores, self.contract = inner.options, inner.stores, inner.contract
         self._is_plugin = hasattr(inner, "interface_version")  # then its plans are checked before they are used
-        # These two would be called in every step: they are skipped unless the strategy overrides them
-        self._has_poll = getattr(inner.poll, "__func__", None) is not KVCache.poll
-        self._has_events = getattr(inner.collect_block_events, "__func__", None) is not KVCache.collect_block_events
+        self._overridden = {
+            m for m in SKIPPED if getattr(getattr(inner, m), "__func__", None) is not getattr(KVCache, m)
+        }
         self.setup.arena.register_owner(self.name, self)
 
     def rebuild(self, make: Callable[[], KVCache]) -> None:
@@ -129,7 +130,8 @@ class GuardedCache(KVCache[Seat]):
 
         SystemExit is one of them. KeyboardInterrupt comes from the user, if the engine runs without a server.
         """
-        outer = self._enter(self._codes.get(method, 0))
+        running = self._running
+        outer, running[0] = running[0], next(self._call_numbers) + self._codes.get(method, 0)
         try:
             return function(*args, **kwargs)
         except (PinError, StrategyError, KeyboardInterrupt):
@@ -137,7 +139,7 @@ class GuardedCache(KVCache[Seat]):
         except BaseException as error:
             raise self.make_fault(method, results.describe_error(error), error) from error
         finally:
-            self._leave(outer)
+            running[0] = outer
 
     def make_fault(self, method: str, problem: str, cause: BaseException | None = None) -> StrategyError:
         """Report and log a fault, and return it as an error to raise.
@@ -179,15 +181,17 @@ class GuardedCache(KVCache[Seat]):
         return found
 
     # ---------------------------------------------------------------- seats
-    def _check_length(self, method: str, seat: Seat) -> None:
-        """Raise StrategyError unless a seat's length is as it was after the last call, or lower.
+    def _call_with_seat(self, function: Callable[..., T], seat: Seat, *args: Any) -> T:
+        """Call a method with a seat. Raises ValueError if the seat is longer after it than after the last such call.
 
-        It may be lower if another seat that computed shared tokens was closed.
+        It may be shorter if another seat that computed shared tokens was closed.
         """
-        known, length = self._lengths[id(seat)], getattr(seat, "length", None)
+        found = function(seat, *args)
+        known, length = self._lengths[id(seat)], seat.length
         if type(length) is not int or not 0 <= length <= known:
-            raise self.make_fault(method, f"a seat of {known} tokens has length {results.describe(length)}")
+            raise ValueError(f"a seat of {known} tokens has length {results.describe(length)}")
         self._lengths[id(seat)] = length
+        return found
 
     def _check_new_seat(self, seat: Any, lengths: range) -> None:
         """Raise TypeError or ValueError unless a new seat is sound, and its length is in `lengths`."""
@@ -229,14 +233,13 @@ class GuardedCache(KVCache[Seat]):
         return len(self._seats)
 
     def ready(self, seat: Seat) -> bool:
-        ready = self._check_type("ready", bool, self._run("ready", self.inner.ready, seat))
-        self._check_length("ready", seat)
-        return ready
+        if "ready" not in self._overridden:
+            return True
+        return self._check_type("ready", bool, self._run("ready", self._call_with_seat, self.inner.ready, seat))
 
     def grow(self, seat: Seat, num_tokens: int) -> bool:
-        grown = self._check_type("grow", bool, self._run("grow", self.inner.grow, seat, num_tokens))
-        self._check_length("grow", seat)
-        if not grown:
+        result = self._run("grow", self._call_with_seat, self.inner.grow, seat, num_tokens)
+        if not (grown := self._check_type("grow", bool, result)):
             self._check_refusal("grow", "False", seat.length + num_tokens)
         return grown
 
@@ -252,8 +255,7 @@ class GuardedCache(KVCache[Seat]):
             raise self.make_fault(method, f"it returned {result} although there is memory for {num_tokens} tokens")
 
     def crop(self, seat: Seat, length: int) -> None:
-        self.call("crop", seat, length)
-        self._check_length("crop", seat)
+        self._run("crop", self._call_with_seat, self.inner.crop, seat, length)
         if seat.length > length:
             raise self.make_fault("crop", f"a seat has {seat.length} tokens after crop to {length}")
 
@@ -290,19 +292,15 @@ class GuardedCache(KVCache[Seat]):
         return num_freed
 
     def pinned_pages(self) -> Collection[int]:
-        nothing: Collection[int] = ()
-        return self._call_quietly(
-            "pinned_pages", nothing, convert=partial(results.to_pages, num_pages=self.setup.arena.pages)
-        )
+        convert = partial(results.to_pages, num_pages=self.setup.arena.pages)
+        return self._call_quietly("pinned_pages", set[int](), convert=convert)
 
     # ---------------------------------------------------------------- a step
     def poll(self) -> None:
-        if self._has_poll:
+        if "poll" in self._overridden:
             self._call_quietly("poll", None)
 
     def plan(self, rows: Sequence[Row]) -> Plan:
-        for seat, _ in rows:
-            self._check_length("plan", seat)
         plan = self._run("plan", self._plan, rows)
         if self._is_plugin:
             self.check_plan(plan)
@@ -355,7 +353,7 @@ class GuardedCache(KVCache[Seat]):
 
     def _commit(self, plan: GuardedPlan, tokens: Sequence[Sequence[int]]) -> None:
         """Commit a plan. Raises ValueError unless its seats have the right lengths then, and can be reported."""
-        lengths = [seat.length + len(ids) for (seat, _), ids in zip(plan.rows, tokens, strict=True)]
+        lengths = [self._lengths[id(seat)] + len(ids) for (seat, _), ids in zip(plan.rows, tokens, strict=True)]
         self.inner.commit(plan.inner, tokens)
         for (seat, _), length in zip(plan.rows, lengths, strict=True):
             if type(seat.length) is not int or seat.length != length:
@@ -381,8 +379,8 @@ class GuardedCache(KVCache[Seat]):
         seats = list(self._seats.values() if seats is None else seats)
         dropped = []
         for seat in seats:
-            check = partial(results.check_dropped, seat=seat, exact=self.contract.exact)
-            dropped.append(self._call_quietly("count_dropped_tokens", -1, seat, convert=check))
+            convert = partial(results.to_dropped_count, seat=seat, exact=self.contract.exact)
+            dropped.append(self._call_quietly("count_dropped_tokens", -1, seat, convert=convert))
             if dropped[-1] < 0:
                 dropped = []  # the other seats would have the same fault, which counts once
                 break
@@ -392,7 +390,9 @@ class GuardedCache(KVCache[Seat]):
         return self.inner.visible_positions(length, spec)
 
     def collect_block_events(self) -> BlockEvents | None:
-        return self._call_quietly("collect_block_events", None, convert=results.to_events) if self._has_events else None
+        if "collect_block_events" not in self._overridden:
+            return None
+        return self._call_quietly("collect_block_events", None, convert=results.to_events)
 
     def check_integrity(self) -> None:
         """Check the guarded cache's bookkeeping; an AssertionError stays one, as it shows a bug."""

@@ -16,12 +16,11 @@ from torch import Tensor
 from cache_strategies.arena import Arena
 from cache_strategies.base import Seat
 from cache_strategies.types import BlockEvents, Blocks, CacheUsage, Geometry, Miss
-from kernels.arguments import by_head
+from kernels.arguments import MAX_INDEX, by_head
 from kernels.ops import KVLocation, QueryTap
 from kernels.types import Slots
 
 MAX_DESCRIPTION = 500  # maximum number of characters of a value or an error in a message
-INT32_MAX = 2**31 - 1
 MAX_NUMBER = 2**63  # numbers from here on cannot be sent
 # What `out` of a hook is filled with before the call: a NaN that no computation gives, by the size of its numbers
 UNWRITTEN = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FC0DEAD), 8: (torch.int64, 0x7FF80000DEADBEEF)}
@@ -102,8 +101,8 @@ def check_report(seat: Seat) -> None:
         raise ValueError(f"a seat has the unknown miss {describe(seat.miss)}")
 
 
-def check_dropped(found: object, seat: Seat, *, exact: bool) -> int:
-    """Return the number of a seat's dropped tokens. Raises TypeError or ValueError if it cannot be right."""
+def to_dropped_count(found: object, seat: Seat, *, exact: bool) -> int:
+    """Return the number of a seat's dropped tokens. Raises ValueError if it cannot be right."""
     most = 0 if exact else seat.length
     if type(found) is not int or not 0 <= found <= most:
         wanted = f"which must be from 0 to {most}"
@@ -146,7 +145,7 @@ def check_pages(
     widest: dict[int, tuple[KVLocation, int]] = {}  # by location: the widest window of its layers
     for location, window in zip(locations, windows, strict=True):
         if location is not None and location.store.memory.data_ptr() == arena.memory.data_ptr():
-            reach = min(INT32_MAX if each is None else each for each in (window, location.window))
+            reach = min(MAX_INDEX if each is None else each for each in (window, location.window))
             widest[id(location)] = location, max(reach, widest.get(id(location), (location, 0))[1])
     for (store, at, _), reach in widest.values():
         if store.memory.is_cpu:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import EntryPoint
 from typing import Any
 from unittest.mock import patch
@@ -24,11 +25,11 @@ KINDS = {
 @contextmanager
 def installed() -> Iterator[None]:
     """Register the kinds in the `with` block, beside the plug-ins that are installed."""
-    before = plugins.entry_points
+    read = cache(plugins.entry_points)  # from files of all packages, which takes longer than most tests
     ours = [EntryPoint(name, cls, registry.ENTRY_POINT_GROUP) for name, cls in KINDS.items()]
 
     def entry_points(*, group: str) -> list[Any]:
-        return [*before(group=group), *(point for point in ours if point.group == group)]
+        return [*read(group=group), *(point for point in ours if point.group == group)]
 
     with patch.object(plugins, "entry_points", entry_points):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,16 @@ def scheduling(directory: Path, waiting: int, **settings: Any) -> tuple[int, int
     driver = Driver(directory, max_queued_requests=2 * MANY, max_seq_len=256, strategies=INSTANCES, **settings)
     core, names = driver.core, list(INSTANCES)
 
-    def submit() -> None:
+    def submit(name: str | None = None) -> None:
         n = len(driver.heard)
-        driver.submit(str(n), PROMPT, max_tokens=150, kv_cache=names[n % len(names)])
+        driver.submit(str(n), PROMPT, max_tokens=150, kv_cache=name or names[n % len(names)])
 
     while not core.scheduler.waiting or len(core.scheduler.running) < 2:
         submit()
         core.step()
     for _ in range(waiting):
         submit()
-    taking = count_calls(submit)
+    taking = count_calls(partial(submit, names[0]))
     for _ in range(3):
         core.step()
     assert len(core.scheduler.waiting) > waiting

@@ -1,9 +1,9 @@
 """`python -m tools.bench.checks`: measures what checks of addresses cost, and copying the tokens that a strategy keeps.
 
-Decodes with the engine without HTTP, and times `Batch.check_plans` of each step's batch after it, with which plug-ins'
-addresses are checked in every step, and others' after a failed one; its share of the step is printed beside the limit.
-The checks that the C++ kernels make are part of the step. Then it copies 2,048 tokens in 24 layers by `Ops.copy_tokens`, as a strategy does that has
-dropped the other tokens, with each backend.
+Decodes with the engine without HTTP, and after each step's batch is made, times `Batch.check_plans`: with it, plug-ins'
+addresses are checked in every step, and all others' after a failed one. Its share of the step is printed beside the
+limit. Then it copies 2,048 tokens in 24 layers by `Ops.copy_tokens`, as a strategy does that has dropped the other
+tokens, with each backend.
 """
 
 from __future__ import annotations
@@ -12,18 +12,24 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from config.errors import SettingsError
 from config.settings import load_settings
 from kernels.backends import REFERENCE, list_backends
-from kernels.ops import Ops
+from kernels.ops import Attention, Ops
 from kernels.reference.backend import ReferenceOps
+from server.engine.batch import Batch
 from server.engine.build import Engine, build_engine
+from server.engine.core import Core
+from server.engine.scheduling.selection import Selector
+from server.models.base import Model
 from tools.bench.kernel_inputs import BLOCK_SIZE, LAYERS, Calls, Sequences
 from tools.bench.metrics import Streams
 
@@ -37,7 +43,7 @@ class ChecksCost(NamedTuple):
     sequences: int
     step: float
     checks: float
-    share: float  # of the step
+    share: float  # of the step without them
 
     @property
     def is_within_limit(self) -> bool:
@@ -74,32 +80,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(copies._asdict()) if options.json else format_copies(copies), flush=True)
 
 
-class TimedChecks:
-    """Calls a function and adds up the seconds that it takes."""
+class CheckedModel:
+    """A model that checks each batch before it computes it, and notes the seconds of the checks."""
 
-    def __init__(self, run: Callable[..., None]) -> None:
-        self._run = run
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self.seconds = 0.0
 
-    def __call__(self, *args: Any) -> None:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
+        assert isinstance(attention, Batch)
         start = time.perf_counter()
-        self._run(*args)
-        self.seconds += time.perf_counter() - start
+        attention.check_plans()
+        self.seconds = time.perf_counter() - start
+        return self._model.forward(ids, attention)
 
 
 def measure_checks(engine: Engine, sequences: int, tokens: int, steps: int) -> ChecksCost:
     """Measure steps after a warm-up, with requests spread over all strategies."""
-    ops: Any = next(iter(engine.core.caches.values())).setup.ops  # the same object for all strategies
-    checks = ops.check_slots = TimedChecks(ops.check_slots)
-    streams = Streams(engine, sequences, tokens)
+    core, settings = engine.core, engine.settings
+    model: Any = CheckedModel(core.model)
+    ops = next(iter(core.caches.values())).setup.ops  # the same object for all strategies
+    selector = Selector(settings.strategies.keys(), settings.rules, settings.default_strategy)
+    checked = Core(model, core.isolation, core.arena, core.scheduler, selector, ops, core.tracer)
+    streams = Streams(replace(engine, core=checked), sequences, tokens)
     seconds: list[tuple[float, float]] = []
     for _ in range(steps + 2 * tokens):
-        checks.seconds, start = 0.0, time.perf_counter()
+        start = time.perf_counter()
         streams.step()
-        seconds.append((time.perf_counter() - start, checks.seconds))
+        seconds.append((time.perf_counter() - start, model.seconds))
     measured = seconds[2 * tokens :]
     step, spent = (1e6 * median(each) for each in zip(*measured, strict=True))
-    return ChecksCost(sequences, step, spent, median(part / whole for whole, part in measured))
+    return ChecksCost(sequences, step, spent, median(part / (whole - part) for whole, part in measured))
 
 
 def list_measured_backends() -> list[tuple[str, Callable[[], Ops]]]:
