@@ -251,7 +251,8 @@ class KVCache(ABC, Generic[SeatT]):
     def check_plan(self, plan: Plan[SeatT]) -> None:
         """Raise ValueError unless a plan's addresses fit its rows and lie in their stores.
 
-        Kernels check this as well; here it is found out which strategy's addresses are wrong.
+        Called for plug-ins before each step, and for all plans of a step that has failed: kernels check addresses as
+        well, but do not know which strategy gave them.
         """
         num_tokens = sum(row.num_tokens for row in plan.rows)
         locations = plan.list_kv_locations(len(self.setup.geometry.layers))

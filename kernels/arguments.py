@@ -142,9 +142,9 @@ def _check_sizes(operation: str, at: Slots, store: KVStore) -> None:
         tensor = getattr(at, name)
         check(tensor is None or tensor.is_contiguous(), "{}: {} must be dense", operation, name)
     check(at.table.shape[1] == 1 or at.table.stride(1) == 1, "{}: the rows of table must be dense", operation)
-    is_ring_right = 0 <= at.sinks <= MAX_INDEX and 0 <= at.ring <= MAX_INDEX
+    is_ring_valid = 0 <= at.sinks <= MAX_INDEX and 0 <= at.ring <= MAX_INDEX
     check(
-        at.block_size == store.block_size and is_ring_right and 0 <= at.num_decode <= rows,
+        at.block_size == store.block_size and is_ring_valid and 0 <= at.num_decode <= rows,
         "{}: blocks of {} slots, {} sinks, a ring of {} and {} rows of one token do not fit a store of {} and {} rows",
         *(operation, at.block_size, at.sinks, at.ring, at.num_decode, store.block_size, rows),
     )
@@ -177,7 +177,7 @@ def check_entries(operation: str, at: Slots, num_blocks: int) -> int:
         f"the table must have numbers of blocks from 0 to {num_blocks - 1}": (
             (blocks >= 0) & (blocks < num_blocks) | ~is_used | padding[..., None],
         ),
-        f"{at.num_decode} rows must have one token, and the others at most max_q={at.max_q} of all": (
+        f"the first num_decode={at.num_decode} rows must have one token, and no row more than max_q={at.max_q}": (
             lengths[: at.num_decode] == 1,
             lengths <= at.max_q,
             at.max_q <= at.q_start[-1:].clamp_min(1),
@@ -185,7 +185,7 @@ def check_entries(operation: str, at: Slots, num_blocks: int) -> int:
         f"indices of tokens must be below max_kv={at.max_kv}": ((end <= at.max_kv) | padding,),
     }
     if at.window_start is not None:
-        rules["window_start must be from 0 to the index of each token"] = (_is_window_right(at, start, lengths),)
+        rules["window_start must be from 0 to the index of each token"] = (_is_window_valid(at, start, lengths),)
     held = torch.stack([torch.stack([x.all() for x in each]).all() for each in rules.values()])
     *all_held, num_tokens = torch.cat((held, at.q_start[-1:])).tolist()  # waits for a GPU only once
     for rule, holds in zip(rules, all_held, strict=True):
@@ -193,7 +193,7 @@ def check_entries(operation: str, at: Slots, num_blocks: int) -> int:
     return int(num_tokens)
 
 
-def _is_window_right(at: Slots, start: Tensor, lengths: Tensor) -> Tensor:
+def _is_window_valid(at: Slots, start: Tensor, lengths: Tensor) -> Tensor:
     """Return for each token of the rows whether its window begins at an index from 0 to its own; False: too few."""
     assert at.window_start is not None
     if bool((lengths < 0).any() | (lengths.sum() > len(at.window_start))):

@@ -303,7 +303,7 @@ class Ops(Protocol):
     def check_slots(self, store: KVStore, layer: int, at: Slots, num_tokens: int) -> None:
         """Raise ValueError unless addresses fit a layer's store, lie within it, and are those of `num_tokens` tokens.
 
-        Called for the addresses of each plan, so that a mistake in them is known before any key is written.
+        The other operations check addresses as well; this does it anew, and before any key is written.
         """
         ...
 

@@ -81,7 +81,7 @@ def build_engine(
     """Load the model, allocate the KV memory and return the engine. Raises SettingsError for settings that cannot work.
 
     With `gradual`, only the part of a CPU's KV memory that the first steps need is touched now, so that the system
-    provides it; the rest is touched in the background while the engine runs. `calls` is told of every call of a
+    provides it; the rest is touched in the background while the engine runs. `calls` sees every call of a
     strategy. Requests for the instances `disabled` are refused with the reasons given there.
     """
     directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)

@@ -127,7 +127,7 @@ class Core:
         except RequestError as error:
             return Event(worker, error.to_message(message.request_id))
         except StrategyError as error:
-            return Event(worker, Failed(message.request_id, 500, str(error), "strategy_failed"))
+            return Event(worker, Failed(message.request_id, 500, error.message, "strategy_failed"))
         except Exception as error:
             log.exception("a request could not be queued; other requests go on")
             failed = Failed(message.request_id, 500, STEP_FAILED.format(type(error).__name__), "request_failed")

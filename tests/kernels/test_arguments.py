@@ -84,7 +84,7 @@ def test_matrices_of_several_widths_are_not_joined() -> None:
 
 @backends
 def test_addresses_that_were_changed_in_place_are_checked_again(backend: str) -> None:
-    """A strategy may keep its `Slots` from step to step: `check_slots`, called for each plan, looks at them anew."""
+    """A strategy may keep its `Slots` from step to step: `check_slots` looks at them anew."""
     ops = BACKENDS[backend]()
     case = AttentionCase(ops, Layout(16), LayerSpec(2, 4, 8, 8), [CaseRow(40, 1)], torch.float32)
     case.write()
