@@ -47,7 +47,7 @@ HANGING = select("hangs")
 
 def get_instance(what: str) -> str:
     """Return the name of the instance that has a fault."""
-    return re.sub(r"\W+", "_", what)
+    return re.sub(r"\W+", "_", what.replace("-", "minus "))
 
 
 @contextmanager
