@@ -63,7 +63,7 @@ def make_fault(scheduled: Scheduled) -> StrategyError:
     """Return a fault of a row's strategy, which is counted as such."""
     cache = scheduled.request.cache
     assert isinstance(cache, GuardedCache)
-    return cache.make_fault("attend", "broken on purpose")
+    return cache.make_fault("attend", "broken on purpose", ValueError("broken on purpose"))
 
 
 class FaultyRunner(ModelRunner):
