@@ -32,6 +32,7 @@ WORDS = "the red cup of Ann stands on the table near the door and the dog sleeps
 TOKEN_IDS = list(range(20, 36))
 CHAT = [{"role": ("user", "assistant")[i % 2], "content": WORDS} for i in range(31)]
 TOKENS = 200  # tokens of a stream
+BATCH = 8  # texts that are generated at once
 STREAM: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
 
 
@@ -116,6 +117,15 @@ def measure_token_seconds(server: CheckoutServer) -> float:
     return statistics.median(after - before for before, after in itertools.pairwise(times[8:]))
 
 
+def measure_batch_seconds(server: CheckoutServer) -> float:
+    """Return the seconds of a request for BATCH texts, per token of one of them: mostly those of a decode step."""
+    prompts = [[20 + i, *TOKEN_IDS] for i in range(BATCH)]
+    body = {"model": server.model, "prompt": prompts, "max_tokens": TOKENS, "ignore_eos": True}
+    began = time.perf_counter()
+    server.http.post("/v1/completions", json=body).raise_for_status()
+    return (time.perf_counter() - began) / TOKENS
+
+
 def measure_cpu_seconds(server: CheckoutServer) -> float:
     """Return the CPU seconds per streamed token, of all processes of a server together."""
     before = server.cpu_seconds()
@@ -134,6 +144,7 @@ MEASUREMENTS = (
     ),
     Measurement("tokenize", "ms", make_request_timer("/tokenize", {"prompt": WORDS})),
     Measurement("token of a stream", "ms", measure_token_seconds),
+    Measurement(f"token of {BATCH} texts at once", "ms", measure_batch_seconds),
     Measurement("CPU time of a token", "ms", measure_cpu_seconds),
 )
 

@@ -44,6 +44,7 @@ class PagedCache(PagedBase):
         self.seats.add(seat)
         for block in blocks:
             self.pending.add_waiter(block, seat)
+        self._write_table(seat)
         if not self._allocate_blocks(seat, len(tokens), self._open_windowed(seat) if self.has_windows else 0):
             seat.ttl = 0.0  # close() must not prolong the time for which the found blocks are kept
             self.close(seat)
@@ -54,7 +55,6 @@ class PagedCache(PagedBase):
             if not self._is_cached(hashes[i]):
                 self.pool.publish(hashes[i], blocks[i])
                 self.pending.add(blocks[i], seat)
-        self._write_table(seat)
         return seat
 
     def close(self, seat: PagedSeat) -> None:

@@ -104,7 +104,7 @@ def maps(process: psutil.Process, library: str) -> bool:
 
 @contextmanager
 def serving(*flags: str, targets: Targets | None = None) -> Iterator[Server]:
-    """Run `kvmux serve` on a free port until the block ends; its log is shown if it does not come up."""
+    """Run `kvmux serve` on a free port until the block ends; its log is shown if the block raises."""
     program = ["server"] if targets is None else ["tests.end_to_end.custom_children", targets.engine, targets.worker]
     with tempfile.TemporaryFile("w+") as output:
         command = [sys.executable, "-m", *program, "serve", "--port", "0", *flags]
@@ -112,6 +112,9 @@ def serving(*flags: str, targets: Targets | None = None) -> Iterator[Server]:
         try:
             printed = Path(f"/proc/self/fd/{output.fileno()}")
             yield Server(_address(process, printed), psutil.Process(process.pid), printed)
+        except BaseException:
+            print(printed.read_text())
+            raise
         finally:
             process.terminate()
             process.wait(PATIENCE)

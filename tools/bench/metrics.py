@@ -41,21 +41,31 @@ class MetricsCost(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.metrics", description=__doc__)
-    parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: as `kvmux serve` chooses)")
-    parser.add_argument("--sequences", type=int, default=16, help="number of sequences that are decoded together")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each prompt, and of each answer")
+    add_stream_options(parser)
     parser.add_argument("--rounds", type=int, default=40, help="rounds, each with and without metrics")
     parser.add_argument("--steps", type=int, default=100, help="steps of a round")
     parser.add_argument("--json", action="store_true", help="print a JSON line instead of a sentence")
     options = parser.parse_args(arguments)
-    try:
-        flags = {"model": options.model, "threads": options.threads, "max_num_seqs": options.sequences}
-        engine = build_engine(load_settings(None, {name: value for name, value in flags.items() if value is not None}))
-    except SettingsError as error:
-        parser.error(str(error))
+    engine = build_engine_for_streams(parser, options)
     cost = measure(engine, options.sequences, options.tokens, options.rounds, options.steps)
     print(json.dumps(cost._asdict()) if options.json else format_cost(cost))
+
+
+def add_stream_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a benchmark that decodes constant `Streams`: of the engine, and of the streams."""
+    parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: as `kvmux serve` chooses)")
+    parser.add_argument("--sequences", type=int, default=16, help="number of sequences that are decoded together")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each prompt, and of each answer")
+
+
+def build_engine_for_streams(parser: argparse.ArgumentParser, options: argparse.Namespace) -> Engine:
+    """Return the engine that the options of add_stream_options() ask for; exit with a message if it cannot be built."""
+    try:
+        flags = {"model": options.model, "threads": options.threads, "max_num_seqs": options.sequences}
+        return build_engine(load_settings(None, {name: value for name, value in flags.items() if value is not None}))
+    except SettingsError as error:
+        parser.error(str(error))
 
 
 class Streams:

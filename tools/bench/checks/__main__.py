@@ -20,18 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from config.errors import SettingsError
-from config.settings import load_settings
 from kernels.backends import REFERENCE, list_backends
 from kernels.ops import Attention, Ops
 from kernels.reference.backend import ReferenceOps
 from server.engine.batch import Batch
-from server.engine.build import Engine, build_engine
+from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.scheduling.selection import Selector
 from server.models.base import Model
 from tools.bench.kernel_inputs import BLOCK_SIZE, LAYERS, Calls, Sequences
-from tools.bench.metrics import Streams
+from tools.bench.metrics import Streams, add_stream_options, build_engine_for_streams
 
 LIMIT = 0.01  # largest share of a step that checks may take
 KEPT_TOKENS = 2048
@@ -59,19 +57,12 @@ class CopyCost(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.checks", description=__doc__)
-    parser.add_argument("--model", default="tiny", help="as for `kvmux serve` (default: the embedded one)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: as `kvmux serve` chooses)")
-    parser.add_argument("--sequences", type=int, default=16, help="number of sequences that are decoded together")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each prompt, and of each answer")
+    add_stream_options(parser)
     parser.add_argument("--steps", type=int, default=1000, help="steps to measure")
     parser.add_argument("--rounds", type=int, default=10, help="rounds of copying tokens")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of sentences")
     options = parser.parse_args(arguments)
-    try:
-        flags = {"model": options.model, "threads": options.threads, "max_num_seqs": options.sequences}
-        engine = build_engine(load_settings(None, {name: value for name, value in flags.items() if value is not None}))
-    except SettingsError as error:
-        parser.error(str(error))
+    engine = build_engine_for_streams(parser, options)
     cost = measure_checks(engine, options.sequences, options.tokens, options.steps)
     print(json.dumps(cost._asdict()) if options.json else format_cost(cost), flush=True)
     calls = make_copies()
