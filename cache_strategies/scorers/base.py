@@ -27,6 +27,13 @@ class ScorerOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def check_kernel_size(size: int) -> int:
+    """Return the size of a pooling kernel. Raises ValueError if it is even, as a kernel has a middle."""
+    if size % 2 == 0:
+        raise ValueError(f"must be an odd number, such as {size + 1}")
+    return size
+
+
 class Past:
     """What one layer holds of one sequence at a boundary of its text. All tensors are read only.
 
@@ -87,34 +94,65 @@ class Past:
         """The number of query heads that share a KV head."""
         return self.spec.num_q_heads // self.spec.num_kv_heads
 
+    @property
+    def query_positions(self) -> Tensor:
+        """The positions [T] of the latest queries, ascending."""
+        return torch.arange(self.length - len(self.queries), self.length, device=self.positions.device)
+
+    @property
+    def sink_logits(self) -> Tensor | None:
+        """The learned sinks by KV head, [H, G] float32; None if the layer has none."""
+        sinks = self.spec.sink_logits
+        return None if sinks is None else sinks.float().view(self.spec.num_kv_heads, self.num_groups)
+
+    def is_latest(self, num_tokens: int) -> Tensor:
+        """Return which keys belong to the latest `num_tokens` tokens of the text, [H, S] bool."""
+        return self.positions >= self.length - num_tokens
+
     def group_queries(self) -> Tensor:
         """Return the latest queries by KV head, [H, G, T, D] float32, for G query heads of each."""
         T, _, D = self.queries.shape
         return self.queries.transpose(0, 1).reshape(self.spec.num_kv_heads, self.num_groups, T, D)
 
-    def attention_scores(self) -> Tensor:
-        """Return the latest queries' scores before the softmax, [H, G, T, S] float32; keys after a query have -inf."""
-        scores = torch.einsum("hgtd,hsd->hgts", self.group_queries() * self.spec.scale, self.keys)
+    def attention_scores(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the latest queries' scores before the softmax, [H, G, T, S] float32; keys out of sight have -inf.
+
+        With `start` and `stop`, return only those of the queries [start:stop] of the latest T, to need less memory.
+        """
+        queries = self.group_queries()[:, :, start:stop]
+        T = queries.shape[2]
+        scores = (queries.flatten(1, 2) * self.spec.scale) @ self.keys.transpose(1, 2)
+        scores = scores.unflatten(1, (self.num_groups, T))
         if self.spec.softcap is not None:
             scores = self.spec.softcap * torch.tanh(scores / self.spec.softcap)
-        T = scores.shape[2]
-        query_positions = torch.arange(self.length - T, self.length, device=scores.device)
-        is_later = self.positions[:, None, None, :] > query_positions[:, None]
-        return scores.masked_fill(is_later, -torch.inf)
+        positions, query_positions = self.positions[:, None, None, :], self.query_positions[start:stop, None]
+        is_hidden = positions > query_positions
+        if self.spec.window is not None:
+            is_hidden |= positions <= query_positions - self.spec.window
+        return scores.masked_fill_(is_hidden, -torch.inf)
 
-    def attention_weights(self) -> Tensor:
-        """Return the latest queries' attention weights [H, G, T, S] float32, learned sinks included in the sum."""
-        scores = self.attention_scores()
-        if self.spec.sink_logits is None:
-            return scores.softmax(dim=-1)
-        H, G, T, _ = scores.shape
-        sinks = self.spec.sink_logits.float().view(H, G, 1, 1).expand(H, G, T, 1)
-        return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+    def attention_weights(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the latest queries' attention weights [H, G, T, S] float32, learned sinks included in the sum.
+
+        A query that sees no key (the kept ones are later than it, or outside its window) has weights of 0. `start` and
+        `stop` are those of `attention_scores`.
+        """
+        weights = softmax(self.attention_scores(start, stop), self.sink_logits)
+        is_own_key_kept = len(self.queries) <= self.num_new
+        return weights if is_own_key_kept else weights.nan_to_num(0.0)
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return x [n, heads, D], rotated by RoPE at `positions` [n], as it was before the rotation (RoPE)."""
         assert self.spec.rotate is not None, "the layer cannot rotate; see Scorer.check_layers"
         return self.spec.rotate(x, -positions)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Return the softmax of scores [..., T, S] over S; `sinks` [...] are additional logits in it, with no key."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    column = sinks[..., None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 class Scorer(ABC):
@@ -129,13 +167,14 @@ class Scorer(ABC):
         """Take over the options, of `options_type`."""
         self.options = options
 
-    def check_layers(self, layers: Sequence[LayerSpec]) -> None:
+    def check_layers(self, layers: Sequence[LayerSpec]) -> None:  # noqa: B027, most scorers can serve all
         """Raise SettingsError if the scorer cannot serve a model's layers."""
 
     @abstractmethod
     def score(self, past: Past) -> Tensor:
         """Return how much each key of a layer matters, [H, S] float: keys with higher scores are kept.
 
-        Called at a boundary, for each layer. NaN counts as the highest score. The result must depend on `past` alone,
-        so that a text that is computed again keeps the same keys; a call that raises is repeated once.
+        Called at a boundary, for each layer. Infinity marks keys that a method always keeps; NaN counts as the highest
+        score. The result must depend on `past` alone, so that a text that is computed again keeps the same keys; a call
+        that raises is repeated once, with the same `past`, so assign state last.
         """
