@@ -80,7 +80,7 @@ class ExpectedAttention(Scorer):
 
     def _update_statistics(self, past: Past) -> QueryStatistics:
         """Return the statistics of all queries of the text so far: those of the state and the latest ones."""
-        first = max(self.options.sinks - int(past.query_positions[0]), 0)  # queries before it are those of sinks
+        first = max(self.options.sinks - (past.length - len(past.queries)), 0)  # queries before it are those of sinks
         queries = past.unrotate(past.queries[first:], past.query_positions[first:]).transpose(0, 1)  # [Hq, T, D]
         known = past.state.get("count")
         num_known = 0.0 if known is None else float(known)
