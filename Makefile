@@ -31,7 +31,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast test-metal prometheus test-slow test-clients check check-metal format bench load fuzz chaos soak clean
+.PHONY: help install serve test test-fast test-metal prometheus test-slow test-clients test-kvpress check check-metal format bench load fuzz chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -58,6 +58,9 @@ test-slow: $(VENV)/.with-test  ## run all tests, with those that take minutes
 
 test-clients: $(VENV)/.with-test  ## test popular clients, each installed by itself (CLIENTS="litellm ...": only these)
 	$(PY) -m tests.clients.run $(CLIENTS)
+
+test-kvpress: $(VENV)/.with-test  ## compare the scorers of keys with NVIDIA's kvpress, installed by itself
+	$(PY) -m tests.kvpress.run $(ARGS)
 
 check: $(VENV)/.with-test,check  ## lint, format and types, changing nothing
 	$(PY) -m ruff check .

@@ -126,7 +126,10 @@ class Decoder(ForwardStepMixin):
             return x
         cos, sin = tables
         forward, backward = (apply_rope(self._ops, x, (cos, signed), delta.abs()) for signed in (sin, -sin))
-        return torch.where((delta < 0).view(-1, 1, 1), backward, forward)
+        shifted = torch.where((delta < 0).view(-1, 1, 1), backward, forward)
+        # YaRN and LongRoPE multiply cos and sin by a factor, which x has already; it is in the tables as cos(0)
+        shifted[..., : 2 * cos.shape[1]] /= cos[0, 0]
+        return shifted
 
 
 def _get_format_name(weight: Weight) -> str:

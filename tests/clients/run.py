@@ -49,6 +49,15 @@ def is_js(folder: Path) -> bool:
 
 def installed(folder: Path) -> list[str]:
     """The command that runs a client's check."""
+    home = environment(folder)
+    if is_js(folder):
+        shutil.copy(folder / "check.mjs", home)  # node looks for packages beside the file that wants them
+        return ["node", str(home / "check.mjs")]
+    return [str(home / "bin/python"), str(folder / "check.py")]
+
+
+def environment(folder: Path) -> Path:
+    """The environment that has what a folder pins, installed unless it was before."""
     pins = folder / ("package.json" if is_js(folder) else "requirements.txt")
     home = ENVIRONMENTS / folder.name
     done = home / "installed"  # a copy of the pins, written last
@@ -58,10 +67,7 @@ def installed(folder: Path) -> list[str]:
         home.mkdir(parents=True)
         install(home, pins)
         shutil.copy(pins, done)
-    if is_js(folder):
-        shutil.copy(folder / "check.mjs", home)  # node looks for packages beside the file that wants them
-        return ["node", str(home / "check.mjs")]
-    return [str(home / "bin/python"), str(folder / "check.py")]
+    return home
 
 
 def install(home: Path, pins: Path) -> None:

@@ -124,8 +124,9 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path: Path) -> None:
         load_decoder(tmp_path)
 
 
-def test_rotating_back_undoes_rotating(tmp_path: Path) -> None:
-    save_random_model("llama", tmp_path)
+@pytest.mark.parametrize("name", ["llama", "llama_yarn"])  # YaRN's tables are multiplied by a factor
+def test_rotating_back_undoes_rotating(name: str, tmp_path: Path) -> None:
+    save_random_model(name, tmp_path)
     rotate = load_decoder(tmp_path).layer_specs[0].rotate
     assert rotate is not None
     x, delta = torch.randn(5, 2, 16), torch.tensor([0, 1, 7, 100, 300])

@@ -1,0 +1,142 @@
+"""expected_attention: keeps the keys that future queries are expected to attend to.
+
+Queries before their rotation (RoPE) are modelled as a normal distribution, whose mean and covariance are those of all
+queries of the text so far. With the rotation averaged over the next positions, the weight that a key gets is known in
+closed form: the mean of exp(q k) is exp(mean k + k covariance k / 2). It is multiplied by the norm of the value. Needs
+the queries since the boundary before, and a layer that can rotate them; keeps their number, mean and covariance. A
+softcap and learned sinks are left out of the expectation.
+
+After Devoto et al., "Expected attention: KV cache compression by estimating attention from future queries distribution"
+(2025, arXiv:2510.00636).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from cache_strategies.scorers.base import Past, Scorer, ScorerOptions
+from config.errors import SettingsError
+from kernels.types import LayerSpec
+
+ROTATED_AT_ONCE = 32  # positions; all models have tables of RoPE for more
+Rotate = Callable[[Tensor, Tensor], Tensor]
+
+
+class ExpectedAttentionOptions(ScorerOptions):
+    """Options of expected_attention."""
+
+    num_future_positions: int = Field(
+        512, ge=1, le=65536, description="positions after the text over which the rotation of queries is averaged"
+    )
+    sinks: int = Field(
+        4, ge=0, le=65536, description="first tokens of a text, which are kept; their queries are left out of the mean"
+    )
+    use_covariance: bool = Field(True, description="use the covariance of queries; without it, scoring is cheaper")
+    use_vnorm: bool = Field(True, description="multiply the expected weight by the norm of the value")
+    epsilon: float = Field(0.0, ge=0, le=1, description="added to the expected weight before it is multiplied")
+
+
+class QueryStatistics(NamedTuple):
+    """The queries of a text before their rotation: their number, mean and covariance. All float32."""
+
+    count: Tensor  # [1]
+    mean: Tensor  # [Hq, D]
+    covariance: Tensor | None  # [Hq, D, D]; None: not used
+
+
+class ExpectedAttention(Scorer):
+    """Scores a key by its expected attention weight in the next tokens' queries, times the norm of its value."""
+
+    options_type = ExpectedAttentionOptions
+    options: ExpectedAttentionOptions
+    num_queries = None
+
+    def __init__(self, options: ExpectedAttentionOptions) -> None:
+        super().__init__(options)
+        self._mean_rotations: dict[Rotate, Tensor] = {}  # those of the next positions, counted from the last token
+
+    def check_layers(self, layers: Sequence[LayerSpec]) -> None:
+        if any(spec.rotate is None for spec in layers):
+            raise SettingsError(
+                "scorer 'expected_attention' must undo the rotation of queries (RoPE), for which this model's layers "
+                "have no function; use the scorer 'keydiff' or 'snapkv' instead"
+            )
+
+    def score(self, past: Past) -> Tensor:
+        options = self.options
+        statistics = self._update_statistics(past)
+        is_sink = past.positions < options.sinks
+        logits = self._compute_expected_logits(past, statistics).masked_fill_(is_sink[:, None], -torch.inf)
+        scores = logits.softmax(dim=-1).mean(dim=1)
+        if options.use_vnorm:
+            scores = (scores + options.epsilon) * torch.linalg.vector_norm(past.values, dim=-1)
+        past.state.update({name: x for name, x in statistics._asdict().items() if x is not None})
+        return scores.masked_fill(is_sink, torch.inf)
+
+    def _update_statistics(self, past: Past) -> QueryStatistics:
+        """Return the statistics of all queries of the text so far: those of the state and the latest ones."""
+        first = max(self.options.sinks - (past.length - len(past.queries)), 0)  # queries before it are those of sinks
+        queries = past.unrotate(past.queries[first:], past.query_positions[first:]).transpose(0, 1)  # [Hq, T, D]
+        known = past.state.get("count")
+        num_known = 0.0 if known is None else float(known)
+        num_latest = queries.shape[1]
+        total = max(num_known + num_latest, 1.0)
+        share = num_latest / total
+        # Means and covariances are merged as Chan et al. (1979) do: no large numbers are subtracted from each other.
+        latest_mean = queries.mean(dim=1) if num_latest else torch.zeros_like(past.queries[0])
+        mean = past.state["mean"] if known is not None else torch.zeros_like(latest_mean)
+        difference = latest_mean - mean
+        covariance = None
+        if self.options.use_covariance:
+            centered = queries - latest_mean[:, None]
+            covariance = centered.transpose(1, 2) @ centered / total
+            if known is not None:
+                covariance += past.state["covariance"] * (num_known / total)
+                covariance += difference[:, :, None] * difference[:, None, :] * (share * num_known / total)
+        count = torch.full((1,), num_known + num_latest, device=mean.device)
+        return QueryStatistics(count, mean + difference * share, covariance)
+
+    def _compute_expected_logits(self, past: Past, statistics: QueryStatistics) -> Tensor:
+        """Return the logarithm of each key's expected weight before the division by the sum, [H, G, S]."""
+        H, G, scale = past.spec.num_kv_heads, past.num_groups, past.spec.scale
+        rotation = self._compute_mean_rotation(past)  # [D, D], multiplied from the right
+        mean = (statistics.mean @ rotation * scale).unflatten(0, (H, G))  # [H, G, D]
+        logits = mean @ past.keys.transpose(1, 2)
+        if statistics.covariance is not None:
+            covariance = rotation.T @ statistics.covariance @ rotation * (scale * scale / 2)
+            # the heads of a group side by side, so that one product serves all: [H, D, G * D]
+            columns = covariance.unflatten(0, (H, G)).transpose(1, 2).flatten(2)
+            products = (past.keys @ columns).unflatten(2, (G, -1))  # [H, S, G, D]
+            logits += products.mul_(past.keys[:, :, None]).sum(dim=-1).transpose(1, 2)
+        return logits
+
+    def _compute_mean_rotation(self, past: Past) -> Tensor:
+        """Return the mean of the rotations to the positions after the text; row vectors are multiplied by it."""
+        rotate = past.spec.rotate
+        assert rotate is not None, "check_layers has refused the layer"
+        D, device = past.spec.head_dim, past.positions.device
+        if rotate not in self._mean_rotations:
+            self._mean_rotations[rotate] = _average_rotations(rotate, self.options.num_future_positions, D, device)
+        last = torch.tensor([past.length - 1], device=device)
+        return rotate(self._mean_rotations[rotate][None], last)[0]
+
+
+def _average_rotations(rotate: Rotate, num_positions: int, D: int, device: torch.device) -> Tensor:
+    """Return the mean of the rotations by 1, 2, ... `num_positions` positions, [D, D] float32, for row vectors.
+
+    Rotations by many positions are products of those by few, as a model's tables may be too short for them.
+    """
+    step = min(num_positions, ROTATED_AT_ONCE)
+    basis = torch.eye(D, device=device).expand(step, D, D).contiguous()
+    rotations = rotate(basis, torch.arange(1, step + 1, device=device)).double()  # [step, D, D]
+    total = torch.zeros_like(rotations[0])
+    turn = torch.eye(D, device=device, dtype=torch.float64)
+    for start in range(0, num_positions, step):
+        total += rotations[: num_positions - start].sum(dim=0) @ turn
+        turn = turn @ rotations[-1]
+    return (total / num_positions).float()
