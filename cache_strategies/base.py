@@ -184,6 +184,13 @@ class KVCache(ABC, Generic[SeatT]):
         """Return whether the seat can be scheduled now; False while its prefix loads or another seat computes it."""
         return True
 
+    def row_limit(self, seat: SeatT) -> int | None:
+        """Return the most tokens that the seat's next row may have; None: any number.
+
+        It is at most contract.max_row. A strategy that acts at certain positions of a text ends rows there with this.
+        """
+        return self.contract.max_row
+
     @abstractmethod
     def grow(self, seat: SeatT, num_tokens: int) -> bool:
         """Allocate memory for `num_tokens` tokens after seat.length; return False if there is not enough. Idempotent.
@@ -266,6 +273,13 @@ class KVCache(ABC, Generic[SeatT]):
 
         tokens[i] are the ids that stay in the seat of plan.rows[i]: fewer than planned if draft tokens were rejected.
         seat.length grows by their number. A negative id marks an embedding without a token id, which is never shared.
+        """
+
+    def compact(self, seat: SeatT) -> None:
+        """Drop tokens of a seat, and free their memory. Called after each commit of a row of the seat.
+
+        May start device work. If it raises it is called once more, so the seat must be as before then; if it raises
+        again, the seat's request ends, and no other.
         """
 
     @abstractmethod

@@ -31,6 +31,7 @@ HOW_TO_CHANGE = (
 )
 
 BUILTIN: Mapping[str, str] = {  # imported on demand
+    "compressed": "cache_strategies.compressed.cache:CompressedCache",
     "contiguous": "cache_strategies.contiguous:ContiguousCache",
     "mirrored": "cache_strategies.mirrored.cache:MirroredCache",
     "paged": "cache_strategies.paged.cache:PagedCache",

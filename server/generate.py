@@ -102,9 +102,9 @@ def _generate_tokens(model: Model, request: Request) -> Generator[GeneratedToken
 def _prefill(model: Model, request: Request, sequence: CachedSequence) -> Tensor:
     """Compute the part of the prompt that is not cached; return the logits [1, V] of the token after the prompt."""
     longest = request.cache.setup.geometry.max_num_batched_tokens
-    longest = min(longest, request.cache.contract.max_row or longest)
     while True:
-        batch = sequence.begin(min(longest, request.num_prompt_tokens - sequence.length))
+        num_tokens = min(longest, sequence.row_limit or longest, request.num_prompt_tokens - sequence.length)
+        batch = sequence.begin(num_tokens)
         logits = model.forward(batch.input_ids, batch)
         sequence.commit()
         if sequence.length == request.num_prompt_tokens:

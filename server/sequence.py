@@ -35,6 +35,11 @@ class CachedSequence:
     def length(self) -> int:
         return self._seat.length
 
+    @property
+    def row_limit(self) -> int | None:
+        """The most tokens that the next batch may have; None: any number."""
+        return self._cache.row_limit(self._seat)
+
     def begin(self, num_tokens: int) -> Batch:
         """Allocate memory for the next tokens and return their batch, which is their `Attention`.
 

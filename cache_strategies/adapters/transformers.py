@@ -185,6 +185,8 @@ class StrategyCache(Cache):
         assert kv[0].shape[2] == self.mask_sizes(layer, n)[0], "mask_sizes() returned another number of keys"
         if len(forward_pass.updated_layers) == len(self._specs):
             self._cache.commit(forward_pass.plan, [[_UNKNOWN_TOKEN_ID] * n] * B)
+            for seat in self._seats:
+                self._cache.compact(seat)
             self._forward_pass, self._num_cropped = None, 0
         return kv[0].to(key.dtype), kv[1].to(value.dtype)
 
@@ -285,7 +287,9 @@ class StrategyCache(Cache):
             raise ValueError(f"the keys are {key.dtype}, but the config says {kv_dtype}: pass the dtype of the cache")
 
     def _check_batch(self, rows: int, n: int) -> None:
-        S, max_row = self.length, self._cache.contract.max_row
+        S = self.length
+        limits = [self._cache.row_limit(seat) for seat in self._seats] or [self._cache.contract.max_row]
+        max_row = min((limit for limit in limits if limit is not None), default=None)
         if rows > self.max_batch_size:
             raise ValueError(f"{rows} rows exceed max_batch_size={self.max_batch_size}: raise it (each beam is a row)")
         if self._seats and rows != len(self._seats):

@@ -52,10 +52,12 @@ class Past:
         queries: Tensor | None = None,
         state: dict[str, Tensor] | None = None,
         key_state: dict[str, Tensor] | None = None,
+        first_head: int = 0,
     ) -> None:
         """Describe a layer; `load_kv` returns its keys [S,H,D] and values [S,H,Dv], of any dtype."""
         self.layer_idx = layer_idx
-        self.spec = spec
+        self.first_head = first_head  # number of the first of the H heads in its layer
+        self.spec = spec  # with the numbers of these heads
         self.length = length  # number of tokens of the text up to the boundary
         self.num_new = num_new  # the last `num_new` keys have come since the boundary before: they are in all heads
         self.positions = positions  # [H, S] int64

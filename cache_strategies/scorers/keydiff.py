@@ -26,4 +26,5 @@ class KeyDiff(Scorer):
         mean = norms.reciprocal()[:, None, :] @ keys / keys.shape[1]  # [H, 1, D]
         mean_norm = torch.linalg.vector_norm(mean, dim=-1).clamp_min(MIN_NORM)  # [H, 1]
         products = (keys @ mean.transpose(1, 2)).squeeze(-1)
-        return -products / (norms * mean_norm)
+        cosines: Tensor = products / (norms * mean_norm)
+        return -cosines

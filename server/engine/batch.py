@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache_strategies.base import KVCache, Plan, Row
+from cache_strategies.base import KVCache, Plan, Row, Seat
 from kernels.ops import AttentionSlice
 from server.engine.isolation.errors import StrategyError
 
@@ -27,6 +27,13 @@ class RowInput(NamedTuple):
     row: Row
     tokens: Sequence[int]
     num_logits: int
+
+
+class FailedRow(NamedTuple):
+    """A row of a batch whose strategy failed to commit or to compact it."""
+
+    row: int  # its index in the batch
+    error: StrategyError
 
 
 class _Part(NamedTuple):
@@ -82,21 +89,26 @@ class Batch:
         """For each row of the batch, the number of its tokens whose logits are computed."""
         return [item.num_logits for item in self._rows]
 
-    def commit(self, num_entered: Sequence[int] | None = None) -> list[StrategyError]:
-        """Commit the first num_entered[i] tokens of each row i; None: all tokens of all rows.
+    def commit(self, num_entered: Sequence[int] | None = None) -> list[FailedRow]:
+        """Commit the first num_entered[i] tokens of each row i; None: all tokens of all rows. Then compact the seats.
 
-        Return an error for each strategy that failed to; the others have committed.
+        Return the rows of strategies that failed to commit, and rows that could not be compacted; all others are done.
         """
         counts = [item.row.num_tokens for item in self._rows] if num_entered is None else num_entered
-        tokens = iter([item.tokens[:count] for item, count in zip(self._rows, counts, strict=True)])
-        errors = []
+        tokens = [item.tokens[:count] for item, count in zip(self._rows, counts, strict=True)]
+        failed: list[FailedRow] = []
+        end = 0
         for cache, plan in self._parts:
-            ids = [next(tokens) for _ in plan.rows]
+            begin, end = end, end + len(plan.rows)
             try:
-                cache.commit(plan, ids)
+                cache.commit(plan, tokens[begin:end])
             except StrategyError as error:
-                errors.append(error)
-        return errors
+                failed += [FailedRow(i, error) for i in range(begin, end)]
+                continue
+            for i, row in enumerate(plan.rows, begin):
+                if (problem := _compact(cache, row.seat)) is not None:
+                    failed.append(FailedRow(i, problem))
+        return failed
 
     def _plan(self) -> Iterator[tuple[_Part, AttentionSlice]]:
         end = 0
@@ -107,6 +119,18 @@ class Batch:
             locations = plan.list_kv_locations(len(cache.setup.geometry.layers))
             hook = partial(cache.attend, plan)
             yield _Part(cache, plan), AttentionSlice(slice(begin, end), locations, plan.query_tap, hook)
+
+
+def _compact(cache: KVCache, seat: Seat) -> StrategyError | None:
+    """Compact a seat, and try it once more if that fails; return the error of the second try."""
+    try:
+        cache.compact(seat)
+    except StrategyError:
+        try:
+            cache.compact(seat)
+        except StrategyError as error:
+            return error
+    return None
 
 
 def _order_rows(work: Sequence[RowInput]) -> list[int]:

@@ -264,9 +264,10 @@ class Core:
 
         Requests whose strategies fail end with an error; return the output of the others.
         """
-        errors = {error.instance: error for error in output.batch.commit(output.count_entered_tokens())}
-        self.isolation.record_steps({s.request.cache.name for s in output.scheduled} - errors.keys())
-        failed = {s.request: errors[s.request.cache.name] for s in output.scheduled if s.request.cache.name in errors}
+        failed_rows = output.batch.commit(output.count_entered_tokens())
+        failed = {output.scheduled[i].request: error for i, error in failed_rows}
+        failed_instances = {error.instance for error in failed.values()}
+        self.isolation.record_steps({s.request.cache.name for s in output.scheduled} - failed_instances)
         for request, _, draft in output.scheduled:
             if draft and request not in failed:
                 assert request.seat is not None

@@ -69,7 +69,7 @@ def compare(
 ) -> list[Fidelity]:
     """Run the documents under each cache, and return the fidelity of each cache to caches[0], which is exact.
 
-    A step computes `row_tokens` tokens of a document, which is at most the max_row of every cache; 1 is as in decoding.
+    A step computes `row_tokens` tokens of a document, or as few as the row_limit() of a cache; 1 is as in decoding.
     `on_tokens_read` is called after each step with its number of tokens. Raises SettingsError if there is no room for
     the longest document under every cache, before any is computed, or if logits are NaN or infinite.
     """
@@ -79,12 +79,16 @@ def compare(
         # [strategy, position in the document]: whether the strategy predicted the token
         known = torch.zeros(len(caches), len(document.ids), dtype=torch.bool)
         with _open_seats(caches, document) as seats:
-            for first in range(0, len(document.ids) - 1, row_tokens):
-                tokens = document.ids[first : first + row_tokens + 1]  # the last is only predicted, not an input
+            first = 0
+            while first < len(document.ids) - 1:
+                limits = (cache.row_limit(seat) for cache, seat in zip(caches, seats, strict=True))
+                n = min(row_tokens, *(row_tokens if limit is None else limit for limit in limits))
+                tokens = document.ids[first : first + n + 1]  # the last is only predicted, not an input
                 logits = _run_step(model, caches, seats, tokens[:-1])
                 targets = torch.tensor(tokens[1:], device=logits.device)
                 known[:, first + 1 : first + len(tokens)] = update_fidelities(results, logits, targets)
                 on_tokens_read(len(targets))
+                first += len(targets)
         for result, tokens_known in zip(results, known.tolist(), strict=True):
             result.answer_recalls += [(a.distance, all(tokens_known[a.start : a.stop])) for a in document.answers]
     return results

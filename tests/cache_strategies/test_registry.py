@@ -38,10 +38,13 @@ def geometry(max_seats: int = 4) -> Geometry:
 
 
 # ---------------------------------------------------------------- kinds
-def test_every_built_in_kind_can_be_loaded_and_has_an_instance_by_default_unless_it_is_for_comparison() -> None:
+def test_every_built_in_kind_can_be_loaded_and_those_that_need_no_choice_have_an_instance() -> None:
     for kind in registry.BUILTIN:
         assert issubclass(load_kind(kind), KVCache)
-    assert {settings.kind for settings in default_strategies().values()} == set(registry.BUILTIN) - {"mirrored"}
+    assert {settings.kind for settings in default_strategies().values()} == set(registry.BUILTIN) - {
+        "compressed",
+        "mirrored",
+    }
 
 
 class OfVersion1(ContiguousCache):
@@ -83,7 +86,8 @@ def test_a_plug_in_that_cannot_be_imported_may_be_of_another_version(monkeypatch
 
 def test_an_unknown_kind_is_refused_with_the_kinds_there_are() -> None:
     with pytest.raises(
-        SettingsError, match=r"no cache strategy kind 'pagd'; kinds are contiguous, mirrored, paged, sliding_win"
+        SettingsError,
+        match=r"no cache strategy kind 'pagd'; kinds are compressed, contiguous, mirrored, paged, sliding_win",
     ):
         load_kind("pagd")
 

@@ -28,6 +28,12 @@ MODEL = (  # two layers that have little in common
 )
 
 VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {  # options every built-in kind is tested with
+    "compressed": [
+        {"budget": 20, "every": 16, "recent": 4, "sinks": 2, "block_size": 8},
+        {"budget": 0.3, "every": 10, "recent": 2, "by_layer": "pyramid", "scorer": "knorm", "block_size": 4},
+        {"budget": 12, "every": 8, "recent": 3, "by_head": True, "scorer": "tova", "block_size": 16},
+        {"budget": 24, "every": 20, "recent": 0, "scorer": "h2o", "by_head": True, "block_size": 16},
+    ],
     "contiguous": [{}],
     "mirrored": [{}],
     "paged": [{}, {"block_size": 1}, {"block_size": 7}, {"block_size": 16, "prefix_cache": False}],
@@ -180,8 +186,8 @@ class Reading:
         return RowInput(self.cache, Row(self.seat, num_tokens), ids, num_tokens)
 
     def chunk(self, wanted: int) -> int:
-        """Return the number of tokens of the next row: `wanted`, unless fewer are left or max_row is smaller."""
-        return min(wanted, self.left, self.cache.contract.max_row or wanted)
+        """Return the number of tokens of the next row: `wanted`, unless fewer are left or row_limit() is smaller."""
+        return min(wanted, self.left, self.cache.row_limit(self.seat) or wanted)
 
 
 Keys = tuple[Tensor, Tensor, Tensor]  # K, V and positions that the last token of a row sees

@@ -143,6 +143,8 @@ def commit(batch: Batch, rows: Sequence[Planned]) -> None:
     for cache_, plan in batch._parts:
         accepted = [next(entered) for _ in plan.rows]
         cache_.commit(plan, [r.sitter.ids(r.start, r.start + r.accepted) for r in accepted])
+        for row in plan.rows:
+            cache_.compact(row.seat)
 
 
 # ---------------------------------------------------------------- the machine
@@ -327,7 +329,10 @@ class Histories(RuleBasedStateMachine):
 
     def _row(self, sitter: Sitter, rng: random.Random) -> Planned | None:
         """Return the next tokens of a prompt, or new ones; None if the sitter is not in this step."""
-        start, most = sitter.seat.length, min(rng.choice([1, 1, 3, 6, 20]), sitter.cache.contract.max_row or LONGEST)
+        start, most = (
+            sitter.seat.length,
+            min(rng.choice([1, 1, 3, 6, 20]), sitter.cache.row_limit(sitter.seat) or LONGEST),
+        )
         in_prompt = len(sitter.tokens) - start
         n = min(most, in_prompt or LONGEST - start)
         if n == 0 or not sitter.cache.ready(sitter.seat) or not sitter.cache.grow(sitter.seat, n):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache
+from cache_strategies.compressed.cache import CompressedCache
 from config.settings import StrategySettings
 from tests.contract.harness import (
     MODEL,
@@ -44,7 +45,8 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype
 
 def chunks_of(settings: StrategySettings, dtype: torch.dtype) -> list[int]:
     """Return the distinct row sizes that the instance's max_row allows, among a few and the whole text."""
-    most = min(LENGTH[dtype], settings.options.get("max_row", WHOLE))
+    longest = settings.options.get("every" if settings.kind == "compressed" else "max_row", WHOLE)
+    most = min(LENGTH[dtype], longest)
     sizes = (1, 3, 7, WHOLE) if settings.kind in KINDS else (1, 7, 64, WHOLE)
     return sorted({min(chunk, most) for chunk in sizes})
 
@@ -80,11 +82,22 @@ def check_step(result: Step, rows: list[tuple[Reading, int]], kinds: list[str]) 
             mask = visible_in_row(reading.cache, kind, reading.text.ids, layer, start, n)
             last = check_keys(reading.text.k[layer][: start + n], reading.text.v[layer][: start + n], keys)
             if mask is None:
-                mask = last[:, None]
+                mask = extend_to_row(last, n) if is_compressed(reading.cache, layer) else last[:, None]
             assert torch.equal(mask[:, -1], last), "gather_kv() returns other tokens than are visible"
             end, queries = start + n, mask.shape[1]
             q, k, v = (part[layer][:end] for part in (reading.text.q, reading.text.k, reading.text.v))
             close(result.outs[i][layer][-queries:], attention(q[-queries:], k, v, MODEL[layer], mask))
+
+
+def is_compressed(cache: KVCache, layer: int) -> bool:
+    """Return whether a layer keeps all keys of a row for all of its queries, as keys are dropped between rows."""
+    return isinstance(cache, CompressedCache) and MODEL[layer].window is None
+
+
+def extend_to_row(last: Tensor, n: int) -> Tensor:
+    """Return what the last n queries see [H, n, T] of the keys that the last one sees [H, T]."""
+    end = last.shape[1]
+    return last[:, None] & (torch.arange(end) <= torch.arange(end - n, end)[:, None])
 
 
 def close(got: Tensor, want: Tensor) -> None:

@@ -57,7 +57,7 @@ def test_what_an_earlier_sequence_left_behind_changes_nothing(name: str) -> None
 def test_a_step_writes_its_own_tokens_only(name: str) -> None:
     world = World({name: STRATEGIES[name]}, max_seats=2)
     readings = two_seats(world, name)
-    rows = [(readings[0], 1), (readings[1], 6)]
+    rows = [(readings[0], 1), (readings[1], readings[1].chunk(6))]
     batch = Batch([reading.work(n) for reading, n in rows])
     before = world.arena.memory.clone()
     attend(batch, rows)

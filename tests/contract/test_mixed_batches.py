@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import pytest
@@ -16,7 +17,11 @@ from torch import Tensor
 from config.settings import StrategySettings
 from tests.contract.harness import MODEL, Reading, Text, World, random_text, step
 
+EVERY = 9  # tokens from one boundary of `compressed` to the next, at which rows end
+
 STRATEGIES = {
+    "compressed": StrategySettings(kind="compressed", budget=14, every=EVERY, recent=3, scorer="tova"),
+    "compressed_by_head": StrategySettings(kind="compressed", budget=0.4, every=EVERY, recent=3, by_head=True),
     "contiguous": StrategySettings(kind="contiguous"),
     "hooked": StrategySettings(kind="hooked"),
     "hooked_everywhere": StrategySettings(kind="hooked", layers="all"),
@@ -42,8 +47,16 @@ def draw_texts(rng: random.Random, dtype: torch.dtype) -> list[Sized]:
     for seed, name in enumerate(sorted(STRATEGIES) * 2):
         sizes = [min(rng.randint(1, rng.choice([7, 60])), 40) for _ in range(rng.randint(1, 3))]
         sizes += [1] * rng.randint(0, 8)
+        if STRATEGIES[name].kind == "compressed":
+            sizes = split_at_boundaries(sizes)
         texts.append(Sized(name, random_text(seed, sum(sizes), MODEL, dtype), sizes))
     return texts
+
+
+def split_at_boundaries(sizes: Sequence[int]) -> list[int]:
+    """Return the sizes of rows that end at these rows' ends, and at every multiple of EVERY."""
+    ends = {*accumulate(sizes), *range(EVERY, sum(sizes), EVERY)}
+    return [end - begin for begin, end in pairwise([0, *sorted(ends)])]
 
 
 def read_alone(each: Sized, dtype: torch.dtype) -> list[list[Tensor]]:

@@ -17,6 +17,7 @@ from tests.contract.harness import list_kinds
 from tests.contract.random_histories import HYBRID, LAYERS, WINDOWS, Histories, geometry_of
 
 OPTIONS: Mapping[str, Mapping[str, object]] = {  # small enough for texts of 20 tokens; unknown kinds run with defaults
+    "compressed": {"budget": 8, "every": 4, "sinks": 1, "recent": 2, "block_size": 4, "scorer": "h2o"},
     "paged": {"block_size": 4},
     "random_drop": {"every": 4, "block_size": 2},
     "random_drop_by_head": {"every": 5, "block_size": 2},
@@ -33,6 +34,7 @@ RING = instance("sliding_window")
 ALONE = (
     {kind: instance(kind) for kind in list_kinds()}
     | {
+        "compressed by head": instance("compressed", by_head=True, block_size=8, scorer="tova"),
         "paged, blocks of one": instance("paged", block_size=1),
         "paged, nothing shared": instance("paged", prefix_cache=False),
         "contiguous, nothing found again": instance("contiguous", prefix_cache=False),

@@ -29,9 +29,13 @@ def draw_rows(longest: int) -> list[int]:
 
 
 def read(reading: Reading, rows: Sequence[int]) -> tuple[list[Tensor], list[Keys]]:
-    """Read a text in these rows; return attention's output and the keys of its last token, by layer."""
+    """Read a text in these rows, or shorter ones where the strategy ends them; return attention's output and the keys
+    of its last token, by layer.
+    """
     for size in rows[:-1]:
-        step([(reading, size)])
+        end = reading.seat.length + size
+        while reading.seat.length < end:
+            step([(reading, reading.chunk(end - reading.seat.length))])
     last = step([(reading, rows[-1])], keys=True)
     return last.outs[0], last.keys[0]
 

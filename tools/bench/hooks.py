@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -33,7 +33,8 @@ class HookTimer:
     """Implements CallObserver: adds up the seconds of the hook's calls. Its list of the running call is itself."""
 
     def __init__(self) -> None:
-        self.running: _RunningCall = _RunningCall()
+        self.hook = _RunningCall()
+        self.running: MutableSequence[int] = self.hook
 
     def encode_methods(self, instance: str) -> Mapping[str, int]:
         return {"attend": 1} if instance == WITH_HOOK else {}
@@ -134,9 +135,9 @@ def measure_batch(core: Core, timer: HookTimer, names: Sequence[str], tokens: in
         core.step()
     seconds: list[tuple[float, float]] = []
     for _ in range(steps):
-        timer.running.seconds, start = 0.0, time.perf_counter()
+        timer.hook.seconds, start = 0.0, time.perf_counter()
         core.step()
-        seconds.append((time.perf_counter() - start, timer.running.seconds))
+        seconds.append((time.perf_counter() - start, timer.hook.seconds))
     core.cancel_worker(WORKER)
     whole, hook = zip(*seconds, strict=True)
     return median(whole), median(hook)

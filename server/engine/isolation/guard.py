@@ -39,7 +39,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SKIPPED = ("poll", "ready", "collect_block_events")  # methods that are not called unless a strategy overrides them
+SKIPPED = (
+    "poll",
+    "ready",
+    "row_limit",
+    "compact",
+    "collect_block_events",
+)  # methods that are not called unless a strategy overrides them
 LOG_INTERVAL = 60.0  # seconds between two log messages about faults of the same method
 
 
@@ -237,6 +243,14 @@ class GuardedCache(KVCache[Seat]):
             return True
         return self._check_type("ready", bool, self._run("ready", self._call_with_seat, self.inner.ready, seat))
 
+    def row_limit(self, seat: Seat) -> int | None:
+        if "row_limit" not in self._overridden:
+            return self.contract.max_row
+        limit = self._run("row_limit", self._call_with_seat, self.inner.row_limit, seat)
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise self.make_fault("row_limit", f"it returned {results.describe(limit)}, not a number of tokens")
+        return limit
+
     def grow(self, seat: Seat, num_tokens: int) -> bool:
         result = self._run("grow", self._call_with_seat, self.inner.grow, seat, num_tokens)
         if not (grown := self._check_type("grow", bool, result)):
@@ -362,6 +376,16 @@ class GuardedCache(KVCache[Seat]):
             if id(seat) in self._unreported:
                 results.check_report(seat)
                 self._unreported.remove(id(seat))
+
+    def compact(self, seat: Seat) -> None:
+        if "compact" in self._overridden:
+            self._run("compact", self._compact, seat)
+
+    def _compact(self, seat: Seat) -> None:
+        """Compact a seat. Raises ValueError if its length has changed."""
+        self.inner.compact(seat)
+        if seat.length != self._lengths[id(seat)]:
+            raise ValueError(f"a seat of {self._lengths[id(seat)]} tokens has length {results.describe(seat.length)}")
 
     # ---------------------------------------------------------------- reports
     def usage(self) -> CacheUsage:

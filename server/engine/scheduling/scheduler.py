@@ -202,7 +202,7 @@ class Scheduler:
         if not cache.ready(seat):
             return
         remaining = request.num_remaining_tokens
-        num_tokens = min(remaining, step.room_for(request), cache.contract.max_row or remaining)
+        num_tokens = min(remaining, step.room_for(request), cache.row_limit(seat) or remaining)
         if not num_tokens:
             return
         while not cache.grow(seat, num_tokens):
@@ -216,16 +216,21 @@ class Scheduler:
     def _add_drafts(self, step: PartialStep) -> None:
         """Add draft tokens to decode rows within the rest of the budget; no request waits or is preempted for them."""
         for i, (request, num_tokens, _) in enumerate(step.rows):
-            room = min(
-                step.token_budget,
-                step.logprob_budget,
-                (request.cache.contract.max_row or step.token_budget + 1) - num_tokens,
-            )
-            draft = request.propose_draft(room)
+            draft = request.propose_draft(min(step.token_budget, step.logprob_budget))
+            draft = draft[: self._count_room_in_row(request, num_tokens)] if draft else draft
             if draft and self._grow_for_draft(request, num_tokens + len(draft)):
                 step.rows[i] = Scheduled(request, num_tokens, draft)
                 step.token_budget -= len(draft)
                 step.logprob_budget -= len(draft)
+
+    def _count_room_in_row(self, request: Request, num_tokens: int) -> int | None:
+        """Return how many tokens may be added to a row of `num_tokens`; None: any number, 0 if the strategy fails."""
+        assert request.seat is not None
+        try:
+            limit = request.cache.row_limit(request.seat)
+        except StrategyError:
+            return 0
+        return None if limit is None else limit - num_tokens
 
     def _grow_for_draft(self, request: Request, num_tokens: int) -> bool:
         """Return whether there is memory for a row with draft tokens; not if the strategy is at fault."""

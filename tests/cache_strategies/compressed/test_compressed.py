@@ -1,0 +1,263 @@
+"""What `compressed` keeps, frees and refuses: against a definition that knows positions and keys alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache_strategies import registry
+from cache_strategies.compressed.cache import CompressedCache
+from cache_strategies.compressed.selection import share_budget
+from cache_strategies.scorers.base import Past
+from cache_strategies.scorers.knorm import KNorm
+from cache_strategies.types import Geometry
+from config.errors import SettingsError
+from config.settings import StrategySettings
+from kernels.reference.backend import ReferenceOps
+from kernels.store import KVStore
+from kernels.types import LayerSpec
+from server.engine.batch import Batch
+from tests.contract.harness import MODEL, Reading, World, attend, random_text, step
+
+FULL = MODEL[0]._replace(num_q_heads=6)
+LAYERS = (FULL, FULL._replace(scale=0.5))
+SCORERS = ("knorm", "keydiff", "tova", "snapkv", "h2o", "r_kv", "lagkv", "random", "streaming_llm")
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+def make_world(layers: Sequence[LayerSpec] = LAYERS, max_seats: int = 2, **options: Any) -> World:
+    return World({"it": StrategySettings(kind="compressed", **options)}, layers=layers, max_seats=max_seats)
+
+
+def read(reading: Reading, end: int, rng: random.Random | None = None) -> Iterator[tuple[int, list[Any]]]:
+    """Read a text up to a position in random rows; yield the number of tokens and gather_kv() of each row."""
+    while reading.seat.length < end:
+        wanted = min(end - reading.seat.length, 1000 if rng is None else rng.choice([1, 2, 7, 30]))
+        keys = step([(reading, reading.chunk(wanted))], keys=True).keys[0]
+        yield reading.seat.length, keys
+
+
+# ---------------------------------------------------------------- which keys stay
+def kept_by_norm(keys: Tensor, length: int, every: int, budget: int, sinks: int, recent: int) -> list[int]:
+    """Return the positions that one head keeps of its keys [T, D] after `length` tokens, by the definition."""
+    kept: list[int] = []
+    norms = keys.double().norm(dim=1).tolist()
+    for end in range(every, length + 1, every):
+        kept += range(end - every, end)
+        first = [p for p in kept if p < sinks or p >= end - recent]
+        others = sorted((p for p in kept if p not in first), key=lambda p: norms[p])
+        kept = sorted([*first, *others[: max(0, budget - len(first))]])
+    return kept + list(range(length // every * every, length))
+
+
+def test_the_keys_of_least_norm_stay_with_those_that_are_protected(rng: random.Random) -> None:
+    every, sinks, recent = rng.choice([5, 16, 33]), rng.randint(0, 3), rng.randint(0, 4)
+    budget = sinks + recent + rng.randint(1, 30)
+    print(every, sinks, recent, budget)
+    world = make_world(scorer="knorm", every=every, sinks=sinks, recent=recent, budget=budget, block_size=8)
+    text = random_text(rng.randrange(99), 150, LAYERS)
+    end = 0
+    for length, keys in read(world.open("it", text), 150, rng):
+        for layer, (_, _, positions) in enumerate(keys):
+            for head in range(FULL.num_kv_heads):
+                expected = kept_by_norm(text.k[layer][:, head], end, every, budget, sinks, recent)
+                assert positions[:, head].tolist() == [*expected, *range(end, length)]
+        end = length
+        world.check_integrity()
+
+
+@pytest.mark.parametrize("scorer", SCORERS)
+def test_what_stays_does_not_depend_on_how_a_text_is_cut(scorer: str, rng: random.Random) -> None:
+    options = {"every": 24, "recent": 3, "budget": rng.choice([30, 0.4]), "by_head": rng.random() < 0.5}
+    if scorer in ("snapkv", "r_kv"):
+        options["scorer_options"] = {"window": 8}
+    if scorer == "lagkv":
+        options["scorer_options"] = {"lag_size": 8}
+    text = random_text(1, 130, LAYERS)
+    found = []
+    for cut in (None, rng, rng):
+        world = make_world(scorer=scorer, block_size=16, **options)
+        *_, (_, keys) = read(world.open("it", text), 130, cut)
+        found.append(keys)
+    for other in found[1:]:
+        for mine, theirs in zip(found[0], other, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_heads_share_a_budget_by_their_scores_and_each_keeps_its_safe_share() -> None:
+    high, low = torch.arange(100.0), torch.arange(50.0) / 100
+    assert share_budget([high, low], 20) == [36, 4]  # a fifth of 20 is safe
+    assert share_budget([low, high], 20) == [4, 36]
+    assert share_budget([high[:10] + 1, low], 20) == [10, 30], "a head cannot keep more keys than it has"
+
+
+def test_the_first_layers_of_a_pyramid_keep_more_and_all_keep_the_mean() -> None:
+    layers = [FULL] * 5
+    world = make_world(layers, budget=60, every=50, recent=4, by_layer="pyramid")
+    reading = world.open("it", random_text(2, 151, layers))
+    for _ in read(reading, 150):
+        pass
+    counts = [kept.counts[0] for kept in reading.seat.groups]  # type: ignore[attr-defined]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1]
+    assert abs(sum(counts) / 5 - 60) <= 1
+
+
+# ---------------------------------------------------------------- memory
+@pytest.mark.parametrize("by_head", [False, True])
+def test_the_memory_of_dropped_keys_is_free(by_head: bool, rng: random.Random) -> None:
+    budget, every, size = rng.randint(20, 60), 40, rng.choice([4, 8, 16])
+    world = make_world(budget=budget, every=every, recent=4, block_size=size, by_head=by_head, scorer="tova")
+    cache = world.caches["it"]
+    reading = world.open("it", random_text(1, 160, LAYERS))
+    peak = 0
+    while reading.left:
+        work = reading.work(reading.chunk(rng.choice([1, 7, 160])))
+        peak = max(peak, world.arena.num_held_pages("it"))
+        batch = Batch([work])
+        attend(batch, [(reading, work.row.num_tokens)])
+        assert not batch.commit()
+        if reading.seat.length % every == 0:
+            columns = FULL.num_kv_heads if by_head else 1
+            groups = 2 if by_head else 1
+            blocks = -(-min(budget, reading.seat.length) // size)
+            pages = world.arena.num_held_pages("it") // cache.stores[0].pages_per_block
+            most = groups * columns * (blocks + 1)
+            assert groups * columns * (blocks - 1) <= pages <= most
+    assert peak * world.arena.page_bytes <= cache.bytes_for(160)
+    cache.close(reading.seat)
+    assert world.arena.num_held_pages("it") == 0
+
+
+def test_a_fork_goes_on_as_its_parent(rng: random.Random) -> None:
+    world = make_world(budget=20, every=16, recent=3, scorer="h2o", block_size=8)
+    text, cache = random_text(1, 120, LAYERS), world.caches["it"]
+    parent = world.open("it", text)
+    for _ in read(parent, rng.randint(1, 90), rng):
+        pass
+    seat = cache.fork(parent.seat)
+    assert seat is not None
+    child = Reading(cache, text, seat)
+    ours, theirs = ([keys for _, keys in read(each, 120)][-1] for each in (parent, child))
+    for mine, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+    world.check_integrity()
+
+
+# ---------------------------------------------------------------- faults
+class Failing:
+    """Raises in one of its next calls."""
+
+    def __init__(self) -> None:
+        self.calls_left = -1  # before the call that raises; negative: none does
+
+    def count(self) -> None:
+        self.calls_left -= 1
+        if self.calls_left == -1:
+            raise RuntimeError("injected")
+
+
+class FailingScorer(KNorm):
+    """A scorer with a call that raises."""
+
+    def __init__(self, failing: Failing) -> None:
+        super().__init__(None)
+        self._failing = failing
+
+    def score(self, past: Past) -> Tensor:
+        self._failing.count()
+        return super().score(past)
+
+
+class FailingCopies(ReferenceOps):
+    """Operations with a copy of tokens that raises."""
+
+    def __init__(self, failing: Failing) -> None:
+        super().__init__()
+        self._failing = failing
+
+    def copy_tokens(self, store: KVStore, layer: int, src: Tensor, dst: Tensor) -> None:
+        self._failing.count()
+        super().copy_tokens(store, layer, src, dst)
+
+
+@pytest.mark.parametrize("layer", range(len(LAYERS)))
+@pytest.mark.parametrize("phase", ["score", "copy"])
+def test_a_compaction_that_fails_in_any_layer_is_repeated_and_changes_nothing(phase: str, layer: int) -> None:
+    text, found = random_text(1, 70, LAYERS), []
+    for fails in (False, True):
+        failing = Failing()
+        ops = FailingCopies(failing if phase == "copy" else Failing())
+        settings = StrategySettings(kind="compressed", scorer="knorm", budget=20, every=16, recent=3)
+        world = World({"it": settings}, layers=LAYERS, ops=ops)
+        cache = world.caches["it"]
+        assert isinstance(cache, CompressedCache)
+        cache._compactor._scorer = FailingScorer(failing if phase == "score" else Failing())
+        reading = world.open("it", text)
+        while reading.seat.length < 64:
+            work = reading.work(16)
+            batch = Batch([work])
+            attend(batch, [(reading, 16)])
+            cache.commit(batch._parts[0].plan, [work.tokens])
+            if fails and reading.seat.length > 20:
+                failing.calls_left = layer
+                with pytest.raises(RuntimeError, match="injected"):
+                    cache.compact(reading.seat)
+            cache.compact(reading.seat)
+            world.check_integrity()
+        *_, (_, keys) = read(reading, 70)
+        found.append(keys)
+    for mine, theirs in zip(*found, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_scores_of_a_wrong_shape_are_an_error_that_names_the_scorer() -> None:
+    class Wrong(KNorm):
+        def score(self, past: Past) -> Tensor:
+            return super().score(past)[:, 1:]
+
+    world = make_world(scorer="knorm", budget=20, every=16, recent=3)
+    cache = world.caches["it"]
+    assert isinstance(cache, CompressedCache)
+    cache._compactor._scorer = Wrong(cache._compactor._scorer.options)
+    reading = world.open("it", random_text(1, 40, LAYERS))
+    step([(reading, 16)])
+    with pytest.raises(ValueError, match="scorer 'knorm' returned"):
+        step([(reading, 16)])
+
+
+# ---------------------------------------------------------------- options
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 30}, "a budget of 30 tokens leaves nothing to choose beside 4 sinks and 32 recent tokens"),
+        ({"budget": 1.5}, "a share must be above 0 and below 1"),
+        ({"budget": 0}, "must be at least 1"),
+        ({"scorer": "nothing"}, "there is no scorer of keys 'nothing'"),
+        ({"scorer": "snapkv", "every": 32}, "looks at the latest 64 queries, more than there are"),
+        ({"scorer": "snapkv", "scorer_options": {"kernel": 3}}, "scorer_options.kernel"),
+        ({"scorer": "tova", "block_size": 1, "by_head": True}, "has no room for a query"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_in_a_sentence(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        make_world(**options)
+
+
+def test_a_start_computes_the_memory_of_the_longest_sequence() -> None:
+    settings = StrategySettings(kind="compressed", budget=40, every=32, recent=4, block_size=8)
+    geometry = Geometry(LAYERS, torch.float32, 2, 1000, 512)
+    (instance,) = registry.resolve_instances({"it": settings})
+    shape = instance.cls.seat_shape(instance.options, geometry)
+    assert shape.blocks == (40 + 32) // 8 + 40 // 8
