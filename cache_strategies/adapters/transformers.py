@@ -228,12 +228,8 @@ class StrategyCache(Cache):
         gathers only what a row's last token attends to, so this plans a step with the first new token alone, which is
         never committed.
         """
-        S = self.length
-        layers = [
-            i
-            for i, spec in enumerate(self._specs)
-            if self._count_visible(spec, S + n) < self._count_visible(spec, S + 1) + n - 1
-        ]
+        S, specs, count = self.length, enumerate(self._specs), self._count_visible
+        layers = [i for i, spec in specs if count(spec, S + n) < count(spec, S + 1) + n - 1]
         if not layers:
             return {}
         plan = self._cache.plan([Row(seat, 1) for seat in self._seats])
@@ -288,8 +284,7 @@ class StrategyCache(Cache):
 
     def _check_batch(self, rows: int, n: int) -> None:
         S = self.length
-        limits = [self._cache.row_limit(seat) for seat in self._seats] or [self._cache.contract.max_row]
-        max_row = min((limit for limit in limits if limit is not None), default=None)
+        max_row = self._cache.row_limit(self._seats[0]) if self._seats else self._cache.contract.max_row
         if rows > self.max_batch_size:
             raise ValueError(f"{rows} rows exceed max_batch_size={self.max_batch_size}: raise it (each beam is a row)")
         if self._seats and rows != len(self._seats):

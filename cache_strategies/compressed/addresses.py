@@ -19,7 +19,7 @@ from cache_strategies.compressed.seat import CompressedSeat
 from kernels.types import LayerSpec, Slots
 
 
-class LayerGroup(NamedTuple):
+class AddressGroup(NamedTuple):
     """Layers with the same addresses."""
 
     layers: Sequence[int]
@@ -33,12 +33,12 @@ class LayerGroup(NamedTuple):
         return self.num_heads if self.split_heads else 1
 
 
-def group_layers(layers: Sequence[LayerSpec], *, by_layer: bool, by_head: bool) -> list[LayerGroup]:
+def group_layers(layers: Sequence[LayerSpec], *, by_layer: bool, by_head: bool) -> list[AddressGroup]:
     """Divide a model's layers into groups: one of all layers, if they are alike and keep equally many keys."""
     if not (by_layer or by_head) and len({(spec.num_kv_heads, spec.window) for spec in layers}) == 1:
-        return [LayerGroup(range(len(layers)), layers[0].num_kv_heads, layers[0].window, False)]
+        return [AddressGroup(range(len(layers)), layers[0].num_kv_heads, layers[0].window, False)]
     return [
-        LayerGroup([i], spec.num_kv_heads, spec.window, by_head and spec.window is None)
+        AddressGroup([i], spec.num_kv_heads, spec.window, by_head and spec.window is None)
         for i, spec in enumerate(layers)
     ]
 
@@ -49,7 +49,7 @@ class GroupTable:
     All are allocated once. On a CPU the kernels read the host's memory; elsewhere it is copied once per step.
     """
 
-    def __init__(self, group: LayerGroup, seats: int, width: int, block_size: int, device: torch.device) -> None:
+    def __init__(self, group: AddressGroup, seats: int, width: int, block_size: int, device: torch.device) -> None:
         self.group = group
         self._block_size = block_size
         columns = group.num_columns

@@ -18,15 +18,21 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import CacheSetup, KVCache, Plan, Row
-from cache_strategies.block_table import resolve_kv_dtype
-from cache_strategies.compressed.addresses import GroupTable, LayerGroup, group_layers
+from cache_strategies.compressed.addresses import AddressGroup
 from cache_strategies.compressed.compaction import Compactor
+from cache_strategies.compressed.memory import (
+    CompressedMemory,
+    count_column_blocks,
+    count_peak_blocks,
+    count_query_blocks,
+    list_block_bytes,
+)
 from cache_strategies.compressed.options import Budgets, CompressedOptions, make_scorer
 from cache_strategies.compressed.queries import QueryBuffer
 from cache_strategies.compressed.seat import CompressedSeat, KeptTokens
 from cache_strategies.types import NO_SALT, Blocks, CacheUsage, Contract, Geometry, Salt, SeatShape
 from kernels.ops import KVLocation
-from kernels.store import KVStore, compute_block_bytes
+from kernels.store import KVStore
 
 
 class CompressedPlan(Plan[CompressedSeat]):
@@ -38,9 +44,9 @@ class CompressedPlan(Plan[CompressedSeat]):
         q_start = cache.fill_q_start(rows)
         locations = [
             KVLocation(store, table.make_slots(rows, number, q_start), None)
-            for number, (store, table) in enumerate(zip(cache.stores, cache.tables, strict=True))
+            for number, (store, table) in enumerate(zip(cache.stores, cache.memory.tables, strict=True))
         ]
-        self._locations = [locations[number] for number in cache.group_by_layer]
+        self._locations = [locations[number] for number in cache.memory.group_by_layer]
         self.tapped = None if cache.queries is None else cache.queries.make_tap(rows)
         self.query_tap = None if self.tapped is None else self.tapped[0]
 
@@ -52,7 +58,7 @@ class CompressedPlan(Plan[CompressedSeat]):
 
     def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
         cache, (seat, num_tokens) = self._cache, self.rows[row]
-        number = cache.group_by_layer[layer_idx]
+        number = cache.memory.group_by_layer[layer_idx]
         group, kept = cache.groups[number], seat.groups[number]
         end = seat.length + num_tokens
         new = torch.arange(seat.boundary, end)
@@ -84,34 +90,15 @@ class CompressedCache(KVCache[CompressedSeat]):
     def __init__(self, setup: CacheSetup, options: CompressedOptions) -> None:
         super().__init__(setup, options)
         geometry, arena = setup.geometry, setup.arena
-        self.block_size = options.block_size
-        dtype = resolve_kv_dtype(options, geometry)
         scorer = make_scorer(setup.name, options, geometry.layers)
         self.budgets = Budgets(options, geometry)
-        self.groups = make_groups(options, geometry)
-        self.group_by_layer = [0] * len(geometry.layers)
-        for number, group in enumerate(self.groups):
-            for layer in group.layers:
-                self.group_by_layer[layer] = number
-        self.stores = [
-            KVStore(
-                arena,
-                {i: geometry.layers[i] for i in group.layers},
-                self.block_size,
-                dtype,
-                split_heads=group.split_heads,
-            )
-            for group in self.groups
-        ]
+        self.memory = CompressedMemory(setup, options, self.budgets)
+        self.groups, self.stores = self.memory.groups, self.memory.stores
+        dtype, device = self.memory.dtype, arena.memory.device
         setup.ops.prepare(geometry.layers, geometry.kv_dtype, dtype)
-        device = arena.memory.device
-        self.tables = [
-            GroupTable(group, geometry.max_seats, self._count_width(group), self.block_size, device)
-            for group in self.groups
-        ]
         self._q_start = torch.zeros(geometry.max_seats + 1, dtype=torch.int32, device=device)
         self.queries = self._make_query_buffer(scorer.num_queries, geometry)
-        self._compactor = Compactor(self, scorer)
+        self._compactor = Compactor(setup, options, self.memory, self.budgets, scorer, self.queries)
         self._scores_always = scorer.num_queries is None
         self._free = list(range(geometry.max_seats))[::-1]
         self._seats: set[CompressedSeat] = set()
@@ -130,24 +117,24 @@ class CompressedCache(KVCache[CompressedSeat]):
             return None
         every = self.options.every
         layers = [i for i, spec in enumerate(geometry.layers) if spec.window is None]
-        store = self.stores[self.group_by_layer[layers[0]]]
+        store = self.stores[self.memory.group_by_layer[layers[0]]]
         count = every if num_queries is None else num_queries
         return QueryBuffer(self.name, geometry.layers, layers, count, every, store, geometry.kv_dtype)
 
     # ---------------------------------------------------------------- memory
     @classmethod
     def seat_shape(cls, options: CompressedOptions, geometry: Geometry) -> SeatShape:
-        sizes = _list_block_bytes(options, geometry)
+        sizes = list_block_bytes(options, geometry)
         smallest = min(sizes)
         blocks = sum(
             count * -(-size // smallest)
-            for size, count in zip(sizes, _count_peak_blocks(options, geometry, geometry.max_seq_len), strict=True)
+            for size, count in zip(sizes, count_peak_blocks(options, geometry, geometry.max_seq_len), strict=True)
         )
-        return SeatShape(smallest, blocks + _count_query_blocks(options, geometry, sizes))
+        return SeatShape(smallest, blocks + count_query_blocks(options, geometry, sizes))
 
     def bytes_for(self, num_tokens: int) -> int:
         pages = [store.pages_per_block for store in self.stores]
-        peak = _count_peak_blocks(self.options, self.setup.geometry, num_tokens)
+        peak = count_peak_blocks(self.options, self.setup.geometry, num_tokens)
         total = sum(count * run for count, run in zip(peak, pages, strict=True))
         if self.queries is not None and num_tokens > self.queries.first_stored(self.options.every):
             total += self.queries.num_blocks * self._query_store.pages_per_block
@@ -156,30 +143,7 @@ class CompressedCache(KVCache[CompressedSeat]):
     @property
     def _query_store(self) -> KVStore:
         assert self.queries is not None
-        return self.stores[self.group_by_layer[self.queries.layers[0]]]
-
-    def _count_width(self, group: LayerGroup) -> int:
-        """Return the most blocks in a row of a group's table."""
-        geometry, every = self.setup.geometry, self.options.every
-        longest = geometry.max_seq_len
-        kept = self.budgets.count_kept(group.layers[0], longest) * group.num_columns
-        return -(-min(longest, kept + every) // self.block_size)
-
-    def _allocate(self, number: int, count: int) -> list[int] | None:
-        """Return this number of new blocks of a group; None if there is not enough memory."""
-        blocks: list[int] = []
-        while len(blocks) < count:
-            block = self.setup.arena.allocate(self.name, self.stores[number].pages_per_block)
-            if block is None:
-                self.release_blocks(number, blocks)
-                return None
-            blocks.append(block)
-        return blocks
-
-    def release_blocks(self, number: int, blocks: Sequence[int]) -> None:
-        """Free blocks of a group."""
-        for block in blocks:
-            self.setup.arena.release(self.name, block, self.stores[number].pages_per_block)
+        return self.stores[self.memory.group_by_layer[self.queries.layers[0]]]
 
     # ---------------------------------------------------------------- seats
     def open(
@@ -204,27 +168,21 @@ class CompressedCache(KVCache[CompressedSeat]):
         is_boundary = end % self.options.every == 0
         for number, (group, kept) in enumerate(zip(self.groups, seat.groups, strict=True)):
             for column, count in enumerate(kept.counts):
-                if not self._extend(number, kept.blocks[column], count + end - seat.boundary):
+                if not self.memory.extend(number, kept.blocks[column], count + end - seat.boundary):
                     return False
-            self.tables[number].write(seat, number)
+            self.memory.tables[number].write(seat, number)
             spare = self._count_spare(group, kept, seat, end) if is_boundary else 0
-            if not self._extend(number, kept.spare, spare * self.block_size):
+            if not self.memory.extend(number, kept.spare, spare * self.memory.block_size):
                 return False
         return self._grow_queries(seat, end)
 
-    def _extend(self, number: int, blocks: list[int], num_tokens: int) -> bool:
-        """Append the blocks that are missing for `num_tokens` tokens; return False if memory is."""
-        missing = self._allocate(number, max(0, -(-num_tokens // self.block_size) - len(blocks)))
-        blocks += missing or ()
-        return missing is not None
-
-    def _count_spare(self, group: LayerGroup, kept: KeptTokens, seat: CompressedSeat, end: int) -> int:
+    def _count_spare(self, group: AddressGroup, kept: KeptTokens, seat: CompressedSeat, end: int) -> int:
         """Return how many blocks a compaction at position `end` moves to; 0 if nothing is dropped there."""
         budget = self.budgets.count_kept(group.layers[0], end)
         held = sum(kept.counts) + (end - seat.boundary) * len(kept.counts)
         if held <= budget * group.num_columns:
             return 0
-        return _count_column_blocks(budget, group, self.block_size)
+        return count_column_blocks(budget, group, self.memory.block_size)
 
     def _grow_queries(self, seat: CompressedSeat, end: int) -> bool:
         """Allocate blocks for the queries before the next boundary, if the row has some and they are looked at."""
@@ -234,8 +192,8 @@ class CompressedCache(KVCache[CompressedSeat]):
         boundary = -(-end // every) * every
         if end <= buffer.first_stored(boundary) or not self._is_scored_at(boundary):
             return True
-        number = self.group_by_layer[buffer.layers[0]]
-        blocks = self._allocate(number, buffer.num_blocks)
+        number = self.memory.group_by_layer[buffer.layers[0]]
+        blocks = self.memory.allocate(number, buffer.num_blocks)
         seat.query_blocks = blocks or []
         return blocks is not None
 
@@ -261,13 +219,13 @@ class CompressedCache(KVCache[CompressedSeat]):
         for number, (ours, theirs) in enumerate(zip(child.groups, seat.groups, strict=True)):
             ours.counts, ours.positions = list(theirs.counts), theirs.positions
             for own, blocks, count in zip(ours.blocks, theirs.blocks, theirs.counts, strict=True):
-                if not self._extend(number, own, count + seat.num_new):
+                if not self.memory.extend(number, own, count + seat.num_new):
                     self.close(child)
                     return None
                 self.setup.ops.copy_blocks(self.stores[number], blocks[: len(own)], own)
         if seat.query_blocks:
-            number = self.group_by_layer[self.queries.layers[0]] if self.queries is not None else 0
-            copies = self._allocate(number, len(seat.query_blocks))
+            number = self.memory.group_by_layer[self.queries.layers[0]] if self.queries is not None else 0
+            copies = self.memory.allocate(number, len(seat.query_blocks))
             if copies is None:
                 self.close(child)
                 return None
@@ -277,14 +235,14 @@ class CompressedCache(KVCache[CompressedSeat]):
 
     def close(self, seat: CompressedSeat) -> None:
         for number, kept in enumerate(seat.groups):
-            self.release_blocks(number, [*kept.spare, *(block for blocks in kept.blocks for block in blocks)])
+            self.memory.release(number, [*kept.spare, *(block for blocks in kept.blocks for block in blocks)])
         self._release_queries(seat)
         self._seats.remove(seat)
         self._free.append(seat.index)
 
     def _release_queries(self, seat: CompressedSeat) -> None:
         if seat.query_blocks and self.queries is not None:
-            self.release_blocks(self.group_by_layer[self.queries.layers[0]], seat.query_blocks)
+            self.memory.release(self.memory.group_by_layer[self.queries.layers[0]], seat.query_blocks)
             seat.query_blocks = []
 
     # ---------------------------------------------------------------- steps
@@ -313,19 +271,6 @@ class CompressedCache(KVCache[CompressedSeat]):
         self._compactor.compact(seat)
         self._release_queries(seat)
 
-    def read_kv(self, seat: CompressedSeat, number: int, layer: int, column: int) -> tuple[Tensor, Tensor]:
-        """Return the keys [S,H,D] and values [S,H,Dv] of a seat in a layer, or of one of its split heads (H = 1)."""
-        kept, store = seat.groups[number], self.stores[number]
-        count = kept.counts[column] + seat.num_new
-        blocks = torch.tensor(kept.blocks[column][: -(-count // self.block_size)], device=store.device)
-        found = []
-        for plane in store.planes(layer):
-            numbers = plane.numbers[blocks]  # [blocks, H, block_size, dim]
-            if plane.scale is not None:
-                numbers = self.setup.ops.dequantize(numbers, plane.scale[blocks])
-            found.append(numbers.transpose(1, 2).flatten(0, 1)[:count])
-        return found[0], found[1]
-
     # ---------------------------------------------------------------- reports
     def _iter_held(self, seat: CompressedSeat) -> Iterator[tuple[int, list[int], int]]:
         """Yield (group, blocks, number of keys in them) of a seat, by column."""
@@ -350,7 +295,7 @@ class CompressedCache(KVCache[CompressedSeat]):
             for number, blocks, count in self._iter_held(seat):
                 store = self.stores[number]
                 reserved += len(blocks) * store.pages_per_block * page
-                used += count * store.block_bytes / self.block_size
+                used += count * store.block_bytes / self.memory.block_size
             for number, kept in enumerate(seat.groups):
                 reserved += len(kept.spare) * self.stores[number].pages_per_block * page
             if seat.query_blocks:
@@ -370,59 +315,14 @@ class CompressedCache(KVCache[CompressedSeat]):
             assert seat.boundary <= seat.length < seat.boundary + self.options.every
             lists = [(number, blocks) for number, blocks, _ in self._iter_held(seat)]
             lists += [(number, kept.spare) for number, kept in enumerate(seat.groups)]
-            lists += [(0 if self.queries is None else self.group_by_layer[self.queries.layers[0]], seat.query_blocks)]
+            lists += [
+                (0 if self.queries is None else self.memory.group_by_layer[self.queries.layers[0]], seat.query_blocks)
+            ]
             for number, blocks in lists:
                 held += [page + i for page in blocks for i in range(self.stores[number].pages_per_block)]
             for number, blocks, count in self._iter_held(seat):
-                assert count <= len(blocks) * self.block_size, number
+                assert count <= len(blocks) * self.memory.block_size, number
             for kept in seat.groups:
                 assert bool((kept.positions.diff(dim=2) > 0).logical_or(kept.positions[:, :, 1:] < 0).all())
                 assert kept.positions.numel() == 0 or int(kept.positions.max()) < seat.boundary
         assert len(held) == len(set(held)) == self.setup.arena.num_held_pages(self.name)
-
-
-# -------------------------------------------------------------------- sizes
-def make_groups(options: CompressedOptions, geometry: Geometry) -> list[LayerGroup]:
-    """Return the groups of a model's layers that keep equally many keys."""
-    return group_layers(geometry.layers, by_layer=options.by_layer != "uniform", by_head=options.by_head)
-
-
-def _list_block_bytes(options: CompressedOptions, geometry: Geometry) -> list[int]:
-    """Return the bytes of a block of each group."""
-    dtype, sizes = resolve_kv_dtype(options, geometry), []
-    for group in make_groups(options, geometry):
-        specs = [geometry.layers[i] for i in group.layers]
-        stored = [spec._replace(num_kv_heads=1) if group.split_heads else spec for spec in specs]
-        sizes.append(compute_block_bytes(stored, options.block_size, dtype))
-    return sizes
-
-
-def _count_column_blocks(num_tokens: int, group: LayerGroup, block_size: int) -> int:
-    """Return the most blocks for `num_tokens` keys of each column, however the columns share them."""
-    if group.num_columns == 1:
-        return -(-num_tokens // block_size)
-    return -(-num_tokens * group.num_columns // block_size) + group.num_columns
-
-
-def _count_peak_blocks(options: CompressedOptions, geometry: Geometry, num_tokens: int) -> list[int]:
-    """Return for each group the most blocks of a sequence of `num_tokens` tokens, while its keys are moved."""
-    budgets, counts = Budgets(options, geometry), []
-    last = num_tokens // options.every * options.every  # the last boundary
-    for group in make_groups(options, geometry):
-        kept = budgets.count_kept(group.layers[0], num_tokens)
-        held = _count_column_blocks(min(num_tokens, kept + options.every), group, options.block_size)
-        is_compacted = last > budgets.count_kept(group.layers[0], last)
-        counts.append(held + (_count_column_blocks(kept, group, options.block_size) if is_compacted else 0))
-    return counts
-
-
-def _count_query_blocks(options: CompressedOptions, geometry: Geometry, sizes: Sequence[int]) -> int:
-    """Return the most blocks, of the smallest size, that a sequence's latest queries take."""
-    num_queries = make_scorer("compressed", options, ()).num_queries
-    if num_queries == 0:
-        return 0
-    full = [spec for spec in geometry.layers if spec.window is None]
-    width = max((spec.num_q_heads * spec.head_dim for spec in full), default=0) * geometry.kv_dtype.itemsize
-    vectors = (options.every if num_queries is None else num_queries) * len(full)
-    largest = max(sizes)
-    return -(-vectors // max(1, largest // max(1, width))) * -(-largest // min(sizes))

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cache_strategies.compressed.addresses import LayerGroup
+from cache_strategies.base import CacheSetup
+from cache_strategies.compressed.addresses import AddressGroup
+from cache_strategies.compressed.memory import CompressedMemory
+from cache_strategies.compressed.options import Budgets, CompressedOptions
+from cache_strategies.compressed.queries import QueryBuffer
 from cache_strategies.compressed.seat import CompressedSeat, KeptTokens, State
 from cache_strategies.compressed.selection import protect, select_top, share_budget
 from cache_strategies.scorers.base import Past, Scorer
-
-if TYPE_CHECKING:
-    from cache_strategies.compressed.cache import CompressedCache
 
 
 class Selection(NamedTuple):
@@ -32,15 +33,27 @@ class Selection(NamedTuple):
 class Compactor:
     """Compacts the seats of one cache."""
 
-    def __init__(self, cache: CompressedCache, scorer: Scorer) -> None:
-        self._cache = cache
+    def __init__(
+        self,
+        setup: CacheSetup,
+        options: CompressedOptions,
+        memory: CompressedMemory,
+        budgets: Budgets,
+        scorer: Scorer,
+        queries: QueryBuffer | None,
+    ) -> None:
+        self._setup = setup
+        self._options = options
+        self._memory = memory
+        self._budgets = budgets
         self._scorer = scorer
+        self._queries = queries
 
     @torch.inference_mode()
     def compact(self, seat: CompressedSeat) -> None:
         """Drop the keys of a seat at a boundary that exceed the budgets."""
         states = dict(seat.states)
-        selections = [self._select(seat, number, group, states) for number, group in enumerate(self._cache.groups)]
+        selections = [self._select(seat, number, group, states) for number, group in enumerate(self._memory.groups)]
         for number, selection in enumerate(selections):
             if selection is not None:
                 self._copy(seat, number, selection)
@@ -50,18 +63,18 @@ class Compactor:
 
     # ---------------------------------------------------------------- which keys stay
     def _select(
-        self, seat: CompressedSeat, number: int, group: LayerGroup, states: dict[tuple[int, int], tuple[State, State]]
+        self, seat: CompressedSeat, number: int, group: AddressGroup, states: dict[tuple[int, int], tuple[State, State]]
     ) -> Selection | None:
         """Return which keys of a group stay; None if all do. What the scorer remembers is replaced in `states`."""
         kept = seat.groups[number]
-        budget = self._cache.budgets.count_kept(group.layers[0], seat.length)
+        budget = self._budgets.count_kept(group.layers[0], seat.length)
         is_full = sum(kept.counts) + seat.num_new * len(kept.counts) > budget * len(kept.counts)
         if group.window is not None:
             return self._select_latest(seat, kept, budget) if is_full else None
         if not is_full and self._scorer.num_queries is not None:
             return None
         pasts = self._make_pasts(seat, number, group, states)
-        options = self._cache.options
+        options = self._options
         scores = []
         for column in pasts:  # one, or one for each head
             of_layers = torch.stack([self._score(past) for past in column])  # [layers, heads, S]
@@ -96,7 +109,7 @@ class Compactor:
         if not isinstance(scores, Tensor) or scores.shape != past.positions.shape:
             found = list(scores.shape) if isinstance(scores, Tensor) else scores
             raise ValueError(
-                f"scorer {self._cache.options.scorer!r} returned {found!r} instead of scores of shape "
+                f"scorer {self._options.scorer!r} returned {found!r} instead of scores of shape "
                 f"{list(past.positions.shape)}"
             )
         return scores
@@ -107,11 +120,11 @@ class Compactor:
         return torch.cat((kept.positions, new.expand(*kept.positions.shape[:2], -1)), 2)
 
     def _make_pasts(
-        self, seat: CompressedSeat, number: int, group: LayerGroup, states: dict[tuple[int, int], tuple[State, State]]
+        self, seat: CompressedSeat, number: int, group: AddressGroup, states: dict[tuple[int, int], tuple[State, State]]
     ) -> list[list[Past]]:
         """Return what the scorer sees: by column, a Past of each layer; with split heads, each head is a column."""
-        cache, kept = self._cache, seat.groups[number]
-        queries = None if cache.queries is None else cache.queries.read(seat)
+        kept, buffer = seat.groups[number], self._queries
+        queries = None if buffer is None else buffer.read(seat)
         columns = []
         new = torch.arange(seat.boundary, seat.length, device=kept.positions.device)
         for column, count in enumerate(kept.counts):
@@ -120,11 +133,9 @@ class Compactor:
             positions = torch.cat((positions, new.expand(*positions.shape[:2], -1)), 2)
             pasts = []
             for i, layer in enumerate(group.layers):
-                spec = cache.setup.geometry.layers[layer]
+                spec = self._setup.geometry.layers[layer]
                 groups = spec.num_q_heads // spec.num_kv_heads
-                of_layer = (
-                    None if queries is None or cache.queries is None else queries[cache.queries.layers.index(layer)]
-                )
+                of_layer = None if queries is None or buffer is None else queries[buffer.layers.index(layer)]
                 if group.split_heads:
                     of_head = slice(column * groups, (column + 1) * groups)
                     sinks = None if spec.sink_logits is None else spec.sink_logits[of_head]
@@ -139,7 +150,7 @@ class Compactor:
                         seat.length,
                         seat.num_new,
                         positions[i],
-                        partial(cache.read_kv, seat, number, layer, column),
+                        partial(self._memory.read_kv, seat, number, layer, column),
                         of_layer,
                         dict(state),
                         padded,
@@ -165,8 +176,8 @@ class Compactor:
     # ---------------------------------------------------------------- moving them
     def _copy(self, seat: CompressedSeat, number: int, selection: Selection) -> None:
         """Copy the keys and values that stay into the first spare blocks."""
-        cache, kept, group = self._cache, seat.groups[number], self._cache.groups[number]
-        size, device = cache.block_size, cache.setup.arena.memory.device
+        kept, group = seat.groups[number], self._memory.groups[number]
+        size, device = self._memory.block_size, self._setup.arena.memory.device
         sources, targets, first = [], [], 0
         for blocks, index in zip(kept.blocks, selection.indices, strict=True):
             count = index.shape[2]
@@ -182,13 +193,13 @@ class Compactor:
                 src, dst = torch.cat([each[i, 0] for each in sources]), torch.cat(targets)
             else:
                 src, dst = sources[0][i].T.contiguous(), targets[0][:, None].expand(-1, group.num_heads).contiguous()
-            cache.setup.ops.copy_tokens(cache.stores[number], layer, src, dst)
+            self._setup.ops.copy_tokens(self._memory.stores[number], layer, src, dst)
 
     def _switch(self, seat: CompressedSeat, number: int, selection: Selection | None) -> None:
         """Make the fresh blocks those of the seat, and free the others; without a selection all keys stay."""
-        cache, kept = self._cache, seat.groups[number]
+        kept = seat.groups[number]
         if selection is None:
-            if cache.groups[number].split_heads:
+            if self._memory.groups[number].split_heads:
                 columns = [kept.positions[:, [c], :count] for c, count in enumerate(kept.counts)]
                 new = torch.arange(seat.boundary, seat.length, device=kept.positions.device)
                 kept.positions = _pad([torch.cat((x, new.expand(*x.shape[:2], -1)), 2) for x in columns])
@@ -200,11 +211,11 @@ class Compactor:
         kept.counts = [index.shape[2] for index in selection.indices]
         kept.positions, kept.blocks, kept.spare = selection.positions, [], []
         for count in kept.counts:
-            used = -(-count // cache.block_size)
+            used = -(-count // self._memory.block_size)
             kept.blocks.append(spare[:used])
             spare = spare[used:]
-        cache.release_blocks(number, [*spare, *(block for blocks in old for block in blocks)])
-        cache.tables[number].write(seat, number)
+        self._memory.release(number, [*spare, *(block for blocks in old for block in blocks)])
+        self._memory.tables[number].write(seat, number)
 
 
 def _pad(positions: Sequence[Tensor]) -> Tensor:

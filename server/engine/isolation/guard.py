@@ -28,11 +28,11 @@ from cache_strategies.types import (
     SeatShape,
     count_reusable_tokens,
 )
-from kernels.ops import KVLocation
 from kernels.types import LayerSpec
 from server.engine.isolation import results
 from server.engine.isolation.calls import NUM_CODES, CallObserver, NoObserver
 from server.engine.isolation.errors import StrategyError
+from server.engine.isolation.results import GuardedPlan
 from server.records import KVTokens
 
 log = logging.getLogger(__name__)
@@ -47,29 +47,6 @@ SKIPPED = (
     "collect_block_events",
 )  # methods that are not called unless a strategy overrides them
 LOG_INTERVAL = 60.0  # seconds between two log messages about faults of the same method
-
-
-class GuardedPlan(Plan):
-    """A strategy's plan, with the addresses that it gave for each layer; is_checked says whether they were checked."""
-
-    def __init__(self, inner: Plan, rows: Sequence[Row], locations: Sequence[KVLocation | None]) -> None:
-        self.inner = inner
-        self.rows = rows
-        self.query_tap = inner.query_tap
-        self.is_checked = False
-        self._locations = locations
-
-    def kv_location(self, layer_idx: int) -> KVLocation | None:
-        return self._locations[layer_idx]
-
-    def list_kv_locations(self, num_layers: int) -> Sequence[KVLocation | None]:
-        return self._locations
-
-    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        self.inner.attend(layer_idx, q, k, v, out)
-
-    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
-        return self.inner.gather_kv(layer_idx, row)
 
 
 class GuardedCache(KVCache[Seat]):

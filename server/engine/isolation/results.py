@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import Seat
+from cache_strategies.base import Plan, Row, Seat
 from cache_strategies.types import BlockEvents, Blocks, CacheUsage, Geometry, Miss
 from kernels.arguments import MAX_INDEX, by_head
 from kernels.ops import KVLocation, QueryTap
@@ -112,6 +112,29 @@ def to_dropped_count(found: object, seat: Seat, *, exact: bool) -> int:
 
 
 # ---------------------------------------------------------------- plans
+class GuardedPlan(Plan):
+    """A strategy's plan, with the addresses that it gave for each layer; is_checked says whether they were checked."""
+
+    def __init__(self, inner: Plan, rows: Sequence[Row], locations: Sequence[KVLocation | None]) -> None:
+        self.inner = inner
+        self.rows = rows
+        self.query_tap = inner.query_tap
+        self.is_checked = False
+        self._locations = locations
+
+    def kv_location(self, layer_idx: int) -> KVLocation | None:
+        return self._locations[layer_idx]
+
+    def list_kv_locations(self, num_layers: int) -> Sequence[KVLocation | None]:
+        return self._locations
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        self.inner.attend(layer_idx, q, k, v, out)
+
+    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inner.gather_kv(layer_idx, row)
+
+
 def check_locations(locations: Sequence[object]) -> None:
     """Raise unless each of a plan's locations is None, or has the type and the window that kernels expect."""
     for location in locations:

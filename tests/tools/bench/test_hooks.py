@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tools.bench import hooks
+from tools.bench.hooks import __main__ as hooks
 
 
 def test_the_hook_is_timed_and_the_verdict_follows_the_limit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,1 @@
+"""`python -m tools.bench.hooks`: measures what a request with its own attention costs others in its batch."""
