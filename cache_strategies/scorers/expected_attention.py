@@ -44,7 +44,7 @@ class ExpectedAttentionOptions(ScorerOptions):
 class QueryStatistics(NamedTuple):
     """The queries of a text before their rotation: their number, mean and covariance. All float32."""
 
-    count: Tensor  # [1]
+    num_queries: Tensor  # [1]
     mean: Tensor  # [Hq, D]
     covariance: Tensor | None  # [Hq, D, D]; None: not used
 
@@ -82,7 +82,7 @@ class ExpectedAttention(Scorer):
         """Return the statistics of all queries of the text so far: those of the state and the latest ones."""
         first = max(self.options.sinks - (past.length - len(past.queries)), 0)  # queries before it are those of sinks
         queries = past.unrotate(past.queries[first:], past.query_positions[first:]).transpose(0, 1)  # [Hq, T, D]
-        known = past.state.get("count")
+        known = past.state.get("num_queries")
         num_known = 0.0 if known is None else float(known)
         num_latest = queries.shape[1]
         total = max(num_known + num_latest, 1.0)
@@ -98,15 +98,15 @@ class ExpectedAttention(Scorer):
             if known is not None:
                 covariance += past.state["covariance"] * (num_known / total)
                 covariance += difference[:, :, None] * difference[:, None, :] * (share * num_known / total)
-        count = torch.full((1,), num_known + num_latest, device=mean.device)
-        return QueryStatistics(count, mean + difference * share, covariance)
+        num_queries = torch.full((1,), num_known + num_latest, device=mean.device)
+        return QueryStatistics(num_queries, mean + difference * share, covariance)
 
     def _compute_expected_logits(self, past: Past, statistics: QueryStatistics) -> Tensor:
         """Return the logarithm of each key's expected weight before the division by the sum, [H, G, S]."""
         H, G, scale = past.spec.num_kv_heads, past.num_groups, past.spec.scale
         rotation = self._compute_mean_rotation(past)  # [D, D], multiplied from the right
         mean = (statistics.mean @ rotation * scale).unflatten(0, (H, G))  # [H, G, D]
-        logits = mean @ past.keys.transpose(1, 2)
+        logits: Tensor = mean @ past.keys.transpose(1, 2)
         if statistics.covariance is not None:
             covariance = rotation.T @ statistics.covariance @ rotation * (scale * scale / 2)
             # the heads of a group side by side, so that one product serves all: [H, D, G * D]
@@ -123,7 +123,7 @@ class ExpectedAttention(Scorer):
         if rotate not in self._mean_rotations:
             self._mean_rotations[rotate] = _average_rotations(rotate, self.options.num_future_positions, D, device)
         last = torch.tensor([past.length - 1], device=device)
-        return rotate(self._mean_rotations[rotate][None], last)[0]
+        return rotate(self._mean_rotations[rotate][None], last).squeeze(0)
 
 
 def _average_rotations(rotate: Rotate, num_positions: int, D: int, device: torch.device) -> Tensor:

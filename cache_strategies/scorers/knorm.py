@@ -19,4 +19,5 @@ class KNorm(Scorer):
     """Scores a key by its negative L2 norm."""
 
     def score(self, past: Past) -> Tensor:
-        return -torch.linalg.vector_norm(past.keys, dim=-1)
+        norms: Tensor = torch.linalg.vector_norm(past.keys, dim=-1)
+        return -norms

@@ -41,7 +41,7 @@ def test_statistics_of_many_boundaries_are_those_of_all_queries() -> None:
     for head in range(6):
         wanted = torch.cov(queries[:, head].T, correction=0)
         torch.testing.assert_close(past.state["covariance"][head].double(), wanted, rtol=1e-3, atol=1e-4)
-    assert past.state["count"].item() == 1997
+    assert past.state["num_queries"].item() == 1997
 
 
 def test_a_boundary_among_the_sinks_has_no_statistics_yet() -> None:
