@@ -98,8 +98,8 @@ class ExpectedAttention(Scorer):
             if known is not None:
                 covariance += past.state["covariance"] * (num_known / total)
                 covariance += difference[:, :, None] * difference[:, None, :] * (share * num_known / total)
-        count = torch.full((1,), num_known + num_latest, device=mean.device)
-        return QueryStatistics(count, mean + difference * share, covariance)
+        num_queries = torch.full((1,), num_known + num_latest, device=mean.device)
+        return QueryStatistics(num_queries, mean + difference * share, covariance)
 
     def _compute_expected_logits(self, past: Past, statistics: QueryStatistics) -> Tensor:
         """Return the logarithm of each key's expected weight before the division by the sum, [H, G, S]."""
@@ -123,7 +123,7 @@ class ExpectedAttention(Scorer):
         if rotate not in self._mean_rotations:
             self._mean_rotations[rotate] = _average_rotations(rotate, self.options.num_future_positions, D, device)
         last = torch.tensor([past.length - 1], device=device)
-        return rotate(self._mean_rotations[rotate][None], last)[0]
+        return rotate(self._mean_rotations[rotate][None], last).squeeze(0)
 
 
 def _average_rotations(rotate: Rotate, num_positions: int, D: int, device: torch.device) -> Tensor:

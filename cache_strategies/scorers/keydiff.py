@@ -22,9 +22,9 @@ class KeyDiff(Scorer):
 
     def score(self, past: Past) -> Tensor:
         keys = past.keys
-        norms = torch.linalg.vector_norm(keys, dim=-1).clamp_min(MIN_NORM)
+        norms: Tensor = torch.linalg.vector_norm(keys, dim=-1).clamp_min(MIN_NORM)
         mean = norms.reciprocal()[:, None, :] @ keys / keys.shape[1]  # [H, 1, D]
-        mean_norm = torch.linalg.vector_norm(mean, dim=-1).clamp_min(MIN_NORM)  # [H, 1]
+        mean_norm: Tensor = torch.linalg.vector_norm(mean, dim=-1).clamp_min(MIN_NORM)  # [H, 1]
         products = (keys @ mean.transpose(1, 2)).squeeze(-1)
         cosines: Tensor = products / (norms * mean_norm)
         return -cosines

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from cache_strategies.scorers.base import Past, Scorer, ScorerOptions, check_kernel_size, softmax
 
-KEYS_AT_ONCE = 256  # bounds the memory of similarities
+KEYS_AT_ONCE = 128  # bounds the memory of similarities; few enough that they stay in a CPU's cache
 MIN_NORM = 1e-8  # norms below it count as this, so that a key of zeros is similar to none
 
 
@@ -63,6 +63,7 @@ class RKV(Scorer):
         """Return the softmax of each key's mean cosine similarity with the other keys of its head, [H, S]."""
         H, S, _ = keys.shape
         normalized = keys / torch.linalg.vector_norm(keys, dim=-1, keepdim=True).clamp_min(MIN_NORM)
+        normalized = normalized.contiguous()
         total = torch.zeros(H, S, device=keys.device)
         index = torch.arange(1, S + 1, device=keys.device, dtype=torch.float32)
         for start in range(0, S, KEYS_AT_ONCE):
@@ -70,7 +71,8 @@ class RKV(Scorer):
             similarity.diagonal(offset=start, dim1=1, dim2=2).zero_()
             total += similarity.sum(dim=1)
             # of the keys similar to a key, the latest is spared: it loses this key's contribution
-            latest = ((similarity > self.options.threshold) * index).amax(dim=-1).long() - 1  # [H, n]; -1: none
+            is_similar = torch.gt(similarity, self.options.threshold, out=torch.empty_like(similarity))  # 0.0 or 1.0
+            latest = is_similar.mul_(index).amax(dim=-1).long() - 1  # [H, n]; -1: none
             column = latest.clamp_min(0)
             spared = similarity.gather(-1, column[..., None])[..., 0].masked_fill_(latest < 0, 0.0)
             total.scatter_add_(1, column, -spared)

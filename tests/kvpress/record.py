@@ -23,6 +23,7 @@ from kvpress import (
 from kvpress.utils import get_prerope_query_states
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.utils.logging import disable_progress_bar
 
 LENGTH = 600
 RATIOS = (0.5, 0.8)  # shares of the keys that are dropped
@@ -91,6 +92,7 @@ def record_press(model: LlamaForCausalLM, tokens: torch.Tensor, press: Any) -> d
 def main(file: str, seed: int) -> None:
     torch.manual_seed(seed)
     torch.set_num_threads(1)
+    disable_progress_bar()
     model = make_model()
     tokens = torch.randint(512, (1, LENGTH))
     records = {

@@ -39,13 +39,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SKIPPED = (
-    "poll",
-    "ready",
-    "row_limit",
-    "compact",
-    "collect_block_events",
-)  # methods that are not called unless a strategy overrides them
+# Methods that are not called unless a strategy overrides them
+SKIPPED = ("poll", "ready", "row_limit", "compact", "collect_block_events")
 LOG_INTERVAL = 60.0  # seconds between two log messages about faults of the same method
 
 

@@ -65,6 +65,29 @@ def test_scores_are_those_of_the_formula_at_each_boundary(name: str, options: di
         pass
 
 
+@pytest.mark.parametrize(("name", "constant"), [("h2o", "QUERIES_AT_ONCE"), ("r_kv", "KEYS_AT_ONCE")])
+def test_keys_and_queries_are_taken_a_few_at_a_time(name: str, constant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"cache_strategies.scorers.{name}.{constant}", 7)
+    generator, scorer = new_generator(), make_scorer(name)
+    while not assert_scores_follow_the_formula(
+        name, scorer, ScoredText(LAYERS["plain"], generator, 60), boundaries=[36, 20]
+    ):
+        pass
+
+
+@pytest.mark.parametrize("name", ["r_kv", "snapkv"])
+def test_queries_that_see_none_of_the_kept_keys_have_no_weight(name: str) -> None:
+    scorer, text = make_scorer(name), ScoredText(LAYERS["window"], new_generator(), 40)
+    text.read(30, scorer)
+    text.positions = text.positions[:, :10]  # out of the window of the last queries before the boundary
+    past = text.read(4, scorer)
+    wanted, margin = getattr(formulas, name)(text, past, scorer.options, {})
+    scores = scorer.score(past)
+    assert not scores.isnan().any()
+    if margin > MARGIN:
+        torch.testing.assert_close(scores.double(), torch.tensor(wanted).double(), rtol=5e-4, atol=2e-6)
+
+
 @every_scorer
 def test_a_scorer_changes_no_tensor_of_the_past_and_scores_it_again_alike(name: str) -> None:
     scorer, text = make_scorer(name), ScoredText(LAYERS["sinks"], new_generator(), 80)
