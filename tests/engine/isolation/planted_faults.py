@@ -316,7 +316,7 @@ DRAFTS = {"speculative_config": {"num_speculative_tokens": 4, "prompt_lookup_min
 FAULTS: Mapping[str, Fault] = {
     **{
         f"{name} raises": Fault(name, raising(name))
-        for name in ("open", "ready", "grow", "plan", "commit", "bytes_for")
+        for name in ("open", "ready", "row_limit", "grow", "plan", "commit", "compact", "bytes_for")
     },
     **{f"{name} returns None": Fault(name, ignoring(name)) for name in ("ready", "grow", "plan", "bytes_for")},
     "open ends the process": Fault("open", raising("open", SystemExit)),
@@ -338,6 +338,9 @@ FAULTS: Mapping[str, Fault] = {
     "grow returns a number": Fault("grow", returning("grow", 1)),
     "grow lengthens the seat": Fault("grow", changing_seat("grow", length=lambda n: n + 1)),
     "grow makes the length a tensor": Fault("grow", changing_seat("grow", length=lambda n: torch.tensor([n, n]))),
+    "row_limit is 0": Fault("row_limit", ignoring("row_limit", 0)),
+    "row_limit is a word": Fault("row_limit", ignoring("row_limit", "many")),
+    "compact shortens the seat": Fault("compact", changing_seat("compact", length=lambda n: n - 1)),
     "bytes_for is negative": Fault("bytes_for", ignoring("bytes_for", -1)),
     "bytes_for is a fraction": Fault("bytes_for", ignoring("bytes_for", 1.5)),
     "plan returns a word": Fault("plan", returning("plan", "plan")),
