@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from cache_strategies.base import KVCache
+from cache_strategies.registry import list_kinds
 from config.errors import SettingsError
 from config.settings import Settings, StrategySettings, load_settings
 from server.engine.build import Engine, build_engine
@@ -112,11 +113,15 @@ def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
 def select_strategies(settings: Settings, wanted: Sequence[str]) -> dict[str, StrategySettings]:
     """Return the strategies that `wanted` lists, by name, or all instances in the settings if it is empty.
 
+    A kind without an instance of its name stands for one with its default options.
+
     Raises SettingsError if a name is unknown, or if a new instance would get the name of another one.
     """
     strategies = {}
     for text in wanted or settings.strategies:
         name, options = parse_strategy(text)
+        if not options and name not in settings.strategies and name in list_kinds():
+            options = {"kind": name}
         if options and name in settings.strategies:
             raise SettingsError(
                 f"--strategy {text!r}: an instance {name} already exists; give --strategy {name}, or rename it"

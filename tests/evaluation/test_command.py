@@ -87,10 +87,15 @@ def test_the_exact_strategy_is_there_unasked(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time, there was a server. " * 20)
-    flags = ("--strategy", "sliding_window:window=16", "--text", str(text), "--row-tokens", "9")
+    wanted = ("--strategy", "sliding_window:window=16", "--strategy", "compressed")
+    flags = (*wanted, "--text", str(text), "--row-tokens", "9")
     code, out, _ = _run(capsys, "--model", str(model_directory), *SMALL, *flags)
     assert code == 0
-    assert [line.split("|")[1].strip() for line in out.splitlines()[2:]] == ["exact_caching", "sliding_window-window16"]
+    assert [line.split("|")[1].strip() for line in out.splitlines()[2:]] == [
+        "exact_caching",
+        "sliding_window-window16",
+        "compressed",
+    ]
 
 
 @pytest.mark.parametrize(
