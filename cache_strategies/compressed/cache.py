@@ -113,10 +113,10 @@ class CompressedCache(KVCache[CompressedSeat]):
         )
 
     def _make_query_buffer(self, num_queries: int | None, geometry: Geometry) -> QueryBuffer | None:
-        if num_queries == 0:
-            return None
         every = self.options.every
         layers = [i for i, spec in enumerate(geometry.layers) if spec.window is None]
+        if num_queries == 0 or not layers:
+            return None
         store = self.stores[self.memory.group_by_layer[layers[0]]]
         count = every if num_queries is None else num_queries
         return QueryBuffer(self.name, geometry.layers, layers, count, every, store, geometry.kv_dtype)

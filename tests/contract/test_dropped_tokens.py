@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -55,13 +55,18 @@ def backend() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _installed(_kinds_are_installed: None) -> Iterator[None]:
+    """Register a further kind; after the others, and removed before them."""
     point = EntryPoint("sieve", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINT_GROUP)
     before = plugins.entry_points
     sieve = [point]
-    monkeypatch.setattr(
-        plugins, "entry_points", lambda group: [*before(group=group), *(sieve if group == point.group else ())]
-    )
+
+    def entry_points(*, group: str) -> list[Any]:
+        return [*before(group=group), *(sieve if group == point.group else ())]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "entry_points", entry_points)
+        yield
 
 
 @pytest.mark.fuzz

@@ -209,7 +209,7 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ({"kind": "contiguous", "window": 4}, r"strategies.mine.window is not an option.*its options are: kv_dtype"),
     ({"kind": "paged", "block_size": 0}, r"strategies.mine.block_size: .*greater than or equal to 1"),
     ({"kind": "sliding_window", "window": "wide"}, r"strategies.mine.window: .*integer"),
-    ({"kind": "page"}, r"there is no cache strategy kind 'page'; kinds are contiguous, .*paged"),
+    ({"kind": "page"}, r"there is no cache strategy kind 'page'; kinds are compressed, .*paged"),
 ]
 
 

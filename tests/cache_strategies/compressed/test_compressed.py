@@ -114,6 +114,17 @@ def test_the_first_layers_of_a_pyramid_keep_more_and_all_keep_the_mean() -> None
     assert abs(sum(counts) / 5 - 60) <= 1
 
 
+@pytest.mark.parametrize("scorer", ["tova", "h2o", "keydiff"])
+def test_a_model_whose_layers_all_have_a_window_keeps_its_windows(scorer: str, rng: random.Random) -> None:
+    layers = [FULL._replace(window=20), FULL._replace(window=7)]
+    world = make_world(layers, scorer=scorer, budget=40, every=16, recent=3)
+    for length, keys in read(world.open("it", random_text(1, 90, layers)), 90, rng):
+        for (_, _, positions), spec in zip(keys, layers, strict=True):
+            assert spec.window is not None
+            assert positions[:, 0].tolist() == list(range(max(0, length - spec.window), length))
+        world.check_integrity()
+
+
 # ---------------------------------------------------------------- memory
 @pytest.mark.parametrize("by_head", [False, True])
 def test_the_memory_of_dropped_keys_is_free(by_head: bool, rng: random.Random) -> None:
