@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ import pytest
 
 from cache_strategies import registry
 from tests.end_to_end.exact_load import Answer, CompletionClient, ExactLoad, make_prompts
-from tests.end_to_end.server_process import PATIENCE, Server, eventually, serving
+from tests.end_to_end.server_process import ANSWER_TTL, PATIENCE, Server, eventually, serving
 from tests.engine.isolation.faulty_strategies import KINDS
 from tests.engine.isolation.planted_faults import FAULTS, select
 
@@ -142,6 +143,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Found]:
             assert load.num_right > len(RETURNING)
         client.close()
         assert server.engine == engine, "the engine was started again"
+        time.sleep(ANSWER_TTL)  # answers may be as old as that, older than the last quarantine
         caches = server.get("/v1/kv_cache").json()["data"]
         states = {each["name"]: each["state"] for each in caches}
         yield Found(answers, expected, server.output.read_text(), server.metrics(), states)
