@@ -6,23 +6,25 @@
 #   make test PROCESSES=4                processes for the tests that may run side by side; 0: one, for debuggers
 #   make install PYTHON=python3.12       the Python for the virtual environment
 #   make install PIP_ARGS="..."          further arguments of every pip install
+#   make test CONSTRAINTS=               with the newest packages, not those of constraints.txt
 #
 # Linux without a CUDA card: PIP_ARGS="--extra-index-url <PyTorch's CPU wheel index>" saves gigabytes.
 
 VENV ?= .venv
 PYTHON ?=
 PIP_ARGS ?=
+CONSTRAINTS ?= constraints.txt
 ARGS ?=
 PROCESSES ?= 2
 SECONDS ?= 600
 URL ?= http://127.0.0.1:8000
 
 PY := $(VENV)/bin/python
-PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $(PIP_ARGS)
+PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $(addprefix --constraint=,$(CONSTRAINTS)) $(PIP_ARGS)
 TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 CPP = $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 # The sources of an installation: it is made again when one of them changes.
-INPUTS = pyproject.toml $(wildcard setup.py) $(CPP)
+INPUTS = pyproject.toml $(wildcard setup.py) $(CONSTRAINTS) $(CPP)
 
 # Tests with these marks. ARGS may select none of them, for which pytest has the exit code 5.
 PYTEST = $(PY) -m pytest -m "$(1)" $(2) $(ARGS) || test $$? = 5

@@ -1,4 +1,4 @@
-"""`StrategyCache`: lets a KV-cache strategy store the keys and values of `model.generate`, as its `past_key_values`.
+"""`StrategyCache`: lets a KV-cache strategy store the keys and values of `model.generate`, as its `cache`.
 
 For use without the server, which never imports this file: it needs transformers, and it gathers the keys over which
 transformers then computes attention. Knows strategies by the interface `KVCache`, and models by their config.

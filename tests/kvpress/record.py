@@ -85,7 +85,7 @@ def record_press(model: LlamaForCausalLM, tokens: torch.Tensor, press: Any) -> d
 
     press.score, press.compress = score_and_record, compress_and_record
     with torch.inference_mode(), press(model):
-        model(tokens, past_key_values=DynamicCache())
+        model(tokens, cache=DynamicCache())
     return {name: torch.stack([row[name] for row in rows]).clone() for name in rows[0]}
 
 

@@ -48,7 +48,7 @@ def generate(
     """Return prompt and generated tokens [B, S]; greedy decoding unless `flags` say otherwise."""
     mask = torch.ones_like(ids) if mask is None else mask
     greedy = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None} | how
-    found: Tensor = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=more, **greedy)
+    found: Tensor = model.generate(ids, attention_mask=mask, cache=cache, max_new_tokens=more, **greedy)
     return found
 
 

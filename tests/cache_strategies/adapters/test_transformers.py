@@ -1,4 +1,4 @@
-"""Exact strategies as past_key_values: they must generate the same texts as transformers' DynamicCache.
+"""Exact strategies as the cache of generate: they must generate the same texts as transformers' DynamicCache.
 
 `make test` takes every model and every strategy, each with some of the others; `make test-slow` takes all pairs.
 """
@@ -113,7 +113,7 @@ def test_masks_and_keys_are_those_of_transformers_own_cache(sizes: list[int], na
             break
         sizes_of = [[c.get_mask_sizes(piece.shape[1], i) for i in range(len(c))] for c in (ours, theirs)]
         assert sizes_of[0] == sizes_of[1]
-        logits = [model(piece, past_key_values=c).logits for c in (ours, theirs)]
+        logits = [model(piece, cache=c).logits for c in (ours, theirs)]
         assert torch.equal(*logits)
         start += piece.shape[1]
         assert ours.get_seq_length() == theirs.get_seq_length() == start
@@ -169,7 +169,7 @@ def test_beams_part_and_meet_as_under_transformers_own_cache(name: str, strategy
 def test_forked_rows_share_their_blocks() -> None:
     model = random_model_of("llama")
     cache = make_cache(model, PAGED, rows=8)
-    model(random_prompts(1, 40), past_key_values=cache)
+    model(random_prompts(1, 40), cache=cache)
     before = cache.usage()
     cache.batch_repeat_interleave(8)
     assert cache.usage().reserved == before.reserved
@@ -187,9 +187,9 @@ def test_rows_that_part_at_the_brim_find_room(strategy: str, length: int) -> Non
         logits = []
         for cache in (ours, theirs):
             if token == 0:
-                model(ids, past_key_values=cache)
+                model(ids, cache=cache)
                 cache.batch_repeat_interleave(5)
-            logits.append(model(torch.arange(5)[:, None] + 10 * token, past_key_values=cache).logits)
+            logits.append(model(torch.arange(5)[:, None] + 10 * token, cache=cache).logits)
         assert torch.equal(*logits)
 
 
@@ -204,11 +204,11 @@ def test_rows_are_chosen_doubled_and_dropped(strategy: str) -> None:
         lambda c: c.batch_select_indices(torch.tensor([False, True, True, True])),
     ]
     for cache in (ours, theirs):
-        model(random_prompts(3), past_key_values=cache)
+        model(random_prompts(3), cache=cache)
     for i, change in enumerate(changes):
         change(ours), change(theirs)
         ids = random_prompts(ours.batch_size, 3, seed=i)
-        assert torch.equal(*(model(ids, past_key_values=c).logits for c in (ours, theirs)))
+        assert torch.equal(*(model(ids, cache=c).logits for c in (ours, theirs)))
         ours._cache.check_integrity()
 
 
@@ -245,7 +245,7 @@ def test_after_a_crop_the_text_goes_another_way(strategy: str) -> None:
 def test_crop_takes_a_negative_number_of_tokens_that_are_there(tokens: int) -> None:
     model = random_model_of("llama")
     cache = make_cache(model, PAGED)
-    model(random_prompts(), past_key_values=cache)
+    model(random_prompts(), cache=cache)
     with pytest.raises(ValueError, match=r"as a negative number, from -21 to 0"):
         cache.crop(tokens)
     cache.crop(-21)
@@ -270,23 +270,23 @@ def test_a_reset_cache_is_as_new_and_takes_no_memory(strategy: str) -> None:
 def test_a_failed_forward_is_dropped_by_crop_zero_and_repeated(strategy: str) -> None:
     model = random_model_of("gemma3")
     cache, ids = make_cache(model, EXACT[strategy]), random_prompts(length=30)
-    model(ids[:, :20], past_key_values=cache)
+    model(ids[:, :20], cache=cache)
 
     def fail(*_: Any) -> None:
         raise RuntimeError("out of memory, say")
 
     hook = model.model.layers[2].self_attn.register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="say"):
-        model(ids[:, 20:], past_key_values=cache)
+        model(ids[:, 20:], cache=cache)
     hook.remove()
     assert cache.length == 20
-    for do in (lambda: model(ids[:, 20:], past_key_values=cache), lambda: cache.reorder_cache(torch.tensor([0, 0, 1]))):
+    for do in (lambda: model(ids[:, 20:], cache=cache), lambda: cache.reorder_cache(torch.tensor([0, 0, 1]))):
         with pytest.raises(StrategyCacheError, match=r"updated 2 of 3 layers.*crop\(0\)"):
             do()
     cache.crop(0)
     theirs = DynamicCache(config=model.config)
-    model(ids[:, :20], past_key_values=theirs)
-    assert torch.equal(*(model(ids[:, 20:], past_key_values=c).logits for c in (cache, theirs)))
+    model(ids[:, :20], cache=theirs)
+    assert torch.equal(*(model(ids[:, 20:], cache=c).logits for c in (cache, theirs)))
 
 
 # ---------------------------------------------------------------- memory and types
@@ -301,7 +301,7 @@ def test_all_memory_is_taken_at_once() -> None:
 def test_a_narrow_dtype_is_asked_for_and_rounds() -> None:
     model, ids = random_model_of("llama"), random_prompts()
     cache = make_cache(model, PAGED, dtype=torch.bfloat16)
-    rounded = model(ids, past_key_values=cache).logits
+    rounded = model(ids, cache=cache).logits
     exact = model(ids).logits
     assert rounded.dtype == torch.float32
     assert 0 < (rounded - exact).abs().max() < 0.05 * exact.abs().max()
@@ -311,14 +311,14 @@ def test_a_dtype_that_was_not_asked_for_is_refused() -> None:
     model = copy.deepcopy(random_model_of("llama"))
     cache = make_cache(model, PAGED)
     with pytest.raises(ValueError, match=r"keys are torch.bfloat16, but the config says torch.float32: pass the dtype"):
-        model.bfloat16()(random_prompts(), past_key_values=cache)
+        model.bfloat16()(random_prompts(), cache=cache)
 
 
 def test_gradients_are_not_kept_and_inference_mode_makes_no_difference() -> None:
     model, ids = random_model_of("llama"), random_prompts()
     with torch.inference_mode():
         cache = make_cache(model, PAGED)
-        model(ids[:, :9], past_key_values=cache)
-    logits = model(ids[:, 9:], past_key_values=cache).logits  # with gradients
+        model(ids[:, :9], cache=cache)
+    logits = model(ids[:, 9:], cache=cache).logits  # with gradients
     assert not cache._cache.setup.arena.memory.requires_grad
     torch.testing.assert_close(logits, model(ids).logits[:, 9:], rtol=0, atol=1e-4)

@@ -105,14 +105,14 @@ def _too_many_rows(model: Any) -> None:
 
 def _too_many_forks(model: Any) -> None:
     cache = make_cache(model, PAGED)
-    model(random_prompts(2), past_key_values=cache)
+    model(random_prompts(2), cache=cache)
     cache.batch_repeat_interleave(2)
 
 
 def _another_batch(model: Any) -> None:
     cache = make_cache(model, PAGED)
-    model(random_prompts(2), past_key_values=cache)
-    model(random_prompts(3), past_key_values=cache)
+    model(random_prompts(2), cache=cache)
+    model(random_prompts(3), cache=cache)
 
 
 def _too_long(model: Any) -> None:
@@ -120,7 +120,7 @@ def _too_long(model: Any) -> None:
 
 
 def _another_model(model: Any) -> None:
-    model(random_prompts(), past_key_values=make_cache(random_model_of("llama_wide_heads"), PAGED))
+    model(random_prompts(), cache=make_cache(random_model_of("llama_wide_heads"), PAGED))
 
 
 def _another_device(model: Any) -> None:
@@ -181,11 +181,11 @@ def test_what_cannot_be_done_is_refused_with_what_to_do_instead(do: Any, error: 
 def test_a_refused_step_leaves_the_cache_as_it_was() -> None:
     model, ids = random_model_of("llama"), random_prompts()
     cache = make_cache(model, sliding_window(8))
-    model(ids[:, :4], past_key_values=cache)
+    model(ids[:, :4], cache=cache)
     with pytest.raises(StrategyCacheError):
-        model(ids[:, 4:], past_key_values=cache)
+        model(ids[:, 4:], cache=cache)
     for i in range(4, 21):
-        logits = model(ids[:, i : i + 1], past_key_values=cache).logits
+        logits = model(ids[:, i : i + 1], cache=cache).logits
     assert logits[:, -1].argmax(-1).equal(masked_greedy(model, ids, 1, 8, 0)[:, -1])
 
 
