@@ -33,7 +33,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast test-metal prometheus test-slow test-clients test-kvpress check check-metal format bench load fuzz chaos soak clean
+.PHONY: help install serve test test-fast test-metal prometheus test-slow test-clients test-kvpress check check-metal format bench bench-peers load fuzz chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -80,6 +80,9 @@ format: $(VENV)/.with-test,check  ## format the code
 
 bench: $(VENV)/.base  ## measure every figure that has a goal (ARGS="--rows decode": only these; see --help)
 	$(PY) -m tools.bench $(ARGS)
+
+bench-peers: $(VENV)/.base  ## install llama.cpp and vLLM by themselves, and measure them beside kvmux (ARGS=--help)
+	$(PY) -m tools.bench.peers --pip-args "$(PIP_ARGS)" $(ARGS)
 
 load: $(VENV)/.with-load  ## load a running server (URL) for 30 seconds
 	$(VENV)/bin/locust -f loadtest/locustfile.py --headless --only-summary --host $(URL) \

@@ -41,21 +41,29 @@ INTERFACE_VERSION = 2  # of this interface; raised when classes written for the 
 
 
 class Seat:
-    """One sequence's state in one cache. Outside the strategy only length, cached and miss are read."""
+    """One sequence's state in one cache. Outside the strategy only length, position, cached and miss are read."""
 
     __slots__ = ("cached", "length", "miss")
 
     def __init__(self, length: int = 0) -> None:
-        self.length = length  # number of committed tokens: the next row starts at this position
+        self.length = length  # number of committed tokens: the next row starts there in the text
         self.cached = length  # number of tokens that open() found cached; may shrink until the seat's first row has run
         self.miss: Miss | None = "cold"  # why open() did not find more cached tokens; None: it found all reusable ones
+
+    @property
+    def position(self) -> int:
+        """The position of the seat's next token, at which the model applies RoPE; those of a row are consecutive.
+
+        It is `length`, unless a strategy counts positions within the cache and rotates the keys that it keeps.
+        """
+        return self.length
 
 
 SeatT = TypeVar("SeatT", bound=Seat, default=Seat)
 
 
 class Row(NamedTuple, Generic[SeatT]):
-    """The tokens of one seat that enter in a step: positions [seat.length, seat.length + num_tokens)."""
+    """The tokens of one seat that enter in a step: tokens [seat.length, seat.length + num_tokens) of its text."""
 
     seat: SeatT
     num_tokens: int
@@ -89,6 +97,10 @@ class Plan(ABC, Generic[SeatT]):
     rows: Sequence[Row[SeatT]]  # the rows that were passed to plan()
     query_tap: QueryTap | None = None  # a request for copies of recent queries, which are there once the step has run
 
+    def list_positions(self) -> Sequence[int]:
+        """Return the position of each row's first token: that of its seat."""
+        return [row.seat.position for row in self.rows]
+
     def kv_location(self, layer_idx: int) -> KVLocation | None:
         """Return where a layer's keys are stored; None if attend() computes the layer.
 
@@ -113,7 +125,9 @@ class Plan(ABC, Generic[SeatT]):
     def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return (K [S,H,D], V [S,H,Dv], their positions) that the last token of a row attends to.
 
-        Positions are [S] and ascend, or [S, H] if heads keep different tokens; -1 fills up heads that keep fewer.
+        Positions are [S] and ascend, or [S, H] if heads keep different tokens; -1 fills up heads that keep fewer. They
+        are those in the text: they say which tokens these are. A strategy that counts positions within the cache
+        returns keys as it has rotated them: the last key at the token's own position, the one before it one lower, ...
         """
 
 
@@ -161,9 +175,14 @@ class KVCache(ABC, Generic[SeatT]):
     def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
         """Return the arena memory that one sequence needs; called before the arena is made, to choose its pages."""
 
-    @abstractmethod
     def bytes_for(self, num_tokens: int) -> int:
-        """Return the peak bytes of a sequence of `num_tokens` tokens; a request for more than the limit is rejected."""
+        """Return the peak bytes of a sequence of `num_tokens` tokens; a request for more than the limit is rejected.
+
+        They may be more than max_seq_len if the contract is `unbounded`. The default is the memory of the longest
+        sequence: right if a sequence takes all of it from the start.
+        """
+        shape, page = self.seat_shape(self.options, self.setup.geometry), self.setup.arena.page_bytes
+        return shape.blocks * -(-shape.block_bytes // page) * page
 
     @abstractmethod
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> SeatT | None:
@@ -198,13 +217,16 @@ class KVCache(ABC, Generic[SeatT]):
         After False the scheduler preempts a sequence and calls grow() again.
         """
 
-    @abstractmethod
     def crop(self, seat: SeatT, length: int) -> None:
         """Drop the committed tokens from position `length` on. They may be at most contract.rewind tokens.
 
         During prefill, and in the tokens that open() found cached, seat.length may become lower than `length`, as a
-        strategy may drop whole blocks.
+        strategy may drop whole blocks. The default only sets the seat's length.
         """
+        assert length <= seat.length
+        assert self.contract.rewind is None or seat.length - length <= self.contract.rewind, "more than contract.rewind"
+        seat.length = length
+        seat.cached = min(seat.cached, length)
 
     def fork(self, seat: SeatT) -> SeatT | None:
         """Return a second seat with the same tokens; None if the cache cannot do that now: then call open() instead."""
@@ -267,20 +289,30 @@ class KVCache(ABC, Generic[SeatT]):
             if location is not None:
                 self.setup.ops.check_slots(location.store, layer, location.at, num_tokens)
 
-    @abstractmethod
     def commit(self, plan: Plan[SeatT], tokens: Sequence[Sequence[int]]) -> None:
         """Advance the seats of a plan after its step was computed. Must not fail.
 
         tokens[i] are the ids that stay in the seat of plan.rows[i]: fewer than planned if draft tokens were rejected.
-        seat.length grows by their number. A negative id marks an embedding without a token id, which is never shared.
+        seat.length grows by their number, which is all that the default does. A negative id marks an embedding without
+        a token id, which is never shared.
         """
+        for row, ids in zip(plan.rows, tokens, strict=True):
+            assert len(ids) <= row.num_tokens
+            row.seat.length += len(ids)
 
-    def compact(self, seat: SeatT) -> None:
+    def compact(self, seat: SeatT) -> int | None:
         """Drop tokens of a seat, and free their memory. Called after each commit of a row of the seat.
 
-        May start device work. If it raises it is called once more, so the seat must be as before then; if it raises
+        Return how many tokens were dropped, as count_dropped_tokens() counts them; None if nothing was compacted.
+        May start device work. If it raises it is called once more, and must then succeed as at first; if it raises
         again, the seat's request ends, and no other.
         """
+        return None
+
+    @property
+    def compacts(self) -> bool:
+        """Whether the strategy overrides compact(), which is not called otherwise."""
+        return getattr(self.compact, "__func__", None) is not KVCache.compact
 
     @abstractmethod
     def usage(self) -> CacheUsage:
@@ -300,6 +332,13 @@ class KVCache(ABC, Generic[SeatT]):
         """
         return 0
 
+    def token_budget(self, length: int) -> int | None:
+        """Return how many tokens of a text are kept at most once tokens were dropped at this length; None: no budget.
+
+        A token is kept if count_dropped_tokens() does not count it. A strategy that keeps a budget overrides this.
+        """
+        return None
+
     def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
         """Return the positions [S], ascending, that the last of `length` tokens attends to in a layer.
 
@@ -311,7 +350,6 @@ class KVCache(ABC, Generic[SeatT]):
         """Return the block events since the last call, and clear them; None if there were none."""
         return None
 
-    @abstractmethod
     def check_integrity(self) -> None:
         """Assert that the internal bookkeeping is consistent. Called between steps (setting `check_integrity`)."""
 

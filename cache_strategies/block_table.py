@@ -66,6 +66,11 @@ class TableSeat(Seat):
         self.index = index
         self.blocks = blocks
 
+    @property
+    def num_kept(self) -> int:
+        """The number of tokens in the seat's blocks: `length`, unless a strategy drops tokens and overrides it."""
+        return self.length
+
 
 TableSeatT = TypeVar("TableSeatT", bound=TableSeat, default=TableSeat)
 
@@ -82,11 +87,13 @@ class BlockTable:
         """Allocate tables for `seats` sequences of up to `width` blocks; each store has `num_blocks`."""
         self._block_size = block_size
         self._num_blocks = num_blocks
-        self._host_tables: Int32 = np.zeros((num_stores, seats, width), np.int32)
+        self.host_tables: Int32 = np.zeros((num_stores, seats, width), np.int32)
         self._host_steps: Int32 = np.zeros((3, seats + 1), np.int32)  # table_row, q_start, start
-        self._all_tables = torch.from_numpy(self._host_tables).to(device)  # on "cpu": a view of the host's array
+        self._all_tables = torch.from_numpy(self.host_tables).to(device)  # on "cpu": a view of the host's array
         self._steps = torch.from_numpy(self._host_steps).to(device)
-        self._tables = self._all_tables.unbind()  # by store
+        self.tables = self._all_tables.unbind()  # by store
+        # The rows of all tables, one table after the other: row `store * seats + index` is that of a seat for a store
+        self.all_rows = self._all_tables.flatten(0, 1)
         # by number of rows: (table_row, q_start, start), views of `_steps` for that many rows
         self._views_by_num_rows: dict[int, tuple[Tensor, ...]] = {}
         self._is_dirty = False  # whether the host's table has changed since it was copied to the device
@@ -110,7 +117,7 @@ class BlockTable:
 
     def write_blocks(self, index: int, first: int, blocks: Sequence[int], store: int = 0) -> None:
         """Write the ids of blocks into a row of a store's table, from column `first` on."""
-        row = self._host_tables[store, index, first : first + len(blocks)]
+        row = self.host_tables[store, index, first : first + len(blocks)]
         if row.tolist() != blocks:  # usually they are equal
             row[:] = blocks
             self._is_dirty = True
@@ -122,7 +129,7 @@ class BlockTable:
         slots.
         """
         lengths = [row.num_tokens for row in rows]
-        starts = [row.seat.length for row in rows]
+        starts = [row.seat.num_kept for row in rows]
         num_decode = lengths.count(1)
         assert 1 not in lengths[num_decode:], "decode rows must come first"
         B = len(rows)
@@ -134,7 +141,7 @@ class BlockTable:
         self._copy_to_device()
         table_row, q_start, start = self._get_row_views(B)
         slots = Slots(
-            self._tables[0],
+            self.tables[0],
             self._block_size,
             table_row,
             q_start,
@@ -154,14 +161,14 @@ class BlockTable:
         """
         table_row, q_start, start = torch.from_numpy(self._host_steps[:, : num_rows + 1])
         host = replace(slots, table_row=table_row[:num_rows], q_start=q_start, start=start[:num_rows])
-        tables = (replace(host, table=torch.from_numpy(table)) for table in self._host_tables)
+        tables = (replace(host, table=torch.from_numpy(table)) for table in self.host_tables)
         num_tokens = [check_entries("plan", each, self._num_blocks) for each in tables]
         return replace(slots, num_tokens=num_tokens[0])
 
     def make_slots_by_store(self, rows: Sequence[Row[TableSeatT]]) -> list[Slots]:
         """Return the `Slots` of a step's rows for each store; they differ in their table only."""
         slots = self.make_slots(rows)
-        return [slots, *(replace(slots, table=table) for table in self._tables[1:])]
+        return [slots, *(replace(slots, table=table) for table in self.tables[1:])]
 
     def _get_row_views(self, rows: int) -> tuple[Tensor, ...]:
         """Return (table_row, q_start, start): views of the device's arrays for `rows` rows, made only once."""
@@ -176,7 +183,7 @@ class BlockTable:
             return
         self._steps.copy_(torch.from_numpy(self._host_steps))
         if self._is_dirty:
-            self._all_tables.copy_(torch.from_numpy(self._host_tables))
+            self._all_tables.copy_(torch.from_numpy(self.host_tables))
             self._is_dirty = False
 
 
@@ -195,6 +202,7 @@ class TablePlan(Plan[TableSeatT]):
         seat, num_tokens = self.rows[row]
         setup, location = self._cache.setup, self.kv_location(layer_idx)
         positions = self._cache.visible_positions(seat.length + num_tokens, setup.geometry.layers[layer_idx])
+        assert positions is not None, "a strategy that does not know them beforehand gathers keys in another way"
         k, v = setup.ops.gather(location.store, layer_idx, location.at, row, positions)
         return k, v, positions
 
@@ -229,7 +237,7 @@ class BlockTableCache(KVCache[TableSeatT]):
         device = setup.arena.memory.device
         layers, dtype = geometry.layers, resolve_kv_dtype(options, geometry)
         parts = self.divide_layers(options, geometry)
-        self.stores = [KVStore(setup.arena, {i: layers[i] for i in part}, tokens, dtype) for part in parts]
+        self.stores = self.make_stores(parts, tokens, dtype)
         self.store = self.stores[0]
         numbers = {layer: number for number, part in enumerate(parts) for layer in part}
         self.store_by_layer = [numbers[layer] for layer in range(len(layers))]
@@ -251,6 +259,11 @@ class BlockTableCache(KVCache[TableSeatT]):
         """Return the numbers of the layers in each store."""
         return [range(len(geometry.layers))]
 
+    def make_stores(self, parts: Sequence[Sequence[int]], block_size: int, dtype: torch.dtype) -> list[KVStore]:
+        """Return the store of each part of the layers."""
+        layers, arena = self.setup.geometry.layers, self.setup.arena
+        return [KVStore(arena, {i: layers[i] for i in part}, block_size, dtype) for part in parts]
+
     @classmethod
     def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
         tokens, blocks = cls.block_layout(options, geometry)
@@ -266,12 +279,7 @@ class BlockTableCache(KVCache[TableSeatT]):
             return DividedPlan(self, rows, self.table.make_slots_by_store(rows))
         return TablePlan(self, rows, self.table.make_slots(rows, sinks=self.sinks, ring=self.ring))
 
-    def commit(self, plan: Plan[TableSeatT], tokens: Sequence[Sequence[int]]) -> None:
-        for row, ids in zip(plan.rows, tokens, strict=True):
-            assert len(ids) <= row.num_tokens
-            row.seat.length += len(ids)
-
-    def visible_positions(self, length: int, spec: LayerSpec) -> Tensor:
+    def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
         last = length - 1
         position = torch.arange(length, device=self.setup.arena.memory.device)
         seen = position >= 0
@@ -282,9 +290,16 @@ class BlockTableCache(KVCache[TableSeatT]):
         return position[seen]
 
     def count_dropped_tokens(self, seat: TableSeatT) -> int:
+        return self._count_unseen_tokens(seat.length)
+
+    def token_budget(self, length: int) -> int | None:
+        return None if self.window is None else length - self._count_unseen_tokens(length)
+
+    def _count_unseen_tokens(self, length: int) -> int:
+        """Return how many of the first `length` tokens the next one would use, but cannot see, as a mean over heads."""
         if self.window is None:
             return 0
-        length, first_seen = seat.length, max(0, seat.length - self.window + 1)  # of the window; sinks lie before it
+        first_seen = max(0, length - self.window + 1)  # of the window; sinks lie before it
         dropped = 0
         for own_window, heads in self._heads_by_window.items():
             first_used = 0 if own_window is None else max(0, length - own_window + 1)

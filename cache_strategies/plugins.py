@@ -5,14 +5,21 @@ Does not know what the classes do.
 
 from __future__ import annotations
 
+import os
 import pkgutil
+import sys
 from collections.abc import Mapping
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import TypeVar
 
 from config.errors import SettingsError
 
 T = TypeVar("T")
+
+
+class MissingModuleError(SettingsError):
+    """The module of a class is neither installed nor in the current folder."""
 
 
 def list_plugins(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
@@ -21,17 +28,29 @@ def list_plugins(group: str, builtin: Mapping[str, str]) -> dict[str, str]:
 
 
 def load_class(name: str, known: Mapping[str, str], base: type[T], *, what: str, plural: str) -> type[T]:
-    """Import and return the class of a name; `known` maps names to "module:Class".
+    """Import and return the class of a name; `known` maps names to "module:Class", which may also be given itself.
 
-    `what` and `plural` say in error messages what the classes are. Raises SettingsError if the name is unknown, or if
-    the class cannot be imported or is not a subclass of `base`.
+    A module that is given itself may be in the current folder. `what` and `plural` say in error messages what the
+    classes are. Raises SettingsError if the name is unknown, or if the class cannot be imported or is not a subclass of
+    `base`; MissingModuleError if there is no such module or package.
     """
-    if name not in known:
+    place = name if ":" in name else known.get(name)
+    if place is None:
         raise SettingsError(f"there is no {what} {name!r}; {plural} are {', '.join(sorted(known))}")
+    package = place.partition(":")[0].partition(".")[0]
     try:
-        cls = pkgutil.resolve_name(known[name])
-    except (ImportError, AttributeError) as error:
-        raise SettingsError(f"{what} {name!r}: cannot load {known[name]}: {error}") from None
+        if ":" in name and find_spec(package) is None:
+            sys.path.append(os.getcwd())  # last, so that the folder's modules hide no others
+        cls = pkgutil.resolve_name(place)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise SettingsError(f"{what} {name!r}: cannot load {place}: {error}") from None
+        raise MissingModuleError(
+            f"{what} {name!r}: cannot load {place}: {error}; run the command in the folder that has it, set PYTHONPATH "
+            "to that folder, or install its package"
+        ) from None
+    except (ImportError, AttributeError, ValueError) as error:
+        raise SettingsError(f"{what} {name!r}: cannot load {place}: {error}") from None
     if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise SettingsError(f"{what} {name!r}: {known[name]} is not a subclass of {base.__name__}")
+        raise SettingsError(f"{what} {name!r}: {place} is not a subclass of {base.__name__}")
     return cls

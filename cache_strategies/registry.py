@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from cache_strategies.arena import Arena
 from cache_strategies.base import INTERFACE_VERSION, CacheSetup, KVCache, Options
-from cache_strategies.plugins import list_plugins, load_class
+from cache_strategies.plugins import MissingModuleError, list_plugins, load_class
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.settings import StrategySettings
@@ -35,7 +35,9 @@ BUILTIN: Mapping[str, str] = {  # imported on demand
     "contiguous": "cache_strategies.contiguous:ContiguousCache",
     "mirrored": "cache_strategies.mirrored.cache:MirroredCache",
     "paged": "cache_strategies.paged.cache:PagedCache",
+    "quest": "cache_strategies.quest.cache:QuestCache",
     "sliding_window": "cache_strategies.sliding_window:SlidingWindowCache",
+    "streaming": "cache_strategies.streaming.cache:StreamingCache",
 }
 
 
@@ -58,18 +60,21 @@ def list_kinds() -> dict[str, str]:
 
 
 def load_kind(kind: str) -> type[KVCache]:
-    """Return the class of a strategy kind.
+    """Return the class of a strategy kind: a name, or "module:Class" for one without an entry point.
 
     Raises SettingsError if it is unknown, cannot be loaded, or is written for another version of the interface.
     """
-    known = list_kinds()
+    known = {} if ":" in kind else list_kinds()
+    is_builtin = kind in BUILTIN or kind in BUILTIN.values()
     try:
         cls = load_class(kind, known, KVCache, what="cache strategy kind", plural="kinds")  # type: ignore[type-abstract]
+    except MissingModuleError:
+        raise
     except SettingsError as error:
         hint = f"; if it is written for an earlier version of the interface, {HOW_TO_CHANGE}"
-        raise SettingsError(f"{error}{hint if kind in known and kind not in BUILTIN else ''}") from None
+        raise SettingsError(f"{error}{hint if not is_builtin and (known.get(kind) or ':' in kind) else ''}") from None
     version = getattr(cls, "interface_version", 1)
-    if kind not in BUILTIN and version != INTERFACE_VERSION:
+    if not is_builtin and version != INTERFACE_VERSION:
         raise SettingsError(
             f"cache strategy kind {kind!r}: {cls.__name__} is written for version {version} of the interface, and this "
             f"server has version {INTERFACE_VERSION}: {HOW_TO_CHANGE}"

@@ -38,12 +38,6 @@ class SingleBlockCache(BlockTableCache[TableSeatT]):
         assert seat.length + num_tokens <= self.setup.geometry.max_seq_len
         return True
 
-    def crop(self, seat: TableSeatT, length: int) -> None:
-        assert length <= seat.length
-        assert self.contract.rewind is None or seat.length - length <= self.contract.rewind, "more than contract.rewind"
-        seat.length = length
-        seat.cached = min(seat.cached, length)
-
     def fork(self, seat: TableSeatT) -> TableSeatT | None:
         child = self._allocate_seat(seat.length)
         if child is not None:
@@ -58,7 +52,7 @@ class SingleBlockCache(BlockTableCache[TableSeatT]):
 
     def usage(self) -> CacheUsage:
         tokens = sum(seat.length for seat in self.seats)
-        kept = sum(min(seat.length, self.store.block_size) for seat in self.seats)
+        kept = sum(min(seat.num_kept, self.store.block_size) for seat in self.seats)
         reserved, used = len(self.seats) * self.bytes_per_block, int(kept * self.bytes_per_token)
         return CacheUsage(len(self.seats), tokens, reserved, used, 0, reserved - used, self.limit_bytes)
 

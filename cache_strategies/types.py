@@ -60,6 +60,8 @@ class Contract(NamedTuple):
     # A seat's state and, with batch-invariant kernels, its attention do not depend on how tokens were split into rows.
     chunk_invariant: bool
     max_row: int | None  # maximum number of tokens in a row, to which the scheduler splits prompts; None: no maximum
+    # A text may become longer than max_seq_len, though its prompt may not, as positions are counted within the cache.
+    unbounded: bool = False
 
 
 KEEPS_EVERYTHING = Contract(
@@ -82,6 +84,8 @@ class CacheUsage(NamedTuple):
     idle: int  # bytes that hold tokens of closed seats, kept for reuse
     wasted: int  # bytes of held pages that hold no tokens
     limit: int  # maximum of `reserved`
+    # bytes that open seats hold outside of the arena, such as what a scorer of keys remembers: in none of the others
+    outside: int = 0
 
 
 class Blocks(NamedTuple):

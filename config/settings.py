@@ -96,7 +96,10 @@ class StrategySettings(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    kind: str = Field(description="contiguous, sliding_window, paged, mirrored, or the name a plug-in registered")
+    kind: str = Field(
+        description="contiguous, sliding_window, paged, quest, compressed, mirrored, the name a plug-in registered, or "
+        "module:Class"
+    )
     floor: Share = Field("0%", description="KV memory that no other instance may take")
     limit: Share = Field("100%", description="KV memory that it may hold at most")
 
@@ -339,8 +342,8 @@ class Settings(BaseSettings):
     max_seq_len: int | None = Field(
         None,
         ge=2,
-        description="maximum number of tokens of prompt and completion together; default: the model's context, at most "
-        "8192",
+        description="maximum number of tokens of prompt and completion together, or of the prompt alone under "
+        "strategies of kind streaming; default: the model's context, at most 8192",
     )
     max_num_seqs: int = Field(64, ge=1, le=4096, description="maximum number of sequences that run at a time")
     max_num_batched_tokens: int | None = Field(

@@ -73,6 +73,17 @@ def apply_rope(ops: Ops, x: Tensor, tables: RopeTables | None, positions: Tensor
     return torch.cat((ops.rope(x[..., :rotated], *tables, positions), x[..., rotated:]), dim=-1)
 
 
+def shift_rope(ops: Ops, x: Tensor, tables: RopeTables | None, delta: Tensor) -> Tensor:
+    """Rotate x [N,H,D], which RoPE has rotated before, by `delta` [N] further positions, also negative ones."""
+    if tables is None:
+        return x
+    cos, sin = (table.index_select(0, delta.abs()) for table in tables)  # [N, D/2]
+    # YaRN and LongRoPE multiply cos and sin by a factor, which x has already; it is in the tables as cos(0)
+    factor = tables[0][0, 0]
+    own = cos / factor, sin * (delta.sign()[:, None] / factor)
+    return apply_rope(ops, x, own, torch.arange(len(delta), device=delta.device))
+
+
 def _norm(ops: Ops, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Apply RMS norm to x [N, d]; return x itself if `weight` is None, as the model has no such norm."""
     return x if weight is None else ops.rms_norm(x, weight, eps)

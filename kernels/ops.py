@@ -350,11 +350,11 @@ class Ops(Protocol):
     def copy_tokens(self, store: KVStore, layer: int, src: Tensor, dst: Tensor) -> None:
         """Copy the keys and values of one layer from slots src [N] to slots dst [N], for strategies that drop tokens.
 
-        Slots are numbered block * store.block_size + offset, with block ids as in a block table, int64 on the store's
-        device. With [N, H] instead of [N] each KV head of a block has slots of its own; blocks of split heads have one
-        head. Numbers are copied bit for bit, the scales of int8 included. Raises ValueError before anything is written
-        if a slot is outside of the store, if a head's slot is written twice or both read and written, or if two of the
-        blocks have pages in common.
+        All are read before any is written, so a slot may be in both. Slots are numbered block * store.block_size +
+        offset, with block ids as in a block table, int64 on the store's device. With [N, H] instead of [N] each KV head
+        of a block has slots of its own; blocks of split heads have one head. Numbers are copied bit for bit, the scales
+        of int8 included. Raises ValueError before anything is written if a slot is outside of the store, if a head's
+        slot is written twice, or if two of the blocks have pages in common.
         """
         ...
 
@@ -371,6 +371,17 @@ class Ops(Protocol):
         Writes nothing else, so a caller that keeps a mirror (a copy of keys or values with repeated heads) moves only
         the new tokens in each step. Raises ValueError if there are no such columns, or if the mirror's heads are not a
         multiple of x's.
+        """
+        ...
+
+    def select_blocks(self, out: Tensor, q: Tensor, summaries: Tensor, candidates: Tensor, counts: Tensor) -> None:
+        """Select the blocks of keys that may matter most to q [S,Hq,D], into out [S,H,K] int32 (Quest).
+
+        In each KV head row s selects counts[s, 1] of its first counts[s, 0] candidates [S,H,C] int32, which are numbers
+        of blocks. `summaries` [blocks, 2 D] has the largest number of each dimension of a block's keys, then the
+        smallest. Those with the largest bound, relu(q) . largest + min(q, 0) . smallest in float32, for any query of
+        the head's group are written in the order of the candidates; of equal bounds the first. A NaN is the largest.
+        Other columns of out keep what they have. (Tang et al. 2024, arXiv:2406.10774.)
         """
         ...
 

@@ -7,7 +7,7 @@ consecutive pages, and its id is the number of its first page:
            0                              v_offset(0)             k_offset(1)            block_bytes   run * page_bytes
 
 In int8 each vector of D numbers is followed by its float32 scale, 4 bytes. A store may hold some layers of a model only
-or blocks of a single KV head (`split_heads`).
+or blocks of a single KV head (`split_heads`). At the end of a block there may be room for what its owner stores there.
 """
 
 from __future__ import annotations
@@ -100,10 +100,12 @@ class KVStore:
         dtype: torch.dtype,
         *,
         split_heads: bool = False,
+        extra_bytes: int = 0,
     ) -> None:
         """View the memory as blocks of these layers: all of a model, or some by their numbers.
 
-        With `split_heads` a block holds one KV head of each layer, whichever it is used for.
+        With `split_heads` a block holds one KV head of each layer, whichever it is used for. A block ends with
+        `extra_bytes` bytes that belong to its owner; they are copied with the block.
         """
         assert memory.page_bytes % ALIGN == 0
         self.memory = memory.memory
@@ -116,7 +118,8 @@ class KVStore:
         self._heads = {i: (spec.num_kv_heads, spec.head_dim, spec.v_head_dim) for i, spec in specs.items()}
         stored = {i: spec._replace(num_kv_heads=1) if split_heads else spec for i, spec in specs.items()}
         offsets = compute_plane_offsets(stored.values(), block_size, dtype)
-        self.block_bytes = offsets[-1]
+        self.extra_offset = offsets[-1]  # of the owner's bytes, from the start of a block
+        self.block_bytes = offsets[-1] + _align(extra_bytes)
         self._offsets = dict(zip(specs, zip(offsets[:-1:2], offsets[1::2], strict=True), strict=True))
         self.pages_per_block = -(-self.block_bytes // self.page_bytes)
         self.num_blocks = max(0, memory.pages - self.pages_per_block + 1)

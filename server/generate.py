@@ -58,16 +58,18 @@ def generate(
 def _check_arguments(model: Model, cache: KVCache, prompt: Sequence[int], sampling: SamplingParams) -> None:
     """Raise ValueError for arguments of `generate` that the model or the cache cannot take."""
     total, context = len(prompt) + sampling.max_tokens, cache.setup.geometry.max_seq_len
+    bounded = len(prompt) if cache.contract.unbounded else total
     if sampling.max_tokens < 1:
         raise ValueError(f"max_tokens is {sampling.max_tokens}: ask for at least one token")
     if sampling.min_tokens > sampling.max_tokens:
         raise ValueError(f"min_tokens is {sampling.min_tokens}, more than max_tokens ({sampling.max_tokens}): lower it")
     if not prompt:
         raise ValueError("the prompt is empty: give at least one token")
-    if total > context:
+    if bounded > context:
         raise ValueError(
             f"prompt ({len(prompt)} tokens) and max_tokens ({sampling.max_tokens}) come to {total} tokens, "
-            f"and the context is {context}: shorten the prompt or lower max_tokens"
+            f"and the context is {context}: shorten the prompt or lower max_tokens; a strategy of kind 'streaming' "
+            "bounds the prompt only"
         )
     named: dict[str, Sequence[int]] = {
         "prompt": prompt,
@@ -115,7 +117,7 @@ def _prefill(model: Model, request: Request, sequence: CachedSequence) -> Tensor
 def _decode(model: Model, token: int, sequence: CachedSequence) -> Tensor:
     """Run the model on one token of the sequence; return the logits [1, V] of the next token."""
     embedding = model.embed(torch.tensor([token], device=model.device)).view(1, 1, -1)
-    return model.forward_step(embedding, sequence.length, sequence)[0]
+    return model.forward_step(embedding, sequence.position, sequence)[0]
 
 
 @torch.inference_mode()

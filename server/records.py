@@ -50,6 +50,13 @@ class DraftRecord(NamedTuple):
     num_accepted: int  # the number of leading draft tokens that were accepted
 
 
+class Compaction(NamedTuple):
+    """A compaction of a sequence: the strategy dropped some of its keys after a step."""
+
+    seconds: float  # of KVCache.compact, on the host
+    dropped_tokens: int
+
+
 @dataclass(frozen=True)
 class StepReport:
     """The metrics of one step of the engine. Mappings are keyed by instance, unless noted."""
@@ -63,6 +70,7 @@ class StepReport:
     forks: Mapping[str, int]  # number of requests that took over the prompt of another choice (n > 1)
     admissions: Sequence[Admission]
     evicted_bytes: Mapping[str, int]  # bytes of idle memory that were evicted since the last step
+    compactions: Mapping[str, Sequence[Compaction]]
     # Seconds between each sampled token and the token before it in its text
     inter_token_seconds: Mapping[str, Sequence[float]]
     block_events: Mapping[str, BlockEvents]
@@ -110,6 +118,9 @@ class RequestRecord(msgspec.Struct, frozen=True):
     kv_bytes: int  # peak bytes of KV memory for its text; shared blocks count in full
     kept_tokens: int  # number of its tokens in the cache at its end, as in KVTokens; 0 after an error, without a seat
     dropped_tokens: int  # likewise: number of tokens whose keys its strategy had dropped
+    budget_tokens: int | None  # KVCache.token_budget of its tokens in the cache at its end; None after an error, too
+    compactions: int
+    compaction_seconds: float  # all compactions together
     queue_seconds: float | None  # from the request's arrival to its first admission
     prefill_seconds: float | None  # from the request's first admission to its first token
     decode_seconds: float | None  # from the request's first token to its last
@@ -145,6 +156,7 @@ class EngineState:
     waiting: Mapping[tuple[str, WaitReason], int]  # number of waiting requests by instance and by what they wait for
     usage: Mapping[str, CacheUsage]
     tokens: Mapping[str, KVTokens]
+    budget_tokens: Mapping[str, int]  # KVCache.token_budget of the longest text; without a budget, all of its tokens
     blocks: Mapping[str, Blocks]
     floor_bytes: Mapping[str, int]
     quarantined: Collection[str]  # instances that get no requests after repeated faults

@@ -33,7 +33,13 @@ class CachedSequence:
 
     @property
     def length(self) -> int:
+        """The number of committed tokens."""
         return self._seat.length
+
+    @property
+    def position(self) -> int:
+        """The position of the next token, for RoPE."""
+        return self._seat.position
 
     @property
     def row_limit(self) -> int | None:
@@ -57,9 +63,11 @@ class CachedSequence:
         return self._batch
 
     def commit(self) -> None:
+        """Add the tokens of the batch to the sequence. Raises StrategyError if the strategy fails."""
         assert self._batch is not None, "begin() comes first"
-        self._batch.commit()
-        self._batch = None
+        batch, self._batch = self._batch, None
+        for failed in batch.commit():
+            raise failed.error
 
     def discard(self) -> None:
         """Remove this sequence's blocks from the prefix cache, as their values may be NaN; close() must follow."""

@@ -5,6 +5,7 @@ And which of them want the machine for themselves, while the others run in two p
 
 import gc
 import os
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,6 +39,7 @@ THOROUGH = (
     "fuzzing",
     "kernels",
     "models/test_malformed_models.py",
+    "plugin_kit",
     "text/processes/test_sandbox.py",
 )
 
@@ -78,3 +80,12 @@ def _no_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def _one_thread() -> None:
     """Small tensors gain nothing from more, and lose much on a busy machine. An engine with more may have been here."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def rng() -> random.Random:
+    """Return random numbers that are others in each run, and let torch draw others as well; the seed is printed."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    torch.manual_seed(seed)
+    return random.Random(seed)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("config", "kernels", "cache_strategies", "server", "loadtest", "tools")
+PACKAGES = ("config", "kernels", "cache_strategies", "server", "loadtest", "plugin_kit", "tools")
 
 MAY_IMPORT = {  # beside itself
     "config": set[str](),
@@ -21,6 +21,7 @@ MAY_IMPORT = {  # beside itself
     "cache_strategies": {"config", "kernels"},
     "server": {"config", "kernels", "cache_strategies"},
     "loadtest": set[str](),
+    "plugin_kit": {"config", "kernels", "cache_strategies", "server"},  # its command is found by name
     "tools": {"config", "kernels", "cache_strategies", "server", "loadtest"},  # not installed, and imported by none
 }
 AND_FLAGS = {"server.cli.main": {"loadtest.bench", "loadtest.bench.flags"}}  # of `kvmux bench`; nothing else of it
@@ -110,8 +111,9 @@ def test_only_the_client_of_a_benchmark_knows_http_and_it_knows_no_workload() ->
 
 
 def test_what_the_command_line_finds_by_name_is_there() -> None:
-    named = re.findall(r'resolve_name\("([^":]+)', modules()["server.cli.main"].read_text())
-    assert "loadtest.bench.command" in named
+    cli = [file.read_text() for name, file in modules().items() if name.startswith("server.cli.")]
+    named = re.findall(r'resolve_name\("([^":]+)', "".join(cli))
+    assert {"loadtest.bench.command", "plugin_kit.command"} <= set(named)
     assert set(named) <= modules().keys()
 
 

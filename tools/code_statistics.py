@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("config", "kernels", "cache_strategies", "server", "loadtest", "tools")
+PACKAGES = ("config", "kernels", "cache_strategies", "server", "loadtest", "plugin_kit", "tools")
 INSTALLED = PACKAGES[:-1]
 # Modules that only measure, train or plot, under their names before and after they moved to tools/.
 TOOLING_MODULES = (
@@ -28,6 +28,7 @@ TOOLING_MODULES = (
     "kernels.loads",
     "kernels.probe",
     "loadtest",
+    "plugin_kit",
     "server.benchmarks",
     "server.evaluation",
     "server.measuring",
@@ -35,7 +36,8 @@ TOOLING_MODULES = (
     "server.profiling",
     "server.training",
 )
-INSTALLED_TOOLING = ("server.evaluation", "server.profiling", "loadtest")  # commands of `kvmux`: they stay installed
+# Commands of `kvmux`: they stay installed.
+INSTALLED_TOOLING = ("server.evaluation", "server.profiling", "loadtest", "plugin_kit")
 EXAMPLES = {  # kind of feature that contributors add: a pattern in the files that mention a typical one
     "operation": r"def rms_norm\(|\"rms_norm\"",  # files that describe it, not those that call it
     "sampling parameter": r"\bmin_p\b",

@@ -18,7 +18,7 @@ from random import Random
 from typing import Literal, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("config", "kernels", "cache_strategies", "server", "loadtest")
+PRODUCT = ("config", "kernels", "cache_strategies", "server", "loadtest", "plugin_kit")
 C_SUFFIXES = (".cpp", ".h", ".metal")
 MIN_COMMENT_WORDS, MIN_MESSAGE_WORDS = 5, 3
 LOGGERS = ("log", "logger", "logging")

@@ -52,6 +52,7 @@ WARM_UP_REQUESTS = 3
 ROUNDS = 4  # traced requests of each kind
 TOKENS = range(4, 12)  # of the streamed tokens, those that are followed: neither the first nor the last
 ASIDE = {  # functions, or methods of any class, called on the way, but neither with the body nor with the token
+    "Arena.num_free_pages": "whether the step has freed memory, for requests that wait",
     "Arena.usage": "how full the memory is, for the rules that choose a strategy",
     "Batch.commit": "the tokens that this step entered into the caches, which were drawn before",
     "merge_step_parts": "figures of the step",
@@ -64,6 +65,7 @@ ASIDE = {  # functions, or methods of any class, called on the way, but neither 
     "Isolation.record_steps": "faults of strategies",
     "Isolation.collect_faults": "faults of strategies",
     "Core._end_stalled": "requests that their strategies hold up",
+    "Core._end_quarantined": "requests of strategies in quarantine",
     "collect_block_events": "figures of the step",
     "KVCache.name": "the instance under which figures are counted",
     "Core._remove": "the end of a request: its memory becomes free, and its record is made",

@@ -60,14 +60,15 @@ class StrategyCache(Cache):
         self.max_batch_size = max_batch_size
         self._specs = _make_layer_specs(text)
         self._has_explicit_dtype = dtype is not None
-        self._kind = strategy
-        self._equal_lengths = equal_lengths
+        self._kind, self._equal_lengths = strategy, equal_lengths
         kv_dtype = dtype or _resolve_dtype(text)
         if min(max_batch_size, max_seq_len) < 1:
             raise ValueError("max_batch_size and max_seq_len must be at least 1")
         geometry = Geometry(self._specs, kv_dtype, max_batch_size, max_seq_len, max_num_batched_tokens=max_seq_len)
         self._cache = build_standalone_cache(strategy, options, geometry, torch.device(device))
         self._exact = self._cache.contract.exact
+        if self._cache.contract.unbounded:
+            self._refuse("counts positions within the cache, and transformers in the text", "use `kvmux serve`")
         self._has_gaps = not self._exact and any(map(self._leaves_gaps, set(self._specs)))
         self._seats: list[Seat] = []  # one seat per sequence of the batch, all of the same length
         self._forward_pass: _ForwardPass | None = None  # the forward pass in which not all layers are updated yet

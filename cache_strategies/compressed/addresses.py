@@ -59,10 +59,10 @@ class GroupTable:
         self._table = torch.from_numpy(self._host_table).to(device)
         self._rows = torch.from_numpy(self._host_rows).to(device)
 
-    def write(self, seat: CompressedSeat, number: int) -> None:
-        """Write the blocks of a seat in this group, which is its `number`-th one."""
-        for column, blocks in enumerate(seat.groups[number].blocks):
-            self._host_table[seat.index * self.group.num_columns + column, : len(blocks)] = blocks
+    def write(self, seat_index: int, column: int, first: int, blocks: Sequence[int]) -> None:
+        """Write blocks of a seat's column into the table, the first of them as its `first`-th block."""
+        row = self._host_table[seat_index * self.group.num_columns + column]
+        row[first : first + len(blocks)] = blocks
 
     def make_slots(self, rows: Sequence[Row[CompressedSeat]], number: int, q_start: Tensor) -> Slots:
         """Return the addresses of a step's rows in this group, which is the `number`-th one of their seats."""

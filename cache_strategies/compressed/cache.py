@@ -1,7 +1,7 @@
 """compressed: a KV cache that keeps the keys a scorer ranks highest, and frees the memory of all others.
 
 A text has a boundary at every multiple of `every`, and rows end there. When a sequence has reached one, its scorer
-ranks the keys that it holds; the best stay, in order, and are moved together into fresh blocks (compaction.py). Between
+ranks the keys that it holds; the best stay, in order, and are moved to its first slots (compaction.py). Between
 boundaries all new keys are kept. So what is kept, and all that is computed from it, does not depend on how a text was
 cut into rows, and a sequence that is computed again keeps the same keys.
 
@@ -13,26 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup, KVCache, Plan, Row
-from cache_strategies.compressed.addresses import AddressGroup
+from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row
 from cache_strategies.compressed.compaction import Compactor
-from cache_strategies.compressed.memory import (
-    CompressedMemory,
-    count_column_blocks,
-    count_peak_blocks,
-    count_query_blocks,
-    list_block_bytes,
-)
+from cache_strategies.compressed.memory import CompressedMemory, count_peak_blocks, list_block_bytes, make_groups
 from cache_strategies.compressed.options import Budgets, CompressedOptions, make_scorer
-from cache_strategies.compressed.queries import QueryBuffer
+from cache_strategies.compressed.queries import QueryBuffer, count_peak_query_blocks
 from cache_strategies.compressed.seat import CompressedSeat, KeptTokens
+from cache_strategies.scorers.base import Scorer
 from cache_strategies.types import NO_SALT, Blocks, CacheUsage, Contract, Geometry, Salt, SeatShape
 from kernels.ops import KVLocation
-from kernels.store import KVStore
 
 
 class CompressedPlan(Plan[CompressedSeat]):
@@ -85,7 +79,7 @@ class CompressedCache(KVCache[CompressedSeat]):
     """A cache that keeps a budget of keys in each KV head, those that its scorer ranks highest."""
 
     options: CompressedOptions
-    options_type = CompressedOptions
+    options_type: ClassVar[type[Options]] = CompressedOptions
 
     def __init__(self, setup: CacheSetup, options: CompressedOptions) -> None:
         super().__init__(setup, options)
@@ -98,7 +92,7 @@ class CompressedCache(KVCache[CompressedSeat]):
         setup.ops.prepare(geometry.layers, geometry.kv_dtype, dtype)
         self._q_start = torch.zeros(geometry.max_seats + 1, dtype=torch.int32, device=device)
         self.queries = self._make_query_buffer(scorer.num_queries, geometry)
-        self._compactor = Compactor(setup, options, self.memory, self.budgets, scorer, self.queries)
+        self._compactor = self.make_compactor(scorer)
         self._scores_always = scorer.num_queries is None
         self._free = list(range(geometry.max_seats))[::-1]
         self._seats: set[CompressedSeat] = set()
@@ -112,14 +106,16 @@ class CompressedCache(KVCache[CompressedSeat]):
             max_row=options.every,
         )
 
+    def make_compactor(self, scorer: Scorer) -> Compactor:
+        return Compactor(self.setup, self.options, self.memory, self.budgets, scorer, self.queries)
+
     def _make_query_buffer(self, num_queries: int | None, geometry: Geometry) -> QueryBuffer | None:
         every = self.options.every
         layers = [i for i, spec in enumerate(geometry.layers) if spec.window is None]
-        if num_queries == 0 or not layers:
+        if num_queries == 0 or not layers or every > geometry.max_seq_len:
             return None
-        store = self.stores[self.memory.group_by_layer[layers[0]]]
         count = every if num_queries is None else num_queries
-        return QueryBuffer(self.name, geometry.layers, layers, count, every, store, geometry.kv_dtype)
+        return QueryBuffer(self.name, geometry.layers, layers, count, every, self.memory, geometry.kv_dtype)
 
     # ---------------------------------------------------------------- memory
     @classmethod
@@ -130,20 +126,15 @@ class CompressedCache(KVCache[CompressedSeat]):
             count * -(-size // smallest)
             for size, count in zip(sizes, count_peak_blocks(options, geometry, geometry.max_seq_len), strict=True)
         )
-        return SeatShape(smallest, blocks + count_query_blocks(options, geometry, sizes))
+        groups = make_groups(options, geometry)
+        return SeatShape(smallest, blocks + count_peak_query_blocks(options, geometry, groups, sizes))
 
     def bytes_for(self, num_tokens: int) -> int:
-        pages = [store.pages_per_block for store in self.stores]
         peak = count_peak_blocks(self.options, self.setup.geometry, num_tokens)
-        total = sum(count * run for count, run in zip(peak, pages, strict=True))
+        total = sum(self.memory.count_bytes(number, count) for number, count in enumerate(peak))
         if self.queries is not None and num_tokens > self.queries.first_stored(self.options.every):
-            total += self.queries.num_blocks * self._query_store.pages_per_block
-        return total * self.setup.arena.page_bytes
-
-    @property
-    def _query_store(self) -> KVStore:
-        assert self.queries is not None
-        return self.stores[self.memory.group_by_layer[self.queries.layers[0]]]
+            total += self.memory.count_bytes(self.queries.group, self.queries.num_blocks)
+        return total
 
     # ---------------------------------------------------------------- seats
     def open(
@@ -151,13 +142,14 @@ class CompressedCache(KVCache[CompressedSeat]):
     ) -> CompressedSeat | None:
         if not self._free:
             return None
-        groups = [KeptTokens(len(group.layers), group.num_heads, group.num_columns) for group in self.groups]
         device = self.setup.arena.memory.device
-        for kept in groups:
-            kept.positions = kept.positions.to(device)
-        seat = CompressedSeat(self._free.pop(), groups)
+        groups = [KeptTokens(len(group.layers), group.num_heads, group.num_columns, device) for group in self.groups]
+        seat = self._make_seat(self._free.pop(), groups)
         self._seats.add(seat)
         return seat
+
+    def _make_seat(self, index: int, groups: list[KeptTokens]) -> CompressedSeat:
+        return CompressedSeat(index, groups)
 
     def row_limit(self, seat: CompressedSeat) -> int:
         return self.options.every - seat.length % self.options.every
@@ -165,24 +157,11 @@ class CompressedCache(KVCache[CompressedSeat]):
     def grow(self, seat: CompressedSeat, num_tokens: int) -> bool:
         assert num_tokens <= self.row_limit(seat), "a row must end at a boundary"
         end = seat.length + num_tokens
-        is_boundary = end % self.options.every == 0
-        for number, (group, kept) in enumerate(zip(self.groups, seat.groups, strict=True)):
+        for number, kept in enumerate(seat.groups):
             for column, count in enumerate(kept.counts):
-                if not self.memory.extend(number, kept.blocks[column], count + end - seat.boundary):
+                if not self.memory.extend(seat, number, column, count + end - seat.boundary):
                     return False
-            self.memory.tables[number].write(seat, number)
-            spare = self._count_spare(group, kept, seat, end) if is_boundary else 0
-            if not self.memory.extend(number, kept.spare, spare * self.memory.block_size):
-                return False
         return self._grow_queries(seat, end)
-
-    def _count_spare(self, group: AddressGroup, kept: KeptTokens, seat: CompressedSeat, end: int) -> int:
-        """Return how many blocks a compaction at position `end` moves to; 0 if nothing is dropped there."""
-        budget = self.budgets.count_kept(group.layers[0], end)
-        held = sum(kept.counts) + (end - seat.boundary) * len(kept.counts)
-        if held <= budget * group.num_columns:
-            return 0
-        return count_column_blocks(budget, group, self.memory.block_size)
 
     def _grow_queries(self, seat: CompressedSeat, end: int) -> bool:
         """Allocate blocks for the queries before the next boundary, if the row has some and they are looked at."""
@@ -192,10 +171,7 @@ class CompressedCache(KVCache[CompressedSeat]):
         boundary = -(-end // every) * every
         if end <= buffer.first_stored(boundary) or not self._is_scored_at(boundary):
             return True
-        number = self.memory.group_by_layer[buffer.layers[0]]
-        blocks = self.memory.allocate(number, buffer.num_blocks)
-        seat.query_blocks = blocks or []
-        return blocks is not None
+        return buffer.allocate(seat)
 
     def _is_scored_at(self, boundary: int) -> bool:
         """Return whether a scorer ranks keys at a boundary."""
@@ -208,42 +184,35 @@ class CompressedCache(KVCache[CompressedSeat]):
             for group in full
         )
 
-    def crop(self, seat: CompressedSeat, length: int) -> None:
-        assert length == seat.length, "more than contract.rewind"
-
     def fork(self, seat: CompressedSeat) -> CompressedSeat | None:
         child = self.open(())
         if child is None:
             return None
-        child.length, child.cached, child.boundary, child.states = seat.length, seat.cached, seat.boundary, seat.states
-        for number, (ours, theirs) in enumerate(zip(child.groups, seat.groups, strict=True)):
+        child.length, child.cached, child.boundary = seat.length, seat.cached, seat.boundary
+        child.states, child.state_bytes = seat.states, seat.state_bytes
+        for ours, theirs in zip(child.groups, seat.groups, strict=True):
             ours.counts, ours.positions = list(theirs.counts), theirs.positions
-            for own, blocks, count in zip(ours.blocks, theirs.blocks, theirs.counts, strict=True):
-                if not self.memory.extend(number, own, count + seat.num_new):
-                    self.close(child)
-                    return None
-                self.setup.ops.copy_blocks(self.stores[number], blocks[: len(own)], own)
-        if seat.query_blocks:
-            number = self.memory.group_by_layer[self.queries.layers[0]] if self.queries is not None else 0
-            copies = self.memory.allocate(number, len(seat.query_blocks))
-            if copies is None:
-                self.close(child)
-                return None
-            child.query_blocks = copies
-            self.setup.ops.copy_blocks(self.stores[number], seat.query_blocks, copies)
+        if not self._copy_blocks(seat, child):
+            self.close(child)
+            return None
         return child
+
+    def _copy_blocks(self, seat: CompressedSeat, child: CompressedSeat) -> bool:
+        """Copy the keys, values and queries of a seat for its fork; return False if there is not enough memory."""
+        for number, (ours, theirs) in enumerate(zip(child.groups, seat.groups, strict=True)):
+            for column, (own, blocks) in enumerate(zip(ours.blocks, theirs.blocks, strict=True)):
+                if not self.memory.extend(child, number, column, theirs.counts[column] + seat.num_new):
+                    return False
+                self.memory.copy_blocks(number, blocks[: len(own)], own)
+        return self.queries is None or self.queries.copy(seat, child)
 
     def close(self, seat: CompressedSeat) -> None:
         for number, kept in enumerate(seat.groups):
-            self.memory.release(number, [*kept.spare, *(block for blocks in kept.blocks for block in blocks)])
-        self._release_queries(seat)
+            self.memory.release(number, [block for blocks in kept.blocks for block in blocks])
+        if self.queries is not None:
+            self.queries.release(seat)
         self._seats.remove(seat)
         self._free.append(seat.index)
-
-    def _release_queries(self, seat: CompressedSeat) -> None:
-        if seat.query_blocks and self.queries is not None:
-            self.memory.release(self.memory.group_by_layer[self.queries.layers[0]], seat.query_blocks)
-            seat.query_blocks = []
 
     # ---------------------------------------------------------------- steps
     def fill_q_start(self, rows: Sequence[Row[CompressedSeat]]) -> Tensor:
@@ -256,20 +225,21 @@ class CompressedCache(KVCache[CompressedSeat]):
         return CompressedPlan(self, rows)
 
     def commit(self, plan: Plan[CompressedSeat], tokens: Sequence[Sequence[int]]) -> None:
-        for (seat, num_tokens), ids in zip(plan.rows, tokens, strict=True):
-            assert len(ids) <= num_tokens
-            seat.length += len(ids)
+        super().commit(plan, tokens)
         assert isinstance(plan, CompressedPlan)
         if plan.tapped is not None and self.queries is not None:
             _, tapped, scratch = plan.tapped
             for row in tapped:
                 self.queries.store(row, scratch)
 
-    def compact(self, seat: CompressedSeat) -> None:
+    def compact(self, seat: CompressedSeat) -> int | None:
         if seat.length % self.options.every or seat.length == seat.boundary:
-            return
-        self._compactor.compact(seat)
-        self._release_queries(seat)
+            return None
+        before = self.count_dropped_tokens(seat)
+        exceeds = self._compactor.compact(seat)
+        if self.queries is not None:
+            self.queries.release(seat)
+        return self.count_dropped_tokens(seat) - before if exceeds else None
 
     # ---------------------------------------------------------------- reports
     def _iter_held(self, seat: CompressedSeat) -> Iterator[tuple[int, list[int], int]]:
@@ -288,22 +258,34 @@ class CompressedCache(KVCache[CompressedSeat]):
             total += used * heads
         return (total - kept) // sum(len(group.layers) * group.num_heads for group in self.groups)
 
+    def token_budget(self, length: int) -> int:
+        kept = heads = 0
+        for group in self.groups:
+            count = len(group.layers) * group.num_heads
+            kept += count * (length if group.window is not None else self.budgets.count_kept(group.layers[0], length))
+            heads += count
+        return -(-kept // heads)
+
     def usage(self) -> CacheUsage:
-        page = self.setup.arena.page_bytes
         reserved = used = 0.0
         for seat in self._seats:
             for number, blocks, count in self._iter_held(seat):
-                store = self.stores[number]
-                reserved += len(blocks) * store.pages_per_block * page
-                used += count * store.block_bytes / self.memory.block_size
-            for number, kept in enumerate(seat.groups):
-                reserved += len(kept.spare) * self.stores[number].pages_per_block * page
-            if seat.query_blocks:
-                size = len(seat.query_blocks) * self._query_store.pages_per_block * page
+                reserved += self.memory.count_bytes(number, len(blocks))
+                used += count * self.stores[number].block_bytes / self.memory.block_size
+            if self.queries is not None:
+                size = self.memory.count_bytes(self.queries.group, len(seat.query_blocks))
                 reserved, used = reserved + size, used + size
         tokens = sum(seat.length for seat in self._seats)
+        outside = {id(seat.states): seat.state_bytes for seat in self._seats}  # those that forks share count once
         return CacheUsage(
-            len(self._seats), tokens, int(reserved), int(used), 0, int(reserved) - int(used), self.limit_bytes
+            len(self._seats),
+            tokens,
+            int(reserved),
+            int(used),
+            idle=0,
+            wasted=int(reserved) - int(used),
+            limit=self.limit_bytes,
+            outside=sum(outside.values()),
         )
 
     def blocks(self) -> Blocks:
@@ -314,10 +296,8 @@ class CompressedCache(KVCache[CompressedSeat]):
         for seat in self._seats:
             assert seat.boundary <= seat.length < seat.boundary + self.options.every
             lists = [(number, blocks) for number, blocks, _ in self._iter_held(seat)]
-            lists += [(number, kept.spare) for number, kept in enumerate(seat.groups)]
-            lists += [
-                (0 if self.queries is None else self.memory.group_by_layer[self.queries.layers[0]], seat.query_blocks)
-            ]
+            if self.queries is not None:
+                lists.append((self.queries.group, seat.query_blocks))
             for number, blocks in lists:
                 held += [page + i for page in blocks for i in range(self.stores[number].pages_per_block)]
             for number, blocks, count in self._iter_held(seat):

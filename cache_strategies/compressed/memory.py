@@ -13,10 +13,10 @@ from torch import Tensor
 from cache_strategies.base import CacheSetup
 from cache_strategies.block_table import resolve_kv_dtype
 from cache_strategies.compressed.addresses import AddressGroup, GroupTable, group_layers
-from cache_strategies.compressed.options import Budgets, CompressedOptions, make_scorer
+from cache_strategies.compressed.options import Budgets, CompressedOptions
 from cache_strategies.compressed.seat import CompressedSeat
 from cache_strategies.types import Geometry
-from kernels.store import KVStore, compute_block_bytes
+from kernels.store import KVStore, Plane, compute_block_bytes
 
 
 class CompressedMemory:
@@ -27,6 +27,7 @@ class CompressedMemory:
         self._options = options
         self._budgets = budgets
         geometry, arena = setup.geometry, setup.arena
+        self.specs = geometry.layers
         self.block_size = options.block_size
         self.dtype = resolve_kv_dtype(options, geometry)
         self.groups = make_groups(options, geometry)
@@ -65,29 +66,55 @@ class CompressedMemory:
             blocks.append(block)
         return blocks
 
+    def count_bytes(self, number: int, num_blocks: int) -> int:
+        """Return the bytes of this number of blocks of a group."""
+        return num_blocks * self.stores[number].pages_per_block * self._setup.arena.page_bytes
+
     def release(self, number: int, blocks: Sequence[int]) -> None:
         """Free blocks of a group."""
         for block in blocks:
             self._setup.arena.release(self._setup.name, block, self.stores[number].pages_per_block)
 
-    def extend(self, number: int, blocks: list[int], num_tokens: int) -> bool:
-        """Append the blocks that are missing for `num_tokens` tokens; return False if memory is."""
-        missing = self.allocate(number, max(0, -(-num_tokens // self.block_size) - len(blocks)))
-        blocks += missing or ()
-        return missing is not None
+    def copy_blocks(self, number: int, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy blocks of a group."""
+        self._setup.ops.copy_blocks(self.stores[number], list(src), list(dst))
 
-    def read_kv(self, seat: CompressedSeat, number: int, layer: int, column: int) -> tuple[Tensor, Tensor]:
-        """Return the keys [S,H,D] and values [S,H,Dv] of a seat in a layer, or of one of its split heads (H = 1)."""
-        kept, store = seat.groups[number], self.stores[number]
+    def extend(self, seat: CompressedSeat, number: int, column: int, num_tokens: int) -> bool:
+        """Add the blocks that a column lacks for `num_tokens` tokens; return False if there is not enough memory."""
+        blocks = seat.groups[number].blocks[column]
+        missing = -(-num_tokens // self.block_size) - len(blocks)
+        if missing <= 0:
+            return True
+        new = self.allocate(number, missing)
+        if new is None:
+            return False
+        self.tables[number].write(seat.index, column, len(blocks), new)
+        blocks += new
+        return True
+
+    def shrink(self, number: int, blocks: list[int], num_tokens: int) -> None:
+        """Free the blocks of a column that `num_tokens` tokens do not need."""
+        used = -(-num_tokens // self.block_size)
+        self.release(number, blocks[used:])
+        del blocks[used:]
+
+    def read_keys(self, seat: CompressedSeat, number: int, layer: int, column: int) -> Tensor:
+        """Return the keys [S,H,D] of a seat in a layer, or of one of its split heads (H = 1)."""
+        return self._read(self.stores[number].planes(layer)[0], seat, number, column)
+
+    def read_values(self, seat: CompressedSeat, number: int, layer: int, column: int) -> Tensor:
+        """Return the values [S,H,Dv] of a seat in a layer, or of one of its split heads (H = 1)."""
+        return self._read(self.stores[number].planes(layer)[1], seat, number, column)
+
+    def _read(self, plane: Plane, seat: CompressedSeat, number: int, column: int) -> Tensor:
+        kept = seat.groups[number]
         count = kept.counts[column] + seat.num_new
-        blocks = torch.tensor(kept.blocks[column][: -(-count // self.block_size)], device=store.device)
-        found = []
-        for plane in store.planes(layer):
-            numbers = plane.numbers[blocks]  # [blocks, H, block_size, dim]
-            if plane.scale is not None:
-                numbers = self._setup.ops.dequantize(numbers, plane.scale[blocks])
-            found.append(numbers.transpose(1, 2).flatten(0, 1)[:count])
-        return found[0], found[1]
+        blocks = torch.tensor(kept.blocks[column][: -(-count // self.block_size)], device=plane.numbers.device)
+        numbers = plane.numbers.index_select(0, blocks)  # [blocks, H, block_size, dim]
+        if plane.scale is not None:
+            numbers = self._setup.ops.dequantize(numbers, plane.scale.index_select(0, blocks))
+        # by head in memory, as scorers read them
+        return numbers.transpose(0, 1).flatten(1, 2)[:, :count].transpose(0, 1)
 
 
 # -------------------------------------------------------------------- sizes
@@ -114,24 +141,9 @@ def count_column_blocks(num_tokens: int, group: AddressGroup, block_size: int) -
 
 
 def count_peak_blocks(options: CompressedOptions, geometry: Geometry, num_tokens: int) -> list[int]:
-    """Return for each group the most blocks of a sequence of `num_tokens` tokens, while its keys are moved."""
+    """Return for each group the most blocks of a sequence of `num_tokens` tokens."""
     budgets, counts = Budgets(options, geometry), []
-    last = num_tokens // options.every * options.every  # the last boundary
     for group in make_groups(options, geometry):
         kept = budgets.count_kept(group.layers[0], num_tokens)
-        held = count_column_blocks(min(num_tokens, kept + options.every), group, options.block_size)
-        is_compacted = last > budgets.count_kept(group.layers[0], last)
-        counts.append(held + (count_column_blocks(kept, group, options.block_size) if is_compacted else 0))
+        counts.append(count_column_blocks(min(num_tokens, kept + options.every), group, options.block_size))
     return counts
-
-
-def count_query_blocks(options: CompressedOptions, geometry: Geometry, sizes: Sequence[int]) -> int:
-    """Return the most blocks, of the smallest size, that a sequence's latest queries take."""
-    num_queries = make_scorer("compressed", options, ()).num_queries
-    if num_queries == 0:
-        return 0
-    full = [spec for spec in geometry.layers if spec.window is None]
-    width = max((spec.num_q_heads * spec.head_dim for spec in full), default=0) * geometry.kv_dtype.itemsize
-    vectors = (options.every if num_queries is None else num_queries) * len(full)
-    largest = max(sizes)
-    return -(-vectors // max(1, largest // max(1, width))) * -(-largest // min(sizes))

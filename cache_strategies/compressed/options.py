@@ -9,11 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from cache_strategies.block_table import TableOptions
 from cache_strategies.scorers import load_scorer
 from cache_strategies.scorers.base import Scorer
+from cache_strategies.token_budget import TokenBudget
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from kernels.types import LayerSpec
@@ -26,7 +27,7 @@ class CompressedOptions(TableOptions):
 
     scorer: str = Field("keydiff", description="what ranks the keys: a built-in scorer, or one of a plug-in")
     scorer_options: Mapping[str, Any] = Field({}, description="options of the scorer")
-    budget: int | float = Field(
+    budget: TokenBudget = Field(
         0.5, description="keys that stay of each KV head: a number of tokens, or a share of the text (below 1)"
     )
     sinks: int = Field(4, ge=0, description="first tokens of a text that are never dropped")
@@ -37,15 +38,6 @@ class CompressedOptions(TableOptions):
     )
     by_head: bool = Field(False, description="let the KV heads of a layer share its budget by their scores (Ada-KV)")
     block_size: int = Field(32, ge=1, le=1024, description="tokens in a block")
-
-    @field_validator("budget")
-    @classmethod
-    def _check_budget(cls, budget: int | float) -> int | float:
-        if isinstance(budget, float) and not 0 < budget < 1:
-            raise ValueError(f"a share must be above 0 and below 1, not {budget}; a number of tokens has no point")
-        if isinstance(budget, int) and budget < 1:
-            raise ValueError(f"a number of tokens must be at least 1, not {budget}")
-        return budget
 
     @model_validator(mode="after")
     def _check_protected(self) -> CompressedOptions:
@@ -58,24 +50,30 @@ class CompressedOptions(TableOptions):
         return self
 
 
-def make_scorer(name: str, options: CompressedOptions, layers: Sequence[LayerSpec]) -> Scorer:
-    """Return the scorer of an instance. Raises SettingsError for wrong options, or layers that it cannot serve."""
+def make_scorer(name: str | None, options: CompressedOptions, layers: Sequence[LayerSpec]) -> Scorer:
+    """Return the scorer of an instance, whose name is None while that is not known.
+
+    Raises SettingsError for wrong options, or layers that it cannot serve.
+    """
     cls = load_scorer(options.scorer)
-    where = f"strategies.{name}"
+    where = "" if name is None else f"strategies.{name}."
+    given = dict(options.scorer_options)
+    if "sinks" in cls.options_type.model_fields:
+        given.setdefault("sinks", options.sinks)
     try:
-        parsed = cls.options_type.model_validate(dict(options.scorer_options))
+        parsed = cls.options_type.model_validate(given)
     except ValidationError as error:
         problem = error.errors()[0]
         option = ".".join(str(part) for part in problem["loc"])
         known = ", ".join(sorted(cls.options_type.model_fields)) or "none"
         raise SettingsError(
-            f"{where}.scorer_options.{option}: {problem['msg']}; the options of scorer {options.scorer!r} are: {known}"
+            f"{where}scorer_options.{option}: {problem['msg']}; the options of scorer {options.scorer!r} are: {known}"
         ) from None
     scorer = cls(parsed)
     if scorer.num_queries is not None and scorer.num_queries > options.every:
         raise SettingsError(
-            f"{where}: scorer {options.scorer!r} looks at the latest {scorer.num_queries} queries, more than there are "
-            f"from one boundary to the next: raise every={options.every}, or let the scorer look at fewer"
+            f"{where}every={options.every}: scorer {options.scorer!r} looks at the latest {scorer.num_queries} "
+            "queries, more than there are from one boundary to the next: raise `every`, or let the scorer look at fewer"
         )
     scorer.check_layers([spec for spec in layers if spec.window is None])
     return scorer

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import Row
+from cache_strategies.compressed.addresses import AddressGroup
+from cache_strategies.compressed.memory import CompressedMemory
+from cache_strategies.compressed.options import CompressedOptions, make_scorer
 from cache_strategies.compressed.seat import CompressedSeat
+from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from kernels.ops import QueryTap
-from kernels.store import KVStore
 from kernels.types import LayerSpec
 
 
@@ -40,7 +43,7 @@ class QueryBuffer:
         layers: Sequence[int],
         num_queries: int,
         every: int,
-        store: KVStore,
+        memory: CompressedMemory,
         dtype: torch.dtype,
     ) -> None:
         """Store queries in `dtype` of these layers, of `num_queries` tokens before each boundary.
@@ -53,6 +56,9 @@ class QueryBuffer:
                 f"strategies.{name}: its scorer looks at queries, and the model's layers have different query heads; "
                 "choose a scorer that looks at keys alone, such as keydiff"
             )
+        self.group = memory.group_by_layer[layers[0]]  # the number of the group whose blocks hold the queries
+        self._memory = memory
+        store = memory.stores[self.group]
         self.layers, self.num_queries, self._every, self._dtype = layers, num_queries, every, dtype
         self._num_layers = len(specs)
         self._heads, self._dim = shapes.pop()
@@ -67,8 +73,30 @@ class QueryBuffer:
         self._view = store.memory.view(dtype).as_strided(
             (store.num_blocks, self._vectors_per_block, width), (store.page_bytes // dtype.itemsize, width, 1)
         )
-        self.num_blocks = -(-num_queries * len(layers) // self._vectors_per_block)
+        self.num_blocks = count_query_blocks(num_queries * len(layers), width * dtype.itemsize, block_bytes)
 
+    # ---------------------------------------------------------------- blocks
+    def allocate(self, seat: CompressedSeat) -> bool:
+        """Give a seat the blocks for its queries; return False if there is not enough memory."""
+        blocks = self._memory.allocate(self.group, self.num_blocks)
+        seat.query_blocks = blocks or []
+        return blocks is not None
+
+    def release(self, seat: CompressedSeat) -> None:
+        """Free the blocks of a seat's queries, if it has some."""
+        self._memory.release(self.group, seat.query_blocks)
+        seat.query_blocks = []
+
+    def copy(self, seat: CompressedSeat, child: CompressedSeat) -> bool:
+        """Copy the queries of a seat, if it has some, for its fork; return False if there is not enough memory."""
+        if not seat.query_blocks:
+            return True
+        if not self.allocate(child):
+            return False
+        self._memory.copy_blocks(self.group, seat.query_blocks, child.query_blocks)
+        return True
+
+    # ---------------------------------------------------------------- queries
     def first_stored(self, boundary: int) -> int:
         """Return the position of the first query that is stored for a boundary."""
         return max(0, boundary - self.num_queries)
@@ -115,3 +143,27 @@ class QueryBuffer:
         blocks = torch.tensor(seat.query_blocks, device=self._view.device)
         vectors = self._view[blocks].flatten(0, 1)[: count * len(self.layers)]
         return vectors.view(count, len(self.layers), self._heads, self._dim).transpose(0, 1)
+
+
+# -------------------------------------------------------------------- sizes
+def count_query_blocks(num_vectors: int, vector_bytes: int, block_bytes: int) -> int:
+    """Return how many blocks hold these query vectors; a block has room for at least one."""
+    return -(-num_vectors // max(1, block_bytes // vector_bytes))
+
+
+def count_peak_query_blocks(
+    options: CompressedOptions, geometry: Geometry, groups: Sequence[AddressGroup], sizes: Sequence[int]
+) -> int:
+    """Return the most blocks that a sequence's latest queries take, in blocks of the smallest group.
+
+    `sizes` are the bytes of a block of each group. Queries lie in blocks of the first layer without a window.
+    """
+    num_queries = make_scorer(None, options, ()).num_queries
+    full = [i for i, spec in enumerate(geometry.layers) if spec.window is None]
+    if num_queries == 0 or not full or options.every > geometry.max_seq_len:  # then no text comes to a boundary
+        return 0
+    widths = (geometry.layers[i].num_q_heads * geometry.layers[i].head_dim for i in full)
+    num_vectors = (options.every if num_queries is None else num_queries) * len(full)
+    size = next(size for group, size in zip(groups, sizes, strict=True) if full[0] in group.layers)
+    num_blocks = count_query_blocks(num_vectors, max(widths) * geometry.kv_dtype.itemsize, size)
+    return num_blocks * -(-size // min(sizes))

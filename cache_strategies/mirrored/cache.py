@@ -220,11 +220,6 @@ class MirroredCache(KVCache[MirroredSeat]):
                 seat.is_zeroed = True
         return MirroredPlan(self, rows)
 
-    def commit(self, plan: Plan[MirroredSeat], tokens: Sequence[Sequence[int]]) -> None:
-        for row, ids in zip(plan.rows, tokens, strict=True):
-            assert len(ids) <= row.num_tokens
-            row.seat.length += len(ids)
-
     def visible_positions(self, length: int, spec: LayerSpec) -> Tensor:
         return torch.arange(first_visible(length - 1, spec), length, device=self.setup.arena.memory.device)
 

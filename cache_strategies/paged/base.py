@@ -121,7 +121,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
 
     def bytes_for(self, num_tokens: int) -> int:
         if not self.has_windows:
-            return self._blocks_for(num_tokens) * self._part_bytes
+            return self._blocks_for(num_tokens) * len(self._stores_by_group[0]) * self._part_bytes
         longest_row = longest_row_of(self.setup.geometry)
         return self.layout.count_part_blocks(num_tokens, longest_row) * self._part_bytes
 
@@ -240,7 +240,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
         groups = [group for group in self.layout.groups if group.parts]
         return {
             "block_size": self.block_size,
-            "layer_groups": [{"window": each.window, "layers": sum(map(len, each.parts))} for each in groups],
+            "layer_groups": [{"window": each.window, "layers": each.num_layers} for each in groups],
             "blocks": self.blocks()._asdict(),
             "seats": seats,
         }

@@ -10,7 +10,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -39,7 +39,13 @@ class LayerGroup(NamedTuple):
     """Layers with the same window, whose blocks are allocated and dropped together."""
 
     window: int | None  # None: all keys are kept
-    parts: Sequence[Sequence[int]]  # the layers' numbers; a block has one allocation for each part
+    # The layers' numbers; a block has one allocation for each part. If KV heads have allocations of their own, the same
+    # layers come once for each head.
+    parts: Sequence[Sequence[int]]
+
+    @property
+    def num_layers(self) -> int:
+        return len({layer for part in self.parts for layer in part})
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,7 @@ class LayerLayout:
     block_size: int
     part_bytes: int  # bytes of a block of one part
     padding: float  # largest share of a sequence's blocks that is padding, whatever its length
+    num_columns: int = 1  # how many parts of the first group have the same layers: one, or one for each KV head
 
     @property
     def has_windows(self) -> bool:
@@ -62,9 +69,9 @@ class LayerLayout:
 
     def describe(self) -> str:
         """Return in words which layers keep a window, and what the division of layers wastes."""
-        num_layers, longest = sum(map(len, self.parts)), max(map(len, self.parts))
+        num_layers, longest = sum(group.num_layers for group in self.groups), max(map(len, self.parts))
         windows = (
-            f"{sum(map(len, group.parts))} of {num_layers} layers keep a window of {group.window} tokens"
+            f"{group.num_layers} of {num_layers} layers keep a window of {group.window} tokens"
             for group in self.groups
             if group.window is not None
         )
@@ -89,23 +96,44 @@ class LayerLayout:
         return min(blocks, count_kept_blocks(group.window, self.block_size) + row_blocks)
 
 
-def divide_layers(layers: Sequence[LayerSpec], block_size: int, max_seq_len: int, dtype: torch.dtype) -> LayerLayout:
-    """Return the groups of a model's layers; one group of all layers if dropping blocks would save no memory."""
+def divide_layers(
+    layers: Sequence[LayerSpec],
+    block_size: int,
+    max_seq_len: int,
+    dtype: torch.dtype,
+    *,
+    head_bytes: Sequence[int] | None = None,
+) -> LayerLayout:
+    """Return the groups of a model's layers; one group of all layers if dropping blocks would save no memory.
+
+    If `head_bytes` has for each layer the bytes of one KV head in a block, each head of the layers that keep all keys
+    has an allocation of its own.
+    """
     sizes = [compute_block_bytes([spec], block_size, dtype) for spec in layers]
-    single = LayerLayout([LayerGroup(None, [range(len(layers))])], block_size, sum(sizes), padding=0.0)
+    single = _make_single(layers, sizes if head_bytes is None else head_bytes, block_size, head_bytes is not None)
     members = _group_by_window(layers, block_size, max_seq_len)
     if not any(members[window] for window in members if window is not None):
         return single
-    layouts = [_pack(members, sizes, part_bytes, block_size) for part_bytes in _iter_part_bytes(members, sizes)]
-    lengths = (block_size, max_seq_len)  # in a short text all groups have as many blocks, in the longest they do not
+    columns = 1
+    if head_bytes is not None and members[None]:
+        columns = max(layers[i].num_kv_heads for i in members[None])
+        sizes = [head_bytes[i] if i in members[None] else size for i, size in enumerate(sizes)]
     layouts = [
-        LayerLayout(each.groups, block_size, each.part_bytes, max(_padding(each, sizes, n) for n in lengths))
-        for each in layouts
+        _pack(members, sizes, part_bytes, block_size, columns) for part_bytes in _iter_part_bytes(members, sizes)
     ]
+    lengths = (block_size, max_seq_len)  # in a short text all groups have as many blocks, in the longest they do not
+    layouts = [replace(each, padding=max(_padding(each, sizes, n) for n in lengths)) for each in layouts]
     accepted = [layout for layout in layouts if layout.padding <= MAX_PADDING]
     best = accepted[0] if accepted else min(layouts, key=lambda layout: layout.padding)
     is_smaller = _count_bytes(best, max_seq_len) < _count_bytes(single, max_seq_len)
     return best if is_smaller else single
+
+
+def _make_single(layers: Sequence[LayerSpec], sizes: Sequence[int], block_size: int, by_head: bool) -> LayerLayout:
+    """Return the layout of one group of all layers, which take `sizes` bytes of an allocation."""
+    columns = max(spec.num_kv_heads for spec in layers) if by_head else 1
+    group = LayerGroup(None, [range(len(layers))] * columns)
+    return LayerLayout([group], block_size, sum(sizes), padding=0.0, num_columns=columns)
 
 
 def _group_by_window(layers: Sequence[LayerSpec], block_size: int, max_seq_len: int) -> dict[int | None, Sequence[int]]:
@@ -126,9 +154,12 @@ def _iter_part_bytes(members: dict[int | None, Sequence[int]], sizes: Sequence[i
 
 
 def _pack(
-    members: dict[int | None, Sequence[int]], sizes: Sequence[int], part_bytes: int, block_size: int
+    members: dict[int | None, Sequence[int]], sizes: Sequence[int], part_bytes: int, block_size: int, columns: int
 ) -> LayerLayout:
-    """Return the layout whose parts have as many layers as fit into `part_bytes`."""
+    """Return the layout whose parts have as many layers as fit into `part_bytes`.
+
+    Those of layers without a window come `columns` times.
+    """
     groups = []
     for window, group in members.items():
         parts: list[list[int]] = []
@@ -139,8 +170,8 @@ def _pack(
                 room = part_bytes
             parts[-1].append(i)
             room -= sizes[i]
-        groups.append(LayerGroup(window, parts))
-    return LayerLayout(groups, block_size, part_bytes, padding=0.0)
+        groups.append(LayerGroup(window, [part for part in parts for _ in range(columns if window is None else 1)]))
+    return LayerLayout(groups, block_size, part_bytes, padding=0.0, num_columns=columns)
 
 
 def _count_bytes(layout: LayerLayout, num_tokens: int) -> int:

@@ -147,6 +147,10 @@ class PendingBlocks(Generic[SeatT]):
         queue = self._queues.get(block)
         return queue[0] if queue else None
 
+    def is_awaited(self, block: int) -> bool:
+        """Return whether another seat than the one that computes a block waits for it."""
+        return len(self._queues.get(block, ())) > 1
+
     def mark_computed(self, block: int) -> Sequence[SeatT]:
         """Record that a block is computed; return the seats that waited for it."""
         return self._queues.pop(block, [])[1:]

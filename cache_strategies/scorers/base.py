@@ -11,14 +11,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from kernels.device import fast_half_dtypes
 from kernels.types import LayerSpec
+
+WEIGHTS_AT_ONCE = 1 << 19  # attention weights that are computed at a time; they should fit into a CPU's cache
+_fast_half_dtypes = cache(fast_half_dtypes)
 
 
 class ScorerOptions(BaseModel):
@@ -48,20 +52,22 @@ class Past:
         length: int,
         num_new: int,
         positions: Tensor,
-        load_kv: Callable[[], tuple[Tensor, Tensor]],
+        load_keys: Callable[[], Tensor],
+        load_values: Callable[[], Tensor],
         queries: Tensor | None = None,
         state: dict[str, Tensor] | None = None,
         key_state: dict[str, Tensor] | None = None,
         first_head: int = 0,
     ) -> None:
-        """Describe a layer; `load_kv` returns its keys [S,H,D] and values [S,H,Dv], of any dtype."""
+        """Describe a layer; the functions return its keys [S,H,D] and values [S,H,Dv], of any dtype."""
         self.layer_idx = layer_idx
         self.first_head = first_head  # number of the first of the H heads in its layer
         self.spec = spec  # with the numbers of these heads
         self.length = length  # number of tokens of the text up to the boundary
         self.num_new = num_new  # the last `num_new` keys have come since the boundary before: they are in all heads
         self.positions = positions  # [H, S] int64
-        self._load_kv = load_kv
+        self._load_keys = load_keys
+        self._load_values = load_values
         self._queries = queries
         # Tensors of any shape that the scorer keeps from one boundary to the next, by name. Assign new tensors: forks
         # of a sequence share the old ones.
@@ -71,19 +77,24 @@ class Past:
         self.key_state: dict[str, Tensor] = {} if key_state is None else key_state
 
     @cached_property
-    def _kv(self) -> tuple[Tensor, Tensor]:
-        keys, values = self._load_kv()
-        return keys.float().transpose(0, 1), values.float().transpose(0, 1)
+    def stored_keys(self) -> Tensor:
+        """The keys [H, S, D] in the dtype of their memory (float32 if that is int8), as `keys` without a copy."""
+        return self._load_keys().transpose(0, 1)
 
-    @property
+    @cached_property
     def keys(self) -> Tensor:
         """The keys [H, S, D] float32, rotated by RoPE at their positions."""
-        return self._kv[0]
+        return self.stored_keys.float()
 
-    @property
+    @cached_property
+    def stored_values(self) -> Tensor:
+        """The values [H, S, Dv] in the dtype of their memory (float32 if that is int8), as `values` without a copy."""
+        return self._load_values().transpose(0, 1)
+
+    @cached_property
     def values(self) -> Tensor:
         """The values [H, S, Dv] float32."""
-        return self._kv[1]
+        return self.stored_values.float()
 
     @cached_property
     def queries(self) -> Tensor:
@@ -111,27 +122,45 @@ class Past:
         """Return which keys belong to the latest `num_tokens` tokens of the text, [H, S] bool."""
         return self.positions >= self.length - num_tokens
 
-    def group_queries(self) -> Tensor:
-        """Return the latest queries by KV head, [H, G, T, D] float32, for G query heads of each."""
-        T, _, D = self.queries.shape
-        return self.queries.transpose(0, 1).reshape(self.spec.num_kv_heads, self.num_groups, T, D)
+    @cached_property
+    def product_dtype(self) -> torch.dtype:
+        """The dtype in which large products of keys are computed: float32, or bfloat16 if that is as good and faster.
+
+        It is bfloat16 if keys and queries are stored in it. Sums are in float32 then, and rounded once: by as much as
+        the keys were.
+        """
+        stored = {self.stored_keys.dtype, self.stored_keys.dtype if self._queries is None else self._queries.dtype}
+        is_fast = self.stored_keys.device.type != "cpu" or torch.bfloat16 in _fast_half_dtypes()
+        return torch.bfloat16 if stored == {torch.bfloat16} and is_fast else torch.float32
+
+    def group_queries(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return the queries [start:stop] of the latest T by KV head, [H, G, t, D] float32, for G heads of each."""
+        queries = self.queries[start:stop]
+        T, _, D = queries.shape
+        return queries.transpose(0, 1).reshape(self.spec.num_kv_heads, self.num_groups, T, D)
 
     def attention_scores(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the latest queries' scores before the softmax, [H, G, T, S] float32; keys out of sight have -inf.
 
         With `start` and `stop`, return only those of the queries [start:stop] of the latest T, to need less memory.
         """
-        queries = self.group_queries()[:, :, start:stop]
-        T = queries.shape[2]
+        queries = self.group_queries(start, stop)
         scores = (queries.flatten(1, 2) * self.spec.scale) @ self.keys.transpose(1, 2)
-        scores = scores.unflatten(1, (self.num_groups, T))
+        scores = scores.view(*queries.shape[:3], -1)
+        self._cap_and_mask(scores, start)
+        return scores
+
+    def _cap_and_mask(self, scores: Tensor, start: int) -> None:
+        """Apply the softcap to products [H, G, t, S] of the queries from `start` on, and hide keys out of sight."""
         if self.spec.softcap is not None:
-            scores = self.spec.softcap * torch.tanh(scores / self.spec.softcap)
-        positions, query_positions = self.positions[:, None, None, :], self.query_positions[start:stop, None]
-        is_hidden = positions > query_positions
+            scores.div_(self.spec.softcap).tanh_().mul_(self.spec.softcap)
+        query_positions = self.query_positions[start : start + scores.shape[2], None]
         if self.spec.window is not None:
-            is_hidden |= positions <= query_positions - self.spec.window
-        return scores.masked_fill_(is_hidden, -torch.inf)
+            positions = self.positions[:, None, None, :]
+            scores.masked_fill_(positions <= query_positions - self.spec.window, -torch.inf)
+        # at most the keys of the latest T tokens are later than a query, as positions ascend
+        first = max(scores.shape[3] - len(self.queries), 0)
+        scores[..., first:].masked_fill_(self.positions[:, None, None, first:] > query_positions, -torch.inf)
 
     def attention_weights(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Return the latest queries' attention weights [H, G, T, S] float32, learned sinks included in the sum.
@@ -139,9 +168,35 @@ class Past:
         A query that sees no key (the kept ones are later than it, or outside its window) has weights of 0. `start` and
         `stop` are those of `attention_scores`.
         """
-        weights = softmax(self.attention_scores(start, stop), self.sink_logits)
+        return self._normalize(self.attention_scores(start, stop))
+
+    def _normalize(self, scores: Tensor) -> Tensor:
+        """Return the weights of scores [H, G, t, S], which are overwritten."""
+        weights = softmax(scores, self.sink_logits)
         is_own_key_kept = len(self.queries) <= self.num_new
-        return weights if is_own_key_kept else weights.nan_to_num(0.0)
+        return weights if is_own_key_kept else weights.nan_to_num_(0.0)
+
+    def sum_attention_weights(self) -> Tensor:
+        """Return the attention weights of the latest queries [H, S] float32, summed over them and a group's heads.
+
+        Products are computed in `product_dtype`. A few queries at a time keep the weights in a CPU's
+        cache; they share their memory, as new memory is slow.
+        """
+        (H, S), T, G = self.positions.shape, len(self.queries), self.num_groups
+        dtype, device = self.product_dtype, self.positions.device
+        queries, keys = self.group_queries().to(dtype), self.stored_keys.to(dtype).transpose(1, 2)
+        step = min(max(WEIGHTS_AT_ONCE // (H * G * S), 1), T)
+        buffer = torch.empty(H * G * step * S, device=device)
+        product_buffer = buffer if dtype is torch.float32 else torch.empty_like(buffer, dtype=dtype)
+        total = torch.zeros(H, S, device=device)
+        for start in range(0, T, step):
+            part = queries[:, :, start : start + step].flatten(1, 2)  # [H, G * t, D]
+            products, scores = (x[: part.shape[1] * H * S].view(H, -1, S) for x in (product_buffer, buffer))
+            torch.baddbmm(keys.new_zeros(()), part, keys, beta=0, alpha=self.spec.scale, out=products)
+            scores = scores.copy_(products).unflatten(1, (G, -1))
+            self._cap_and_mask(scores, start)
+            total += self._normalize(scores).sum(dim=(1, 2))
+        return total
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return x [n, heads, D], rotated by RoPE at `positions` [n], as it was before the rotation (RoPE)."""
@@ -150,9 +205,12 @@ class Past:
 
 
 def softmax(scores: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """Return the softmax of scores [..., T, S] over S; `sinks` [...] are additional logits in it, with no key."""
+    """Return the softmax of scores [..., T, S] over S, which are overwritten.
+
+    `sinks` [...] are additional logits in it, with no key.
+    """
     if sinks is None:
-        return scores.softmax(dim=-1)
+        return torch.softmax(scores, dim=-1, out=scores)
     column = sinks[..., None, None].expand(*scores.shape[:-1], 1)
     return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
 
@@ -160,6 +218,7 @@ def softmax(scores: Tensor, sinks: Tensor | None = None) -> Tensor:
 class Scorer(ABC):
     """Scores the keys of one layer of one sequence. One object serves all sequences and layers of an instance."""
 
+    # Its option `sinks`, if it has one, is that of the strategy unless `scorer_options` sets it.
     options_type: ClassVar[type[ScorerOptions]] = ScorerOptions
     # How many of the latest queries `score` looks at; None: all since the boundary before. Queries take memory while a
     # text comes near to a boundary.

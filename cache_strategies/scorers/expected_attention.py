@@ -23,6 +23,7 @@ from cache_strategies.scorers.base import Past, Scorer, ScorerOptions
 from config.errors import SettingsError
 from kernels.types import LayerSpec
 
+KEYS_AT_ONCE = 512  # bounds the memory of products, which should stay in a CPU's cache
 ROTATED_AT_ONCE = 32  # positions; all models have tables of RoPE for more
 Rotate = Callable[[Tensor, Tensor], Tensor]
 
@@ -74,7 +75,8 @@ class ExpectedAttention(Scorer):
         logits = self._compute_expected_logits(past, statistics).masked_fill_(is_sink[:, None], -torch.inf)
         scores = logits.softmax(dim=-1).mean(dim=1)
         if options.use_vnorm:
-            scores = (scores + options.epsilon) * torch.linalg.vector_norm(past.values, dim=-1)
+            norms = torch.linalg.vector_norm(past.stored_values, dim=-1, dtype=torch.float32)
+            scores = (scores + options.epsilon) * norms
         past.state.update({name: x for name, x in statistics._asdict().items() if x is not None})
         return scores.masked_fill(is_sink, torch.inf)
 
@@ -109,10 +111,7 @@ class ExpectedAttention(Scorer):
         logits: Tensor = mean @ past.keys.transpose(1, 2)
         if statistics.covariance is not None:
             covariance = rotation.T @ statistics.covariance @ rotation * (scale * scale / 2)
-            # the heads of a group side by side, so that one product serves all: [H, D, G * D]
-            columns = covariance.unflatten(0, (H, G)).transpose(1, 2).flatten(2)
-            products = (past.keys @ columns).unflatten(2, (G, -1))  # [H, S, G, D]
-            logits += products.mul_(past.keys[:, :, None]).sum(dim=-1).transpose(1, 2)
+            _add_quadratic_forms(logits, covariance, past.stored_keys.to(past.product_dtype))
         return logits
 
     def _compute_mean_rotation(self, past: Past) -> Tensor:
@@ -124,6 +123,25 @@ class ExpectedAttention(Scorer):
             self._mean_rotations[rotate] = _average_rotations(rotate, self.options.num_future_positions, D, device)
         last = torch.tensor([past.length - 1], device=device)
         return rotate(self._mean_rotations[rotate][None], last).squeeze(0)
+
+
+def _add_quadratic_forms(logits: Tensor, matrices: Tensor, keys: Tensor) -> None:
+    """Add k M k to logits [H, G, S], for keys k [H, S, D] and the matrix M of each query head [H * G, D, D].
+
+    Products are computed in the dtype of the keys, for a few keys at a time, whose products share their memory.
+    """
+    H, G, S = logits.shape
+    rows = matrices.to(keys.dtype).unflatten(0, (H, G)).flatten(1, 2)  # a group's matrices below each other
+    step = min(KEYS_AT_ONCE, S)
+    buffer = torch.empty(rows.shape[1] * H * step, device=keys.device)
+    product_buffer = buffer if keys.dtype is torch.float32 else torch.empty_like(buffer, dtype=keys.dtype)
+    for start in range(0, S, step):
+        part = keys[:, start : start + step].transpose(1, 2).contiguous()  # [H, D, n]
+        size = rows.shape[1] * H * part.shape[2]
+        products, wide = (x[:size].view(H, -1, part.shape[2]) for x in (product_buffer, buffer))
+        torch.bmm(rows, part, out=products)
+        wide = wide.copy_(products).unflatten(1, (G, -1))  # [H, G, D, n]
+        logits[..., start : start + step] += wide.mul_(part[:, None].float()).sum(dim=2)
 
 
 def _average_rotations(rotate: Rotate, num_positions: int, D: int, device: torch.device) -> Tensor:

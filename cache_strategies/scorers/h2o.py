@@ -11,12 +11,9 @@ After Zhang et al., "H2O: heavy-hitter oracle for efficient generative inference
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from cache_strategies.scorers.base import Past, Scorer
-
-QUERIES_AT_ONCE = 128  # bounds the memory of attention weights
 
 
 class H2O(Scorer):
@@ -25,11 +22,7 @@ class H2O(Scorer):
     num_queries = None
 
     def score(self, past: Past) -> Tensor:
-        mass = past.key_state.get("attention_mass")
-        if mass is None:
-            mass = torch.zeros_like(past.positions, dtype=torch.float32)
-        for start in range(0, len(past.queries), QUERIES_AT_ONCE):
-            weights = past.attention_weights(start, start + QUERIES_AT_ONCE)
-            mass = mass + weights.sum(dim=(1, 2)) / past.num_groups
-        past.key_state["attention_mass"] = mass
-        return mass
+        mass = past.sum_attention_weights() / past.num_groups
+        known = past.key_state.get("attention_mass")
+        past.key_state["attention_mass"] = mass if known is None else known + mass
+        return past.key_state["attention_mass"]

@@ -19,5 +19,5 @@ class KNorm(Scorer):
     """Scores a key by its negative L2 norm."""
 
     def score(self, past: Past) -> Tensor:
-        norms: Tensor = torch.linalg.vector_norm(past.keys, dim=-1)
+        norms: Tensor = torch.linalg.vector_norm(past.stored_keys, dim=-1, dtype=torch.float32)
         return -norms

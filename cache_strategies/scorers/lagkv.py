@@ -40,11 +40,10 @@ class LagKV(Scorer):
         if num_partitions < 2:
             return self._score_by_position(past)
         end = sinks + num_partitions * lag
-        spread = sum(
-            _score_spread(x[:, sinks:end].unflatten(1, (num_partitions, lag))) for x in (past.keys, past.values)
-        )
-        assert isinstance(spread, Tensor)
-        ranks = spread.argsort(dim=-1).argsort(dim=-1) / lag  # [H, partitions - 1, lag]
+        keys, values = (x[:, sinks:end].unflatten(1, (num_partitions, lag)) for x in (past.keys, past.values))
+        order = (_score_spread(keys) + _score_spread(values)).argsort(dim=-1)  # [H, partitions - 1, lag]
+        ranks = torch.empty_like(order, dtype=torch.float32)
+        ranks.scatter_(-1, order, (torch.arange(lag, device=order.device) / lag).expand_as(order))
         scores = ranks.new_full((H, S), torch.inf)
         scores[:, sinks : end - lag] = ranks.flatten(1)
         return scores
@@ -59,9 +58,11 @@ class LagKV(Scorer):
 
 def _score_spread(x: Tensor) -> Tensor:
     """Return how much tokens x [H, P, L, D] stand out within each partition but the last, [H, P - 1, L]."""
-    low, high = x[:, 1:].amin(dim=2, keepdim=True), x[:, 1:].amax(dim=2, keepdim=True)
-    scaled = (x[:, :-1] - low).div_((high - low).clamp_min_(MIN_RANGE))
+    D, following = x.shape[-1], x[:, 1:]
+    low, high = following.amin(dim=2, keepdim=True), following.amax(dim=2, keepdim=True)
+    inverse = (high - low).clamp_min_(MIN_RANGE).reciprocal_()
+    scaled = torch.addcmul(-low * inverse, x[:, :-1], inverse)
     # about [0, 1], so the difference of squares is exact enough; Tensor.std takes ten times as long
-    D, norm = x.shape[-1], torch.linalg.vector_norm(scaled, dim=-1)
-    variance: Tensor = (norm.square() - scaled.mean(dim=-1).square() * D) / (D - 1)
-    return variance.clamp_min(0.0).sqrt().softmax(dim=-1)
+    variance: Tensor = torch.linalg.vector_norm(scaled, dim=-1).square_()
+    variance = variance.sub_(scaled.sum(dim=-1).square_(), alpha=1 / D).div_(D - 1)
+    return variance.clamp_min_(0.0).sqrt_().softmax(dim=-1)

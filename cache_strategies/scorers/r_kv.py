@@ -19,7 +19,9 @@ from torch.nn import functional as F
 
 from cache_strategies.scorers.base import Past, Scorer, ScorerOptions, check_kernel_size, softmax
 
-KEYS_AT_ONCE = 128  # bounds the memory of similarities; few enough that they stay in a CPU's cache
+FIRST_KEYS = 32  # with which all keys are compared at first, then with twice as many
+KEYS_AT_ONCE = 256  # the most: bounds the memory of similarities; few enough that they stay in a CPU's cache
+OPEN_SHARE = 0.75  # keys are left out once fewer than this share of those that are compared still need it
 MIN_NORM = 1e-8  # norms below it count as this, so that a key of zeros is similar to none
 
 
@@ -47,7 +49,7 @@ class RKV(Scorer):
     def score(self, past: Past) -> Tensor:
         mix = self.options.mix_lambda
         is_window = past.is_latest(self.options.window)
-        scores = mix * self._compute_importance(past, is_window) - (1 - mix) * self._compute_redundancy(past.keys)
+        scores = mix * self._compute_importance(past, is_window) - (1 - mix) * self._compute_redundancy(past)
         return scores.masked_fill_(is_window, torch.inf)
 
     def _compute_importance(self, past: Past, is_window: Tensor) -> Tensor:
@@ -59,21 +61,49 @@ class RKV(Scorer):
         weights = weights.nan_to_num_(0.0).mean(dim=1)  # NaN: a query that sees no key before the window
         return F.max_pool1d(weights, size, stride=1, padding=size // 2)
 
-    def _compute_redundancy(self, keys: Tensor) -> Tensor:
+    def _compute_redundancy(self, past: Past) -> Tensor:
         """Return the softmax of each key's mean cosine similarity with the other keys of its head, [H, S]."""
-        H, S, _ = keys.shape
-        normalized = keys / torch.linalg.vector_norm(keys, dim=-1, keepdim=True).clamp_min(MIN_NORM)
-        normalized = normalized.contiguous()
-        total = torch.zeros(H, S, device=keys.device)
-        index = torch.arange(1, S + 1, device=keys.device, dtype=torch.float32)
-        for start in range(0, S, KEYS_AT_ONCE):
-            similarity = normalized[:, start : start + KEYS_AT_ONCE] @ normalized.transpose(1, 2)  # [H, n, S]
-            similarity.diagonal(offset=start, dim1=1, dim2=2).zero_()
-            total += similarity.sum(dim=1)
-            # of the keys similar to a key, the latest is spared: it loses this key's contribution
-            is_similar = torch.gt(similarity, self.options.threshold, out=torch.empty_like(similarity))  # 0.0 or 1.0
-            latest = is_similar.mul_(index).amax(dim=-1).long() - 1  # [H, n]; -1: none
-            column = latest.clamp_min(0)
-            spared = similarity.gather(-1, column[..., None])[..., 0].masked_fill_(latest < 0, 0.0)
-            total.scatter_add_(1, column, -spared)
-        return (total / S).softmax(dim=-1)
+        keys, S = past.keys, past.positions.shape[1]
+        norms = torch.linalg.vector_norm(keys, dim=-1)
+        inverse = norms.clamp_min(MIN_NORM).reciprocal_()
+        total = inverse[:, None] @ keys  # [H, 1, D], the sum of the normalized keys
+        similarity = (keys @ total.transpose(1, 2))[..., 0] * inverse - (norms * inverse).square()
+        normalized = torch.empty_like(keys, dtype=past.product_dtype)
+        torch.mul(keys, inverse[..., None], out=normalized)
+        for of_head, of_keys in zip(similarity, normalized, strict=True):
+            latest, spared = find_latest_similar(of_keys, self.options.threshold)
+            of_head.scatter_add_(0, latest.clamp_min(0), -spared)
+        redundancy: Tensor = (similarity / S).softmax(dim=-1)
+        return redundancy
+
+
+def find_latest_similar(keys: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """Return for each key the latest of the others whose product with it exceeds a threshold, and the product.
+
+    The keys [S, D] are normalized. Both results are [S]: -1 and 0 if there is none. The keys are compared with the
+    latest ones first, and those for which one was found are left out soon: if keys resemble each other, few products
+    of all pairs are needed.
+    """
+    S, device = len(keys), keys.device
+    latest, product = torch.full((S,), -1, device=device), torch.zeros(S, device=device)
+    rows, row_keys = torch.arange(S, device=device), keys  # those that are still compared
+    stop, count = S, FIRST_KEYS
+    while stop and len(rows):
+        start = max(stop - count, 0)
+        similarity = keys[start:stop] @ row_keys.T  # [n, rows]
+        own = ((rows >= start) & (rows < stop)).nonzero()[:, 0]
+        similarity[rows[own] - start, own] = -torch.inf  # a key is not compared with itself
+        is_open = latest[rows] < 0
+        found = ((similarity.amax(dim=0) > threshold) & is_open).nonzero()[:, 0]
+        if len(found):
+            of_found = similarity[:, found]
+            steps = torch.arange(1, stop - start + 1, device=device, dtype=torch.int16)[:, None]
+            at = ((of_found > threshold) * steps).amax(dim=0).long() - 1
+            latest[rows[found]] = start + at
+            product[rows[found]] = of_found.gather(0, at[None])[0].float()
+            is_open[found] = False
+        if is_open.sum() < OPEN_SHARE * len(rows):
+            rows = rows[is_open]
+            row_keys = keys[rows]
+        stop, count = start, min(2 * count, KEYS_AT_ONCE)
+    return latest, product

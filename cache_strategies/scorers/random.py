@@ -1,7 +1,9 @@
 """random: keeps keys at random, as a control: a scorer that is not better than this one is of no use.
 
 A key's number depends on its position, its layer, its head and the option `seed` alone. So a text that is computed
-again keeps the same keys, and a kept key has the same number at the next boundary.
+again keeps the same keys, and a kept key has the same number at the next boundary. As each head of each layer draws
+other keys, almost every token stays in some of them, which is worth more than one would expect; `per_head = false` is
+the control for methods that choose tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ class RandomOptions(ScorerOptions):
     """Options of random."""
 
     seed: int = Field(0, ge=0, le=_MASK, description="seed of the random numbers")
+    per_head: bool = Field(True, description="draw other keys in each head and layer; false: the same tokens in all")
 
 
 class RandomScorer(Scorer):
@@ -29,8 +32,9 @@ class RandomScorer(Scorer):
 
     def score(self, past: Past) -> Tensor:
         positions = past.positions
-        layer = _hash(_hash(torch.tensor(self.options.seed, device=positions.device)) + past.layer_idx)
-        heads = _hash(layer + torch.arange(len(positions), device=positions.device))
+        heads = _hash(torch.full((len(positions),), self.options.seed, device=positions.device))
+        if self.options.per_head:
+            heads = _hash(_hash(heads + past.layer_idx) + torch.arange(len(positions), device=positions.device))
         return _hash(heads[:, None] + positions).float() / 2**32
 
 

@@ -40,6 +40,7 @@ class SnapKV(Scorer):
     def score(self, past: Past) -> Tensor:
         size = self.options.kernel_size
         is_window = past.is_latest(self.options.window)
-        weights = past.attention_weights().mean(dim=(1, 2)).masked_fill_(is_window, 0.0)
+        num_weights = past.num_groups * len(past.queries)
+        weights = (past.sum_attention_weights() / num_weights).masked_fill_(is_window, 0.0)
         smoothed = F.avg_pool1d(weights, size, stride=1, padding=size // 2)
         return smoothed.masked_fill_(is_window, torch.inf)

@@ -8,6 +8,8 @@
 // tensors nor threads.
 #pragma once
 
+#include <optional>
+
 #include "kv_tiles.h"
 #include "matmul.h"
 #include "online_softmax.h"
@@ -26,7 +28,9 @@ class AttentionHead {
 
   AttentionHead(Plane<T> k, Plane<T> v, Mask mask, Scores scores, QueryRows rows)
       : k_(k), v_(v), mask_(mask), scores_(scores), rows_(rows), width_(padded(v.dim)),
-        newest_(rows.position(rows.count - 1)), keys_(k, v, mask, rows.position(0), newest_) {
+        newest_(rows.position(rows.count - 1)), keys_(k, v, mask, rows.position(0), newest_),
+        fetches_(TILE / W * k.dim / (W * NUMBERS_MOVED) + count_fetches(rows.count, TILE, k.dim) + rows.count +
+                 count_fetches(rows.count, width_, TILE)) {
     // The padding columns of the tile of values are multiplied, too, so they must not be NaN.
     if (v.dim != width_) std::fill_n(v_tile_, TILE * width_, 0.f);
   }
@@ -39,6 +43,14 @@ class AttentionHead {
     for (int64_t d = 0; d < k_.dim; ++d) to[d] *= scores_.scale;
   }
 
+  // Sets the keys and values that this thread reads next, from split number `split` on: their first tile is prefetched
+  // while the last tile of the current ones is computed.
+  void set_next(Plane<T> k, Plane<T> v, Mask mask, QueryRows rows, int64_t split) {
+    if (rows_.count > FEW || rows.count > FEW) return;
+    next_.emplace(k, v, mask, rows.position(0), rows.position(rows.count - 1));
+    next_at_ = split * SPLIT;
+  }
+
   // Computes attention over the splits begin .. end - 1 of the sequence and writes its sums to `sums`.
   void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
     sums.clear(rows_.count, width_);
@@ -48,6 +60,8 @@ class AttentionHead {
       std::fill_n(weights_, rows_.count * W, 0.f);
       for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= newest_; tile += TILE) {
         const Tile& found = keys_.step(tile + TILE, end * SPLIT, &queue_);
+        if (next_ && (tile + TILE > newest_ || tile + TILE == end * SPLIT)) next_->begin(next_at_, queue_);
+        queue_.spread(fetches_);
         if (!found.seen.empty()) attend_tile(tile, found);
       }
       for (int64_t r = 0; r < rows_.count; ++r) {
@@ -58,9 +72,11 @@ class AttentionHead {
   }
 
  private:
-  static constexpr int64_t TILE = 32;    // positions
-  static constexpr int64_t PORTION = 8;  // cache lines prefetched in one go between computations
-  static_assert(SPLIT % TILE == 0 && TILE % W == 0 && PrefetchQueue::STEPS >= MAX_DIM && PrefetchQueue::STEPS >= TILE);
+  static constexpr int64_t TILE = 32;  // positions
+  // Adjacent numbers that are moved as one when keys are transposed; see vector.h.
+  static constexpr int64_t NUMBERS_MOVED = std::is_same_v<T, at::BFloat16> ? 2 : std::is_same_v<T, int8_t> ? 4 : 1;
+  static constexpr int64_t FEW = 8;  // query rows for which it is not worth converting values beforehand
+  static_assert(SPLIT % TILE == 0 && TILE % W == 0);
   using Tile = Keys<T, TILE>::Tile;
 
   void attend_tile(int64_t tile, const Tile& found) {
@@ -77,7 +93,7 @@ class AttentionHead {
     // Values are multiplied where they are stored, unless they are int8, are read for many rows, or end within a
     // vector; those are converted to float32 in scratch memory first.
     if constexpr (!std::is_same_v<T, int8_t>)
-      if (alike && rows_.count <= kvmux::ROWS && v_.dim == width_)
+      if (alike && rows_.count <= FEW && v_.dim == width_)
         return add_values(skip, n, [v = found.v + skip](int64_t j) { return v[j]; });
     for (int64_t j = 0; j < n; ++j) read_vector(found.v[skip + j], v_tile_ + j * width_, v_.dim);
     if (!alike && !finite(n)) return add_seen_values(found.seen, skip);
@@ -114,23 +130,13 @@ class AttentionHead {
 
   // Transposes the keys of a tile to float32, so that each key becomes a column.
   void transpose_keys(const T* const* keys) {
-    for (int64_t j = 0; j < TILE; j += W) {
-      if constexpr (std::is_same_v<T, int8_t>) {
-        const float* rows[W];
-        for (int64_t i = 0; i < W; ++i) {
-          read_vector(keys[j + i], k_rows_ + i * k_.dim, k_.dim);
-          rows[i] = k_rows_ + i * k_.dim;
-        }
-        transpose_rows(rows, k_.dim, k_tile_ + j, TILE, [this] { queue_.fetch(PORTION); });
-      } else {
-        transpose_rows(keys + j, k_.dim, k_tile_ + j, TILE, [this] { queue_.fetch(PORTION); });
-      }
-    }
+    for (int64_t j = 0; j < TILE; j += W)
+      read_transposed(keys + j, k_.dim, k_tile_ + j, TILE, [this] { queue_.fetch(); });
   }
 
   // Turns the scores of query row r into softmax weights relative to the highest score of the row so far.
   void softmax(int64_t r) {
-    queue_.fetch(PORTION);
+    queue_.fetch();
     float* p = p_ + r * TILE;
     Vec highest = load(p);
     for (int64_t j = W; j < TILE; j += W) highest = at::vec::clamp_min(load(p + j), highest);
@@ -174,11 +180,13 @@ class AttentionHead {
   Keys<T, TILE> keys_;
   // Numbers from one query to the next: not a power of two, as queries would then compete for the same cache sets.
   static constexpr int PITCH = MAX_DIM + W;
+  int64_t fetches_;  // calls of queue_.fetch() while a tile is computed
   PrefetchQueue queue_;
+  std::optional<Keys<T, TILE>> next_;  // the keys and values that this thread reads next, if known
+  int64_t next_at_ = 0;
   alignas(64) float q_[ROWS * PITCH];
   alignas(64) float k_tile_[MAX_DIM * TILE];
   alignas(64) float v_tile_[TILE * MAX_DIM];
-  alignas(64) float k_rows_[W * MAX_DIM];
   alignas(64) float p_[ROWS * TILE];     // scores, then weights
   alignas(64) float weights_[ROWS * W];  // sums of the weights so far, one per vector lane, for each row
   OnlineSoftmax<ROWS> split_;

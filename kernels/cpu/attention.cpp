@@ -72,10 +72,8 @@ void item(const AttentionCall& call, const Item& item, const Item* next) {
   };
   const auto mask = [&](const Part& of) { return call.rows.mask(call.plan.mask, of.row, of.head); };
   AttentionHead head(plane(call.k, part), plane(call.v, part), mask(part), call.scores, part.rows);
-  if constexpr (requires { &AttentionHead::set_next; })
-    if (next != nullptr)
-      head.set_next(plane(call.k, next->part), plane(call.v, next->part), mask(next->part), next->part.rows,
-                    next->begin);
+  if (next != nullptr)
+    head.set_next(plane(call.k, next->part), plane(call.v, next->part), mask(next->part), next->part.rows, next->begin);
   for (int64_t r = 0; r < part.rows.count; ++r)
     head.set_query(
         r, call.q.at<T>(call.rows.first(part.row) + part.rows.query(r), part.head * call.group + part.rows.head(r)));

@@ -174,6 +174,12 @@ class CpuOps(ReferenceOps):
     def copy_tokens(self, store: KVStore, layer: int, src: Tensor, dst: Tensor) -> None:
         self._library.copy_tokens(store.k(layer), store.v(layer), src, dst, store.pages_per_block)
 
+    def select_blocks(self, out: Tensor, q: Tensor, summaries: Tensor, candidates: Tensor, counts: Tensor) -> None:
+        if q.dim() == 3 and q.shape[2] > MAX_DIM:
+            return super().select_blocks(out, q, summaries, candidates, counts)
+        self._library.select_blocks(out, q, summaries, candidates, counts)
+        return None
+
 
 def _rotates_all_dims(cos: Tensor, outputs: int, heads: int) -> bool:
     """Return whether a RoPE table rotates all dimensions of all heads."""

@@ -1,9 +1,11 @@
-// The operation `copy_tokens` for torch: copies the keys and values of one layer from slots to other slots. Knows
-// neither attention nor block tables.
+// The operation `copy_tokens` for torch: copies the keys and values of one layer from slots to slots. Knows neither
+// attention nor block tables.
 #include <torch/library.h>
 
+#include <array>
 #include <bit>
 #include <cstring>
+#include <memory>
 
 #include "attention.h"
 #include "check.h"
@@ -99,16 +101,16 @@ void expect_inside(const char* name, const SlotNumbers& slots, int64_t end) {
   TORCH_CHECK_VALUE(inside, "copy_tokens: ", name, " must be slots from 0 to ", end - 1);
 }
 
-// Throws if a slot of a head is written twice, or both read and written.
-void expect_separate(const SlotNumbers& src, const SlotNumbers& dst) {
+// Returns whether a slot of a head is both read and written. Throws if one is written twice.
+bool overlap(const SlotNumbers& src, const SlotNumbers& dst) {
+  bool once = true, overlapping = false;
   for (int64_t head = 0; head < std::max(src.columns, dst.columns); ++head) {
     SlotSet written(dst.count);
-    bool separate = true;
-    for (int64_t i = 0; i < dst.count; ++i) separate &= written.add(dst.at(i, head));
-    for (int64_t i = 0; i < src.count; ++i) separate &= !written.has(src.at(i, head));
-    TORCH_CHECK_VALUE(separate,
-                      "copy_tokens: a slot is written twice, or read and written; copy to blocks that are not read");
+    for (int64_t i = 0; i < dst.count; ++i) once &= written.add(dst.at(i, head));
+    for (int64_t i = 0; i < src.count; ++i) overlapping |= written.has(src.at(i, head));
   }
+  TORCH_CHECK_VALUE(once, "copy_tokens: a slot is written twice");
+  return overlapping;
 }
 
 // Throws if two different blocks have pages in common: a block is `pages` pages, and its number is that of the first.
@@ -165,6 +167,30 @@ void copy_head(const HeadBytes& keys, const HeadBytes& values, int64_t head, con
   }
 }
 
+// Moves tokens whose slots overlap: all are read into dense memory before any is written.
+void move_tokens(const Memory& keys, const Memory& values, const SlotsInBlocks& from, const SlotsInBlocks& to,
+                 int64_t count) {
+  const auto planes_of = [&](int64_t head) { return std::array{HeadBytes(keys, head), HeadBytes(values, head)}; };
+  const int64_t vectors = planes_of(0)[0].vector + planes_of(0)[1].vector;  // bytes of a token in a head
+  const auto scratch = std::make_unique_for_overwrite<char[]>(keys.heads * count * vectors);
+  const auto pass = [&](const SlotsInBlocks& slots, auto copy) {  // copy(vectors in the store, in scratch, bytes)
+    over_rows(count, keys.heads * (keys.dim + values.dim), [&](int64_t begin, int64_t end) {
+      for (int64_t head = 0; head < keys.heads; ++head) {
+        char* dense = scratch.get() + head * count * vectors;
+        for (const HeadBytes& plane : planes_of(head)) {
+          for (int64_t i = begin, n; i < end; i += n) {
+            n = slots.run(i, end, head);
+            copy(plane.at(slots.at(i, head)), dense + i * plane.vector, n * plane.vector);
+          }
+          dense += count * plane.vector;
+        }
+      }
+    });
+  };
+  pass(from, [](const char* stored, char* dense, int64_t bytes) { std::memcpy(dense, stored, bytes); });
+  pass(to, [](char* stored, const char* dense, int64_t bytes) { std::memcpy(stored, dense, bytes); });
+}
+
 void copy_tokens(const Tensor& k_plane, const Tensor& v_plane, const Tensor& src, const Tensor& dst,
                  int64_t pages_per_block) {
   constexpr Types KEPT = FLOATS | only(at::kDouble) | only(at::kChar);
@@ -184,9 +210,10 @@ void copy_tokens(const Tensor& k_plane, const Tensor& v_plane, const Tensor& src
   const SlotNumbers read(src), written(dst);
   expect_inside("src", read, k_plane.size(0) * keys.block_size);
   expect_inside("dst", written, k_plane.size(0) * keys.block_size);
-  expect_separate(read, written);
+  const bool overlapping = overlap(read, written);
   const SlotsInBlocks from(read, keys.block_size), to(written, keys.block_size);
   expect_whole_blocks(from, to, pages_per_block);
+  if (overlapping) return move_tokens(keys, values, from, to, read.count);
   over_rows(read.count, keys.heads * (keys.dim + values.dim), [&](int64_t begin, int64_t end) {
     for (int64_t head = 0; head < keys.heads; ++head)
       copy_head({keys, head}, {values, head}, head, from, to, begin, end);

@@ -53,61 +53,85 @@ class VectorGemm {
   // Adds to sums [panels][height][PANEL] the products of x with tiles begin .. end - 1 of the depth, for 2 or 4 panels
   // of a block; if begin is 0, the sums start at 0.
   void add(Session&, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
-    for (int64_t panel = 0; panel < panels; panel += TOGETHER) {
-      const T* from = w_ + P::panel(first + panel, k_);
-      float* to = sums + panel * rows_ * PANEL;
-      if (panels == PANELS)
-        over_rows<ROWS, TOGETHER>(0, from, begin, end, to);
-      else
-        over_rows<ROWS, std::min(TOGETHER, 2)>(0, from, begin, end, to);
-    }
+    const int64_t step = WIDE || rows_ == 1 || rows_ > FEW ? end - begin : 1;
+    for (int64_t tile = begin; tile < end; tile += step)
+      over_rows<ROWS, false>(0, first, panels, tile, std::min(end, tile + step), sums);
   }
 
  private:
   using P = Packing<T>;
   static constexpr int ROWS = 6;
-  // Number of panels computed together: with ROWS rows, their sums fill most of the registers.
-  static constexpr int TOGETHER = W == PANEL ? 4 : 1;
   static constexpr int V = PANEL / W;    // vectors of a panel
   static constexpr int64_t CHUNK = 128;  // columns
+  // Whether the sums of ROWS rows for all panels of a block fit into registers. If not, rows are multiplied by one
+  // panel at a time, and a FEW rows by one tile of each panel after the other, so that memory is read in order.
+  static constexpr bool WIDE = W == PANEL;
+  static constexpr int64_t FEW = 2 * ROWS;
 
-  template <int R, int N>
-  void over_rows(int64_t row, const T* w, int64_t begin, int64_t end, float* sums) const {
-    for (; row + R <= rows_; row += R) block<R, N>(row, w, begin, end, sums + row * PANEL);
-    if constexpr (R > 1)
-      if (row < rows_) over_rows<(R > 4 ? 4 : R / 2), N>(row, w, begin, end, sums);
+  // Returns the number of panels that are computed together, so that the sums of R rows fill most of the registers.
+  // From memory, narrow vectors read one panel after the other faster than several at once.
+  template <int R, bool CACHED>
+  static constexpr int together() {
+    if (WIDE) return PANELS;
+    return CACHED && R <= 2 ? PANELS / R : 1;
   }
 
+  // Multiplies the rows from `row` on, R at a time, then those that are left. CACHED: rows before them have brought the
+  // tiles into the cache.
+  template <int R, bool CACHED>
+  void over_rows(int64_t row, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
+    constexpr int N = together<R, CACHED>();
+    while (row + R <= rows_) {
+      for (int64_t panel = 0; panel < panels; panel += N) {
+        const T* const w = w_ + P::panel(first + panel, k_);
+        float* const to = sums + panel * rows_ * PANEL + row * PANEL;
+        if (panels >= N)
+          block<R, N>(row, w, begin, end, to);
+        else
+          block<R, std::min(N, 2)>(row, w, begin, end, to);
+      }
+      row += R;
+      if constexpr (!CACHED) return over_rows<R, true>(row, first, panels, begin, end, sums);
+    }
+    if constexpr (R > 1)
+      if (row < rows_) over_rows<(R > 4 ? 4 : R / 2), CACHED>(row, first, panels, begin, end, sums);
+  }
+
+  // Everything is inlined (`flatten`), so that the sums stay in registers.
   template <int R, int N>
-  void block(int64_t row, const T* w, int64_t begin, int64_t end, float* sums) const {
+  __attribute__((flatten)) void block(int64_t row, const T* w, int64_t begin, int64_t end, float* sums) const {
     Raw sum[R][N * V];
     const auto at = [&](int r, int v) { return sums + v / V * rows_ * PANEL + r * PANEL + v % V * W; };
     unroll<R>([&](auto r) { unroll<N * V>([&](auto v) { sum[r][v] = begin == 0 ? Vec(0.f) : load(at(r, v)); }); });
     for (int64_t tile = begin; tile < end; ++tile) {
       const T* weights = w + tile * PANELS * P::TILE;
       const float* x = x_ + row * pitch_ + tile * P::DEPTH;
-      for (int64_t i = 0; i < P::DEPTH; i += P::S, weights += PANEL * P::S, x += P::S)
-        unroll<N * V>([&](auto v) {
-          Raw columns[P::S];
-          load_columns(weights + v / V * P::TILE + v % V * W * P::S, columns);
-          unroll<P::S>([&](auto s) {
-            unroll<R>(
-                [&](auto r) { sum[r][v] = at::vec::fmadd(Vec(x[r * pitch_ + s]), Vec(columns[s]), Vec(sum[r][v])); });
+      for (int64_t i = 0; i < P::DEPTH; i += P::S, weights += PANEL * P::S, x += P::S) {
+        // The same place in the tile that a panel has next: vectors that take a panel in parts do not read memory in an
+        // order that the processor foresees.
+        if constexpr (!WIDE) unroll<N>([&](auto n) { __builtin_prefetch(weights + n * P::TILE + PANELS * P::TILE); });
+        unroll<P::S>([&](auto s) {
+          Raw columns[N * V];
+          unroll<N * V>([&](auto v) { columns[v] = load_column<s>(weights + v / V * P::TILE + v % V * W * P::S); });
+          unroll<R>([&](auto r) {
+            const Vec factor(x[r * pitch_ + s]);
+            unroll<N * V>([&](auto v) { sum[r][v] = at::vec::fmadd(factor, Vec(columns[v]), Vec(sum[r][v])); });
           });
         });
+      }
     }
     unroll<R>([&](auto r) { unroll<N * V>([&](auto v) { Vec(sum[r][v]).store(at(r, v)); }); });
   }
 
-  // Loads S adjacent columns of W outputs of the weight, as float32.
-  static void load_columns(const T* from, Raw (&to)[P::S]) {
-    if constexpr (P::S == 2) {
-      const auto [first, second] = widened(load(reinterpret_cast<const float*>(from)));
-      to[0] = first;
-      to[1] = second;
-    } else {
-      to[0] = load(from);
-    }
+  // Loads column number s of S adjacent columns of W outputs of the weight, as float32.
+  template <int s>
+  static Vec load_column(const T* from) {
+    if constexpr (P::S == 1)
+      return load(from);
+    else if constexpr (s == 0)
+      return widened(load(reinterpret_cast<const float*>(from))).first;
+    else
+      return widened(load(reinterpret_cast<const float*>(from))).second;
   }
 
   const T* w_;

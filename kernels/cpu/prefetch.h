@@ -6,42 +6,48 @@
 
 namespace kvmux {
 
-// A queue of cache lines that are needed soon. The memory delivers them one after the other, so they are prefetched in
+// A queue of memory that is needed soon. The memory delivers cache lines one after the other, so they are prefetched in
 // small portions, spread over the computation.
 class PrefetchQueue {
  public:
-  static constexpr int64_t MOST = 1024;  // lines
-  static constexpr int64_t STEPS = 256;  // lines that one product may request, possibly more than are queued
+  void clear() { at_ = count_ = lines_ = 0; }
 
-  void clear() { used_ = count_ = 0; }
-
-  // Queues the cache lines of some memory; beyond MOST lines the hardware prefetcher is left to read them.
+  // Queues some memory; beyond MOST pieces the hardware prefetcher is left to read them.
   void add(const void* from, int64_t bytes) {
-    const char* line = static_cast<const char*>(from);
-    const int64_t n = std::min((bytes + LINE - 1) / LINE, MOST - count_);
-    for (int64_t i = 0; i < n; ++i) lines_[count_ + i] = line + i * LINE;
-    count_ += n;
+    if (count_ == MOST) return;
+    const int64_t lines = (bytes + LINE - 1) / LINE;
+    pieces_[count_++] = {static_cast<const char*>(from), lines};
+    lines_ += lines;
   }
 
-  // Returns the next n (at most STEPS) queued lines, for the caller to prefetch; when the queue is empty, a line that
-  // is in the cache already.
-  const char* const* next(int64_t n) {
-    const char* const* lines = lines_ + used_;
-    for (int64_t i = count_; i < used_ + n; ++i) lines_[i] = reinterpret_cast<const char*>(this);
-    used_ = std::min(used_ + n, count_);
-    return lines;
-  }
+  // Sets how many lines a call of fetch() prefetches, so that `calls` calls prefetch all that is queued.
+  void spread(int64_t calls) { portion_ = (lines_ + calls - 1) / calls; }
 
+  void fetch() { fetch(portion_); }
+
+  // Prefetches the next n lines.
   void fetch(int64_t n) {
-    const int64_t first = used_;
-    used_ = std::min(used_ + n, count_);
-    for (int64_t i = first; i < used_; ++i) __builtin_prefetch(lines_[i]);
+    while (n > 0 && at_ < count_) {
+      Piece& piece = pieces_[at_];
+      const int64_t now = std::min(n, piece.lines);
+      for (int64_t i = 0; i < now; ++i) __builtin_prefetch(piece.from + i * LINE);
+      piece.from += now * LINE;
+      piece.lines -= now;
+      n -= now;
+      if (piece.lines == 0) ++at_;
+    }
   }
 
  private:
-  static constexpr int64_t LINE = 64;  // bytes
-  const char* lines_[MOST + STEPS];
-  int64_t used_ = 0, count_ = 0;  // lines prefetched so far, and lines queued (at most MOST)
+  static constexpr int64_t LINE = 64;   // bytes
+  static constexpr int64_t MOST = 256;  // pieces
+  struct Piece {
+    const char* from;
+    int64_t lines;
+  };
+  Piece pieces_[MOST];
+  int64_t at_ = 0, count_ = 0;       // the piece that is being prefetched, and the number of pieces
+  int64_t lines_ = 0, portion_ = 0;  // lines queued, and lines that fetch() prefetches
 };
 
 }  // namespace kvmux

@@ -45,10 +45,37 @@ inline void read_vector(const T* from, float* to, int64_t n) {
   to_float(from, to, n);
 }
 
-inline void read_vector(const int8_t* from, float* to, int64_t n) {
+// Returns the scale of a stored vector of n numbers.
+inline float scale_of(const int8_t* from, int64_t n) {
   float scale;
   std::memcpy(&scale, from + n, sizeof(scale));
-  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(from[i]) * scale;
+  return scale;
+}
+
+inline void read_vector(const int8_t* from, float* to, int64_t n) {
+  const float scale = scale_of(from, n);
+  const Vec scales(scale);
+  int64_t i = 0;
+  for (; i + W <= n; i += W) (load(from + i) * scales).store(to + i);
+  for (; i < n; ++i) to[i] = static_cast<float>(from[i]) * scale;
+}
+
+// Reads W stored keys or values of n numbers as the columns of [n, W] of float32, whose rows begin `ld` numbers apart;
+// calls between() from time to time.
+template <typename T, typename Between>
+inline void read_transposed(const T* const* from, int64_t n, float* to, int64_t ld, const Between& between) {
+  transpose_rows(from, n, to, ld, between);
+}
+
+template <typename Between>
+inline void read_transposed(const int8_t* const* from, int64_t n, float* to, int64_t ld, const Between& between) {
+  float scales[W];
+  for (int64_t i = 0; i < W; ++i) scales[i] = scale_of(from[i], n);
+  int64_t at = 0;
+  for (; at + 4 * W <= n; at += 4 * W, between()) transpose_quads(from, at, load(scales), to + at * ld, ld);
+  for (; at + W <= n; at += W, between()) transpose_block(from, at, to + at * ld, ld, load(scales));
+  for (; at < n; ++at)
+    for (int64_t i = 0; i < W; ++i) to[at * ld + i] = static_cast<float>(from[i][at]) * scales[i];
 }
 
 // Stores a key or value of n numbers; as int8 the largest magnitude becomes 127, as in reference/backend.py.

@@ -49,6 +49,18 @@ inline Vec load(const at::Half* p) {
 #endif
 }
 
+inline Vec load(const int8_t* p) {
+#if defined(CPU_CAPABILITY_AVX512)
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(CPU_CAPABILITY_AVX2)
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  float numbers[W];
+  for (int64_t i = 0; i < W; ++i) numbers[i] = p[i];
+  return load(numbers);
+#endif
+}
+
 // Stores two vectors, one after the other, rounded to T.
 template <typename T>
 inline void store(Vec first, Vec second, T* to) {
@@ -130,7 +142,29 @@ inline std::pair<Vec, Vec> interleave(Vec a, Vec b) {
 #endif
 }
 
-// Transposes a square matrix of W vectors, in log2(W) rounds of perfect shuffles.
+// Transposes a square matrix of W vectors.
+#ifdef CPU_CAPABILITY_AVX2
+// Rows i and i + 4 are first put into the halves of one register, as an instruction within halves takes less time than
+// one that crosses them.
+inline void transpose(Raw (&rows)[W]) {
+  Raw joined[W];
+  unroll<W / 2>([&](auto i) {
+    joined[i] = _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x20);
+    joined[i + 4] = _mm256_permute2f128_ps(rows[i], rows[i + 4], 0x31);
+  });
+  unroll<2>([&](auto half) {
+    Raw* const x = joined + half * 4;
+    const Raw a = _mm256_unpacklo_ps(x[0], x[2]), b = _mm256_unpackhi_ps(x[0], x[2]);
+    const Raw c = _mm256_unpacklo_ps(x[1], x[3]), d = _mm256_unpackhi_ps(x[1], x[3]);
+    Raw* const to = rows + half * 4;
+    to[0] = _mm256_unpacklo_ps(a, c);
+    to[1] = _mm256_unpackhi_ps(a, c);
+    to[2] = _mm256_unpacklo_ps(b, d);
+    to[3] = _mm256_unpackhi_ps(b, d);
+  });
+}
+#else
+// Takes log2(W) rounds of perfect shuffles.
 inline void transpose(Raw (&rows)[W]) {
   for (int64_t round = 1; round < W; round *= 2) {
     Raw next[W];
@@ -142,14 +176,16 @@ inline void transpose(Raw (&rows)[W]) {
     unroll<W>([&](auto i) { rows[i] = next[i]; });
   }
 }
+#endif
 
-// Transposes numbers at .. at + W - 1 of W rows into W rows of W float32, which begin `ld` numbers apart.
+// Transposes numbers at .. at + W - 1 of W rows into W rows of W float32, which begin `ld` numbers apart. Each row is
+// multiplied by its number of `scales`.
 template <typename T>
-inline void transpose_block(const T* const* rows, int64_t at, float* to, int64_t ld) {
+inline void transpose_block(const T* const* rows, int64_t at, float* to, int64_t ld, Vec scales = Vec(1.f)) {
   Raw block[W];
   unroll<W>([&](auto i) { block[i] = load(rows[i] + at); });
   transpose(block);
-  unroll<W>([&](auto i) { Vec(block[i]).store(to + i * ld); });
+  unroll<W>([&](auto i) { (Vec(block[i]) * scales).store(to + i * ld); });
 }
 
 // Transposes numbers at .. at + 2 W - 1 of W rows of bfloat16: two adjacent numbers are moved as one of 32 bits and
@@ -162,6 +198,22 @@ inline void transpose_pairs(const at::BFloat16* const* rows, int64_t at, float* 
     const auto [first, second] = widened(Vec(block[i]));
     first.store(to + 2 * i * ld);
     second.store(to + (2 * i + 1) * ld);
+  });
+}
+
+// Transposes numbers at .. at + 4 W - 1 of W rows of int8: four adjacent numbers are moved as one of 32 bits and
+// widened afterwards. Each row is multiplied by its number of `scales`.
+inline void transpose_quads(const int8_t* const* rows, int64_t at, Vec scales, float* to, int64_t ld) {
+  using Bits = int32_t __attribute__((vector_size(sizeof(Vec))));
+  Raw block[W];
+  unroll<W>([&](auto i) { block[i] = load(reinterpret_cast<const float*>(rows[i] + at)); });
+  transpose(block);
+  unroll<W>([&](auto i) {
+    const auto four = reinterpret_cast<Bits>(block[i]);
+    unroll<4>([&](auto n) {
+      const Raw number = __builtin_convertvector((four << (24 - 8 * n)) >> 24, Raw);
+      (Vec(number) * scales).store(to + (4 * i + n) * ld);
+    });
   });
 }
 

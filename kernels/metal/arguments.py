@@ -72,3 +72,18 @@ def _plane_sizes(numbers: Tensor) -> Longs:
     """Return the struct PlaneSizes of keys or values [blocks, H, block_size, dim]: dim, offset and three strides."""
     block, head, vector, _ = numbers.stride()
     return Longs((numbers.shape[-1], int(numbers.storage_offset()), block, head, vector))
+
+
+def make_token_buffer(store: KVStore, layer: int, count: int) -> tuple[Tensor, Longs, Tensor]:
+    """Return memory for the keys and values of `count` tokens of a layer, its struct Planes, and its slots [count].
+
+    It is laid out as one block with `count` slots.
+    """
+    sizes, end = [], 0
+    for plane in store.planes(layer):
+        _, heads, _, dim = plane.numbers.shape
+        vector = plane.numbers.stride(2)
+        sizes += [dim, end, 0, count * vector, vector]
+        end += heads * count * vector
+    memory = torch.empty(end, dtype=store.dtype, device=store.device)
+    return memory, Longs(sizes), torch.arange(count, device=store.device)

@@ -20,6 +20,7 @@ from kernels.metal.arguments import (
     check_same_device,
     has_kernel_dtype,
     make_row_grid,
+    make_token_buffer,
     memory_sizes,
     plane_sizes,
     planes,
@@ -250,16 +251,18 @@ class MetalOps(ReferenceOps):
         if store.dtype not in (*KERNEL_DTYPES, torch.int8):
             return super().copy_tokens(store, layer, src, dst)
         reference.check_copy_tokens(store, layer, src, dst)
-        tensors = (typed_memory(store), src, dst)
-        check_same_device(*tensors)
-        strides = [stride for slots in (src, dst) for stride in (slots.stride(0), slots.dim() - 1)]
+        memory, layout = typed_memory(store), planes(store, layer)
+        check_same_device(memory, src, dst)
+        heads, count = store.k(layer).shape[1], len(src)
         plain = torch.float32 if store.dtype is torch.int8 else store.dtype
-        self._kernels.get("store", "copy_tokens", T=plain, KV=store.dtype)(
-            Grid((LANES, store.k(layer).shape[1], len(src)), (LANES, 1, 1)),
-            *tensors,
-            planes(store, layer),
-            Longs((store.block_size, *strides)),  # CopiedSlots
-        )
+        kernel = self._kernels.get("store", "copy_tokens", T=plain, KV=store.dtype)
+        grid = Grid((LANES, heads, count), (LANES, 1, 1))
+        # A GPU copies all tokens at the same time, so what is read goes to other memory first.
+        scratch, dense, order = make_token_buffer(store, layer, count)
+        to_scratch = Longs((*_copied_slots(store.block_size, src), *_copied_slots(count, order)))
+        kernel(grid, scratch, memory, src, order, dense, layout, to_scratch)
+        to_store = Longs((*_copied_slots(count, order), *_copied_slots(store.block_size, dst)))
+        kernel(grid, memory, scratch, order, dst, layout, dense, to_store)
         return None
 
     # ---------------------------------------------------------------- attention
@@ -310,3 +313,8 @@ def _weight_tensors(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (numbers as 32-bit words, scale, offset) of a quantized weight, all contiguous."""
     numbers = weight.numbers.contiguous()
     return numbers.view(torch.int32), weight.scale.contiguous(), weight.offset.contiguous()
+
+
+def _copied_slots(block_size: int, slots: Tensor) -> tuple[int, int, int]:
+    """Return half a struct CopiedSlots of store.metal, for slots [N] or [N, H]."""
+    return block_size, slots.stride(0), slots.dim() - 1

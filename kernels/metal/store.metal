@@ -129,35 +129,42 @@ kernel void copy_blocks(
 }
 
 // ---------------------------------------------------------------- copy_tokens
-// The number of slots of a block, and how the slots of tokens are stored: strides in numbers from token to token, and
-// from head to head (0: all heads have the same).
+// How the slots of tokens are stored, for what is read and for what is written: the number of slots of a block, and
+// strides in numbers from token to token, and from head to head (0: all heads have the same).
 struct CopiedSlots {
-  long block_size, src_token, src_head, dst_token, dst_head;
+  long src_block_size, src_token, src_head, dst_block_size, dst_token, dst_head;
 };
 
-inline device KV* vector_at(device KV* memory, PlaneSizes p, int head, long slot, long block_size) {
-  return memory + size_t(slot / block_size) * p.block_stride + p.offset + size_t(head) * p.head_stride +
-         size_t(slot % block_size) * p.vector_stride;
-}
+// A slot of one head: its keys or values begin at index(planes.k) or index(planes.v).
+struct HeadSlot {
+  long slot, block_size;
+  int head;
+
+  size_t index(PlaneSizes p) const {
+    return size_t(slot / block_size) * p.block_stride + p.offset + size_t(head) * p.head_stride +
+           size_t(slot % block_size) * p.vector_stride;
+  }
+};
 
 // One simdgroup copies a stored vector. A scale is part of its vector.
-inline void copy_vector(device KV* memory, PlaneSizes p, int head, long src, long dst, long block_size, uint lane) {
-  const device KV* from = vector_at(memory, p, head, src, block_size);
-  device KV* to = vector_at(memory, p, head, dst, block_size);
+inline void copy_vector(device KV* to, const device KV* from, PlaneSizes p, uint lane) {
   for (int i = lane; i < int(p.vector_stride); i += LANES) to[i] = from[i];
 }
 
-// Copies keys and values from slots src to slots dst, one simdgroup per token and head.
+// Copies keys and values from slots src of one memory to slots dst of another, one simdgroup per token and head.
 kernel void copy_tokens(
-    device KV* memory [[buffer(0)]],
-    const device long* src [[buffer(1)]],
-    const device long* dst [[buffer(2)]],
-    constant Planes& plane_sizes [[buffer(3)]],
-    constant CopiedSlots& slots [[buffer(4)]],
+    device KV* to [[buffer(0)]],
+    const device KV* from [[buffer(1)]],
+    const device long* src [[buffer(2)]],
+    const device long* dst [[buffer(3)]],
+    constant Planes& to_planes [[buffer(4)]],
+    constant Planes& from_planes [[buffer(5)]],
+    constant CopiedSlots& slots [[buffer(6)]],
     uint3 at [[thread_position_in_grid]]) {  // lane, head, token
-  const Planes planes = plane_sizes;
+  const Planes written = to_planes, read = from_planes;
   const CopiedSlots s = slots;
-  const long from = src[at.z * s.src_token + at.y * s.src_head], to = dst[at.z * s.dst_token + at.y * s.dst_head];
-  copy_vector(memory, planes.k, at.y, from, to, s.block_size, at.x);
-  copy_vector(memory, planes.v, at.y, from, to, s.block_size, at.x);
+  const HeadSlot source = {src[at.z * s.src_token + at.y * s.src_head], s.src_block_size, int(at.y)};
+  const HeadSlot target = {dst[at.z * s.dst_token + at.y * s.dst_head], s.dst_block_size, int(at.y)};
+  copy_vector(to + target.index(written.k), from + source.index(read.k), read.k, at.x);
+  copy_vector(to + target.index(written.v), from + source.index(read.v), read.v, at.x);
 }

@@ -31,6 +31,7 @@ from kernels.memory import ConcatenatedWeight
 from kernels.ops import PackedWeight, Weight
 from kernels.quantization import QuantizedTensor, count_tile_rows, dequantize
 from kernels.reference.attention import TiledAttention
+from kernels.reference.block_selection import select_blocks
 from kernels.store import KVStore, Plane
 from kernels.types import LayerSpec, Slots
 
@@ -190,14 +191,15 @@ class ReferenceOps(CompositeOps):
 
     def copy_tokens(self, store: KVStore, layer: int, src: Tensor, dst: Tensor) -> None:
         check_copy_tokens(store, layer, src, dst)
+        copies = []
         for plane in store.planes(layer):
             heads = _list_heads(plane)
             read, written = (
                 (slots // store.block_size, heads, slots % store.block_size) for slots in (by_head(src), by_head(dst))
             )
-            for part in plane:
-                if part is not None:
-                    part[written] = part[read]
+            copies += [(part, written, part[read]) for part in plane if part is not None]
+        for part, written, copied in copies:  # once all is read
+            part[written] = copied
 
     def repeat_kv_heads(self, x: Tensor, groups: int) -> Tensor:
         check_repeat_kv_heads(x, groups)
@@ -209,6 +211,9 @@ class ReferenceOps(CompositeOps):
     def repeat_kv_heads_step(self, mirror: Tensor, x: Tensor, start: int) -> None:
         check_repeat_kv_heads_step(mirror, x, start)
         _copy_repeated(mirror.narrow(1, start, len(x)), x)
+
+    def select_blocks(self, out: Tensor, q: Tensor, summaries: Tensor, candidates: Tensor, counts: Tensor) -> None:
+        select_blocks(out, q, summaries, candidates, counts)
 
 
 def _copy_repeated(columns: Tensor, x: Tensor) -> None:

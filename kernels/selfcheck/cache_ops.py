@@ -1,4 +1,4 @@
-"""The rows (`OpInfo`) of the operations' table for KV memory: quantizing, writing, attention, copies, repeated heads.
+"""The rows (`OpInfo`) of the operations' table for KV memory: writing, attention, copies, repeated heads, selection.
 
 Their samples, with which the self-check calls them, are small, with odd widths, slices and lengths.
 """
@@ -175,6 +175,24 @@ def _repeat_kv_heads_step_bytes(mirror: Tensor, x: Tensor, start: int) -> int:
     return (1 + len(mirror) // x.shape[1]) * x.nbytes
 
 
+def _select_blocks_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    """Yield selections by bounds of small whole numbers: all are exact, and many are equal."""
+    draw = random_tensors(device)
+    for dim, group, num_candidates in ((16, 7, 40), (12, 1, 70), (64, 4, 32)):
+        q, summaries = draw(3, 2 * group, dim + 5).round().to(dtype), draw(90, 2 * dim + 5).round().to(dtype)
+        order = torch.randperm(90, generator=torch.Generator().manual_seed(dim)).int().to(device)
+        candidates = torch.stack([order.roll(9 * i)[:num_candidates] for i in range(6)]).view(3, 2, -1)
+        counts = torch.tensor([[num_candidates, 9], [17, 16], [5, 5]], dtype=torch.int32, device=device)
+        out = torch.full((3, 2, 20), -1, dtype=torch.int32, device=device)
+        ops.select_blocks(out[..., 2:], q[..., 2:-3], summaries[:, 3:-2], candidates, counts)
+        yield f"{group} query heads of {dim}", out.to(torch.float32)
+
+
+def _select_blocks_bytes(out: Tensor, q: Tensor, summaries: Tensor, candidates: Tensor, counts: Tensor) -> int:
+    num_read = candidates.shape[1] * int(counts[:, 0].sum())
+    return q.nbytes + num_read * (summaries[:1].nbytes + candidates.itemsize) + out.nbytes
+
+
 VECTORS = "the vectors, in and out"
 WHOLE_TEXT = "the whole text, read once and written `groups` times"
 NEW_COLUMNS = "the new columns alone, read once and written `groups` times"
@@ -209,5 +227,13 @@ CACHE_OPS = (
         NEW_COLUMNS,
         _repeat_kv_heads_step_bytes,
         ("x",),
+    ),
+    OpInfo(
+        "select_blocks",
+        EXACT,
+        _select_blocks_samples,
+        "the queries; the candidates and their summaries; out",
+        _select_blocks_bytes,
+        ("q",),
     ),
 )

@@ -132,19 +132,41 @@ async def send_completion(
         "stream_options": {"include_usage": True},
         **(extra_body or {}),
     }
-    reply, send_time = Reply(), perf_counter()
+    content = {key: value for key, value in body.items() if value is not None}
+    outcome, nothing_arrived = await _send_once(client, content, request)
+    if nothing_arrived:
+        # Servers close connections that were kept open but idle (llama.cpp after a few seconds), sometimes just as
+        # such a connection is used again. Clients then send the request once more, on a new one.
+        outcome, _ = await _send_once(client, content, request)
+    return outcome
+
+
+async def _send_once(
+    client: httpx.AsyncClient, content: Mapping[str, Any], request: BenchRequest
+) -> tuple[Outcome, bool]:
+    """Send a request; return its outcome, and whether the server closed the connection before any token."""
+    reply, send_time, closed = Reply(), perf_counter(), False
     try:
-        content = {key: value for key, value in body.items() if value is not None}
-        async with client.stream("POST", "/v1/completions", json=content) as answer:
-            if answer.status_code != 200:
-                text = (await answer.aread()).decode(errors="replace")
-                return Outcome(request.max_tokens, send_time, reply, format_http_error(answer.status_code, text))
-            async for line in _iter_lines(answer.aiter_bytes()):
-                reply.take(line)
-            reply.check_end()
-    except (httpx.HTTPError, StreamError) as error:
-        return Outcome(request.max_tokens, send_time, reply, _format_error(error))
-    return Outcome(request.max_tokens, send_time, reply)
+        error = await _read_answer(client, content, reply)
+    except (httpx.HTTPError, StreamError) as failure:
+        error = _format_error(failure)
+        closed = isinstance(failure, httpx.RemoteProtocolError) and not reply.arrival_times
+    return Outcome(request.max_tokens, send_time, reply, error), closed
+
+
+async def _read_answer(client: httpx.AsyncClient, content: Mapping[str, Any], reply: Reply) -> str | None:
+    """Send a request and add its answer to `reply`; return an error message if its status is not 200.
+
+    Raises httpx.HTTPError and StreamError.
+    """
+    async with client.stream("POST", "/v1/completions", json=content) as answer:
+        if answer.status_code != 200:
+            text = (await answer.aread()).decode(errors="replace")
+            return format_http_error(answer.status_code, text)
+        async for line in _iter_lines(answer.aiter_bytes()):
+            reply.take(line)
+        reply.check_end()
+    return None
 
 
 async def _iter_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

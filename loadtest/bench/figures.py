@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import fmean, quantiles
 from typing import NamedTuple
 
@@ -78,6 +79,13 @@ class Figures:
         """Return mean, percentiles and maximum (ms) of the times between consecutive pieces of an answer."""
         return summarize_latency(gap for o in self.successes for gap in o.reply.gaps())
 
+    def full_batch_itl(self) -> dict[str, float] | None:
+        """Return mean, percentiles and maximum (ms) of the times between pieces while all requests of a round decode.
+
+        No prompt of the round is computed meanwhile. None if there is no such time, as when requests wait for others.
+        """
+        return summarize_latency(gap for outcomes in self.rounds for gap in _iter_full_batch_gaps(outcomes))
+
     def e2e(self) -> dict[str, float] | None:
         """Return mean, percentiles and maximum (ms) of the times from a request to the end of its answer."""
         return summarize_latency(o.reply.end_time - o.send_time for o in self.successes if o.reply.end_time is not None)
@@ -115,3 +123,13 @@ class Figures:
     def output_throughput(self) -> float | None:
         seconds = sum(self.round_seconds)
         return self.completion_tokens / seconds if seconds else None
+
+
+def _iter_full_batch_gaps(outcomes: Sequence[Outcome]) -> Iterator[float]:
+    """Yield the seconds between pieces from the last answer's first piece until the first answer's last piece."""
+    times = [outcome.reply.arrival_times for outcome in outcomes]
+    if not all(times) or any(outcome.error is not None for outcome in outcomes):
+        return
+    begin, end = max(each[0] for each in times), min(each[-1] for each in times)
+    for each in times:
+        yield from (later - earlier for earlier, later in pairwise(each) if begin <= earlier and later <= end)

@@ -24,6 +24,12 @@ workloads:
   c16   16 at once, 256 tokens in, 128 out
   d     8 at once, 1,024 shared + 64 tokens in, 64 out
         cold, then warm: with the shared tokens in the cache
+  e1    1 stream, 16,384 tokens in, 64 out
+  e8    8 at once, 4,096 tokens in, 64 out
+  e16   16 at once, 4,096 tokens in, 160 out
+  f     1 stream, 8,192 shared + 256 tokens in, 8 out
+        cold, then warm: with the shared tokens in the cache
+  g     128 at once, 512 tokens in, 64 out
 
 Prompts are random token ids, new in each round and the same for every strategy; answers are greedy and of full length.
 Prompts that do not fit into the model's context are shortened, and the report says so. Strategies take turns within a
@@ -40,7 +46,7 @@ examples:
 """
 
 URL = "http://127.0.0.1:8000"
-WORKLOAD_NAMES = ("a", "b", "c8", "c16", "d")
+WORKLOAD_NAMES = ("a", "b", "c8", "c16", "d", "e1", "e8", "e16", "f", "g")
 
 
 @dataclass(frozen=True)

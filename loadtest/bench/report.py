@@ -151,5 +151,6 @@ def _result_to_dict(key: Key, description: str, figures: Figures) -> dict[str, A
         "tokens_per_second_by_round": figures.output_throughput_by_round(),
         "ttft_ms": figures.ttft(),
         "itl_ms": figures.itl(),
+        "full_batch_itl_ms": figures.full_batch_itl(),
         "e2e_ms": figures.e2e(),
     }

@@ -20,6 +20,7 @@ from loadtest.bench.workloads import Workload
 
 MAX_WARM_UP_REQUESTS = 8  # maximum number of requests that are sent before a strategy is measured
 MAX_WARM_UP_TOKENS = 8  # maximum number of tokens of the answer to each warm-up request
+MAX_WARM_UP_PROMPTS = 16_384  # maximum number of tokens of all warm-up prompts together, if there are several
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,17 @@ class Rounds:
         requests = workload.make_requests(self.vocabulary, f"{self.seed}/{workload.name}/warm-up", workload.phases[0])
         few = [
             BenchRequest(request.prompt, min(request.max_tokens, MAX_WARM_UP_TOKENS))
-            for request in requests[:MAX_WARM_UP_REQUESTS]
+            for request in requests[: count_warm_up_requests(requests)]
         ]
         await self._send_requests(
             few, models, Closed(workload.arrivals.max_concurrency or len(few)), Random(), counts=False
         )
+
+
+def count_warm_up_requests(requests: Sequence[BenchRequest]) -> int:
+    """Return how many of the requests are sent before a strategy is measured, at least one."""
+    longest = max((len(request.prompt) for request in requests), default=1)
+    return min(MAX_WARM_UP_REQUESTS, max(1, MAX_WARM_UP_PROMPTS // max(1, longest)))
 
 
 def rotate(names: list[str], by: int) -> list[str]:

@@ -120,6 +120,13 @@ NAMED_WORKLOADS = {
         Drawn("c8", Closed(8), requests=8, prompt_tokens=256, max_tokens=128),
         Drawn("c16", Closed(16), requests=16, prompt_tokens=256, max_tokens=128),
         Drawn("d", Closed(8), requests=8, shared_tokens=1024, prompt_tokens=64, max_tokens=64, phases=("cold", "warm")),
+        Drawn("e1", Closed(1), requests=1, prompt_tokens=16_384, max_tokens=64),
+        Drawn("e8", Closed(8), requests=8, prompt_tokens=4096, max_tokens=64),
+        # Prompts are computed one after the other, in steps of 512 tokens, beside which earlier streams decode: with
+        # shorter answers the first stream would end before the last one begins.
+        Drawn("e16", Closed(16), requests=16, prompt_tokens=4096, max_tokens=160),
+        Drawn("f", Closed(1), requests=1, shared_tokens=8192, prompt_tokens=256, max_tokens=8, phases=("cold", "warm")),
+        Drawn("g", Closed(128), requests=128, prompt_tokens=512, max_tokens=64),
     )
 }
 DEFAULT_WORKLOADS = ("a", "b", "c8", "d")

@@ -1,11 +1,11 @@
 """The command line: `kvmux serve`, `health`, `bench`, `evaluate`, `profile`, `doctor`, and their help.
 
-`flags.py` makes the flags of settings. Imports neither torch nor transformers, so that help and errors come at once.
+`flags.py` makes the flags of settings; `strategy.py` has `kvmux strategy`. Imports neither torch nor transformers, so
+that help and errors come at once.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import logging
@@ -15,21 +15,22 @@ import pkgutil
 import resource
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any
 
 import server
 from config.errors import SettingsError, format_error
-from config.settings import MAX_TIMEOUT, MIN_API_KEY_LENGTH, Settings, load_settings
-from config.sources import did_you_mean
+from config.settings import MIN_API_KEY_LENGTH, Settings, load_settings
 from loadtest.bench import flags as bench_flags
 from server.cli.banner import format_banner
 from server.cli.flags import add_settings, group_settings
 from server.cli.health import TIMEOUT
 from server.cli.health import check_health as ask_health
+from server.cli.parser import Commands, Parser, add_command, parse_seconds
 from server.cli.standard_streams import open_missing_streams, print_safely, redirect_to_devnull
+from server.cli.strategy import add_strategy
 from server.evaluation import flags as evaluation_flags
 from server.listening import ListenError, get_url, listen
 from server.logs import configure_logging, escape_unprintable, fields
@@ -247,34 +248,17 @@ def pop_settings_file(options: dict[str, Any]) -> Path | None:
 
 
 # ---------------------------------------------------------------- the parser
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line with a suggestion, instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            name = unknown[0].split("=")[0]
-            self.error(f"{name} is not an option{did_you_mean(name, self._option_string_actions)}")
-        return known, unknown
-
-
-Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-
-
 def _make_parser() -> Parser:
     parser = Parser(prog="kvmux", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"kvmux {get_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in (_add_serve, _add_health, _add_bench, _add_evaluate, _add_profile, _add_doctor):
+    for add in (_add_serve, _add_health, _add_bench, _add_evaluate, _add_profile, _add_doctor, add_strategy):
         add(commands)
     return parser
 
 
 def _add_serve(commands: Commands) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "serve",
         serve,
@@ -287,7 +271,7 @@ def _add_serve(commands: Commands) -> None:
 
 
 def _add_health(commands: Commands) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "health",
         health,
@@ -299,14 +283,14 @@ def _add_health(commands: Commands) -> None:
     parser.add_argument("--url", help="check the server at this URL instead")
     parser.add_argument(
         "--timeout",
-        type=_parse_seconds,
+        type=parse_seconds,
         metavar="SECONDS",
         help=f"seconds to wait for a response (default: {TIMEOUT:g})",
     )
 
 
 def _add_bench(commands: Commands) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "bench",
         bench,
@@ -319,7 +303,7 @@ def _add_bench(commands: Commands) -> None:
 
 
 def _add_evaluate(commands: Commands) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "evaluate",
         evaluate,
@@ -333,7 +317,7 @@ def _add_evaluate(commands: Commands) -> None:
 
 
 def _add_profile(commands: Commands) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "profile",
         profile,
@@ -347,7 +331,7 @@ def _add_profile(commands: Commands) -> None:
 
 
 def _add_doctor(commands: Commands) -> None:
-    parser = _add_command(
+    parser = add_command(
         commands,
         "doctor",
         doctor,
@@ -359,38 +343,3 @@ def _add_doctor(commands: Commands) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="write the report to this file (default: kvmux-doctor.json)"
     )
-
-
-def _parse_seconds(text: str) -> float:
-    """Return a timeout in seconds. Raises ArgumentTypeError unless it is above 0 and at most MAX_TIMEOUT."""
-    try:
-        if 0 < (seconds := float(text)) <= MAX_TIMEOUT:
-            return seconds
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to {MAX_TIMEOUT:,.0f}")
-
-
-def _add_command(
-    commands: Commands,
-    name: str,
-    run: Callable[[dict[str, Any]], int],
-    usage: str,
-    *,
-    help: str,
-    description: str,
-    epilog: str = "",
-) -> Parser:
-    """Add the parser of a command; the dict that `run` gets has only the flags that the user gave."""
-    parser = commands.add_parser(
-        name,
-        usage=f"kvmux {name} {usage}",
-        help=help,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(run=run)
-    return parser

@@ -6,6 +6,7 @@ in. Knows plans and rows; not how a strategy stores keys.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row, Seat
 from kernels.ops import AttentionSlice
+from kernels.tracing import Tracer
 from server.engine.isolation.errors import StrategyError
+from server.records import Compaction
 
 
 class RowInput(NamedTuple):
@@ -36,7 +39,7 @@ class FailedRow(NamedTuple):
     error: StrategyError
 
 
-class _Part(NamedTuple):
+class BatchPart(NamedTuple):
     """One strategy's part of the batch."""
 
     cache: KVCache
@@ -46,20 +49,25 @@ class _Part(NamedTuple):
 class Batch:
     """One step's input of the model, and its attention: implements `kernels.ops.Attention`."""
 
-    def __init__(self, work: Sequence[RowInput], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, work: Sequence[RowInput], device: torch.device | str = "cpu", tracer: Tracer | None = None
+    ) -> None:
         """Plan the rows of every strategy and copy token ids to the device. Raises StrategyError."""
+        self.compactions: dict[int, Compaction] = {}  # by row of the batch, once it is committed
+        self._tracer = tracer or Tracer()
         self.row_order = _order_rows(work)  # for each row of the batch, its index in `work`
         self._rows = [work[i] for i in self.row_order]
         ids: list[int] = []
         positions: list[int] = []
         logit_index: list[int] = []
-        for _, (seat, num_tokens), tokens, num_logits in self._rows:
-            ids += tokens
-            positions += range(seat.length, seat.length + num_tokens)
-            logit_index += range(len(positions) - num_logits, len(positions))
         planned = list(self._plan())
-        self._parts = [part for part, _ in planned]
+        self.parts = [part for part, _ in planned]
         self.slices = [each for _, each in planned]
+        starts = (position for part in self.parts for position in part.plan.list_positions())
+        for (_, (_, num_tokens), tokens, num_logits), start in zip(self._rows, starts, strict=True):
+            ids += tokens
+            positions += range(start, start + num_tokens)
+            logit_index += range(len(positions) - num_logits, len(positions))
         # One blocking copy: on mps a non-blocking copy reads the host memory later, when it may have been freed.
         packed = torch.from_numpy(np.array(ids + positions + logit_index, np.int64)).to(device)
         self.input_ids, self.positions, self.logit_index = packed.split_with_sizes(
@@ -73,15 +81,15 @@ class Batch:
         """
         out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
         # With one strategy the tensors are not sliced, which saves time in every layer
-        is_single = len(self._parts) == 1
-        for (cache, plan), (at, *_) in zip(self._parts, self.slices, strict=True):
+        is_single = len(self.parts) == 1
+        for (cache, plan), (at, *_) in zip(self.parts, self.slices, strict=True):
             tensors = (q, k, v, out) if is_single else (q[at], k[at], v[at], out[at])
             cache.attend(plan, layer_idx, *tensors)
         return out
 
     def check_plans(self) -> None:
         """Raise StrategyError if a strategy's addresses are wrong; called to find the cause of a failed step."""
-        for cache, plan in self._parts:
+        for cache, plan in self.parts:
             cache.check_plan(plan)
 
     @property
@@ -92,25 +100,35 @@ class Batch:
     def commit(self, num_entered: Sequence[int] | None = None) -> list[FailedRow]:
         """Commit the first num_entered[i] tokens of each row i; None: all tokens of all rows. Then compact the seats.
 
-        Return the rows of strategies that failed to commit, and rows that could not be compacted; all others are done.
+        Return the rows of strategies that failed to commit, and rows that could not be compacted; all others are done,
+        and `compactions` has those that were compacted.
         """
         counts = [item.row.num_tokens for item in self._rows] if num_entered is None else num_entered
         tokens = [item.tokens[:count] for item, count in zip(self._rows, counts, strict=True)]
         failed: list[FailedRow] = []
         end = 0
-        for cache, plan in self._parts:
+        for cache, plan in self.parts:
             begin, end = end, end + len(plan.rows)
             try:
                 cache.commit(plan, tokens[begin:end])
             except StrategyError as error:
                 failed += [FailedRow(i, error) for i in range(begin, end)]
                 continue
-            for i, row in enumerate(plan.rows, begin):
-                if (problem := _compact(cache, row.seat)) is not None:
-                    failed.append(FailedRow(i, problem))
+            if cache.compacts:
+                failed += self._compact(cache, begin, [row.seat for row in plan.rows])
         return failed
 
-    def _plan(self) -> Iterator[tuple[_Part, AttentionSlice]]:
+    def _compact(self, cache: KVCache, first_row: int, seats: Sequence[Seat]) -> Iterator[FailedRow]:
+        """Compact the seats of a strategy's rows; yield the rows that could not be compacted."""
+        with self._tracer.span("compact"):
+            for i, seat in enumerate(seats, first_row):
+                match _compact_seat(cache, seat):
+                    case StrategyError() as error:
+                        yield FailedRow(i, error)
+                    case Compaction() as compaction:
+                        self.compactions[i] = compaction
+
+    def _plan(self) -> Iterator[tuple[BatchPart, AttentionSlice]]:
         end = 0
         for cache, items in groupby(self._rows, key=lambda item: item.cache):
             rows = [item.row for item in items]
@@ -118,19 +136,23 @@ class Batch:
             plan = cache.plan(rows)
             locations = plan.list_kv_locations(len(cache.setup.geometry.layers))
             hook = partial(cache.attend, plan)
-            yield _Part(cache, plan), AttentionSlice(slice(begin, end), locations, plan.query_tap, hook)
+            yield BatchPart(cache, plan), AttentionSlice(slice(begin, end), locations, plan.query_tap, hook)
 
 
-def _compact(cache: KVCache, seat: Seat) -> StrategyError | None:
-    """Compact a seat, and try it once more if that fails; return the error of the second try."""
+def _compact_seat(cache: KVCache, seat: Seat) -> Compaction | StrategyError | None:
+    """Compact a seat, and try it once more if that fails.
+
+    Return the compaction (of both tries), or the error of the second try; None if nothing was compacted.
+    """
+    began = time.perf_counter()
     try:
-        cache.compact(seat)
+        dropped = cache.compact(seat)
     except StrategyError:
         try:
-            cache.compact(seat)
+            dropped = cache.compact(seat)
         except StrategyError as error:
             return error
-    return None
+    return None if dropped is None else Compaction(time.perf_counter() - began, dropped)
 
 
 def _order_rows(work: Sequence[RowInput]) -> list[int]:

@@ -239,7 +239,7 @@ def _check_ops_in_kv_memory(
     The operations are tried in the first blocks that a strategy would allocate and, on accelerators, also in the last
     blocks of the arena, as large offsets are only tested there.
     """
-    for name, store in ((name, store) for name, cache in caches.items() for store in cache.stores):
+    for name, store in ((name, store) for name, cache in caches.items() for store in dict.fromkeys(cache.stores)):
         run, count = store.pages_per_block, store.blocks_per_token
         first = [page for _ in range(count) if (page := arena.allocate(name, run)) is not None]
         assert len(first) == count, "the arena fits the longest sequence of each strategy"

@@ -21,7 +21,7 @@ from kernels.ops import Ops
 from kernels.tracing import OpTimer, Tracer
 from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
 from server.engine.isolation.errors import StrategyError
-from server.engine.isolation.isolation import Isolation
+from server.engine.isolation.isolation import Ended, Isolation
 from server.engine.kv_memory import KVMemory
 from server.engine.model_runner import (
     STEP_FAILED,
@@ -37,9 +37,9 @@ from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.selection import Selector
 from server.engine.scheduling.step import FailedRequest, Scheduled
-from server.engine.stats import make_request_record, merge_step_parts
+from server.engine.stats import CompactionTotals, make_request_record, merge_step_parts
 from server.models.base import Model
-from server.records import Admission, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
+from server.records import Admission, Compaction, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class _StepAccumulator:
     forks: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     admissions: list[Admission] = field(default_factory=list)
     inter_token_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    compactions: defaultdict[str, list[Compaction]] = field(default_factory=lambda: defaultdict(list))
     finished: list[RequestRecord] = field(default_factory=list)
     failure_events: list[Event] = field(default_factory=list)
     explanation_events: list[Event] = field(default_factory=list)
@@ -102,6 +103,7 @@ class Core:
         self._selector = selector
         self._requests: dict[tuple[int, str], Request] = {}
         self._accumulator = _StepAccumulator()
+        self.compactions = {name: CompactionTotals() for name in self.caches}
         self.memory = KVMemory(arena, self.caches, scheduler)
         self.timing_interval = TIMING_INTERVAL  # one step in so many has its operations timed; 0: no step
         self.tracer = tracer
@@ -158,7 +160,8 @@ class Core:
         request.check_allowed_tokens(self.model.info.eos_ids)
         # No drafts for a strategy whose state depends on how tokens are split into rows: they would change the text.
         if speculation.num_speculative_tokens and cache.contract.chunk_invariant:
-            request.proposer = NgramProposer(speculation, request.max_total_tokens)
+            longest = min(request.max_total_tokens, self.scheduler.limits.max_seq_len)
+            request.proposer = NgramProposer(speculation, longest)
         return request
 
     def _find_siblings(self, worker: int, message: Submit, cache: KVCache) -> list[Request]:
@@ -190,11 +193,12 @@ class Core:
         with self.tracer.span("schedule"):
             scheduled, preempted, failed = self.scheduler.schedule()
         self._end_failed(failed)
+        self._end_stalled(scheduled)
         self._steps += bool(scheduled)
         timed = bool(scheduled and self.timing_interval) and self._steps % self.timing_interval == 0
         with self.tracer.record(OpTimer(self.model.device)) if timed else nullcontext() as op_timer:
             parts, step_events = self._compute(scheduled)
-        self._end_stalled(scheduled)
+        self._end_quarantined()
         totals, self._accumulator = self._accumulator, _StepAccumulator()
         report = StepReport(
             seconds=time.monotonic() - began,
@@ -207,6 +211,7 @@ class Core:
             forks=totals.forks,
             admissions=totals.admissions,
             evicted_bytes=self.memory.collect_evicted_bytes(),
+            compactions=totals.compactions,
             block_events={
                 name: events
                 for name, cache in self.caches.items()
@@ -264,7 +269,12 @@ class Core:
 
         Requests whose strategies fail end with an error; return the output of the others.
         """
+        num_free_pages = self.arena.num_free_pages
         failed_rows = output.batch.commit(output.count_entered_tokens())
+        if self.arena.num_free_pages > num_free_pages:  # strategies that drop keys free memory while requests run
+            self.scheduler.mark_room_changed()
+        for row, compaction in output.batch.compactions.items():
+            self._record_compaction(output.scheduled[row].request, compaction)
         failed = {output.scheduled[i].request: error for i, error in failed_rows}
         failed_instances = {error.instance for error in failed.values()}
         self.isolation.record_steps({s.request.cache.name for s in output.scheduled} - failed_instances)
@@ -279,6 +289,12 @@ class Core:
             return output
         self._end_failed([FailedRequest(*item) for item in failed.items()])
         return output.without(failed.keys())
+
+    def _record_compaction(self, request: Request, compaction: Compaction) -> None:
+        request.num_compactions += 1
+        request.compaction_seconds += compaction.seconds
+        self.compactions[request.cache.name].add(compaction)
+        self._accumulator.compactions[request.cache.name].append(compaction)
 
     def _record_admission(self, request: Request) -> list[Event]:
         """Record the number of cached prompt tokens, once a request's first row has run; return its Admitted event."""
@@ -344,13 +360,20 @@ class Core:
             self._fail([request], error.message, "strategy_failed")
 
     def _end_stalled(self, scheduled: Sequence[Scheduled]) -> None:
-        """End requests that wait for a strategy at fault, and all requests of an instance in quarantine."""
-        ended = self.isolation.find_stalled(self.scheduler.list_held_up(), [s.request for s in scheduled])
+        """End requests that wait for a strategy at fault, before a step is computed that may free memory for them."""
+        scheduler, computed = self.scheduler, [s.request for s in scheduled]
+        self._end(self.isolation.find_stalled(scheduler.list_held_up(), computed, scheduler.list_untried()))
+
+    def _end_quarantined(self) -> None:
+        """End all requests of an instance that has been put in quarantine."""
         if self.isolation.has_new_quarantines:
-            ended += self.isolation.collect_quarantined(list(self._requests.values()))
+            self._end(self.isolation.collect_quarantined(list(self._requests.values())))
+        self.isolation.suspend_quarantined()
+
+    def _end(self, ended: Sequence[Ended]) -> None:
+        """End requests that isolation says have to end, unless they have ended already."""
         for requests, message, code in ended:
             self._fail([request for request in requests if request.key in self._requests], message, code)
-        self.isolation.suspend_quarantined()
 
     def _fail(self, requests: Sequence[Request], message: str, code: str) -> None:
         """End requests with an error, whose events are sent after all others of the step."""

@@ -11,6 +11,7 @@ import multiprocessing
 import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,8 @@ def describe_caches(engine: Engine) -> list[dict[str, Any]]:
             "contract": engine.core.caches[d.name].contract._asdict(),
             "usage": engine.core.caches[d.name].usage()._asdict(),
             **describe_tokens(isolation.caches[d.name].count_tokens()),
+            "budget_tokens": isolation.caches[d.name].token_budget(engine.max_seq_len),
+            "compactions": asdict(engine.core.compactions[d.name]),
         }
         for d in engine.instances
     ]
@@ -184,11 +187,14 @@ class ProcessMemory:
 def read_engine_state(core: Core, processes: Mapping[Role, int]) -> EngineState:
     """Return the engine's state for metrics. Takes time proportional to the number of open sequences and blocks."""
     arena, scheduler = core.arena, core.scheduler
+    longest = scheduler.limits.max_seq_len
+    budgets = {name: cache.token_budget(longest) for name, cache in core.caches.items()}
     return EngineState(
         running=Counter(request.cache.name for request in scheduler.running),
         waiting=scheduler.count_waiting(),
         usage={name: cache.usage() for name, cache in core.caches.items()},
         tokens={name: cache.count_tokens() for name, cache in core.isolation.caches.items()},
+        budget_tokens={name: longest if budget is None else budget for name, budget in budgets.items()},
         blocks={name: cache.blocks() for name, cache in core.caches.items()},
         floor_bytes={name: arena.get_share(name)[0] * arena.page_bytes for name in core.caches},
         quarantined=core.isolation.quarantined,

@@ -68,7 +68,7 @@ class ModelRunner:
         """Compute a step's rows and sample tokens. Raises StrategyError, and any exception of the model."""
         rows = [_make_row_input(s) for s in scheduled]
         with self._tracer.span("plan"):
-            batch = Batch(rows, self._model.device)
+            batch = Batch(rows, self._model.device, self._tracer)
         with self._tracer.span("forward"):
             logits = self._forward(batch)
         ordered = [scheduled[i] for i in batch.row_order]

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from server.engine.isolation.errors import StrategyError
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.step import Scheduled
-from server.records import KVTokens, Outcome, RequestRecord, StepPart
+from server.records import Compaction, KVTokens, Outcome, RequestRecord, StepPart
+
+
+@dataclass
+class CompactionTotals:
+    """The compactions of an instance since the engine's start."""
+
+    count: int = 0
+    seconds: float = 0.0
+    dropped_tokens: int = 0
+
+    def add(self, compaction: Compaction) -> None:
+        self.count += 1
+        self.seconds += compaction.seconds
+        self.dropped_tokens += compaction.dropped_tokens
 
 
 def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
@@ -44,6 +59,9 @@ def make_request_record(request: Request, outcome: Outcome, tokens: KVTokens) ->
         kv_bytes=_compute_kv_bytes(request) if times.admitted else 0,
         kept_tokens=tokens.kept,
         dropped_tokens=tokens.dropped,
+        budget_tokens=None if outcome == "error" else request.cache.token_budget(sum(tokens)),
+        compactions=request.num_compactions,
+        compaction_seconds=request.compaction_seconds,
         queue_seconds=between(times.arrived, times.admitted),
         prefill_seconds=between(times.admitted, times.first_token),
         decode_seconds=between(times.first_token, times.last_token),

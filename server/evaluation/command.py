@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from cache_strategies.base import KVCache
 from cache_strategies.registry import list_kinds
+from cache_strategies.scorers import list_scorers
 from config.errors import SettingsError
 from config.settings import Settings, StrategySettings, load_settings
 from server.engine.build import Engine, build_engine
@@ -35,6 +36,8 @@ DEFAULT_MAX_LENGTH = 2048  # maximum number of tokens of a document if --length 
 BASELINE = "exact_caching"  # name of the exact instance that is added if no chosen strategy is exact
 # Options of each strategy: none reserves memory, and each may use all of it, as it holds only one document at a time.
 WHOLE = {"floor": "0%", "limit": "100%"}
+MIN_QUESTION_AT = 128  # tokens; records that are much shorter have no question far from its fact
+MAX_ANSWER_TOKENS = 32  # room for an answer after the question
 MAX_LOGITS = 1 << 26  # maximum number of logits of a step, of all its tokens; softmax takes a few times their memory
 
 
@@ -97,17 +100,49 @@ def parse_strategy(text: str) -> tuple[str, dict[str, Any]]:
     """Return the name and options of a --strategy argument.
 
     "paged" is the name of an instance, without options; "sliding_window:window=64,sinks=0" is a new instance, whose
-    name is made of its kind and options. Raises SettingsError if the options are not written as in this example.
+    name is made of its kind and options. The kind may be a class, as in "my_package:MyCache:window=64". A dot leads
+    into an option that is a table, as in TOML: "scorer_options.width=3".
+
+    Raises SettingsError if the options are not written as in these examples.
     """
     kind, colon, given = text.partition(":")
+    cls, _, of_class = given.partition(":")
+    if cls.isidentifier() and kind not in list_kinds():
+        kind, given = f"{kind}:{cls}", of_class
     if not colon:
         return text, {}
+    if not given and ":" in kind:
+        return re.sub(r"[^A-Za-z0-9_-]", "-", kind), {"kind": kind}
     pairs = [[part.strip() for part in pair.partition("=")] for pair in given.split(",")]
     options = {option: value for option, _, value in pairs}
     if not all(option and equals and value for option, equals, value in pairs) or len(options) < len(pairs):
         raise SettingsError(f"--strategy {text!r}: write KIND:option=value,option=value, each option once")
     name = "-".join([kind, *(option + value for option, value in options.items())])
-    return re.sub(r"[^A-Za-z0-9_-]", "-", name), {"kind": kind, **options}
+    try:
+        return re.sub(r"[^A-Za-z0-9_-]", "-", name), {"kind": kind, **nest_options(options)}
+    except ValueError as error:
+        raise SettingsError(f"--strategy {text!r}: {error}") from None
+
+
+def nest_options(options: Mapping[str, str]) -> dict[str, Any]:
+    """Return {"a": {"b": value}} for {"a.b": value}.
+
+    Raises ValueError if a part of a name is empty, or if an option is a table and has a value, too.
+    """
+    nested: dict[str, Any] = {}
+    for path, value in options.items():
+        *tables, option = path.split(".")
+        if not all((*tables, option)):
+            raise ValueError(f"{path!r} has a dot without a name on both sides")
+        table = nested
+        for name in tables:
+            table = table.setdefault(name, {})
+            if not isinstance(table, dict):
+                raise ValueError(f"{path!r}: {name!r} has a value, too; give it either options or a value")
+        if option in table:
+            raise ValueError(f"{path!r} has options, too; give it either options or a value")
+        table[option] = value
+    return nested
 
 
 def select_strategies(settings: Settings, wanted: Sequence[str]) -> dict[str, StrategySettings]:
@@ -128,8 +163,9 @@ def select_strategies(settings: Settings, wanted: Sequence[str]) -> dict[str, St
             )
         if not options and name not in settings.strategies:
             there = ", ".join(sorted(settings.strategies))
+            scorer = f"; {name} is a scorer: write compressed:scorer={name}" if name in list_scorers() else ""
             raise SettingsError(
-                f"--strategy: there is no instance {name!r}; there are {there}, or write KIND:option=value"
+                f"--strategy: there is no instance {name!r}; there are {there}, or write KIND:option=value{scorer}"
             )
         strategies[name] = StrategySettings.model_construct(**options) if options else settings.strategies[name]
     return strategies
@@ -138,14 +174,22 @@ def select_strategies(settings: Settings, wanted: Sequence[str]) -> dict[str, St
 def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateOptions) -> tuple[Engine, list[str]]:
     """Build an engine with room for one document under each strategy.
 
-    Return (the engine, the names of the strategies, of which the first is exact). Raises SettingsError for wrong
-    settings, or if --strategy or --length does not fit them.
+    Return (the engine, the names of the strategies). The first is exact, unless documents are longer than the model's
+    context: then no strategy can be. Raises SettingsError for wrong settings, or if --strategy or --length does not fit
+    them.
     """
     settings = resolve_model_settings(load_settings(file, flags))
     strategies = select_strategies(settings, options.strategy)
     positions = read_model_info(Path(settings.model), settings.model_impl).max_positions
-    if options.length is not None and not 2 <= options.length <= positions:
+    if options.length == 1:
         raise SettingsError(f"--length: should be from 2 to {positions} tokens, the context of the model")
+    length = options.length or min(DEFAULT_MAX_LENGTH, positions)
+    max_seq_len = length if length <= positions else min(DEFAULT_MAX_LENGTH, positions)
+    if options.question_at is not None and not MIN_QUESTION_AT <= options.question_at <= length - MAX_ANSWER_TOKENS:
+        raise SettingsError(
+            f"--question-at: should be from {MIN_QUESTION_AT} to {length - MAX_ANSWER_TOKENS}: the facts stand before "
+            f"the question, and the answer after it, within --length {length}"
+        )
     all_of_them = {BASELINE: StrategySettings(kind="contiguous", **WHOLE)}
     all_of_them |= {name: each.model_copy(update=WHOLE) for name, each in strategies.items()}
     engine = build_engine(
@@ -154,17 +198,25 @@ def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateO
                 "strategies": all_of_them,
                 "default_strategy": BASELINE,
                 "rules": [],
-                "max_seq_len": options.length or min(DEFAULT_MAX_LENGTH, positions),
+                "max_seq_len": max_seq_len,
                 "max_num_seqs": len(all_of_them),
             }
         )
     )
-    return engine, order_strategies(engine.core.caches, list(strategies))
+    names = list(strategies)
+    if length <= positions:
+        return engine, order_strategies(engine.core.caches, names)
+    if bounded := [name for name in names if not engine.core.caches[name].contract.unbounded]:
+        raise SettingsError(
+            f"--length: should be from 2 to {positions} tokens, the context of the model; only strategies of kind "
+            f"'streaming' can read a longer document, and there is {', '.join(bounded)}"
+        )
+    return engine, names
 
 
 def evaluate(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> EvaluationReport:
     """Run the model on all documents under the named strategies; compare their results with those of the first one."""
-    core, length = engine.core, engine.max_seq_len
+    core, length = engine.core, options.length or engine.max_seq_len
     caches = [core.caches[name] for name in names]
     row_tokens = compute_max_row_tokens(core, caches)
     row_tokens = min(options.row_tokens or row_tokens, row_tokens)
@@ -214,14 +266,16 @@ def read_documents(engine: Engine, options: EvaluateOptions) -> tuple[list[Docum
     tokenizer = Tokenizer.from_directory(engine.model_dir).backend
     info = engine.core.model.info
     marks = documents.find_special_tokens(tokenizer, info.eos_ids, info.vocab_size)
-    length, seed = engine.max_seq_len, options.seed or EVALUATION_SEED
+    length, seed = options.length or engine.max_seq_len, options.seed or EVALUATION_SEED
     if options.text:
         text = documents.read_text_file(tokenizer, marks, length, options.texts, options.text)
     else:
         text = documents.make_stories(tokenizer, marks, length, options.texts, seed)
-    records = documents.make_records(
-        tokenizer, marks, length, options.records, seed, new_phrasings=options.new_phrasings
-    )
+    count, new = options.records, options.new_phrasings
+    if options.question_at is None:
+        records = documents.make_records(tokenizer, marks, length, count, seed, new_phrasings=new)
+    else:
+        records = documents.make_questions(tokenizer, marks, options.question_at, count, seed, new_phrasings=new)
     documents.check_vocabulary([*text, *records], info.vocab_size)
     return text, records
 

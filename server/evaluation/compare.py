@@ -67,7 +67,7 @@ def compare(
     row_tokens: int,
     on_tokens_read: Callable[[int], object] = lambda tokens: None,
 ) -> list[Fidelity]:
-    """Run the documents under each cache, and return the fidelity of each cache to caches[0], which is exact.
+    """Run the documents under each cache, and return the fidelity of each cache to caches[0].
 
     A step computes `row_tokens` tokens of a document, or as few as the row_limit() of a cache; 1 is as in decoding.
     `on_tokens_read` is called after each step with its number of tokens. Raises SettingsError if there is no room for
@@ -97,7 +97,7 @@ def compare(
 def _run_step(model: Model, caches: Sequence[KVCache], seats: Sequence[Seat], tokens: Sequence[int]) -> Tensor:
     """Compute the n `tokens` under each of S caches in one batch; return their logits [S, n, V].
 
-    Raises SettingsError if the memory is full or logits are NaN or infinite.
+    Raises SettingsError if the memory is full or logits are NaN or infinite, StrategyError if a strategy fails.
     """
     n = len(tokens)
     row_inputs = [
@@ -106,7 +106,8 @@ def _run_step(model: Model, caches: Sequence[KVCache], seats: Sequence[Seat], to
     batch = Batch(row_inputs, model.device)
     assert batch.row_order == list(range(len(row_inputs))), "each strategy has one row, so the order is unchanged"
     logits = model.forward(batch.input_ids, batch).float().view(len(row_inputs), n, -1)
-    batch.commit()
+    for failed in batch.commit():
+        raise failed.error
     if not logits.isfinite().all():
         raise SettingsError("the model's logits are not finite: try --dtype float32, or check its weights")
     return logits

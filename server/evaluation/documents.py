@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from config.errors import SettingsError
 from server.evaluation.corpus.packing import RECORDS, STORIES, MarkedAnswer, Mix, SpecialTokens, pack
 from server.evaluation.corpus.words import HELD_OUT, HELD_OUT_NAMES, TRAIN, Lexicon
 
+MIN_QUESTION_DISTANCE = 64  # tokens; a nearer fact would be among the latest tokens, which most strategies keep
 MAX_TOKEN_LENGTH = 16  # characters to read from a file for each token needed: more than most tokens have
 
 
@@ -38,6 +40,29 @@ def make_records(
     return _make_documents(
         tokenizer, marks, length, count, RECORDS, HELD_OUT if new_phrasings else HELD_OUT_NAMES, seed
     )
+
+
+def make_questions(
+    tokenizer: Tokenizer, marks: SpecialTokens, position: int, count: int, seed: str, *, new_phrasings: bool = False
+) -> list[Document]:
+    """Return `count` records that end with one question and its answer; the question's last token is at `position`.
+
+    They are parts of longer records, and some state the fact again instead of asking for it. The fact is stated within
+    the document, more than MIN_QUESTION_DISTANCE tokens before the answer.
+    """
+    begin, at = list(marks.begin_ids), position + 1  # where the answer begins
+    found: list[Document] = []
+    for number in itertools.count():  # a record has some dozens of questions
+        (record,) = make_records(tokenizer, marks, 2 * position, 1, f"{seed} {number}", new_phrasings=new_phrasings)
+        for start, stop, distance in record.answers:
+            first = start - at + len(begin)
+            if first < len(begin) or not MIN_QUESTION_DISTANCE < distance <= start - first:
+                continue
+            answer = MarkedAnswer(at, at + stop - start, distance)
+            found.append(Document([*begin, *record.ids[first:stop]], [answer]))
+            if len(found) == count:
+                return found
+    raise AssertionError("the numbers have no end")
 
 
 def _make_documents(

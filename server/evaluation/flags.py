@@ -20,6 +20,7 @@ of yours (--text).
 examples:
   kvmux evaluate
   kvmux evaluate --strategy contiguous --strategy sliding_window:window=64,sinks=0 --strategy sliding_window:window=256
+  kvmux evaluate --strategy my_package:MyCache:window=256 --strategy compressed:scorer=my_package:MyScorer,budget=0.25
   kvmux evaluate --model models/my-model --text book.txt --length 4096 --json report.json --plot report.png
 """
 
@@ -33,6 +34,7 @@ class EvaluateOptions:
     length: int | None = None
     texts: int = 8
     records: int = 24
+    question_at: int | None = None
     new_phrasings: bool = False
     row_tokens: int | None = None
     seed: str | None = None
@@ -47,7 +49,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         action="append",
         metavar="NAME",
-        help="instance to evaluate, or KIND:option=value,...; may be given several times (default: all instances)",
+        help="instance to evaluate, or KIND:option=value,..., whose KIND may be a class, MODULE:CLASS; may be given "
+        "several times (default: all instances). An option of a table is written with a dot: "
+        "compressed:scorer=random,scorer_options.per_head=false",
     )
     add(
         "--text",
@@ -59,7 +63,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--length",
         type=_parse_positive,
         metavar="N",
-        help="tokens of a document (default: the model's context, at most 2048)",
+        help="tokens of a document (default: the model's context, at most 2048); more than the context if all "
+        "strategies are of kind streaming: the first of them is then what the others are compared with",
     )
     add(
         "--texts",
@@ -72,6 +77,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=_parse_positive,
         metavar="N",
         help=f"number of documents with answers to recall (default: {EvaluateOptions.records})",
+    )
+    add(
+        "--question-at",
+        type=_parse_positive,
+        metavar="N",
+        help="end each record with one question, whose last token follows N others: if `compressed` drops keys after "
+        "N tokens (a multiple of its option `every`), its scorer has seen the question",
     )
     add(
         "--new-phrasings",

@@ -42,7 +42,10 @@ class StrategyResult:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """The results of one evaluation; results[0] is the exact strategy that the others are compared with."""
+    """The results of one evaluation; results[0] is the strategy that the others are compared with.
+
+    It is exact, unless documents are longer than the model's context.
+    """
 
     model: str
     device: str
@@ -108,7 +111,7 @@ def as_json(report: EvaluationReport) -> dict[str, Any]:
         "documents": dict(zip(("text", "records"), report.num_documents, strict=True)),
         "length": report.length,
         "row_tokens": report.row_tokens,
-        "exact": report.results[0].name,
+        "exact": report.results[0].name if report.results[0].exact else None,
         "strategies": [
             {
                 "name": r.name,

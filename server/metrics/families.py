@@ -102,6 +102,7 @@ LATENCY_BUCKETS: Buckets = (
 BLOCK_AGE_BUCKETS: Buckets = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800,
 )
+COMPACTION_BUCKETS: Buckets = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 TOKEN_COUNT_BUCKETS: Buckets = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
 )
@@ -283,6 +284,24 @@ KV_DROPPED = MetricFamily(
     Counter,
     "kv_cache_dropped_tokens",
     "Tokens whose keys had been dropped when their request left; of requests without an error.",
+    BY_STRATEGY,
+)
+KV_BUDGET = MetricFamily(
+    Gauge,
+    "kv_cache_budget_tokens",
+    "Tokens that a strategy keeps of a text of max_seq_len tokens; without a budget, all of them.",
+    BY_STRATEGY,
+)
+KV_COMPACTIONS = MetricFamily(
+    Counter, "kv_cache_compactions", "Compactions: a strategy dropped keys of one sequence after a step.", BY_STRATEGY
+)
+KV_COMPACTION_SECONDS = MetricFamily(
+    Histogram, "kv_cache_compaction_seconds", "Time of a compaction, within a step.", BY_STRATEGY, COMPACTION_BUCKETS
+)
+KV_COMPACTED = MetricFamily(
+    Counter,
+    "kv_cache_compacted_tokens",
+    "Tokens that compactions dropped (the mean over all KV heads); again if a sequence is computed again.",
     BY_STRATEGY,
 )
 KV_LIMIT = MetricFamily(Gauge, "kv_cache_limit_bytes", "KV memory that a strategy may hold.", BY_STRATEGY)

@@ -21,7 +21,17 @@ from server.metrics import families as f
 from server.metrics.exposition import FamilyShape, Kind, Series, Snapshot
 from server.metrics.families import FAMILIES, Label, MetricFamily
 from server.metrics.vllm_names import make_alias
-from server.records import Admission, DraftRecord, EngineInfo, EngineState, Phase, RequestRecord, StepReport, WaitReason
+from server.records import (
+    Admission,
+    Compaction,
+    DraftRecord,
+    EngineInfo,
+    EngineState,
+    Phase,
+    RequestRecord,
+    StepReport,
+    WaitReason,
+)
 
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
 
@@ -119,6 +129,8 @@ class Metrics:
             self._observe_drafts(name, drafts)
         for name, happened in report.block_events.items():
             self._observe_blocks(name, happened)
+        for name, compactions in report.compactions.items():
+            self._observe_compactions(name, compactions)
 
     def _observe_admission(self, admitted: Admission) -> None:
         name = admitted.instance
@@ -145,6 +157,11 @@ class Metrics:
         self._observe(happened.lifetimes, f.BLOCK_LIFETIME, name)
         self._observe(happened.idle_times, f.BLOCK_IDLE, name)
         self._observe(happened.reuse_gaps, f.BLOCK_REUSE_GAP, name)
+
+    def _observe_compactions(self, name: str, compactions: Sequence[Compaction]) -> None:
+        self._increment(len(compactions), f.KV_COMPACTIONS, name)
+        self._increment(sum(each.dropped_tokens for each in compactions), f.KV_COMPACTED, name)
+        self._observe((each.seconds for each in compactions), f.KV_COMPACTION_SECONDS, name)
 
     def _observe_kernels(self, phase: Phase, step_seconds: float, kernels: Mapping[str, float]) -> None:
         self._observe_summary(step_seconds, f.TIMED_STEP_SECONDS, phase)
@@ -206,6 +223,7 @@ class Metrics:
         for block, count in state.blocks[name]._asdict().items():
             self._set(count, f.KV_BLOCKS, name, block)
         self._set(usage.limit, f.KV_LIMIT, name)
+        self._set(state.budget_tokens[name], f.KV_BUDGET, name)
         self._set(state.floor_bytes[name], f.KV_FLOOR, name)
         self._set(name in state.quarantined, f.QUARANTINED, name)
         self._set(usage.used / usage.limit if usage.limit else 0, f.KV_USAGE, name)

@@ -69,8 +69,8 @@ class SequenceCache(Protocol):
     """The keys and values of one sequence, as `forward_step` uses them."""
 
     @property
-    def length(self) -> int:
-        """The number of tokens in the cache."""
+    def position(self) -> int:
+        """The position of the next token, for RoPE: the number of tokens so far, unless the cache counts anew."""
         ...
 
     def begin(self, num_tokens: int) -> Attention:
@@ -95,11 +95,10 @@ class ForwardStepMixin(ABC):
         the cache. So a step costs one pass over the weights and one over the cached keys and values; nothing is
         recomputed, and nothing is allocated that grows with the text.
 
-        This is the batched forward with a batch of one. Raises ValueError if the cache does not hold exactly
-        `current_pos` tokens.
+        This is the batched forward with a batch of one. Raises ValueError if the cache's next position is another one.
         """
-        if current_pos != cache.length:
-            raise ValueError(f"current_pos is {current_pos}, but the cache holds {cache.length} tokens")
+        if current_pos != cache.position:
+            raise ValueError(f"current_pos is {current_pos}, but the cache's next token has position {cache.position}")
         logits = self.forward_embedded(token_embedding.reshape(1, -1), cache.begin(1))
         cache.commit()
         return logits.view(1, 1, -1)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.composite import apply_rope
+from kernels.composite import shift_rope
 from kernels.ops import Attention, Ops, PackedWeight, Weight
 from kernels.quantization import QuantizedTensor, dequantize
 from kernels.types import LayerSpec
@@ -121,15 +121,7 @@ class Decoder(ForwardStepMixin):
 
     def _shift_positions(self, i: int, x: Tensor, delta: Tensor) -> Tensor:
         """Return keys or queries x [N,H,D] of layer `i` with RoPE positions shifted by `delta` [N], also negative."""
-        tables = self._layers.layers[i].attention.tables
-        if tables is None:
-            return x
-        cos, sin = tables
-        forward, backward = (apply_rope(self._ops, x, (cos, signed), delta.abs()) for signed in (sin, -sin))
-        shifted = torch.where((delta < 0).view(-1, 1, 1), backward, forward)
-        # YaRN and LongRoPE multiply cos and sin by a factor, which x has already; it is in the tables as cos(0)
-        shifted[..., : 2 * cos.shape[1]] /= cos[0, 0]
-        return shifted
+        return shift_rope(self._ops, x, self._layers.layers[i].attention.tables, delta)
 
 
 def _get_format_name(weight: Weight) -> str:

@@ -33,7 +33,10 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
         list(engine.aliases),
         engine.max_seq_len,
         engine.core.model.info.vocab_size,
-        [Strategy(name, each.kind) for name, each in settings.strategies.items()],  # disabled ones, too
+        [  # disabled ones, too
+            Strategy(name, each.kind, name in engine.core.caches and engine.core.caches[name].contract.unbounded)
+            for name, each in settings.strategies.items()
+        ],
         compute_fingerprint(engine),
     )
     with capture, EngineServer(socket_path, hello) as server:

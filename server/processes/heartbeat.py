@@ -130,7 +130,7 @@ class StrategyCalls:
     METHODS = (  # of KVCache
         *("__init__", "open", "retain", "ready", "grow", "crop", "fork", "discard", "close", "bytes_for"),
         *("idle_pages", "reclaim", "pinned_pages", "poll", "row_limit", "plan", "attend", "commit", "compact"),
-        *("usage", "blocks", "count_dropped_tokens", "collect_block_events"),
+        *("usage", "blocks", "count_dropped_tokens", "token_budget", "collect_block_events"),
         *("clear", "pin", "unpin", "pins", "inspect"),
     )
 

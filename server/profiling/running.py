@@ -118,19 +118,28 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def run_bench(url: str, flags: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the results of `kvmux bench`, one for each workload, phase and strategy. Raises RunError if it fails."""
-    report = json.loads(run_module("server", "bench", "--url", url, "--json", "-", *flags))
+def run_bench(url: str, flags: Sequence[str], timeout: float | None = None) -> list[dict[str, Any]]:
+    """Return the results of `kvmux bench`, one for each workload, phase and strategy.
+
+    Raises RunError if it fails or takes more than `timeout` seconds.
+    """
+    report = json.loads(run_module("server", "bench", "--url", url, "--json", "-", *flags, timeout=timeout))
     results: list[dict[str, Any]] = report["results"]
     return results
 
 
-def run_module(module: str, *flags: str) -> str:
-    """Return the standard output of `python -m module`. Raises RunError if its exit code is not 0."""
+def run_module(module: str, *flags: str, timeout: float | None = None) -> str:
+    """Return the standard output of `python -m module`.
+
+    Raises RunError if its exit code is not 0, or if it takes more than `timeout` seconds.
+    """
     command = [sys.executable, "-m", module, *flags]
     pipe = subprocess.PIPE
     with start_process(command, stdout=pipe, stderr=pipe, text=True) as process:
-        said, complained = process.communicate()
+        try:
+            said, complained = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise RunError(f"python -m {module} took more than {timeout:g} seconds") from None
     if process.returncode:
         raise RunError(f"python -m {module} {' '.join(flags)} failed:\n{complained}")
     return str(said)

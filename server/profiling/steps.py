@@ -21,9 +21,16 @@ MODEL = "the model's other work"
 SAMPLING = "sampling"
 SCHEDULING = "scheduling"
 LAYOUT = "laying out the batch"
+COMPACTION = "dropping keys"
 BOOKKEEPING = "books and events"
 # Names that a report gives to the spans (timed parts) of an engine's step.
-LABELS = {"forward": MODEL, "sample_and_verify": SAMPLING, "schedule": SCHEDULING, "plan": LAYOUT}
+LABELS = {
+    "forward": MODEL,
+    "sample_and_verify": SAMPLING,
+    "schedule": SCHEDULING,
+    "plan": LAYOUT,
+    "compact": COMPACTION,
+}
 
 
 @dataclass(frozen=True)

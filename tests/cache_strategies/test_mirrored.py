@@ -16,9 +16,11 @@ from cache_strategies.mirrored.cache import MirroredCache, MirroredSeat
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
+from plugin_kit.driver.reference import attention, visible_keys
+from plugin_kit.driver.steps import Reading, step
+from plugin_kit.driver.texts import MODEL, Text, random_text
 from tests.cache_strategies.cache_driver import assert_nothing_leaked, make_cache, open_seat, read_prompt
-from tests.contract.harness import MODEL, Reading, Text, World, random_text, step
-from tests.kernels.brute_force import attention, visible_keys
+from tests.contract.harness import World
 
 MIRRORED = {"it": StrategySettings(kind="mirrored")}
 DTYPES = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}

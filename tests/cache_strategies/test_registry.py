@@ -44,6 +44,8 @@ def test_every_built_in_kind_can_be_loaded_and_those_that_need_no_choice_have_an
     assert {settings.kind for settings in default_strategies().values()} == set(registry.BUILTIN) - {
         "compressed",
         "mirrored",
+        "quest",
+        "streaming",
     }
 
 
@@ -84,10 +86,15 @@ def test_a_plug_in_that_cannot_be_imported_may_be_of_another_version(monkeypatch
         load_kind("mine")
 
 
+def test_a_module_that_is_missing_is_no_matter_of_versions() -> None:
+    with pytest.raises(SettingsError, match=r"No module named 'no_such_module'; run the command in .* its package$"):
+        load_kind("no_such_module:Cache")
+
+
 def test_an_unknown_kind_is_refused_with_the_kinds_there_are() -> None:
     with pytest.raises(
         SettingsError,
-        match=r"no cache strategy kind 'pagd'; kinds are compressed, contiguous, mirrored, paged, sliding_win",
+        match=r"no cache strategy kind 'pagd'; kinds are compressed, contiguous, mirrored, paged, quest, slid",
     ):
         load_kind("pagd")
 

@@ -145,7 +145,7 @@ def test_rows_longer_than_announced_are_caught(more: int) -> None:
         cache.grow(open_seat(cache, [1]), more)
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "mirrored", "paged", "sliding_window"])
+@pytest.mark.parametrize("kind", ["contiguous", "mirrored", "paged", "quest", "sliding_window"])
 def test_texts_longer_than_announced_are_caught(kind: str) -> None:
     cache = make_cache(kind)
     seat = read_prompt(cache, list(range(60)))
@@ -154,7 +154,7 @@ def test_texts_longer_than_announced_are_caught(kind: str) -> None:
         cache.grow(seat, 5)
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "mirrored", "paged", "sliding_window"])
+@pytest.mark.parametrize("kind", ["contiguous", "mirrored", "paged", "quest", "sliding_window"])
 def test_a_seat_that_is_closed_twice_is_caught(kind: str) -> None:
     cache = make_cache(kind)
     seat = read_prompt(cache, [1, 2, 3])
@@ -163,7 +163,7 @@ def test_a_seat_that_is_closed_twice_is_caught(kind: str) -> None:
         cache.close(seat)
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "mirrored", "paged", "sliding_window"])
+@pytest.mark.parametrize("kind", ["contiguous", "mirrored", "paged", "quest", "sliding_window"])
 def test_chunks_before_decode_rows_are_caught(kind: str) -> None:
     cache = make_cache(kind)
     seats = [open_seat(cache, [n, n]) for n in range(2)]

@@ -17,21 +17,16 @@ from torch import Tensor
 from cache_strategies.base import KVCache
 from cache_strategies.compressed.cache import CompressedCache
 from config.settings import StrategySettings
-from tests.contract.harness import (
-    MODEL,
-    Reading,
-    Step,
-    Text,
-    World,
-    every_instance,
-    random_text,
-    step,
-)
+from plugin_kit.driver.reference import TOLERANCE, attention, keep_all, visible_keys
+from plugin_kit.driver.steps import Reading, StepOutputs, step
+from plugin_kit.driver.texts import MODEL, Text, random_text
+from plugin_kit.driver.visible import check_keys
+from tests.contract.harness import World, every_instance
 from tests.contract.kinds import KINDS
-from tests.contract.visible_tokens import check_keys, find_keeps, visible_in_row
-from tests.kernels.brute_force import KEEPS, attention, keep_all, visible_keys
+from tests.contract.rotary import find_streaming
+from tests.contract.visible_tokens import find_keeps, visible_in_row
+from tests.kernels.brute_force import KEEPS
 
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 LENGTH = {  # crosses a tile of the reference, the model's window many times, and the rings; the types wrap most rings
     torch.float32: 150,
     torch.float16: 60,
@@ -45,7 +40,7 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype
 
 def chunks_of(settings: StrategySettings, dtype: torch.dtype) -> list[int]:
     """Return the distinct row sizes that the instance's max_row allows, among a few and the whole text."""
-    longest = settings.options.get("every" if settings.kind == "compressed" else "max_row", WHOLE)
+    longest = settings.options.get("every" if settings.kind in ("compressed", "streaming") else "max_row", WHOLE)
     most = min(LENGTH[dtype], longest)
     sizes = (1, 3, 7, WHOLE) if settings.kind in KINDS else (1, 7, 64, WHOLE)
     return sorted({min(chunk, most) for chunk in sizes})
@@ -75,18 +70,24 @@ def expected(kind: str, options: object, layer: int, text_key: tuple[int, int, t
     return attention(text.q[layer], text.k[layer], text.v[layer], MODEL[layer], mask)
 
 
-def check_step(result: Step, rows: list[tuple[Reading, int]], kinds: list[str]) -> None:
+def check_step(result: StepOutputs, rows: list[tuple[Reading, int]], kinds: list[str]) -> None:
     """Check each row in each layer: what gather_kv() returns, and the output of the queries of which it is known."""
     for i, ((reading, n), start, kind) in enumerate(zip(rows, result.starts, kinds, strict=True)):
         for layer, keys in enumerate(result.keys[i]):
             mask = visible_in_row(reading.cache, kind, reading.text.ids, layer, start, n)
-            last = check_keys(reading.text.k[layer][: start + n], reading.text.v[layer][: start + n], keys)
+            end = start + n
+            q, k, v = (part[layer][:end] for part in (reading.text.q, reading.text.k, reading.text.v))
+            q, rounded, tolerance = q[start:], 0.0, TOLERANCE[q.dtype]
+            if (streaming := find_streaming(reading.cache, kind)) is not None:
+                rounded = streaming.count_rotations() * torch.finfo(k.dtype).eps
+                tolerance *= streaming.count_rotations()
+                q, k = streaming.place(q, k, start)
+            last = check_keys(k, v, keys, rounding=rounded)
             if mask is None:
                 mask = extend_to_row(last, n) if is_compressed(reading.cache, layer) else last[:, None]
             assert torch.equal(mask[:, -1], last), "gather_kv() returns other tokens than are visible"
-            end, queries = start + n, mask.shape[1]
-            q, k, v = (part[layer][:end] for part in (reading.text.q, reading.text.k, reading.text.v))
-            close(result.outs[i][layer][-queries:], attention(q[-queries:], k, v, MODEL[layer], mask))
+            queries = mask.shape[1]
+            close(result.outs[i][layer][-queries:], attention(q[-queries:], k, v, MODEL[layer], mask), tolerance)
 
 
 def is_compressed(cache: KVCache, layer: int) -> bool:
@@ -100,16 +101,16 @@ def extend_to_row(last: Tensor, n: int) -> Tensor:
     return last[:, None] & (torch.arange(end) <= torch.arange(end - n, end)[:, None])
 
 
-def close(got: Tensor, want: Tensor) -> None:
+def close(got: Tensor, want: Tensor, tolerance: float) -> None:
     assert not got.isnan().any(), "an unused slot was read"
-    assert (got.double() - want).abs().max() < TOLERANCE[got.dtype]
+    assert (got.double() - want).abs().max() < tolerance
 
 
 def check_text(cache: KVCache, outs: list[Tensor], kind: str, text_key: tuple[int, int, torch.dtype]) -> None:
     """Compare the output of every token with the definition, if that does not depend on rows."""
     if find_keeps(cache, kind) is not None:
         for layer, out in enumerate(outs):
-            close(out, expected(kind, cache.options, layer, text_key))
+            close(out, expected(kind, cache.options, layer, text_key), TOLERANCE[out.dtype])
 
 
 def read_alone(world: World, name: str, kind: str, chunk: int, dtype: torch.dtype) -> None:

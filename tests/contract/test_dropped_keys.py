@@ -13,26 +13,21 @@ import torch
 from torch import Tensor
 
 from config.settings import StrategySettings
+from plugin_kit.driver.reference import TOLERANCE, attention
+from plugin_kit.driver.steps import Reading, StepOutputs, attend, step
+from plugin_kit.driver.texts import MODEL, Text, random_text, spliced
+from plugin_kit.driver.visible import check_keys
 from server.engine.batch import Batch
-from tests.contract.harness import MODEL, Reading, Step, Text, World, attend, random_text, spliced, step
+from tests.contract.harness import World
 from tests.contract.kinds.random_drop import RandomDropCache, list_kept
 from tests.contract.test_int8 import what_is_left
-from tests.contract.visible_tokens import check_keys, visible_in_row
-from tests.kernels.brute_force import attention
+from tests.contract.visible_tokens import visible_in_row
 
 DROPPING = ("random_drop", "random_drop_by_head")
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 kinds = pytest.mark.parametrize("kind", DROPPING)
 
 
-@pytest.fixture
-def rng() -> random.Random:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    return random.Random(seed)
-
-
-def check_rows(rows: list[tuple[Reading, int]], result: Step) -> None:
+def check_rows(rows: list[tuple[Reading, int]], result: StepOutputs) -> None:
     """Compare what each row's strategy kept, and the outputs of all its queries, with the definition."""
     for i, ((reading, n), start) in enumerate(zip(rows, result.starts, strict=True)):
         text, end = reading.text, start + n
@@ -147,7 +142,7 @@ def test_a_tap_gets_the_queries_of_its_tokens_in_layers_with_addresses(rng: rand
     rows = [(reading, rng.choice([1, 1, 2, 30])) for reading in readings]
     batch = Batch([reading.work(n) for reading, n in rows])
     attend(batch, rows)
-    for each, (cache, plan) in zip(batch.slices, batch._parts, strict=True):
+    for each, (cache, plan) in zip(batch.slices, batch.parts, strict=True):
         if cache.name == "paged":
             assert each.query_tap is None
             continue

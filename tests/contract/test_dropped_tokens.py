@@ -1,90 +1,40 @@
-"""count_dropped_tokens() says how many keys the next token lacks, compared with the keys that it then attends to."""
+"""How many tokens windows, compactions and budgets drop. What count_dropped_tokens() counts is a promise of all."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import EntryPoint
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from cache_strategies import plugins, registry
+from cache_strategies.base import Seat
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
-from tests.contract.harness import MODEL, Keys, World, every_instance, random_text, step
+from plugin_kit.driver.steps import step
+from plugin_kit.driver.texts import MODEL, random_text, rotate
+from tests.contract.harness import World, every_instance
 
 LENGTH = 110
-DROPPING = ("random_drop", "random_drop_by_head")
 MODELS: Mapping[str, Sequence[LayerSpec]] = {
     "full and window": MODEL,
-    "windows": (LayerSpec(1, 2, 4, 4, window=9), LayerSpec(3, 3, 4, 4, window=1), LayerSpec(2, 2, 4, 4, window=50)),
-    "full": (LayerSpec(2, 2, 4, 4),),
+    "windows": (
+        LayerSpec(1, 2, 4, 4, window=9, rotate=rotate),
+        LayerSpec(3, 3, 4, 4, window=1, rotate=rotate),
+        LayerSpec(2, 2, 4, 4, window=50, rotate=rotate),
+    ),
+    "full": (LayerSpec(2, 2, 4, 4, rotate=rotate),),
 }
-
-
-def count_missing(keys: Sequence[Keys], layers: Sequence[LayerSpec], position: int) -> int:
-    """Return how many keys the token at a position lacks beside the model's own attention, as a mean over KV heads.
-
-    `keys` are by layer what it attended to. A token is not missed in the layers in which it is outside of the window.
-    """
-    missing, num_heads = 0, 0
-    for (_, _, positions), spec in zip(keys, layers, strict=True):
-        used = {p for p in range(position) if spec.window is None or position - p < spec.window}
-        by_head = positions.view(len(positions), -1).expand(-1, spec.num_kv_heads)
-        for head in range(spec.num_kv_heads):
-            missing += len(used - {*by_head[:, head].tolist()})
-            num_heads += 1
-    return missing // num_heads
 
 
 def make_world(name: str, settings: StrategySettings, model: str) -> World:
     return World({name: settings}, layers=MODELS[model], max_seats=2)
 
 
-def instances() -> dict[str, StrategySettings]:
-    """Return instances of all built-in kinds, and of those of the tests that drop tokens."""
-    sieves = {f"sieve_{keep}": StrategySettings(kind="sieve", keep=keep) for keep in (1, 2, 5)}
-    return every_instance() | sieves | {kind: StrategySettings(kind=kind) for kind in DROPPING}
-
-
 @pytest.fixture(scope="module", autouse=True)
 def backend() -> str:
     """Replace the fixture of all backends: the count is of the strategy's bookkeeping."""
     return "reference"
-
-
-@pytest.fixture(autouse=True)
-def _installed(_kinds_are_installed: None) -> Iterator[None]:
-    """Register a further kind; after the others, and removed before them."""
-    point = EntryPoint("sieve", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINT_GROUP)
-    before = plugins.entry_points
-    sieve = [point]
-
-    def entry_points(*, group: str) -> list[Any]:
-        return [*before(group=group), *(sieve if group == point.group else ())]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugins, "entry_points", entry_points)
-        yield
-
-
-@pytest.mark.fuzz
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", instances())
-def test_dropped_tokens_are_those_that_the_next_token_lacks(name: str, model: str) -> None:
-    layers = MODELS[model]
-    world = make_world(name, instances()[name], model)
-    reading = world.open(name, random_text(1, LENGTH, layers))
-    cache = reading.cache
-    while reading.left:
-        position, counted = reading.seat.length, cache.count_dropped_tokens(reading.seat)
-        size = reading.chunk(random.choice([1, 1, 1, 4, 30]))
-        result = step([(reading, size)], keys=size == 1)
-        if size == 1:  # the row's only token is the next token of the count
-            assert counted == count_missing(result.keys[0], layers, position)
-        assert 0 <= counted <= position
-        assert not (cache.contract.exact and counted)
 
 
 @pytest.mark.parametrize(
@@ -116,3 +66,68 @@ def test_a_fork_has_lost_what_its_parent_has_lost() -> None:
     child = reading.cache.fork(reading.seat)
     assert child is not None
     assert reading.cache.count_dropped_tokens(child) == reading.cache.count_dropped_tokens(reading.seat) > 0
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("name", every_instance())
+def test_a_compaction_says_what_it_dropped_and_leaves_no_more_than_the_budget(name: str, model: str) -> None:
+    world = make_world(name, every_instance()[name], model)
+    reading = world.open(name, random_text(2, LENGTH, MODELS[model]))
+    cache = reading.cache
+    compact = cache.compact
+
+    def compact_and_check(seat: Seat) -> int | None:
+        before, dropped = cache.count_dropped_tokens(seat), compact(seat)
+        after, budget = cache.count_dropped_tokens(seat), cache.token_budget(seat.length)
+        assert after - before == (dropped or 0)
+        assert dropped is None or (budget is not None and seat.length - after <= budget)
+        return dropped
+
+    cache.compact = compact_and_check  # type: ignore[method-assign]
+    while reading.left:
+        step([(reading, reading.chunk(random.choice([1, 4, 30])))])
+        budget = cache.token_budget(reading.seat.length)
+        assert budget is None or 0 <= budget <= reading.seat.length
+        assert not cache.contract.exact or budget in (None, reading.seat.length)
+        if name.startswith("sliding_window"):  # it drops a token with each that enters
+            assert reading.seat.length - cache.count_dropped_tokens(reading.seat) == budget
+
+
+def test_a_compaction_that_frees_only_what_no_window_needs_drops_no_token() -> None:
+    """At 16 tokens a window of 50 needs all of them; the others free keys, and no token is missed."""
+    options = {"budget": 20, "every": 16, "recent": 4, "block_size": 8}
+    world = make_world("it", StrategySettings(kind="compressed", **options), "windows")
+    reading = world.open("it", random_text(3, 40, MODELS["windows"]))
+    compact = reading.cache.compact
+    returned: dict[int, int | None] = {}
+
+    def note(seat: Seat) -> int | None:
+        returned[seat.length] = compact(seat)
+        return returned[seat.length]
+
+    reading.cache.compact = note  # type: ignore[method-assign]
+    while reading.left:
+        step([(reading, reading.chunk(8))])
+    assert returned == {8: None, 16: 0, 24: None, 32: 0, 40: None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "budget"),
+    [
+        ("paged", {}, None),
+        ("contiguous", {}, None),
+        # Two KV heads without a window keep 4 + 4 of 100 tokens; one with a window of 24 lacks 19 of those it would use
+        ("sliding_window", {"window": 5, "sinks": 4}, 100 - (92 + 92 + 19) // 3),
+        # ... keep 20; that with a window keeps all that it would use
+        ("compressed", {"budget": 20, "every": 16, "recent": 4}, 100 - (80 + 80 + 0) // 3),
+        ("compressed", {"budget": 0.3, "every": 16, "recent": 4, "by_head": True}, 100 - (70 + 70 + 0) // 3),
+        ("compressed", {"budget": 200}, 100),
+    ],
+    ids=str,
+)
+def test_a_budget_is_the_mean_over_heads_of_what_they_keep(
+    kind: str, options: dict[str, Any], budget: int | None
+) -> None:
+    world = make_world("it", StrategySettings(kind=kind, **options), "full and window")
+    assert world.caches["it"].token_budget(100) == budget

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
-from tests.contract.harness import MODEL, World, exact_instances, random_text, read_through, step
+from plugin_kit.driver.steps import read_through, step
+from plugin_kit.driver.texts import MODEL, random_text
+from tests.contract.harness import World, exact_instances
 from tests.contract.toy_model import ToyModel, generate, open_requests
 
 LENGTH = 140

@@ -11,8 +11,11 @@ from cache_strategies.registry import load_kind, resolve_instances
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
-from tests.contract.harness import World, random_text, step
-from tests.kernels.brute_force import KEEPS, attention, visible_keys
+from plugin_kit.driver.reference import attention, visible_keys
+from plugin_kit.driver.steps import step
+from plugin_kit.driver.texts import random_text
+from tests.contract.harness import World
+from tests.kernels.brute_force import KEEPS
 
 LAYERS = (LayerSpec(2, 6, 16, 16, scale=0.25), LayerSpec(1, 2, 8, 24, scale=0.35, window=20))
 OPTIONS = {"contiguous": {}, "paged": {"block_size": 8}, "sliding_window": {"window": 24, "sinks": 2}}

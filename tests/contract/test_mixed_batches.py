@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from config.settings import StrategySettings
-from tests.contract.harness import MODEL, Reading, Text, World, random_text, step
+from plugin_kit.driver.steps import Reading, step
+from plugin_kit.driver.texts import MODEL, Text, random_text
+from tests.contract.harness import World
 
-EVERY = 9  # tokens from one boundary of `compressed` to the next, at which rows end
+EVERY = 9  # tokens from one boundary of `compressed` and `streaming` to the next, at which rows end
 
 STRATEGIES = {
     "compressed": StrategySettings(kind="compressed", budget=14, every=EVERY, recent=3, scorer="tova"),
@@ -27,9 +29,12 @@ STRATEGIES = {
     "hooked_everywhere": StrategySettings(kind="hooked", layers="all"),
     "mirrored": StrategySettings(kind="mirrored"),
     "paged": StrategySettings(kind="paged", block_size=7, prefix_cache=False),
+    "quest": StrategySettings(kind="quest", block_size=4, budget=16),
+    "quest_by_share": StrategySettings(kind="quest", block_size=3, budget=0.4, min_tokens=12, prefix_cache=False),
     "random_drop": StrategySettings(kind="random_drop"),
     "random_drop_by_head": StrategySettings(kind="random_drop_by_head", every=13),
     "sliding_window": StrategySettings(kind="sliding_window", window=20, sinks=3, max_row=40),
+    "streaming": StrategySettings(kind="streaming", window=12, sinks=2, every=EVERY),
 }
 
 
@@ -47,7 +52,7 @@ def draw_texts(rng: random.Random, dtype: torch.dtype) -> list[Sized]:
     for seed, name in enumerate(sorted(STRATEGIES) * 2):
         sizes = [min(rng.randint(1, rng.choice([7, 60])), 40) for _ in range(rng.randint(1, 3))]
         sizes += [1] * rng.randint(0, 8)
-        if STRATEGIES[name].kind == "compressed":
+        if STRATEGIES[name].kind in ("compressed", "streaming"):
             sizes = split_at_boundaries(sizes)
         texts.append(Sized(name, random_text(seed, sum(sizes), MODEL, dtype), sizes))
     return texts

@@ -13,15 +13,19 @@ from cache_strategies.eviction import list_policies
 from config.settings import StrategySettings
 from kernels.backends import REFERENCE
 from kernels.types import LayerSpec
+from plugin_kit.driver.history import LAYERS, geometry_of
+from plugin_kit.strategies.histories import HYBRID
 from tests.contract.harness import list_kinds
-from tests.contract.random_histories import HYBRID, LAYERS, WINDOWS, Histories, geometry_of
+from tests.contract.random_histories import WINDOWS, Histories
 
 OPTIONS: Mapping[str, Mapping[str, object]] = {  # small enough for texts of 20 tokens; unknown kinds run with defaults
     "compressed": {"budget": 8, "every": 4, "sinks": 1, "recent": 2, "block_size": 4, "scorer": "h2o"},
     "paged": {"block_size": 4},
+    "quest": {"block_size": 2, "budget": 8},
     "random_drop": {"every": 4, "block_size": 2},
     "random_drop_by_head": {"every": 5, "block_size": 2},
     "sliding_window": {"window": 5, "sinks": 2, "max_row": 4},
+    "streaming": {"window": 4, "sinks": 1, "every": 3, "block_size": 2},
 }
 
 
@@ -35,7 +39,10 @@ ALONE = (
     {kind: instance(kind) for kind in list_kinds()}
     | {
         "compressed by head": instance("compressed", by_head=True, block_size=8, scorer="tova"),
+        "streaming, a window wider than the model's": instance("streaming", window=8, sinks=0, every=2),
         "paged, blocks of one": instance("paged", block_size=1),
+        "quest, blocks of one": instance("quest", block_size=1, budget=4),
+        "quest, nothing shared": instance("quest", budget=0.3, min_tokens=8, prefix_cache=False),
         "paged, nothing shared": instance("paged", prefix_cache=False),
         "contiguous, nothing found again": instance("contiguous", prefix_cache=False),
     }
@@ -51,7 +58,9 @@ HYBRIDS = {  # models in which paged keeps windows of some layers, and several w
     "hybrid, small blocks": (HYBRID, {"it": instance("paged", block_size=2)}),
     "hybrid, nothing shared": (HYBRID, {"it": instance("paged", prefix_cache=False)}),
     "hybrid, s3fifo": (HYBRID, {"it": instance("paged", block_size=2, eviction="s3fifo", ttl=1e-6)}),
+    "hybrid, quest": (HYBRID, {"it": instance("quest")}),
     "windows": (WINDOWS, {"it": instance("paged")}),
+    "windows, quest": (WINDOWS, {"it": instance("quest")}),
     "windows, blocks of one": (WINDOWS, {"it": instance("paged", block_size=1)}),
     "runs of pages": (HYBRID, {"it": instance("paged"), "other": instance("paged", block_size=2), "ring": RING}),
 }

@@ -12,8 +12,11 @@ from torch import Tensor
 from cache_strategies.sliding_window import WindowOptions
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
-from tests.contract.harness import World, random_text, step
-from tests.kernels.brute_force import KEEPS, attention, visible_keys
+from plugin_kit.driver.reference import attention, visible_keys
+from plugin_kit.driver.steps import step
+from plugin_kit.driver.texts import random_text
+from tests.contract.harness import World
+from tests.kernels.brute_force import KEEPS
 
 LENGTH = 110
 LAYERS = (LayerSpec(1, 2, 8, 8, scale=0.4), LayerSpec(1, 2, 8, 8, scale=0.4, window=9))

@@ -104,9 +104,6 @@ class SieveCache(KVCache):
     def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
         return SeatShape(block_bytes=0, blocks=0)
 
-    def bytes_for(self, num_tokens: int) -> int:
-        return 0
-
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> Seat | None:
         seat = SieveSeat([(self._none(s, s.head_dim), self._none(s, s.v_head_dim)) for s in self.setup.geometry.layers])
         self.seats.add(seat)
@@ -118,19 +115,12 @@ class SieveCache(KVCache):
     def grow(self, seat: Seat, num_tokens: int) -> bool:
         return True
 
-    def crop(self, seat: Seat, length: int) -> None:
-        seat.length = length
-
     def close(self, seat: Seat) -> None:
         assert isinstance(seat, SieveSeat)
         self.seats.remove(seat)
 
     def plan(self, rows: Sequence[Row]) -> Plan:
         return self.plan_type(self, rows)
-
-    def commit(self, plan: Plan, tokens: Sequence[Sequence[int]]) -> None:
-        for row, ids in zip(plan.rows, tokens, strict=True):
-            row.seat.length += len(ids)
 
     def count_dropped_tokens(self, seat: Seat) -> int:
         dropped, heads = 0, 0

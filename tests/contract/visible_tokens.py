@@ -1,19 +1,22 @@
-"""Which keys each query of a row sees, by the definition of its strategy: computed from ids and positions alone.
-
-And whether gather_kv() returns these keys.
-"""
+"""Which keys each query of a row sees, by the definition of its strategy: computed from ids and positions alone."""
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from cache_strategies import registry
 from cache_strategies.base import KVCache
-from tests.contract.harness import Keys
+from cache_strategies.quest.cache import QuestCache
+from plugin_kit.driver.reference import Keeps, keep_all, visible_keys
 from tests.contract.kinds.random_drop import RandomDropCache, list_kept
-from tests.kernels.brute_force import KEEPS, Keeps, keep_all, visible_keys
+from tests.contract.rotary import find_streaming
+from tests.kernels.brute_force import KEEPS
+
+KIND_BY_CLASS = {pkgutil.resolve_name(cls): kind for kind, cls in registry.BUILTIN.items()}
 
 
 def find_keeps(cache: KVCache, kind: str) -> Keeps | None:
@@ -21,6 +24,11 @@ def find_keeps(cache: KVCache, kind: str) -> Keeps | None:
     if kind in KEEPS:
         return KEEPS[kind](cache.options)
     return keep_all if cache.contract.exact else None
+
+
+def define(cache: KVCache, ids: Sequence[int], layer: int, start: int, n: int) -> Tensor | None:
+    """Return what visible_in_row() returns, for checks that know no kinds."""
+    return visible_in_row(cache, KIND_BY_CLASS.get(type(cache), ""), ids, layer, start, n)
 
 
 def visible_in_row(cache: KVCache, kind: str, ids: Sequence[int], layer: int, start: int, n: int) -> Tensor | None:
@@ -32,6 +40,10 @@ def visible_in_row(cache: KVCache, kind: str, ids: Sequence[int], layer: int, st
     keeps = find_keeps(cache, kind)
     if keeps is not None:
         return visible_keys(spec, end, keeps, first=start).expand(spec.num_kv_heads, n, end)
+    if isinstance(cache, QuestCache) and n > 1:
+        return visible_keys(spec, end, first=start).expand(spec.num_kv_heads, n, end)
+    if (streaming := find_streaming(cache, kind)) is not None:
+        return streaming.visible_keys(spec, start, end).expand(spec.num_kv_heads, n, end)
     if not isinstance(cache, RandomDropCache):
         return None
     heads = []
@@ -41,40 +53,3 @@ def visible_in_row(cache: KVCache, kind: str, ids: Sequence[int], layer: int, st
         is_kept[start:] = True  # tokens are dropped between rows
         heads.append(visible_keys(spec, end, first=start) & is_kept)
     return torch.stack(heads).expand(spec.num_kv_heads, n, end)
-
-
-def visible_in_text(cache: KVCache, kind: str, ids: Sequence[int], layer: int, chunk: int) -> Tensor:
-    """Return the mask [H, T, T] of the keys that each query sees of a text that enters in rows of `chunk` tokens.
-
-    If it is not known what the kind keeps, each query sees all keys that the model lets it see.
-    """
-    spec, length, keeps = cache.setup.geometry.layers[layer], len(ids), find_keeps(cache, kind)
-    mask = visible_keys(spec, length, keeps or keep_all).repeat(spec.num_kv_heads, 1, 1)
-    if keeps is not None:
-        return mask
-    for start in range(0, length, chunk):
-        end = min(start + chunk, length)
-        seen = visible_in_row(cache, kind, ids, layer, start, end - start)
-        if seen is not None:
-            mask[:, start:end, :end] = seen
-    return mask
-
-
-def check_keys(k: Tensor, v: Tensor, keys: Keys) -> Tensor:
-    """Check that what gather_kv() returned are keys and values of a text, k [T,H,D] and v [T,H,Dv] up to the row's end.
-
-    Return the mask [H, T] of the tokens that it lists.
-    """
-    kept_k, kept_v, positions = keys
-    end, heads, _ = k.shape
-    assert kept_k.shape[:2] == kept_v.shape[:2] == (len(positions), heads)
-    listed = torch.zeros(heads, end, dtype=torch.bool)
-    for head in range(heads):
-        of_head = positions if positions.dim() == 1 else positions[:, head]
-        at = of_head[of_head >= 0].long()
-        assert at.tolist() == sorted({*at.tolist()})
-        assert at[-1] == end - 1, "a token sees itself"
-        assert torch.equal(kept_k[of_head >= 0, head], k[at, head]), "keys of other tokens"
-        assert torch.equal(kept_v[of_head >= 0, head], v[at, head]), "values of other tokens"
-        listed[head, at] = True
-    return listed

@@ -52,14 +52,20 @@ class Server:
         return text
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of the samples of that name that have these labels, now."""
+        """Return the sum of the samples of that name that have these labels, now.
+
+        Takes up to a second, as metrics() does: read several numbers from one text of it.
+        """
         return metric(self.metrics(), name, **labels)
 
     def usage(self, instance: str) -> dict[str, int]:
-        """Return an instance's usage as it is now: an answer from before this call has expired."""
+        """Return an instance's usage as it is now."""
+        return self.usages()[instance]
+
+    def usages(self) -> dict[str, dict[str, int]]:
+        """Return the usage of each instance as it is now: an answer from before this call has expired."""
         time.sleep(ANSWER_TTL)
-        caches = {entry["name"]: entry["usage"] for entry in self.get("/v1/kv_cache").json()["data"]}
-        return dict(caches[instance])
+        return {entry["name"]: dict(entry["usage"]) for entry in self.get("/v1/kv_cache").json()["data"]}
 
     def wait_for_memory(self) -> int:
         """Wait until all of the KV memory is there, and return its bytes."""

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 
-from tests.end_to_end.server_process import Server, eventually, maps
+from tests.end_to_end.server_process import Server, eventually, maps, metric
 
 PROMPT = "Once upon a time there was a"
 STRATEGIES = ("contiguous", "paged", "sliding_window")
@@ -53,9 +53,10 @@ def test_cancelled_in_mid_stream_it_leaves_nothing_behind(client: openai.OpenAI,
         for _, _chunk in zip(range(5), stream, strict=False):
             pass
     eventually(lambda: tiny.usage("contiguous")["seats"] == 0)
-    assert tiny.metric("kvmux_requests_total", outcome="cancelled") == before + 1
-    assert tiny.usage("contiguous")["used"] == tiny.usage("contiguous")["wasted"] == 0
-    assert tiny.metric("kvmux_num_requests_running") == 0
+    now, usage = tiny.metrics(), tiny.usage("contiguous")
+    assert metric(now, "kvmux_requests_total", outcome="cancelled") == before + 1
+    assert usage["used"] == usage["wasted"] == 0
+    assert metric(now, "kvmux_num_requests_running") == 0
 
 
 def test_32_at_once_over_three_strategies_answer_as_each_does_alone(client: openai.OpenAI, tiny: Server) -> None:
@@ -71,9 +72,9 @@ def test_32_at_once_over_three_strategies_answer_as_each_does_alone(client: open
 
     with ThreadPoolExecutor(32) as pool:
         together = list(pool.map(ask, range(32)))
-    large = tiny.metric("kvmux_step_rows_count") - tiny.metric("kvmux_step_rows_bucket", le="8.0")
-    assert large > 0
-    assert tiny.metric("kvmux_step_rows_bucket", le="+Inf") > tiny.metric("kvmux_step_rows_bucket", le="16.0")
+    now = tiny.metrics()
+    assert metric(now, "kvmux_step_rows_count") > metric(now, "kvmux_step_rows_bucket", le="8.0")
+    assert metric(now, "kvmux_step_rows_bucket", le="+Inf") > metric(now, "kvmux_step_rows_bucket", le="16.0")
     assert [ask(i) for i in range(32)] == together
 
 
@@ -97,10 +98,8 @@ def test_only_the_engine_has_torch_in_its_memory(tiny: Server) -> None:
 
 
 def test_a_stop_string_is_no_cancellation(client: openai.OpenAI, tiny: Server) -> None:
-    before = (
-        tiny.metric("kvmux_requests_total", outcome="stop"),
-        tiny.metric("kvmux_requests_total", outcome="cancelled"),
-    )
+    now = tiny.metrics()
+    before = [metric(now, "kvmux_requests_total", outcome=outcome) for outcome in ("stop", "cancelled")]
     answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=400, temperature=0, stop=["a", "e"])
     assert answer.choices[0].finish_reason == "stop"
     eventually(lambda: tiny.metric("kvmux_requests_total", outcome="stop") == before[0] + 1)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.end_to_end.server_process import PATIENCE, Server
+from tests.end_to_end.server_process import PATIENCE, Server, metric
 
 CLIENTS, SHARED, OWN, COUNT = 8, 1024, 64, 4
 
@@ -29,8 +29,9 @@ def at_once(server: Server, prompts: Sequence[list[int]], **body: object) -> lis
 
 def computed(server: Server) -> float:
     """Tokens of prompts that have been computed so far; a token that was generated enters the cache, but the last."""
-    generated = server.metric("kvmux_generation_tokens_total") - server.metric("kvmux_requests_total", outcome="length")
-    return server.metric("kvmux_step_tokens_sum") - generated
+    now = server.metrics()
+    generated = metric(now, "kvmux_generation_tokens_total") - metric(now, "kvmux_requests_total", outcome="length")
+    return metric(now, "kvmux_step_tokens_sum") - generated
 
 
 @pytest.mark.parametrize("own", [OWN, 1])

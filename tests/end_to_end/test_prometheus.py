@@ -29,10 +29,10 @@ from tests.metrics.promql_evaluator import Evaluator, Vector
 from tools.dashboards.catalogue import Query, iter_queries
 from tools.dashboards.promql import fill_variables
 
-INSTANCES = ("paged", "contiguous", "sliding_window")
-CLIENTS, REQUESTS = 6, 6
+INSTANCES = ("paged", "contiguous", "sliding_window", "compressed")
+CLIENTS, REQUESTS = 8, 6
 WINDOW = 600  # seconds, in which all of it lies
-STRETCH = 12  # scrapes at rest: growth is stretched by one of them, a small part then
+STRETCH = 20  # scrapes at rest: growth is stretched by one of them, a small part then
 CONFIG = """
 dtype = "float32"
 threads = 1
@@ -50,6 +50,11 @@ floor = "10%"
 [strategies.sliding_window]
 kind = "sliding_window"
 window = 64
+
+[strategies.compressed]
+kind = "compressed"
+budget = 40
+every = 16
 """
 COMMON = [random.Random(1).randrange(2, 300) for _ in range(150)]
 
@@ -81,7 +86,7 @@ async def load(url: str) -> Told:
 async def client(http: httpx.AsyncClient, number: int, told: Told) -> None:
     draw = random.Random(number)
     for i in range(REQUESTS):
-        instance = INSTANCES[(number + i) % 3]
+        instance = INSTANCES[(number + i) % len(INSTANCES)]
         own = [draw.randrange(2, 300) for _ in range(draw.choice((1, 20, 60)))]
         body = {"model": "tiny", "kv_cache": instance, "ignore_eos": True, "temperature": 0.8, "seed": i}
         if i % 5 == 4:
@@ -219,6 +224,7 @@ def test_counters_are_the_sums_of_the_records(seen: Seen) -> None:
         ("spec_decode_num_accepted_tokens_per_pos", everybody, lambda r: r.accepted_tokens),
         ("num_preemptions", everybody, lambda r: r.preemptions),
         ("kv_cache_dropped_tokens", everybody, lambda r: r.dropped_tokens),
+        ("kv_cache_compactions", everybody, lambda r: r.compactions),
         ("prompt_tokens", admitted, lambda r: r.prompt_tokens),
         ("prompt_tokens_cached", admitted, lambda r: r.cached_tokens),
         ("forks", admitted, lambda r: r.forked),
@@ -233,13 +239,17 @@ def test_counters_are_the_sums_of_the_records(seen: Seen) -> None:
         ("time_to_first_token_seconds", everybody, lambda r: r.generated_tokens > 0),
         ("inter_token_latency_seconds", everybody, lambda r: max(0, r.generated_tokens - 1)),
         ("request_prompt_tokens", admitted, lambda _: 1),
+        ("kv_cache_compaction_seconds", everybody, lambda r: r.compactions),
     ):
         assert seen.sums(f"kvmux_{name}_count") == by_instance(records, what), name
     outcomes = Counter(record.outcome for record in everybody)
     assert seen.sums("kvmux_requests_total", by="outcome") == outcomes
     assert outcomes.keys() == {"length", "cancelled"}
     assert seen.sums("kvmux_num_preemptions_total"), "nobody was preempted"
-    assert seen.sums("kvmux_kv_cache_dropped_tokens_total").keys() == {"sliding_window"}
+    assert seen.sums("kvmux_kv_cache_dropped_tokens_total").keys() == {"sliding_window", "compressed"}
+    seconds = seen.sums("kvmux_kv_cache_compaction_seconds_sum")
+    assert seconds == {"compressed": pytest.approx(sum(record.compaction_seconds for record in everybody))}
+    assert seen.sums("kvmux_kv_cache_compacted_tokens_total").keys() == {"compressed"}
 
 
 def test_nothing_counts_before_there_is_a_request(seen: Seen) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from server.processes.supervisor import Targets
 from tests.api.raw_http import raw_post
-from tests.end_to_end.server_process import PATIENCE, Server, eventually, serving
+from tests.end_to_end.server_process import PATIENCE, Server, eventually, metric, serving
 
 PROMPT = "Once upon a time there was a"
 BODY = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -48,8 +48,9 @@ def test_50_streams_of_which_many_are_left(tiny: Server) -> None:
         strategy: tiny.complete(**(BODY | {"stream": False, "kv_cache": strategy, "max_tokens": 60})).json()
         for strategy in STRATEGIES
     }
+    now = tiny.metrics()
     before = {
-        outcome: tiny.metric("kvmux_requests_total", outcome=outcome) for outcome in ("length", "cancelled", "error")
+        outcome: metric(now, "kvmux_requests_total", outcome=outcome) for outcome in ("length", "cancelled", "error")
     }
 
     def read(plan: tuple[str, int | None]) -> str:
@@ -70,11 +71,18 @@ def test_50_streams_of_which_many_are_left(tiny: Server) -> None:
         assert (text == expected) if leave_after is None else expected.startswith(text)
     left = sum(leave_after is not None for _, leave_after in plans)
     eventually(lambda: tiny.metric("kvmux_requests_total", outcome="cancelled") == before["cancelled"] + left)
-    assert tiny.metric("kvmux_num_requests_running") == tiny.metric("kvmux_num_requests_waiting") == 0
-    assert tiny.metric("kvmux_requests_total", outcome="length") == before["length"] + len(plans) - left
-    assert tiny.metric("kvmux_requests_total", outcome="error") == before["error"]
-    for strategy in STRATEGIES:
-        assert tiny.usage(strategy)["used"] == 0
+    now = tiny.metrics()
+    assert metric(now, "kvmux_num_requests_running") == metric(now, "kvmux_num_requests_waiting") == 0
+    assert metric(now, "kvmux_requests_total", outcome="length") == before["length"] + len(plans) - left
+    assert metric(now, "kvmux_requests_total", outcome="error") == before["error"]
+    usages = tiny.usages()
+    assert [usages[strategy]["used"] for strategy in STRATEGIES] == [0] * len(STRATEGIES)
+
+
+def count_requests(server: Server) -> tuple[float, float]:
+    """Return how many requests run and wait, now."""
+    now = server.metrics()
+    return metric(now, "kvmux_num_requests_running"), metric(now, "kvmux_num_requests_waiting")
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -86,10 +94,9 @@ def test_whoever_hangs_up_is_gone_within_two_steps(slow: Server, stream: bool) -
         for _ in range(5):
             client = clients.enter_context(socket.create_connection((address.host, address.port)))
             client.sendall(raw_post(body))
-        eventually(lambda: slow.metric("kvmux_num_requests_running") == 3)
-        eventually(lambda: slow.metric("kvmux_num_requests_waiting") == 2)
+        eventually(lambda: count_requests(slow) == (3, 2))
         steps = slow.metric("kvmux_steps_total")
-    eventually(lambda: slow.metric("kvmux_num_requests_running") == slow.metric("kvmux_num_requests_waiting") == 0)
+    eventually(lambda: count_requests(slow) == (0, 0))
     assert slow.metric("kvmux_steps_total") <= steps + 2
     assert slow.usage("paged")["used"] == 0
 

@@ -18,7 +18,8 @@ class FakeProposer:
         assert list(text) == self._whole[: len(text)], "the text is not what it should be"
         assert most > 0
         ahead = self._whole[len(text) :][: min(most, self._count)]
-        return [token if self._random.random() < self._right else token + 1 for token in ahead]
+        # A wrong draft is another token of the vocabulary, too: the model computes it
+        return [token if self._random.random() < self._right else abs(token - 1) for token in ahead]
 
     def update_draft_length(self, accepted: int) -> None:
         self.learned.append(accepted)

@@ -86,8 +86,13 @@ def test_hits_survive_preemption_and_count_once(tiny: Path, reference: Reference
     assert (told.record.cached_tokens, told.record.miss, told.record.preemptions) == (0, "cold", 1)
 
 
-@pytest.mark.parametrize(("instance", "dropped"), [("paged", 0), ("contiguous", 0), ("ring", 44 - 7 - 2), ("wide", 0)])
-def test_a_record_says_how_many_tokens_were_kept_and_dropped(tiny: Path, instance: str, dropped: int) -> None:
+@pytest.mark.parametrize(
+    ("instance", "dropped", "budget"),
+    [("paged", 0, None), ("contiguous", 0, None), ("ring", 44 - 7 - 2, 7 + 2), ("wide", 0, 44)],
+)
+def test_a_record_says_how_many_tokens_were_kept_and_dropped(
+    tiny: Path, instance: str, dropped: int, budget: int | None
+) -> None:
     """The last of 45 tokens does not enter the cache; of the others, the next token sees 7 in the window, and sinks."""
     rings = {
         "ring": {"kind": "sliding_window", "window": 8, "sinks": 2},
@@ -100,6 +105,7 @@ def test_a_record_says_how_many_tokens_were_kept_and_dropped(tiny: Path, instanc
     assert told.explained is not None
     record = told.explained.record
     assert (record.kept_tokens, record.dropped_tokens) == (44 - dropped, dropped)
+    assert (record.budget_tokens, record.compactions, record.compaction_seconds) == (budget, 0, 0)
 
 
 @pytest.mark.parametrize("outcome", ["cancelled", "stop"])

@@ -42,7 +42,7 @@ def test_fifty_tokens_and_the_last_logits_equal_full_context(driver: Driver, str
 
 def test_a_position_that_disagrees_with_the_cache_is_refused(driver: Driver) -> None:
     model, sequence = driver.core.model, CachedSequence(driver.core.caches["paged"])
-    with pytest.raises(ValueError, match="current_pos is 3, but the cache holds 0"):
+    with pytest.raises(ValueError, match="current_pos is 3, but the cache's next token has position 0"):
         model.forward_step(torch.zeros(1, 1, model.config.hidden_size), 3, sequence)
     sequence.close()
 

@@ -32,11 +32,12 @@ STRATEGIES = strategies(
     hooked={"kind": "hooked"},
     hooked_too={"kind": "hooked", "layers": "even"},
     mirrored={"kind": "mirrored"},
+    quest={"kind": "quest", "block_size": 4, "budget": 16},
     random_drop={"kind": "random_drop"},
     random_drop_by_head={"kind": "random_drop_by_head", "every": 21},
     window={"kind": "sliding_window", "window": 20, "sinks": 3, "max_row": 24},
 )
-HOOKED_LAYERS = {"hooked": {1}, "hooked_too": {0, 2}, "mirrored": {0, 1, 2}}
+HOOKED_LAYERS = {"hooked": {1}, "hooked_too": {0, 2}, "mirrored": {0, 1, 2}, "quest": {0}}
 INSTANCES = ["contiguous", "paged", *STRATEGIES]
 REQUESTS = [  # (instance, tokens of the prompt, tokens of the answer), in the order in which they arrive
     (instance, 3 + (29 * i) % 61, 2 + (7 * i) % 11) for i, instance in enumerate(INSTANCES * 2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from config.errors import SettingsError
 from config.settings import default_strategies
 from server.cli.main import main
 from server.evaluation.command import parse_strategy
@@ -102,6 +105,8 @@ def test_the_exact_strategy_is_there_unasked(
     ("flags", "message"),
     [
         (["--strategy", "nonesuch"], "--strategy: there is no instance 'nonesuch'; there are contiguous, paged"),
+        (["--strategy", "keydiff"], "keydiff is a scorer: write compressed:scorer=keydiff"),
+        (["--strategy", "no_such_module:Cache"], "run the command in the folder that has it, set PYTHONPATH to that"),
         (["--strategy", "nonesuch:a=1"], "there is no cache strategy kind 'nonesuch'"),
         (["--strategy", "paged:colour=red"], "strategies.paged-colourred.colour is not an option of this kind"),
         (["--strategy", "paged:block_size"], "write KIND:option=value,option=value"),
@@ -109,6 +114,7 @@ def test_the_exact_strategy_is_there_unasked(
         (["--strategy", "paged:block_size=0"], "strategies.paged-block_size0.block_size"),
         (["--length", "4096"], "--length: should be from 2 to 512 tokens, the context of the model"),
         (["--length", "0"], "'0' is not a number above 0"),
+        (["--question-at", "500"], "--question-at: should be from 128 to 480"),
         (["--records", "-3"], "'-3' is not a number above 0"),
         (["--text", "no/such/file"], "--text: cannot read no/such/file"),
         (["--json", "no/such/folder/a.json"], "--json: cannot write no/such/folder/a.json: No such file or directory"),
@@ -181,6 +187,50 @@ def test_all_instances_are_read_if_none_is_named(
     assert sorted(names) == ["contiguous", "paged", "sliding_window"]
 
 
+CLASSES = """
+from cache_strategies.scorers.base import Scorer
+from cache_strategies.sliding_window import SlidingWindowCache
+
+
+class Window(SlidingWindowCache):
+    interface_version = 2
+
+
+class Values(Scorer):
+    def score(self, past):
+        return past.values.norm(dim=-1)
+"""
+
+
+def test_classes_in_the_current_folder_are_read(model_directory: Path, tmp_path: Path) -> None:
+    """By the command's own program, whose folder is not on Python's path."""
+    program = tmp_path / "kvmux"
+    program.write_text("from server.cli.main import main\n\nif __name__ == '__main__':\n    raise SystemExit(main())\n")
+    wanted = (
+        "of_an_author:Window:window=16,sinks=0",
+        "compressed:scorer=of_an_author:Values,budget=40,recent=8,every=16",
+    )
+    flags = [part for name in wanted for part in ("--strategy", name)]
+    folder = tmp_path / "of-an-author"
+    folder.mkdir()
+    (folder / "of_an_author.py").write_text(CLASSES)
+    run = subprocess.run(
+        [sys.executable, program, "evaluate", "--model", model_directory.resolve(), *SMALL, *flags],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    names = [line.split("|")[1].strip() for line in run.stdout.splitlines()[2:]]
+    assert names == [
+        "exact_caching",
+        "of_an_author-Window-window16-sinks0",
+        "compressed-scorerof_an_author-Values-budget40-recent8-every16",
+    ]
+
+
 def test_a_name_is_not_given_twice(model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kvmux.toml"
     file.write_text(f'model = "{model_directory}"\n[strategies.paged-block_size8]\nkind = "paged"\n')
@@ -189,16 +239,17 @@ def test_a_name_is_not_given_twice(model_directory: Path, tmp_path: Path, capsys
     assert "an instance paged-block_size8 already exists" in err
 
 
+@pytest.mark.parametrize("method", ["plan", "compact"])
 def test_a_strategy_that_fails_is_reported(
-    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
-    def plan(*_: Any, **__: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("cache_strategies.paged.cache.PagedCache.plan", plan)
+    monkeypatch.setattr(f"cache_strategies.paged.cache.PagedCache.{method}", fail)
     code, _, err = _run(capsys, "--model", str(model_directory), *SMALL, "--strategy", "paged")
     assert code == 2
-    assert err.splitlines()[-1] == "kvmux: cache strategy 'paged' failed in plan(): RuntimeError: broken"
+    assert err.splitlines()[-1] == f"kvmux: cache strategy 'paged' failed in {method}(): RuntimeError: broken"
 
 
 def test_table_has_no_colours_when_they_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,6 +294,48 @@ def test_strategies_are_named_by_their_options() -> None:
     assert parse_strategy("paged") == ("paged", {})
     assert parse_strategy("paged: block_size = 8 ") == ("paged-block_size8", {"kind": "paged", "block_size": "8"})
     assert parse_strategy("mine:share=0.5,limit=50%")[0] == "mine-share0-5-limit50-"
+    assert parse_strategy("a.b:Cache") == ("a-b-Cache", {"kind": "a.b:Cache"})
+    name, options = parse_strategy("a.b:Cache:window=64,scorer=c:Scorer")
+    assert name == "a-b-Cache-window64-scorerc-Scorer"
+    assert options == {"kind": "a.b:Cache", "window": "64", "scorer": "c:Scorer"}
     name, options = parse_strategy("sliding_window:window=64,sinks=0")
     assert name == "sliding_window-window64-sinks0"
     assert options == {"kind": "sliding_window", "window": "64", "sinks": "0"}
+
+
+def test_a_dot_leads_into_an_option_that_is_a_table() -> None:
+    name, options = parse_strategy("compressed:scorer=random,scorer_options.per_head=false,scorer_options.seed=7")
+    assert name == "compressed-scorerrandom-scorer_options-per_headfalse-scorer_options-seed7"
+    assert options == {
+        "kind": "compressed",
+        "scorer": "random",
+        "scorer_options": {"per_head": "false", "seed": "7"},
+    }
+    assert parse_strategy("mine:a.b.c=1,a.d=2")[1] == {"kind": "mine", "a": {"b": {"c": "1"}, "d": "2"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ("a=1,a.b=2", "'a.b': 'a' has a value, too"),
+        ("a.b=1,a=2", "'a' has options, too"),
+        ("a.b.c=1,a.b=2", "'a.b' has options, too"),
+        ("a.b=1,a.b.c=2", "'a.b.c': 'b' has a value, too"),
+        (".a=1", "'.a' has a dot without a name"),
+        ("a..b=1", "'a..b' has a dot without a name"),
+    ],
+)
+def test_dots_without_a_meaning_are_errors(options: str, problem: str) -> None:
+    with pytest.raises(SettingsError, match=f"--strategy 'mine:{re.escape(options)}': {re.escape(problem)}"):
+        parse_strategy(f"mine:{options}")
+
+
+def test_options_of_a_scorer_reach_it(model_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--model", str(model_directory), *SMALL, "--strategy"]
+    strategy = "compressed:budget=40,every=32,scorer=random,scorer_options."
+    code, out, _ = _run(capsys, *arguments, strategy + "per_head=false")
+    assert (code, out.count("| compressed-budget40-every32-scorerrandom-scorer_options-per_headfalse ")) == (0, 1)
+    for wrong in ("per_head=7", "per_hat=1"):
+        code, _, err = _run(capsys, *arguments, strategy + wrong)
+        assert code == 2
+        assert f"scorer_options.{wrong.partition('=')[0]}" in err

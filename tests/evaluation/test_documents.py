@@ -15,6 +15,7 @@ from server.evaluation.documents import (
     Document,
     check_vocabulary,
     find_special_tokens,
+    make_questions,
     make_records,
     make_stories,
     read_text_file,
@@ -109,6 +110,21 @@ def test_answers_stand_where_they_say(tokenizer: Tokenizer) -> None:
         for answer in answers:
             before = answer.start - answer.distance
             assert ids[before : before + answer.stop - answer.start] == ids[answer.start : answer.stop]
+
+
+@pytest.mark.parametrize("position", [200, 515])
+def test_a_question_ends_where_it_should_and_its_fact_is_in_the_text(tokenizer: Tokenizer, position: int) -> None:
+    marks = find_special_tokens(tokenizer, EOS, 2048)
+    found = make_questions(tokenizer, marks, position, 20, "a seed")
+    assert len(found) == 20
+    for ids, (answer,) in found:
+        assert ids[: len(marks.begin_ids)] == list(marks.begin_ids)
+        assert (answer.start, answer.stop) == (position + 1, len(ids))
+        mention = answer.start - answer.distance
+        assert len(marks.begin_ids) <= mention < answer.start - 64
+        assert ids[mention : mention + answer.stop - answer.start] == ids[answer.start :]
+    assert len({tuple(document.ids) for document in found}) == 20
+    assert make_questions(tokenizer, marks, position, 3, "a seed") == found[:3]
 
 
 def test_records_speak_of_held_out_names_and_stories_do_not(tokenizer: Tokenizer) -> None:

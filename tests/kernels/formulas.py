@@ -21,7 +21,7 @@ from kernels.quantization import QuantizedTensor
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
 from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec
-from tests.kernels.brute_force import attention, keep_all, visible_keys
+from plugin_kit.driver.reference import attention, keep_all, visible_keys
 
 KV_HEADS = 2
 OTHER = LayerSpec(3, 3, 40, 72)  # a layer before the one that is tried
@@ -391,6 +391,24 @@ def repeat_kv_heads_step(ops: Ops, shape: Shape) -> Pairs:
     yield mirror, want
 
 
+# -------------------------------------------------------------------- selection of blocks
+def select_blocks(ops: Ops, shape: Shape) -> Pairs:
+    """Selects every third of some blocks, of which each bound is another whole number."""
+    count = 20 + shape.length % 50
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    q = torch.zeros(1, KV_HEADS * shape.group, shape.head_dim, dtype=shape.dtype)
+    q[:, shape.group - 1 :: shape.group, -1] = torch.tensor([1, -1])  # of each group one query that is not 0
+    summaries = torch.zeros(count, 2 * shape.head_dim, dtype=shape.dtype)
+    summaries[order, shape.head_dim - 1] = torch.arange(count).to(shape.dtype)  # the largest numbers
+    summaries[order, -1] = torch.arange(count).to(shape.dtype) - count  # the smallest
+    out = torch.zeros(1, KV_HEADS, count // 3, dtype=torch.int32)
+    candidates = torch.arange(count, dtype=torch.int32).expand(1, KV_HEADS, count)
+    counts = torch.tensor([[count, count // 3]], dtype=torch.int32)
+    ops.select_blocks(out, laid(q, shape.lies), laid(summaries, shape.lies), candidates, counts)
+    yield out[0, 0], order[-(count // 3) :].sort().values.int()  # the query 1 is multiplied by the largest
+    yield out[0, 1], order[: count // 3].sort().values.int()  # the query -1 by the smallest
+
+
 # By the full name of a row of the table.
 FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
     ("linear.quantized" if each is linear_quantized else each.__name__): each
@@ -398,6 +416,7 @@ FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
         *(forward_layers, linear, linear_quantized, qkv_proj_rope, o_proj_add_norm, mlp),
         *(rms_norm, add_rms_norm, rope, silu_mul, sample, quantize, dequantize),
         *(write_kv, attend, gather, copy_blocks, copy_tokens, repeat_kv_heads, repeat_kv_heads_step),
+        select_blocks,
     )
 }
 # What is varied of a shape: this, unless VARIED says otherwise.

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
+from plugin_kit.driver.reference import attention
 from tests.kernels.backend_matrix import BACKENDS, LAYOUTS, NAMES, ROWS, SPECS, TOLERANCE
-from tests.kernels.brute_force import attention, visible_in_case
+from tests.kernels.brute_force import visible_in_case
 
 backends = pytest.mark.parametrize("backend", NAMES)
 layouts = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.kind)

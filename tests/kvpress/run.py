@@ -24,7 +24,7 @@ from torch import Tensor
 from cache_strategies.scorers import load_scorer
 from cache_strategies.scorers.base import Past
 from kernels.types import LayerSpec
-from tests.cache_strategies.scorers.texts import rotate
+from plugin_kit.scorers.texts import rotate
 from tests.clients.run import environment
 
 HERE = Path(__file__).parent
@@ -103,7 +103,8 @@ def score_layer(name: str, record: Mapping[str, Tensor], layer: int, turn: Any) 
         length=S,
         num_new=S,
         positions=torch.arange(S).expand(H, S),
-        load_kv=lambda: (keys.transpose(0, 1), values.transpose(0, 1)),
+        load_keys=lambda: keys.transpose(0, 1),
+        load_values=lambda: values.transpose(0, 1),
         queries=queries.transpose(0, 1)[S - num_queries :],
     )
     return scorer.score(past).clone()

@@ -12,13 +12,15 @@ from kernels.selfcheck.op_db import OP_NAMES
 from server.api.ops.monitoring import OPENMETRICS
 from server.metrics.families import MISS_REASON, OUTCOME, WAIT_REASON
 from server.metrics.registry import Metrics
-from server.records import Admission, DeviceMemory, DraftRecord, StepPart
+from server.records import Admission, Compaction, DeviceMemory, DraftRecord, KVTokens, StepPart
 from tests.metrics.fake_metrics import INSTANCES, exposition, fake_record, fake_state, fake_step, new_metrics
 
 BUSY = fake_state(
     running=dict.fromkeys(INSTANCES, 2),
     waiting={(name, wait): 3 for name in INSTANCES for wait in WAIT_REASON.values or ()},
     usage=dict.fromkeys(INSTANCES, CacheUsage(2, 50, reserved=600, used=300, idle=200, wasted=100, limit=1000)),
+    tokens=dict.fromkeys(INSTANCES, KVTokens(kept=70, dropped=30)),
+    budget_tokens=dict.fromkeys(INSTANCES, 40),
     blocks=dict.fromkeys(INSTANCES, Blocks(in_use=5, shared=2, pending=1, pinned=1, idle=3)),
     floor_bytes=dict.fromkeys(INSTANCES, 400),
     pool_held=1200,
@@ -48,6 +50,7 @@ def observe_everything(metrics: Metrics) -> None:
             forks=every,
             drafts={name: [DraftRecord(3, 3), DraftRecord(3, 1)] for name in INSTANCES},
             evicted_bytes=every,
+            compactions={name: [Compaction(0.0015, 30), Compaction(0.008, 10)] for name in INSTANCES},
             inter_token_seconds={name: [0.02, 0.03] for name in INSTANCES},
             admissions=[
                 Admission(name, 10, 6, reason, forked=False)

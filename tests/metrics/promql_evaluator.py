@@ -15,7 +15,7 @@ from tests.metrics.fake_metrics import Samples
 Labels = frozenset[tuple[str, str]]
 Vector = dict[Labels, float]
 
-TOKEN = re.compile(r"\s*([a-zA-Z_]\w*(?:\{[^}]*\})?|[\d.]+|\[[^\]]*\]|[()/>,-])")
+TOKEN = re.compile(r"\s*([a-zA-Z_]\w*(?:\{[^}]*\})?|[\d.]+|\[[^\]]*\]|[()*/>,-])")
 SELECTOR = re.compile(r'(\w+)(=~|=)"([^"]*)"')
 
 
@@ -48,10 +48,17 @@ class Evaluator:
         return value
 
     def _difference(self) -> Vector:
-        value = self._quotient()
+        value = self._product()
         while self._take("-"):
-            other = self._quotient()
+            other = self._product()
             value = {labels: value[labels] - other[labels] for labels in value.keys() & other.keys()}
+        return value
+
+    def _product(self) -> Vector:
+        value = self._quotient()
+        while self._take("*"):
+            other = self._quotient()
+            value = {labels: value[labels] * other[labels] for labels in value.keys() & other.keys()}
         return value
 
     def _quotient(self) -> Vector:

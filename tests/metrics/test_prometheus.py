@@ -44,6 +44,15 @@ def ask(prometheus: Prometheus, panel: str, dashboard: str) -> dict[str, float]:
     }
 
 
+def ask_by_legend(prometheus: Prometheus, panel: str) -> dict[str, set[float]]:
+    """Return the values in a panel of the strategies' dashboard, rounded, by the legends of its queries."""
+    return {
+        query.legend: {round(value, 6) for _, value in prometheus.query(fill_variables(query.expression))}
+        for query in QUERIES
+        if (query.dashboard, query.panel) == ("kvmux-strategies", panel)
+    }
+
+
 @pytest.mark.parametrize("query", [pytest.param(q, id=f"{q.dashboard}: {q.panel}: {q.legend}") for q in QUERIES])
 def test_every_query_has_an_answer(prometheus: Prometheus, query: Query) -> None:
     answer = prometheus.query(fill_variables(query.expression))
@@ -75,6 +84,15 @@ def test_panels_show_what_happened(prometheus: Prometheus) -> None:
         "pinned": 2,
         "idle": 6,
     }
+    kept = "Kept tokens, and the budgets of running sequences"
+    assert ask_by_legend(prometheus, kept) == {"{{strategy}} kept": {70}, "{{strategy}} budgets": {2 * 40}}
+    times = ask_by_legend(prometheus, "Time of a compaction, p50 and p99")
+    assert times == {"{{strategy}} p50": {0.002}, "{{strategy}} p99": {0.0099}}
+    share = ask(prometheus, "Share of the steps' time that compactions take", "kvmux-strategies")
+    assert share == dict.fromkeys(INSTANCES, pytest.approx(0.0095 / 0.02))
+    compactions = ask(prometheus, "Compactions", "kvmux-strategies")
+    dropped = ask(prometheus, "Tokens dropped by compactions", "kvmux-strategies")
+    assert dropped == {name: pytest.approx(20 * rate) for name, rate in compactions.items()}, "40 tokens by two"
     (slow,) = set(ask(prometheus, "Inter-token latency, p95", "kvmux-strategies").values())
     assert 0.025 <= slow <= 0.05, "the bucket of the slower one"
 

@@ -13,7 +13,7 @@ from config.settings import MAX_DRAFT_TOKENS
 from server.engine.info import make_engine_info, read_engine_state
 from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT_REASON, format_table
 from server.metrics.registry import Metrics
-from server.records import Admission, DeviceMemory, DraftRecord, KVTokens, StepPart
+from server.records import Admission, Compaction, DeviceMemory, DraftRecord, KVTokens, StepPart
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import random_prompt
 from tests.metrics.fake_metrics import (
@@ -102,6 +102,21 @@ def test_tokens_that_were_dropped_count_when_their_request_leaves() -> None:
     samples = scrape(metrics)
     for instance, dropped in (("paged", 7), ("contiguous", 0)):
         assert sample_value(samples, "kvmux_kv_cache_dropped_tokens_total", strategy=instance) == dropped
+
+
+def test_compactions_count_with_their_tokens_and_times() -> None:
+    metrics = new_metrics()
+    for compactions in ([Compaction(0.0004, 3), Compaction(0.003, 0)], [Compaction(5.0, 40)]):
+        metrics.observe_step(fake_step(compactions={"paged": compactions}))
+    samples = scrape(metrics)
+    name = "kvmux_kv_cache_compaction_seconds"
+    for instance, count, tokens, seconds in (("paged", 3, 43, 5.0034), ("contiguous", 0, 0, 0.0)):
+        assert sample_value(samples, "kvmux_kv_cache_compactions_total", strategy=instance) == count
+        assert sample_value(samples, "kvmux_kv_cache_compacted_tokens_total", strategy=instance) == tokens
+        assert sample_value(samples, f"{name}_count", strategy=instance) == count
+        assert sample_value(samples, f"{name}_sum", strategy=instance) == pytest.approx(seconds)
+    for edge, count in (("0.0005", 1), ("0.002", 1), ("0.005", 2), ("2.0", 2), ("+Inf", 3)):
+        assert sample_value(samples, f"{name}_bucket", strategy="paged", le=edge) == count, edge
 
 
 def test_a_disabled_instance_has_all_series_and_one_fault() -> None:
@@ -208,6 +223,7 @@ def test_gauges_are_as_it_is_now() -> None:
             waiting={("paged", "memory"): 1, ("contiguous", "seats"): 5},
             usage={"paged": CacheUsage(2, 50, 600, 300, 200, 100, 1000), "contiguous": EMPTY},
             tokens={"paged": KVTokens(40, 10), "contiguous": KVTokens(0, 0)},
+            budget_tokens={"paged": 300, "contiguous": 512},
             blocks={"paged": Blocks(6, 3, 2, 1, 4), "contiguous": Blocks()},
             floor_bytes={"paged": 77, "contiguous": 0},
             pool_free=400,
@@ -237,6 +253,7 @@ def test_gauges_are_as_it_is_now() -> None:
     ):
         assert {value: sample_value(samples, f"kvmux_{name}", **{label: value}) for value in expected} == expected
     assert sample_value(samples, "kvmux_kv_cache_limit_bytes", strategy="paged") == 1000
+    assert sample_value(samples, "kvmux_kv_cache_budget_tokens", strategy="paged") == 300
     assert sample_value(samples, "kvmux_kv_cache_floor_bytes", strategy="paged") == 77
     assert sample_value(samples, "kvmux_kv_cache_usage_ratio", strategy="paged") == pytest.approx(0.3)
     samples = scrape(metrics)

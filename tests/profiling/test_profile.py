@@ -14,6 +14,7 @@ from server.profiling.command import make_server_flags
 from server.profiling.report import HTTP, SOCKET, MachineLimits, ServedSteps, StepProfile, as_text
 from server.profiling.steps import (
     BOOKKEEPING,
+    COMPACTION,
     LAYOUT,
     MODEL,
     SAMPLING,
@@ -23,7 +24,7 @@ from server.profiling.steps import (
     measure_decode,
     measure_prefill,
 )
-from tests.engine.engine_driver import Driver
+from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
 
 HOST = {BOOKKEEPING, LAYOUT, MODEL, SAMPLING, SCHEDULING}
@@ -78,6 +79,14 @@ def test_the_engine_is_as_before(tiny: Path) -> None:
     other.run()
     assert heard.tokens == expected.tokens
     assert driver.core.timing_interval == other.core.timing_interval
+
+
+def test_compactions_are_a_part_of_their_own(tiny: Path) -> None:
+    small = {"kind": "compressed", "budget": 6, "every": 1, "sinks": 1, "recent": 1}  # a compaction in every step
+    steps = measure_decode(Driver(tiny, strategies=strategies(small=small)).engine, "small", 2, 10, 3)
+    assert steps.seconds.keys() >= HOST | {COMPACTION, "copy_tokens"}
+    assert steps.seconds[COMPACTION] > 0
+    assert steps.calls["copy_tokens"] > 0
 
 
 def test_products_are_those_of_the_matrices(tiny: Path) -> None:

@@ -270,6 +270,23 @@ def repeat_kv_heads_step(dtype: torch.dtype, context: int) -> Calls:
     return [(mirror, x, context - 1) for mirror in mirrors]
 
 
+def select_blocks(dtype: torch.dtype, context: int) -> Calls:
+    """Return calls that select an eighth of a sequence's blocks in one layer, whose summaries lie within the blocks."""
+    num_candidates = context // BLOCK_SIZE
+    numbers = len(LAYERS) * 2 * HEAD_DIM  # of the summaries of a block
+    num_texts = max(1, GIBIBYTE // (KV_HEADS * num_candidates * numbers * dtype.itemsize))
+    blocks = torch.arange(num_texts * KV_HEADS * num_candidates, dtype=torch.int32)
+    summaries = make_random_values(len(blocks) * numbers, dtype).view(len(blocks), len(LAYERS), 2 * HEAD_DIM)
+    counts = torch.tensor([[num_candidates, num_candidates // 8]], dtype=torch.int32)
+    q = make_random_values(HEADS * HEAD_DIM, dtype).view(1, HEADS, HEAD_DIM)
+    out = torch.empty(1, KV_HEADS, num_candidates // 8, dtype=torch.int32)
+    return [
+        (out, q, summaries[:, layer], candidates, counts)
+        for candidates in blocks.view(-1, 1, KV_HEADS, num_candidates)
+        for layer in range(len(LAYERS))
+    ]
+
+
 def copy_blocks(dtype: torch.dtype, context: int) -> Calls:
     """Return calls that copy one block each, in all layers."""
     store = Sequences(dtype, context).store

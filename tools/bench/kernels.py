@@ -36,6 +36,7 @@ CONTEXTS = {  # tokens of the sequence; for products and sampling, rows of x or 
     "sample": (1, 16),
     "repeat_kv_heads": (128, 4096),
     "repeat_kv_heads_step": (128, 4096),
+    "select_blocks": (4096, 16384),
 }
 DEFAULT_CONTEXTS = (512,)
 OP_NAMES = [op.full_name for op in OPS]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from grafana_foundation_sdk.builders.table import Panel as Table
+from grafana_foundation_sdk.builders.timeseries import Panel as Timeseries
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from server.metrics import families as f
@@ -10,6 +12,7 @@ from tools.dashboards.panels import (
     NUMBER,
     SECONDS,
     TIMES_A_SECOND,
+    Panel,
     make_dashboard,
     make_info_table,
     make_stat,
@@ -28,67 +31,83 @@ def build_engine_dashboard() -> Dashboard:
         "kernels and engine",
         "Engine steps, the time of each kernel operation, memory of processes and devices.",
         {
-            "Steps": [
-                make_timeseries("Steps", TIMES_A_SECOND, {"steps": rate(f.STEPS)}),
-                make_timeseries(
-                    "Step time",
-                    SECONDS,
-                    {
-                        "mean": mean(f.STEP_SECONDS),
-                        "p50": quantile(0.5, f.STEP_SECONDS),
-                        "p95": quantile(0.95, f.STEP_SECONDS),
-                    },
-                ),
-                make_timeseries(
-                    "Batch size of a step, mean",
-                    NUMBER,
-                    {"sequences": mean(f.STEP_ROWS), "tokens": mean(f.STEP_TOKENS)},
-                ),
-            ],
-            "Kernels (sampled steps)": [
-                make_timeseries(
-                    "Step time by operation",
-                    SECONDS,
-                    {make_legend(f.OP): f"{BY_OPERATION} > 0", "other": REST},
-                    stacked=True,
-                    width=12,
-                ),
-                make_timeseries(
-                    "Step time by phase",
-                    SECONDS,
-                    {make_legend(f.PHASE): mean(f.TIMED_STEP_SECONDS, f.PHASE)},
-                    width=6,
-                ),
-                make_stat(
-                    "Fallback operations",
-                    NUMBER,
-                    f"{max_by(f.KERNEL_FALLBACK, f.OP)} > 0",
-                    legend=make_legend(f.OP),
-                    red_from=1,
-                    no_value="none",
-                    width=6,
-                ),
-            ],
-            "Processes and device": [
-                make_timeseries(
-                    "Process memory",
-                    BYTES,
-                    {make_legend(f.ROLE): sum_by(f.PROCESS_MEMORY, f.ROLE)},
-                    stacked=True,
-                    width=9,
-                ),
-                make_timeseries(
-                    "Device memory",
-                    BYTES,
-                    {make_legend(f.DEVICE_STATE): sum_by(f.DEVICE_MEMORY, f.DEVICE_STATE)},
-                    stacked=True,
-                    width=9,
-                ),
-                make_stat("Engine restarts", NUMBER, sum_by(f.ENGINE_RESTARTS), red_from=1, width=6),
-            ],
-            "Build and settings": [
-                make_info_table("Build", f.BUILD, height=9),
-                make_info_table("Settings", f.SETTINGS, height=9),
-            ],
+            "Steps": _make_step_panels(),
+            "Kernels (sampled steps)": _make_kernel_panels(),
+            "Processes and device": _make_process_panels(),
+            "Build and settings": _make_settings_panels(),
         },
     )
+
+
+def _make_step_panels() -> list[Timeseries]:
+    return [
+        make_timeseries("Steps", TIMES_A_SECOND, {"steps": rate(f.STEPS)}),
+        make_timeseries(
+            "Step time",
+            SECONDS,
+            {
+                "mean": mean(f.STEP_SECONDS),
+                "p50": quantile(0.5, f.STEP_SECONDS),
+                "p95": quantile(0.95, f.STEP_SECONDS),
+            },
+        ),
+        make_timeseries(
+            "Batch size of a step, mean",
+            NUMBER,
+            {"sequences": mean(f.STEP_ROWS), "tokens": mean(f.STEP_TOKENS)},
+        ),
+    ]
+
+
+def _make_kernel_panels() -> list[Panel]:
+    return [
+        make_timeseries(
+            "Step time by operation",
+            SECONDS,
+            {make_legend(f.OP): f"{BY_OPERATION} > 0", "other": REST},
+            stacked=True,
+            width=12,
+        ),
+        make_timeseries(
+            "Step time by phase",
+            SECONDS,
+            {make_legend(f.PHASE): mean(f.TIMED_STEP_SECONDS, f.PHASE)},
+            width=6,
+        ),
+        make_stat(
+            "Fallback operations",
+            NUMBER,
+            f"{max_by(f.KERNEL_FALLBACK, f.OP)} > 0",
+            legend=make_legend(f.OP),
+            red_from=1,
+            no_value="none",
+            width=6,
+        ),
+    ]
+
+
+def _make_process_panels() -> list[Panel]:
+    return [
+        make_timeseries(
+            "Process memory",
+            BYTES,
+            {make_legend(f.ROLE): sum_by(f.PROCESS_MEMORY, f.ROLE)},
+            stacked=True,
+            width=9,
+        ),
+        make_timeseries(
+            "Device memory",
+            BYTES,
+            {make_legend(f.DEVICE_STATE): sum_by(f.DEVICE_MEMORY, f.DEVICE_STATE)},
+            stacked=True,
+            width=9,
+        ),
+        make_stat("Engine restarts", NUMBER, sum_by(f.ENGINE_RESTARTS), red_from=1, width=6),
+    ]
+
+
+def _make_settings_panels() -> list[Table]:
+    return [
+        make_info_table("Build", f.BUILD, height=9),
+        make_info_table("Settings", f.SETTINGS, height=9),
+    ]

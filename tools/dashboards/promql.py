@@ -60,6 +60,11 @@ def mean(family: MetricFamily[Any], *by: Label) -> str:
     return ratio(rate(family, *by, part="_sum"), rate(family, *by, part="_count"))
 
 
+def product(one: str, other: str) -> str:
+    """Return the expression one * other, of vectors with the same labels."""
+    return f"{one} * {other}"
+
+
 def ratio(part: str, whole: str) -> str:
     """Return the expression part / whole, which has no value where the whole is 0."""
     return f"{part} / ({whole} > 0)"

@@ -12,7 +12,15 @@ from server.api.http.errors import make_error_responses
 from server.api.http.json_route import JsonRoute
 from server.api.openai.conversation import Messages, Rendering, encode_chat, iter_texts
 from server.api.openai.generation import Generation, OutputDelta, run
-from server.api.openai.generation_job import Job, PromptTokens, Serving, check_prompt, make_job, make_sampling
+from server.api.openai.generation_job import (
+    Job,
+    PromptTokens,
+    Serving,
+    check_prompt,
+    make_job,
+    make_sampling,
+    may_be_unbounded,
+)
 from server.api.openai.logprobs import ChatLogprobs, make_chat_logprobs
 from server.api.openai.request_models import (
     INT64,
@@ -113,7 +121,7 @@ async def make_chat_job(
     max_tokens = (
         max(1, hello.max_seq_len - len(prompt.ids)) if body.requested_max_tokens is None else body.requested_max_tokens
     )
-    check_prompt(prompt.ids, max_tokens, hello)
+    check_prompt(prompt.ids, max_tokens, hello, unbounded=may_be_unbounded(hello, body, hints))
     sampling = make_sampling(
         body,
         hello,

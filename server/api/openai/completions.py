@@ -30,6 +30,7 @@ from server.api.openai.generation_job import (
     check_prompt,
     make_job,
     make_sampling,
+    may_be_unbounded,
 )
 from server.api.openai.logprobs import CompletionLogprobs, concat_logprobs, format_token_id, make_completion_logprobs
 from server.api.openai.request_models import INT64, MAX_NAME_LENGTH, GenerationRequest, Ignored, LongList, Prompt
@@ -153,7 +154,7 @@ async def make_completion_job(
     serving.limits.check_total_length(body.prompt, "prompt", TOTAL_PROMPTS_FACTOR)
     prompts = [await encode_prompt(serving.tokenizer, prompt, body) for prompt in body.prompt]
     for each in prompts:
-        check_prompt(each.ids, body.max_tokens, hello)
+        check_prompt(each.ids, body.max_tokens, hello, unbounded=may_be_unbounded(hello, body, hints))
     return make_job("cmpl", body, prompts, _make_completion_sampling(body, hello, choices), choices, hints)
 
 

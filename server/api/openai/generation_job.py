@@ -216,19 +216,35 @@ def check_ids(ids: Sequence[int], hello: Hello, param: str) -> None:
         raise ApiError(400, message, param=param)
 
 
-def check_prompt(prompt: Sequence[int], max_tokens: int, hello: Hello) -> None:
-    """Raise ApiError for an empty prompt, one that does not fit the context, and ids that the model does not have."""
+def check_prompt(prompt: Sequence[int], max_tokens: int, hello: Hello, *, unbounded: bool = False) -> None:
+    """Raise ApiError for an empty prompt, one that does not fit the context, and ids that the model does not have.
+
+    `unbounded`: only the prompt has to fit; the engine checks it again, once the strategy is chosen.
+    """
     if not prompt:
         raise ApiError(400, "prompt: should have at least one token", param="prompt")
-    if len(prompt) + max_tokens > hello.max_seq_len:
+    if (len(prompt) if unbounded else len(prompt) + max_tokens) > hello.max_seq_len:
         raise ApiError(
             400,
             f"the model's context is {hello.max_seq_len} tokens long, but {len(prompt) + max_tokens} were asked for: "
-            f"{len(prompt)} in the prompt and {max_tokens} in the completion; make either shorter",
+            f"{len(prompt)} in the prompt and {max_tokens} in the completion; make either shorter"
+            + _describe_unbounded(hello),
             param="prompt" if len(prompt) >= hello.max_seq_len else "max_tokens",
             code="context_length_exceeded",
         )
     check_ids(prompt, hello, "prompt")  # checked last: it takes long for more ids than fit the context
+
+
+def may_be_unbounded(hello: Hello, body: GenerationRequest, hints: StrategyHints) -> bool:
+    """Return whether a request's text may become longer than the context; if it names no strategy, under any one."""
+    name = body.kv_cache or hints.header or hints.alias
+    return any(each.unbounded for each in hello.strategies if name in (None, each.name))
+
+
+def _describe_unbounded(hello: Hello) -> str:
+    """Return the end of a sentence about a text that is too long: under which strategies only the prompt has to fit."""
+    names = [repr(each.name) for each in hello.strategies if each.unbounded]
+    return f"; under strategy {' or '.join(names)} only the prompt has to fit" if names else ""
 
 
 # ---------------------------------------------------------------- the model's name

@@ -38,6 +38,9 @@ class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_by
     kv_bytes: int
     kept_tokens: int
     dropped_tokens: int
+    budget_tokens: int | None
+    compactions: int
+    compaction_seconds: float
     drafted_tokens: int
     accepted_tokens: int
     preemptions: int

@@ -165,6 +165,7 @@ class Strategy(msgspec.Struct, frozen=True):
 
     name: str
     kind: str  # such as "paged"
+    unbounded: bool = False  # whether a text may become longer than max_seq_len, as in `Contract`; a prompt may not
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

@@ -7,11 +7,8 @@ neither requests nor what follows from a fault (quarantine.py).
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from itertools import count
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -23,38 +20,32 @@ from cache_strategies.types import (
     Blocks,
     CacheUsage,
     Geometry,
-    PinError,
     Salt,
     SeatShape,
     count_reusable_tokens,
 )
 from kernels.types import LayerSpec
 from server.engine.isolation import results
-from server.engine.isolation.calls import NUM_CODES, CallObserver, NoObserver
+from server.engine.isolation.calls import CallObserver
+from server.engine.isolation.checked_calls import CheckedCalls
 from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.results import GuardedPlan
 from server.records import KVTokens
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 # Methods that are not called unless a strategy overrides them
 SKIPPED = ("poll", "ready", "row_limit", "compact", "collect_block_events")
-LOG_INTERVAL = 60.0  # seconds between two log messages about faults of the same method
 
 
-class GuardedCache(KVCache[Seat]):
+class GuardedCache(CheckedCalls, KVCache[Seat]):
     """Implements KVCache by the calls of another cache, whose results are checked."""
 
     def __init__(
         self, inner: KVCache, on_fault: Callable[[StrategyError], None], calls: CallObserver | None = None
     ) -> None:
         """Guard `inner`, also as an owner of the arena's pages. `on_fault` is called with each fault, once."""
-        self._on_fault, calls = on_fault, calls or NoObserver()
-        self._running, self._codes = calls.running, calls.encode_methods(inner.name)
-        self._call_numbers = count(NUM_CODES, NUM_CODES)
-        self._log_again_at: dict[str, float] = {}  # by method: when a fault of it is logged again
+        super().__init__(inner.name, on_fault, calls)
         # By id, as a strategy's class of seat may have no hash, or one that changes
         self._seats: dict[int, Seat] = {}  # the open seats
         self._lengths: dict[int, int] = {}  # of the open seats, as last checked
@@ -103,34 +94,6 @@ class GuardedCache(KVCache[Seat]):
             raise StrategyError(self.name, method, "the instance is in quarantine")
         return self._run(method, getattr(self.inner, method), *args, **kwargs)
 
-    def _run(self, method: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Run a strategy's code as a call of `method`. Raises StrategyError for any exception of it.
-
-        SystemExit is one of them. KeyboardInterrupt comes from the user, if the engine runs without a server.
-        """
-        running = self._running
-        outer, running[0] = running[0], next(self._call_numbers) + self._codes.get(method, 0)
-        try:
-            return function(*args, **kwargs)
-        except (PinError, StrategyError, KeyboardInterrupt):
-            raise  # PinError is the answer to an operator; a StrategyError has been reported
-        except BaseException as error:
-            raise self.make_fault(method, results.describe_error(error), error) from error
-        finally:
-            running[0] = outer
-
-    def make_fault(self, method: str, problem: str, cause: BaseException | None = None) -> StrategyError:
-        """Report and log a fault, and return it as an error to raise.
-
-        Another fault of the same method is logged after LOG_INTERVAL at the earliest.
-        """
-        fault, now = StrategyError(self.name, method, problem), time.monotonic()
-        if now >= self._log_again_at.get(method, 0.0):
-            self._log_again_at[method] = now + LOG_INTERVAL
-            log.error("%s", fault, exc_info=cause)
-        self._on_fault(fault)
-        return fault
-
     def _call_quietly(
         self, method: str, default: T, *args: Any, convert: Callable[[Any], T] | None = None, **kwargs: Any
     ) -> T:
@@ -150,12 +113,6 @@ class GuardedCache(KVCache[Seat]):
                 raise self.make_fault(method, f"it returned {results.describe(found)}, not a {type(default).__name__}")
         except StrategyError:
             return default
-        return found
-
-    def _check_type(self, method: str, kind: type[T], found: Any) -> T:
-        """Return what a call returned. Raises StrategyError unless it has exactly the type `kind`."""
-        if type(found) is not kind:
-            raise self.make_fault(method, f"it returned {results.describe(found)}, not a {kind.__name__}")
         return found
 
     # ---------------------------------------------------------------- seats
@@ -293,16 +250,18 @@ class GuardedCache(KVCache[Seat]):
         return plan
 
     def _plan(self, rows: Sequence[Row]) -> GuardedPlan:
-        """Return the strategy's plan with its addresses, which are not checked yet.
+        """Return the strategy's plan with its positions, and its addresses, which are not checked yet.
 
-        Raises TypeError or ValueError if it is not a Plan, or has other rows.
+        Raises TypeError or ValueError if it is not a Plan, has other rows, or positions that the model does not have.
         """
         planned, plan = tuple(rows), self.inner.plan(list(rows))
         if not isinstance(plan, Plan):
             raise TypeError(f"it returned {results.describe(plan)}, not a Plan")
         if tuple(plan.rows) != planned:
             raise ValueError("the plan has other rows than were passed in")
-        return GuardedPlan(plan, planned, plan.list_kv_locations(len(self.setup.geometry.layers)))
+        geometry = self.setup.geometry
+        positions = results.to_positions(plan.list_positions(), planned, geometry.max_seq_len)
+        return GuardedPlan(plan, planned, plan.list_kv_locations(len(geometry.layers)), positions)
 
     def check_plan(self, plan: Plan) -> None:
         """Raise StrategyError if a plan's addresses or its query tap are wrong."""
@@ -349,15 +308,19 @@ class GuardedCache(KVCache[Seat]):
                 results.check_report(seat)
                 self._unreported.remove(id(seat))
 
-    def compact(self, seat: Seat) -> None:
-        if "compact" in self._overridden:
-            self._run("compact", self._compact, seat)
+    @property
+    def compacts(self) -> bool:
+        return "compact" in self._overridden
 
-    def _compact(self, seat: Seat) -> None:
-        """Compact a seat. Raises ValueError if its length has changed."""
-        self.inner.compact(seat)
+    def compact(self, seat: Seat) -> int | None:
+        return self._run("compact", self._compact, seat)
+
+    def _compact(self, seat: Seat) -> int | None:
+        """Compact a seat. Raises ValueError if its length has changed, or if it cannot have dropped so many tokens."""
+        dropped = self.inner.compact(seat)
         if seat.length != self._lengths[id(seat)]:
             raise ValueError(f"a seat of {self._lengths[id(seat)]} tokens has length {results.describe(seat.length)}")
+        return None if dropped is None else results.to_dropped_count(dropped, seat, exact=self.contract.exact)
 
     # ---------------------------------------------------------------- reports
     def usage(self) -> CacheUsage:
@@ -381,6 +344,10 @@ class GuardedCache(KVCache[Seat]):
                 dropped = []  # the other seats would have the same fault, which counts once
                 break
         return KVTokens(sum(self._lengths[id(seat)] for seat in seats) - sum(dropped), sum(dropped))
+
+    def token_budget(self, length: int) -> int | None:
+        convert = partial(results.to_budget, length=length, exact=self.contract.exact)
+        return self._call_quietly("token_budget", None, length, convert=convert)
 
     def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
         return self.inner.visible_positions(length, spec)

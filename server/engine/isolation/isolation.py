@@ -24,7 +24,7 @@ from server.records import KVTokens, Outcome
 log = logging.getLogger(__name__)
 
 # Methods whose faults are only counted, as no request needs what they return
-REPORTS = frozenset({"usage", "blocks", "count_dropped_tokens", "collect_block_events"})
+REPORTS = frozenset({"usage", "blocks", "count_dropped_tokens", "token_budget", "collect_block_events"})
 STRATEGY_TIMEOUT = 5.0  # default of the setting strategy_timeout, in seconds
 
 
@@ -150,11 +150,13 @@ class Isolation:
         return self.caches[request.cache.name].count_tokens([request.seat])
 
     # ---------------------------------------------------------------- faults
-    def find_stalled(self, candidates: Sequence[Request], computed: Sequence[Request]) -> list[Ended]:
+    def find_stalled(
+        self, candidates: Sequence[Request], computed: Sequence[Request], untried: Sequence[Request]
+    ) -> list[Ended]:
         """Return requests that their strategies do not let go on, and note memory that is never freed."""
         ended = [
             Ended([request], error.message, "strategy_failed")
-            for request, error in self._watchdog.find_stalled(candidates, computed)
+            for request, error in self._watchdog.find_stalled(candidates, computed, untried)
         ]
         for error in self._watchdog.find_leaks():
             self._quarantine.begin(error.instance)

@@ -45,11 +45,15 @@ class ProgressWatchdog:
         self._leaks: dict[str, float] = {}  # by instance: since when it holds pages that no sequence uses
         self._steps = 0
 
-    def find_stalled(self, candidates: Sequence[Request], computed: Collection[Request]) -> list[Stalled]:
+    def find_stalled(
+        self, candidates: Sequence[Request], computed: Collection[Request], untried: Collection[Request]
+    ) -> list[Stalled]:
         """Return the requests that have waited too long for their strategy; called once per step.
 
-        `candidates` are the requests that only their strategies hold up, `computed` those with a row in the step. A
-        request does not count as waiting while a row of its instance is computed, as it may wait for that.
+        It is called when a step is scheduled and before it is computed, as that may free memory which no strategy has
+        been asked to use yet. `candidates` are the requests that only their strategies hold up, `computed` those with
+        a row in the step, `untried` those that may find memory in the next one. A request does not count as waiting
+        while a row of its instance is computed, as it may wait for that.
         """
         busy = {request.cache for request in computed}
         idle = [request for request in candidates if request.cache not in busy]
@@ -62,7 +66,7 @@ class ProgressWatchdog:
         for request in idle:
             steps, since = before.get(request, _Wait(0, now))
             self._waits[request] = _Wait(steps + 1, since)
-            has_waited = steps >= MIN_STEPS and now - since >= self._timeout
+            has_waited = steps >= MIN_STEPS and now - since >= self._timeout and request not in untried
             if has_waited and (error := self._explain(request)) is not None:
                 stalled.append(Stalled(request, error))
         return stalled

@@ -111,16 +111,34 @@ def to_dropped_count(found: object, seat: Seat, *, exact: bool) -> int:
     return found
 
 
+def to_budget(found: object, length: int, *, exact: bool) -> int:
+    """Return the budget of a text of `length` tokens. Raises ValueError if it cannot be right."""
+    least = length if exact else 0
+    if type(found) is not int or not least <= found <= length:
+        wanted = f"which must be from {least} to {length}"
+        raise ValueError(f"a text of {length} tokens has a budget of {describe(found)}, {wanted}")
+    return found
+
+
 # ---------------------------------------------------------------- plans
 class GuardedPlan(Plan):
-    """A strategy's plan, with the addresses that it gave for each layer; is_checked says whether they were checked."""
+    """A strategy's plan, with the positions of its rows, which are checked, and the addresses that it gave by layer.
 
-    def __init__(self, inner: Plan, rows: Sequence[Row], locations: Sequence[KVLocation | None]) -> None:
+    is_checked says whether the addresses were checked.
+    """
+
+    def __init__(
+        self, inner: Plan, rows: Sequence[Row], locations: Sequence[KVLocation | None], positions: Sequence[int]
+    ) -> None:
         self.inner = inner
         self.rows = rows
         self.query_tap = inner.query_tap
         self.is_checked = False
         self._locations = locations
+        self._positions = positions
+
+    def list_positions(self) -> Sequence[int]:
+        return self._positions
 
     def kv_location(self, layer_idx: int) -> KVLocation | None:
         return self._locations[layer_idx]
@@ -133,6 +151,17 @@ class GuardedPlan(Plan):
 
     def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
         return self.inner.gather_kv(layer_idx, row)
+
+
+def to_positions(found: Sequence[object], rows: Sequence[Row], max_seq_len: int) -> list[int]:
+    """Return the position of each row's first token. Raises ValueError unless the model has those of all its tokens."""
+    positions = []
+    for position, row in zip(found, rows, strict=True):
+        most = max_seq_len - row.num_tokens
+        if type(position) is not int or not 0 <= position <= most:
+            raise ValueError(f"a seat has the position {describe(position)}, which must be from 0 to {most}")
+        positions.append(position)
+    return positions
 
 
 def check_locations(locations: Sequence[object]) -> None:

@@ -41,7 +41,7 @@ QUIET_KINETO_LEVEL = "99"  # KINETO_LOG_LEVEL at which torch's profiler prints n
 
 
 class OpAnnotator(Recorder):
-    """Names each call of an operation in the trace of torch's profiler."""
+    """Names each part of a step, and each call of an operation, in the trace of torch's profiler."""
 
     def __init__(self) -> None:
         # Total seconds by name of operation, for operations within compiled layers
@@ -52,6 +52,9 @@ class OpAnnotator(Recorder):
 
     def layers(self) -> AbstractContextManager[object]:
         return record_function(FORWARD_LAYERS.name)
+
+    def span(self, name: str) -> AbstractContextManager[object]:
+        return record_function(name)
 
     def add_seconds(self, name: str, seconds: float) -> None:
         self.layer_op_seconds[name] += seconds

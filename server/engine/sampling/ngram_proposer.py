@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from server.engine.ipc.messages import Speculation
 
@@ -22,9 +23,9 @@ class NgramProposer:
     """
 
     def __init__(self, config: Speculation, max_tokens: int) -> None:
-        """Make a proposer for a text of up to `max_tokens` tokens."""
+        """Make a proposer for a text of about `max_tokens` tokens; for a longer one, the array grows."""
         self._config = config
-        self._ids = np.empty(max_tokens, np.int32)
+        self._ids: NDArray[np.int32] = np.empty(max_tokens, np.int32)
         self._length = 0  # number of the text's tokens that are in the array
         self._max_draft_tokens = config.num_speculative_tokens
 
@@ -34,6 +35,8 @@ class NgramProposer:
         `text` must extend the text of the last call. The longest match is used, and of equally long ones the last. A
         draft that reaches the text's end continues with its own first tokens, as if the text repeated itself.
         """
+        if len(text) > len(self._ids):
+            self._ids = np.concatenate((self._ids, np.empty(len(text), np.int32)))
         self._ids[self._length : len(text)] = text[self._length :]
         self._length = len(text)
         begin = self._find_match()

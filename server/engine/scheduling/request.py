@@ -79,6 +79,8 @@ class Request:
     miss: str | None = None  # why no more prompt tokens were found (`cache_strategies.base.Miss`)
     forked: bool = False  # whether the request took over the prompt that another choice (n > 1) had computed
     num_preemptions: int = 0
+    num_compactions: int = 0
+    compaction_seconds: float = 0.0  # of all compactions together
     # Value of Scheduler._room_changes when this request last found no room; -1: it has not been refused
     refused_at: int = -1
     passed_over: int = 0  # number of later requests that were admitted while this request found no room
@@ -118,6 +120,11 @@ class Request:
     def max_total_tokens(self) -> int:
         """The maximum number of tokens of prompt and output."""
         return self.num_prompt_tokens + self.sampling.max_tokens
+
+    @property
+    def num_bounded_tokens(self) -> int:
+        """The number of tokens that max_seq_len bounds: all, or those of the prompt under an unbounded strategy."""
+        return self.num_prompt_tokens if self.cache.contract.unbounded else self.max_total_tokens
 
     @property
     def needs_prompt_logprobs(self) -> bool:

@@ -79,10 +79,11 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError if it can never run or too many requests wait; StrategyError."""
         limits, total = self.limits, request.max_total_tokens
-        if total > limits.max_seq_len:
+        if request.num_bounded_tokens > limits.max_seq_len:
             message = (
                 f"prompt ({request.num_prompt_tokens} tokens) and max_tokens ({request.sampling.max_tokens}) add up to "
-                f"{total} tokens, more than max_seq_len={limits.max_seq_len}: shorten the prompt or lower max_tokens"
+                f"{total} tokens, more than max_seq_len={limits.max_seq_len}: shorten the prompt or lower max_tokens; "
+                "a strategy of kind 'streaming' bounds the prompt only"
             )
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
         request.peak_bytes = needed = request.cache.bytes_for(total)
@@ -155,6 +156,10 @@ class Scheduler:
     def list_held_up(self) -> list[Request]:
         """Return the requests that only their strategies may hold up: running ones, and those refused by open()."""
         return [*self.running, *self._refused]
+
+    def list_untried(self) -> list[Request]:
+        """Return the requests refused by open() that have not been tried again since memory may have become free."""
+        return [request for request in self._refused if request.refused_at != self._room_changes]
 
     def mark_room_changed(self) -> None:
         """Let waiting requests that found no room be tried again, as memory or a seat may have become free."""
@@ -328,6 +333,8 @@ class Scheduler:
                 self._remove_waiting(request)
                 step.failed.append(FailedRequest(request, error))
                 return False
+        else:
+            self._refused.discard(request)  # not its strategy holds it up now, but the limits of requests or memory
         if request.seat is None:
             request.refused_at = self._room_changes
             return False

@@ -286,7 +286,7 @@ def test_without_an_engine_the_error_has_the_seconds_until_the_next(
 def test_an_unexpected_exception(
     engine: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError("secret")
 
     monkeypatch.setattr("server.api.openai.completions.check_prompt", broken)

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from cache_strategies.adapters.transformers import StrategyCache
 from config.settings import StrategySettings
-from tests.contract.harness import POISON
+from plugin_kit.driver.world import POISON
 from tests.models.random_models import CONFIGS, random_model
 
 MAX_SEQ_LEN = 96

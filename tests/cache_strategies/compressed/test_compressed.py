@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 from cache_strategies import registry
 from cache_strategies.compressed.cache import CompressedCache
 from cache_strategies.compressed.selection import share_budget
+from cache_strategies.scorers import BUILTIN
 from cache_strategies.scorers.base import Past
 from cache_strategies.scorers.knorm import KNorm
 from cache_strategies.types import Geometry
@@ -21,19 +23,21 @@ from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps
 from kernels.store import KVStore
 from kernels.types import LayerSpec
+from plugin_kit.driver.steps import Reading, attend, step
+from plugin_kit.driver.texts import MODEL, random_text
+from plugin_kit.scorers.texts import rotate
 from server.engine.batch import Batch
-from tests.contract.harness import MODEL, Reading, World, attend, random_text, step
+from tests.contract.harness import World
+from tests.kernels.backend_matrix import BACKENDS, NAMES
 
-FULL = MODEL[0]._replace(num_q_heads=6)
+FULL = MODEL[0]._replace(num_q_heads=6, rotate=partial(rotate, rotated=MODEL[0].head_dim))
 LAYERS = (FULL, FULL._replace(scale=0.5))
-SCORERS = ("knorm", "keydiff", "tova", "snapkv", "h2o", "r_kv", "lagkv", "random", "streaming_llm")
-
-
-@pytest.fixture
-def rng() -> random.Random:
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    return random.Random(seed)
+SMALL: dict[str, Any] = {  # options with which boundaries 24 tokens apart are enough
+    "snapkv": {"window": 8},
+    "r_kv": {"window": 8},
+    "lagkv": {"lag_size": 8},
+    "expected_attention": {"num_future_positions": 16},
+}
 
 
 def make_world(layers: Sequence[LayerSpec] = LAYERS, max_seats: int = 2, **options: Any) -> World:
@@ -77,22 +81,45 @@ def test_the_keys_of_least_norm_stay_with_those_that_are_protected(rng: random.R
         world.check_integrity()
 
 
-@pytest.mark.parametrize("scorer", SCORERS)
-def test_what_stays_does_not_depend_on_how_a_text_is_cut(scorer: str, rng: random.Random) -> None:
+@pytest.mark.parametrize("scorer", sorted(BUILTIN))
+@pytest.mark.parametrize("backend", NAMES)
+def test_what_stays_does_not_depend_on_how_a_text_is_cut(backend: str, scorer: str, rng: random.Random) -> None:
     options = {"every": 24, "recent": 3, "budget": rng.choice([30, 0.4]), "by_head": rng.random() < 0.5}
-    if scorer in ("snapkv", "r_kv"):
-        options["scorer_options"] = {"window": 8}
-    if scorer == "lagkv":
-        options["scorer_options"] = {"lag_size": 8}
-    text = random_text(1, 130, LAYERS)
+    dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
+    kv_dtype = rng.choice(["model", "int8"])
+    print(options, dtype, kv_dtype)
+    settings = StrategySettings(
+        kind="compressed",
+        scorer=scorer,
+        scorer_options=SMALL.get(scorer, {}),
+        block_size=16,
+        kv_dtype=kv_dtype,
+        **options,
+    )
+    text = random_text(1, 130, LAYERS, dtype)
     found = []
     for cut in (None, rng, rng):
-        world = make_world(scorer=scorer, block_size=16, **options)
+        world = World({"it": settings}, layers=LAYERS, dtype=dtype, max_seats=1, ops=BACKENDS[backend]())
         *_, (_, keys) = read(world.open("it", text), 130, cut)
+        world.check_integrity()
         found.append(keys)
+    for layer, (k, v, positions) in enumerate(found[0]):
+        check_stored(k, text.k[layer], positions, kv_dtype)
+        check_stored(v, text.v[layer], positions, kv_dtype)
     for other in found[1:]:
         for mine, theirs in zip(found[0], other, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def check_stored(kept: Tensor, computed: Tensor, positions: Tensor, kv_dtype: str) -> None:
+    """Check that what is kept [S,H,D] is what was computed [T,H,D] at these positions [S,H], bit for bit but int8."""
+    heads = torch.arange(kept.shape[1])
+    want = computed[positions.clamp_min(0), heads].masked_fill((positions < 0)[..., None], 0.0)
+    got = kept.masked_fill((positions < 0)[..., None], 0.0)
+    if kv_dtype == "int8":
+        torch.testing.assert_close(got.float(), want.float(), rtol=0, atol=computed.abs().max().item() / 200)
+    else:
+        assert torch.equal(got, want)
 
 
 def test_heads_share_a_budget_by_their_scores_and_each_keeps_its_safe_share() -> None:
@@ -149,6 +176,41 @@ def test_the_memory_of_dropped_keys_is_free(by_head: bool, rng: random.Random) -
     assert peak * world.arena.page_bytes <= cache.bytes_for(160)
     cache.close(reading.seat)
     assert world.arena.num_held_pages("it") == 0
+
+
+@pytest.mark.parametrize("heads", [4, 8])
+@pytest.mark.parametrize("windows", [(None, 20), (20, None)], ids=str)
+def test_the_least_memory_holds_the_longest_text_and_its_queries(windows: tuple[int | None, ...], heads: int) -> None:
+    layers = [LayerSpec(heads, 3 * heads, 16, 16, window=window, rotate=rotate) for window in windows]
+    sizes = {"budget": 64, "every": 128, "recent": 3, "block_size": 32, "by_head": True}
+    settings = StrategySettings(kind="compressed", scorer="snapkv", scorer_options={"window": 84}, **sizes)
+    instances = registry.resolve_instances({"it": settings})
+    pages = registry.compute_min_pages(instances, Geometry(layers, torch.bfloat16, 1, 256, 256))
+    world = World({"it": settings}, layers=layers, dtype=torch.bfloat16, max_seats=1, max_seq_len=256, pages=pages)
+    reading = world.open("it", random_text(1, 256, layers, torch.bfloat16))
+    while reading.left:
+        step([(reading, reading.chunk(64))])
+    assert world.caches["it"].bytes_for(256) <= pages * world.arena.page_bytes
+
+
+@pytest.mark.parametrize("scorer", ["keydiff", "h2o", "expected_attention"])
+def test_what_a_scorer_remembers_is_reported(scorer: str, rng: random.Random) -> None:
+    every, budget = 24, 48
+    world = make_world(scorer=scorer, budget=budget, every=every, recent=8, scorer_options=SMALL.get(scorer, {}))
+    cache, reading = world.caches["it"], world.open("it", random_text(rng.randrange(99), 120, LAYERS))
+    H, Hq, D = FULL.num_kv_heads, FULL.num_q_heads, FULL.head_dim
+    for length, _ in read(reading, 120, rng):
+        boundary = length // every * every
+        numbers = {"keydiff": 0, "h2o": H * min(boundary, budget), "expected_attention": 1 + Hq * D * (1 + D)}[scorer]
+        wanted = 4 * len(LAYERS) * numbers if boundary else 0
+        assert cache.usage().outside == wanted
+    child = cache.fork(reading.seat)
+    assert child is not None
+    assert cache.usage().outside == wanted, "a fork shares it"
+    cache.close(reading.seat)
+    assert cache.usage().outside == wanted
+    cache.close(child)
+    assert cache.usage().outside == 0
 
 
 def test_a_fork_goes_on_as_its_parent(rng: random.Random) -> None:
@@ -220,7 +282,7 @@ def test_a_compaction_that_fails_in_any_layer_is_repeated_and_changes_nothing(ph
             work = reading.work(16)
             batch = Batch([work])
             attend(batch, [(reading, 16)])
-            cache.commit(batch._parts[0].plan, [work.tokens])
+            cache.commit(batch.parts[0].plan, [work.tokens])
             if fails and reading.seat.length > 20:
                 failing.calls_left = layer
                 with pytest.raises(RuntimeError, match="injected"):
@@ -256,9 +318,12 @@ def test_scores_of_a_wrong_shape_are_an_error_that_names_the_scorer() -> None:
         ({"budget": 1.5}, "a share must be above 0 and below 1"),
         ({"budget": 0}, "must be at least 1"),
         ({"scorer": "nothing"}, "there is no scorer of keys 'nothing'"),
-        ({"scorer": "snapkv", "every": 32}, "looks at the latest 64 queries, more than there are"),
-        ({"scorer": "snapkv", "scorer_options": {"kernel": 3}}, "scorer_options.kernel"),
-        ({"scorer": "tova", "block_size": 1, "by_head": True}, "has no room for a query"),
+        (
+            {"scorer": "snapkv", "every": 32},
+            "^every=32: scorer .snapkv. looks at the latest 64 queries, more than there are",
+        ),
+        ({"scorer": "snapkv", "scorer_options": {"kernel": 3}}, r"^scorer_options.kernel: .* scorer .snapkv. are: "),
+        ({"scorer": "tova", "block_size": 1, "by_head": True, "every": 32}, "has no room for a query"),
     ],
 )
 def test_options_that_cannot_work_are_refused_in_a_sentence(options: dict[str, Any], message: str) -> None:
@@ -266,9 +331,33 @@ def test_options_that_cannot_work_are_refused_in_a_sentence(options: dict[str, A
         make_world(**options)
 
 
+@pytest.mark.parametrize(("options", "sinks"), [({}, 7), ({"scorer_options": {"sinks": 2}}, 2)])
+def test_a_scorers_sinks_are_those_of_the_strategy_unless_it_has_its_own(options: dict[str, Any], sinks: int) -> None:
+    cache = make_world(scorer="lagkv", budget=40, sinks=7, recent=3, **options).caches["it"]
+    assert isinstance(cache, CompressedCache)
+    assert cache._compactor._scorer.options.sinks == sinks
+
+
 def test_a_start_computes_the_memory_of_the_longest_sequence() -> None:
     settings = StrategySettings(kind="compressed", budget=40, every=32, recent=4, block_size=8)
     geometry = Geometry(LAYERS, torch.float32, 2, 1000, 512)
     (instance,) = registry.resolve_instances({"it": settings})
     shape = instance.cls.seat_shape(instance.options, geometry)
-    assert shape.blocks == (40 + 32) // 8 + 40 // 8
+    assert shape.blocks == (40 + 32) // 8
+
+
+@pytest.mark.parametrize("scorer", ["h2o", "snapkv"])
+def test_a_text_that_comes_to_no_boundary_keeps_no_queries(scorer: str) -> None:
+    queryless = make_world(scorer="knorm", every=1000).caches["it"]
+    world = make_world(scorer=scorer, every=1000)
+    cache, text = world.caches["it"], random_text(1, 160, LAYERS)
+    geometry, shapes = cache.setup.geometry, []
+    for each in (queryless, cache):
+        assert isinstance(each, CompressedCache)
+        shapes.append(each.seat_shape(each.options, geometry))
+    assert shapes[0] == shapes[1]
+    reading = world.open("it", text)
+    for _ in read(reading, 160):
+        pass
+    held = world.arena.num_held_pages("it") * world.arena.page_bytes
+    assert held == queryless.bytes_for(160) == cache.bytes_for(160)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cache_strategies.scorers.base import Past
-from tests.cache_strategies.scorers.texts import ScoredText, rotate
+from plugin_kit.scorers.texts import ScoredText, rotate
 
 Scores = tuple[list[list[float]], float]
 Formula = Callable[[ScoredText, Past, Any, dict[Any, Any]], Scores]
@@ -223,6 +223,8 @@ def random(text: ScoredText, past: Past, options: Any, history: dict[Any, Any]) 
         x = (x ^ (x >> 15)) * 0x846CA68B % 2**32
         return x ^ (x >> 16)
 
-    layer = mixed(mixed(options.seed) + past.layer_idx)
-    rows = enumerate(past.positions.tolist())
-    return [[mixed(mixed(layer + head) + p) / 2**32 for p in row] for head, row in rows], INF
+    rows = past.positions.tolist()
+    heads = [mixed(options.seed)] * len(rows)
+    if options.per_head:
+        heads = [mixed(mixed(heads[0] + past.layer_idx) + head) for head in range(len(rows))]
+    return [[mixed(head + p) / 2**32 for p in row] for head, row in zip(heads, rows, strict=True)], INF

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from plugin_kit.scorers.texts import ScoredText, rotate
+from tests.cache_strategies.scorers.generators import new_generator
 from tests.cache_strategies.scorers.test_formulas import LAYERS, make_scorer
-from tests.cache_strategies.scorers.texts import ScoredText, new_generator, rotate
 
 
 @pytest.mark.parametrize("layer", LAYERS)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from cache_strategies.scorers.expected_attention import _average_rotations
+from plugin_kit.scorers.texts import D, ScoredText, rotate
+from tests.cache_strategies.scorers.generators import new_generator
 from tests.cache_strategies.scorers.test_formulas import LAYERS, make_scorer
-from tests.cache_strategies.scorers.texts import D, ScoredText, new_generator, rotate
 
 
 @pytest.mark.parametrize("num_positions", [1, 5, 31, 32, 33, 100, 512])

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from cache_strategies.scorers import BUILTIN, list_scorers, load_scorer
 from config.errors import SettingsError
+from plugin_kit.scorers.texts import layer_specs
 from tests.cache_strategies.scorers.test_formulas import make_scorer
-from tests.cache_strategies.scorers.texts import layer_specs
 
 
 @pytest.mark.parametrize(

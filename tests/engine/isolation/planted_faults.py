@@ -144,9 +144,33 @@ def changing_seat(method: str, **fields: Any) -> Plant:
     return plant
 
 
+def _fail_at(seat: Seat) -> int:
+    raise RuntimeError("planted")
+
+
 def _without_length(seat: Seat) -> Seat:
     del seat.length
     return seat
+
+
+def at_position(value: Any) -> Plant:
+    """Return a fault: the seats of the strategy have this position; a function computes it."""
+
+    def find(seat: Seat) -> Any:
+        return value(seat) if callable(value) else value
+
+    def plant(cache: KVCache) -> None:
+        right = cache.open
+
+        def wrong(*args: Any, **kwargs: Any) -> Seat | None:
+            seat = right(*args, **kwargs)
+            if seat is not None:
+                seat.__class__ = type("SeatElsewhere", (type(seat),), {"__slots__": (), "position": property(find)})
+            return seat
+
+        cache.open = wrong  # type: ignore[method-assign]
+
+    return plant
 
 
 def changing_plan(change: Callable[[Plan], Plan]) -> Plant:
@@ -341,8 +365,18 @@ FAULTS: Mapping[str, Fault] = {
     "row_limit is 0": Fault("row_limit", ignoring("row_limit", 0)),
     "row_limit is a word": Fault("row_limit", ignoring("row_limit", "many")),
     "compact shortens the seat": Fault("compact", changing_seat("compact", length=lambda n: n - 1)),
+    **{  # the strategy is exact, so it has no token to drop
+        f"compact dropped {value}": Fault("compact", ignoring("compact", value))
+        for value in (-1, 0.5, "many", 10_000, 1, True)
+    },
+    "compact drops nothing": Fault("compact", ignoring("compact", 0), "none"),
     "bytes_for is negative": Fault("bytes_for", ignoring("bytes_for", -1)),
     "bytes_for is a fraction": Fault("bytes_for", ignoring("bytes_for", 1.5)),
+    "a position before the text": Fault("plan", at_position(-1)),
+    "a position beyond those of the model": Fault("plan", at_position(10**6)),
+    "a position that is a tensor": Fault("plan", at_position(torch.tensor(0))),
+    "a position that is no number": Fault("plan", at_position(None)),
+    "a position that raises": Fault("plan", at_position(_fail_at)),
     "plan returns a word": Fault("plan", returning("plan", "plan")),
     "plan has other rows": Fault("plan", changing_plan(_other_rows)),
     "plan has no rows": Fault("plan", with_attributes(rows=[])),
@@ -396,6 +430,7 @@ FAULTS: Mapping[str, Fault] = {
             "idle_pages",
             "pinned_pages",
             "count_dropped_tokens",
+            "token_budget",
         )
     },
     "poll ends the process": Fault("poll", raising("poll", SystemExit), "quiet"),
@@ -419,9 +454,9 @@ FAULTS: Mapping[str, Fault] = {
         "quiet",
     ),
     **{
-        f"count_dropped_tokens is {value}": Fault(name, ignoring(name, value), "quiet")
-        for name in ("count_dropped_tokens",)
-        for value in (None, 0.5, -1, 1)
+        f"{name} is {value}": Fault(name, ignoring(name, value), "quiet")
+        for name in ("count_dropped_tokens", "token_budget")
+        for value in (None if name == "count_dropped_tokens" else "all", 0.5, -1, 1, 10_000)
     },
     "reclaim raises": Fault("reclaim", raising("reclaim"), "quiet"),
     "reclaim frees nothing": Fault("reclaim", ignoring("reclaim", 1), "quiet"),

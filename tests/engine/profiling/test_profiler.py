@@ -83,6 +83,8 @@ def test_so_many_steps_are_recorded(running: Running) -> None:
     assert rows["step"]["seconds"] == pytest.approx(sum(event["dur"] for event in steps) / 1e6)
     assert rows["step"]["own_seconds"] < rows["step"]["seconds"]
     assert rows.keys() & {"attend", "forward_layers"}
+    for part in ("schedule", "plan", "forward", "sample_and_verify"):
+        assert rows[part]["calls"] == 12
 
 
 def test_nothing_is_traced_after_the_recording(tiny: Path, reference: Reference) -> None:

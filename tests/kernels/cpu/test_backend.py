@@ -13,8 +13,10 @@ from config.settings import StrategySettings
 from kernels.quantization import quantize_weight
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.types import LayerSpec
+from plugin_kit.driver.steps import step
+from plugin_kit.driver.texts import random_text
 from tests.contract import harness
-from tests.contract.harness import World, random_text, step
+from tests.contract.harness import World
 from tests.kernels.backend_matrix import BACKENDS, TOLERANCE
 from tests.kernels.test_attention import expected
 

@@ -15,7 +15,7 @@ from config.settings import StrategySettings
 from kernels.metal.backend import MetalOps
 from kernels.metal.runtime import load_emulated
 from kernels.types import LayerSpec
-from tests.kernels.brute_force import attention, visible_keys
+from plugin_kit.driver.reference import attention, visible_keys
 
 PHI4 = LayerSpec(10, 40, 128, 128, scale=128**-0.5)  # each of its 40 layers
 LAYERS, WINDOW, SINKS, CHUNK = 40, 4096, 4, 512

@@ -44,6 +44,9 @@ def test_the_table_has_every_operation() -> None:
     assert tuple(methods) == OP_NAMES, "give it a row in kernels/selfcheck"
 
 
+WRITING = ("write_kv", "copy_blocks", "copy_tokens", "repeat_kv_heads_step", "select_blocks")
+
+
 class Off(ReferenceOps):
     """Operations whose results are a little too large, or that write nothing; except for those in `right`."""
 
@@ -54,7 +57,7 @@ class Off(ReferenceOps):
 
     def _off(self, op: Callable[..., Any]) -> Callable[..., Any]:
         def wrong(*args: Any, **kwargs: Any) -> Any:
-            if op.__name__ in ("write_kv", "copy_blocks", "copy_tokens", "repeat_kv_heads_step"):
+            if op.__name__ in WRITING:
                 return None
             if op.__name__ == "attend":
                 op(*args, **kwargs)

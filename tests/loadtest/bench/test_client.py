@@ -77,6 +77,36 @@ def test_failures(model: str, message: str) -> None:
     assert found.reply.end_time is None
 
 
+@pytest.mark.parametrize("closed", [1, 2])
+def test_a_request_on_a_closed_connection_is_sent_once_more(closed: int) -> None:
+    """The first connections end without a response."""
+    connections = 0
+    events = b'data: {"choices": [{"text": "x"}]}\n\ndata: [DONE]\n\n'
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await reader.readuntil(b"\r\n\r\n")
+        if connections > closed:
+            writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + events)
+            await writer.drain()
+        writer.close()
+
+    async def send() -> Outcome:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()
+        async with server, open_client(f"http://{host}:{port}") as client:
+            return await send_completion(client, "tiny", REQUEST)
+
+    found = asyncio.run(send())
+    assert connections == 2
+    if closed == 1:
+        assert (found.error, found.reply.text) == (None, "x")
+    else:
+        assert found.error is not None
+        assert "disconnected" in found.error
+
+
 def test_keys() -> None:
     with running_stub("tiny", key="secret") as stub:
         assert outcome(stub, "tiny").error == "HTTP 401: no such key"

@@ -55,6 +55,19 @@ def test_rounds_add_up() -> None:
     assert e2e["p50"] == 3000
 
 
+def test_times_while_all_decode_have_no_prefill_in_them() -> None:
+    figures = Figures()
+    early, late = outcome(0.0, 1.0, 4.0, 5.0, 5.5), outcome(0.0, 4.0, 5.0, 6.0, 9.0)
+    figures.add_round([early, late])  # the second prompt takes until 4.0, and the first answer ends at 5.5
+    found = figures.full_batch_itl()
+    assert found is not None
+    assert (found["max"], found["mean"]) == (1000, pytest.approx(1000 * (1.0 + 0.5 + 1.0) / 3))
+    for waiting in (outcome(0.0, 6.0, 7.0), outcome(0.0, error="gone")):
+        figures = Figures()
+        figures.add_round([early, waiting])
+        assert figures.full_batch_itl() is None
+
+
 def test_what_failed_altogether_has_no_figures() -> None:
     figures = Figures()
     figures.add_round([outcome(0.0, error="gone")])

@@ -60,6 +60,12 @@ def test_warming_up_is_short_and_not_counted() -> None:
     assert [counts for _, _, counts in sent].index(True) == len(warm_up)
 
 
+@pytest.mark.parametrize(("tokens", "count"), [(512, 8), (4096, 4), (16_384, 1), (100_000, 1)])
+def test_warming_up_with_long_prompts_takes_few_of_them(tokens: int, count: int) -> None:
+    _, sent, _ = measured(Drawn("x", Closed(8), requests=8, prompt_tokens=tokens, max_tokens=2))
+    assert sum(not counts for _, _, counts in sent) == count * len(STRATEGIES)
+
+
 def test_each_round_is_cold_and_then_warm() -> None:
     _, sent, told = measured(NAMED_WORKLOADS["d"])
     assert told[:4] == ["d cold paged", "d warm paged", "d cold contiguous", "d warm contiguous"]

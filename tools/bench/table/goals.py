@@ -8,7 +8,7 @@ transformers, which is measured in the same run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tools.bench.table.models import LLAMA, QWEN, ModelShape
@@ -18,19 +18,35 @@ PEERS_DATE = "2026-11-20"
 
 DEFAULT_STRATEGY, MIXED = "paged", "mixed"  # values of `strategy`; "mixed" spreads requests over all strategies
 TRANSFORMERS = "transformers"  # a value of `strategy`: transformers in a separate process, without a server
-Group = Literal["decode", "prefill", "batch", "prefix", "start", "memory", "strategies", "transformers"]
-Measure = Literal["decode", "prefill", "ttft", "output", "ready", "peak", "slowdown", "mixing"]
+Group = Literal[
+    "decode",
+    "prefill",
+    "batch",
+    "prefix",
+    "start",
+    "memory",
+    "strategies",
+    "transformers",
+    "e1",
+    "e8",
+    "e16",
+    "f",
+    "g",
+]
+LONG_CONTEXTS: frozenset[Group] = frozenset({"e1", "e8", "e16", "f", "g"})  # share a server with more KV memory
+Measure = Literal["decode", "prefill", "ttft", "output", "step", "ready", "peak", "slowdown", "mixing"]
 UNITS: Mapping[Measure, str] = {
     "decode": "tokens/s",
     "prefill": "tokens/s",
     "ttft": "ms",
     "output": "tokens/s",
+    "step": "ms",  # the median time between two tokens of a stream while all streams decode
     "ready": "s",
     "peak": "GiB",
-    "slowdown": "of a's speed",
+    "slowdown": "of the speed after 128",
     "mixing": "of their mean",
 }
-LOWER_IS_BETTER = frozenset({"ttft", "ready", "peak"})
+LOWER_IS_BETTER = frozenset({"ttft", "step", "ready", "peak"})
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,11 @@ class BenchmarkRow:
     phase: str | None = None
     strategy: str = DEFAULT_STRATEGY
     peers: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def has_long_context(self) -> bool:
+        """Return whether the row is measured with the settings of long_contexts.toml."""
+        return self.group in LONG_CONTEXTS
 
     @property
     def unit(self) -> str:
@@ -66,6 +87,29 @@ def make_transformers_row(what: str, shape: ModelShape, measure: Measure, worklo
     named = f"{what}, transformers (in process)"
     return BenchmarkRow(named, shape, "transformers", measure, workload=workload, strategy=TRANSFORMERS)
 
+
+def make_long_row(
+    what: str, group: Group, measure: Measure, goal: float | None = None, phase: str | None = None
+) -> BenchmarkRow:
+    """Return a row whose workload has the name of its group."""
+    return BenchmarkRow(what, QWEN, group, measure, goal, workload=group, phase=phase)
+
+
+E8_STEP = make_long_row("8 at once after 4,096, between two tokens", "e8", "step", goal=48)
+LONG_ROWS = (
+    make_long_row("1 stream after 16,384", "e1", "decode"),
+    E8_STEP,
+    *(
+        replace(E8_STEP, what=f"8 at once after 4,096, {name}, between two tokens", goal=None, strategy=name)
+        for name in ("int8", "compressed", "quest", "streaming", "sliding_window")
+    ),
+    make_long_row("8 at once after 4,096", "e8", "output"),
+    make_long_row("16 at once after 4,096, between two tokens", "e16", "step"),
+    make_long_row("16 at once after 4,096", "e16", "output"),
+    make_long_row("prefill of 8,448", "f", "prefill", phase="cold"),
+    make_long_row("first token, 256 after 8,192 found", "f", "ttft", phase="warm"),
+    make_long_row("128 at once after 512", "g", "output"),
+)
 
 ROWS = (
     BenchmarkRow(
@@ -192,4 +236,5 @@ ROWS = (
         )
         for shape in (QWEN, LLAMA)
     ),
+    *LONG_ROWS,
 )

@@ -22,6 +22,7 @@ from server.profiling.machine import measure_bandwidth, measure_matmul_flops
 from server.profiling.running import RunningServer, run_bench, run_module, run_server
 from tools.bench.table.goals import DEFAULT_STRATEGY, LOWER_IS_BETTER, MIXED, TRANSFORMERS, BenchmarkRow
 from tools.bench.table.limits import GIB, Speeds, compute_limit
+from tools.bench.table.long_contexts import SETTINGS_FILE
 from tools.bench.table.models import make_model
 
 Results = Sequence[Mapping[str, Any]]  # the JSON output of `kvmux bench`
@@ -82,15 +83,23 @@ def measure_rows(
     rows: Iterable[BenchmarkRow], effort: RunOptions, show_status: Callable[[str], None]
 ) -> Iterator[MeasuredRow]:
     """Yield the measured rows, grouped by server. Raises RunError and OSError."""
-    for (*_, is_transformers), group in groupby(sorted(rows, key=_process_key), key=_process_key):
+    for (*_, is_transformers, _), group in groupby(sorted(rows, key=_process_key), key=_process_key):
         measure, same_key_rows = _measure_transformers if is_transformers else _measure_server, list(group)
         model = make_model(same_key_rows[0].shape, effort.folder, show_status)
         yield from measure(same_key_rows, model, effort, show_status)
 
 
-def _process_key(row: BenchmarkRow) -> tuple[str, str, bool]:
+def _process_key(row: BenchmarkRow) -> tuple[str, str, bool, bool]:
     """Return a key by which rows are grouped and sorted; rows with the same key share a server or transformers."""
-    return row.shape.name, row.weights, row.strategy == TRANSFORMERS
+    return row.shape.name, row.weights, row.strategy == TRANSFORMERS, row.has_long_context
+
+
+def make_server_flags(row: BenchmarkRow, model: Path) -> list[str]:
+    """Return the flags of the `kvmux serve` that a row is measured with."""
+    flags = ["--model", str(model), "--weights", row.weights]
+    if row.has_long_context:
+        return [*flags, "--config", str(SETTINGS_FILE)]
+    return [*flags, "--kv-memory", str(KV_BYTES), "--max-seq-len", str(MAX_SEQ_LEN), "--log-level", "warning"]
 
 
 def _measure_server(
@@ -98,18 +107,8 @@ def _measure_server(
 ) -> Iterator[MeasuredRow]:
     weights = rows[0].weights
     show_status(f"{rows[0].shape.name}, {weights}: starting")
-    flags = [
-        "--model",
-        str(model),
-        "--weights",
-        weights,
-        "--kv-memory",
-        str(KV_BYTES),
-        "--max-seq-len",
-        str(MAX_SEQ_LEN),
-    ]
     background = Neighbours()
-    with run_server([*flags, "--log-level", "warning"]) as server:
+    with run_server(make_server_flags(rows[0], model)) as server:
         busy_start = background.compute_share(server.cpu_seconds())
         runs = {}
         for workload in _list_workloads(rows):
@@ -131,7 +130,8 @@ def _measure_transformers(
             f"transformers: {workload}", partial(run_transformers_peer, model, workload, effort.rounds)
         )
         runs[workload] = _run_load(load, rows[0], effort, show_status)
-    yield from (_make_load_result(row, runs) for row in rows)
+    values = (_make_load_result(row, runs) for row in rows)
+    yield from (value for value in values if value is not None)
 
 
 def run_transformers_peer(model: Path, workload: str, rounds: int) -> Results:
@@ -192,16 +192,19 @@ def _make_server_result(
     return _make_load_result(row, runs)
 
 
-def _make_load_result(row: BenchmarkRow, runs: Mapping[str, WorkloadRun]) -> MeasuredRow:
+def _make_load_result(row: BenchmarkRow, runs: Mapping[str, WorkloadRun]) -> MeasuredRow | None:
+    """Return a row with its value; None if the load has none."""
+    if (value := compute_value(row, runs)) is None:
+        return None
     run = runs[row.workload]
     background_load = (
         max(run.background_load, runs["a"].background_load) if row.measure == "slowdown" else run.background_load
     )
-    return MeasuredRow(row, _compute_value(row, runs), compute_limit(row, run.speeds, KV_BYTES), background_load)
+    return MeasuredRow(row, value, compute_limit(row, run.speeds, KV_BYTES), background_load)
 
 
-def _compute_value(row: BenchmarkRow, runs: Mapping[str, WorkloadRun]) -> float:
-    """Return a row's value in its unit."""
+def compute_value(row: BenchmarkRow, runs: Mapping[str, WorkloadRun]) -> float | None:
+    """Return a row's value in its unit; None for the measure "step" if the streams never all decoded at once."""
     results = runs[row.workload].results
     result = find_result(results, row)
     match row.measure:
@@ -214,6 +217,9 @@ def _compute_value(row: BenchmarkRow, runs: Mapping[str, WorkloadRun]) -> float:
             return float(result["prompt_tokens"] / result["requests"]) * 1e3 / float(result["ttft_ms"]["p50"])
         case "ttft":
             return float(result["ttft_ms"]["p50"])
+        case "step":
+            together = result["full_batch_itl_ms"]
+            return None if together is None else float(together["p50"])
         case "output":
             return float(result["tokens_per_second"])
         case "mixing":

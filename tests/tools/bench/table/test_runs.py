@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
+from config.settings import load_settings
 from loadtest.bench.workloads import NAMED_WORKLOADS
 from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench import __main__ as command
 from tools.bench.table import runs
 from tools.bench.table.documents import GROWTH, PROFILES, TABLES, replace_section
 from tools.bench.table.goals import LOWER_IS_BETTER, ROWS, TRANSFORMERS, BenchmarkRow, make_transformers_row
-from tools.bench.table.limits import GIB, WORKLOADS, Speeds, compute_limit
+from tools.bench.table.limits import GIB, WARM_WORKLOADS, WORKLOADS, Speeds, compute_limit
+from tools.bench.table.long_contexts import SETTINGS_FILE, get_options
 from tools.bench.table.models import QWEN
 from tools.bench.table.report import DISTURBED_MARK, BenchmarkReport, as_json, as_text
 from tools.bench.table.runs import MeasuredRow, RunOptions, measure_rows
@@ -116,6 +118,19 @@ def test_what_mixing_costs(bench: Bench) -> None:
     assert found.meets_goal
 
 
+def test_the_time_of_a_step_is_that_of_all_streams_together(bench: Bench) -> None:
+    bench.results["e8"] = [result(full_batch_itl_ms={"p50": 60.0}), result("quest", full_batch_itl_ms=None)]
+    rows = [row("step", group="e8", workload="e8"), row("step", what="q", group="e8", workload="e8", strategy="quest")]
+    found = values(rows)
+    assert {name: each.value for name, each in found.items()} == {"step": 60.0}, "none without such a time"
+
+
+def test_long_contexts_have_a_server_of_their_own(bench: Bench) -> None:
+    bench.results["e8"] = [result(full_batch_itl_ms={"p50": 60.0})]
+    values([row("decode"), row("step", group="e8", workload="e8")])
+    assert [str(SETTINGS_FILE) in flags for flags in bench.started] == [False, True]
+
+
 def test_each_format_of_weights_has_a_server(bench: Bench) -> None:
     values([row("decode", what=weights, weights=weights) for weights in ("auto", "int4", "int8", "auto")])
     assert [flags[3] for flags in bench.started] == ["auto", "int4", "int8"]
@@ -158,7 +173,8 @@ def test_limits_are_arithmetic() -> None:
     assert compute_limit(row("decode"), SPEEDS, KV) == pytest.approx(30e9 / (weights + 192 * kv))
     assert compute_limit(row("output", workload="c8"), SPEEDS, KV) == pytest.approx(8 * 30e9 / (weights + 8 * 320 * kv))
     products = 2 * (987_922_432 // 2 - 151_936 * 896)
-    assert compute_limit(row("prefill", workload="b"), SPEEDS, KV) == pytest.approx(3e12 / products)
+    attention = 2 * 2048 * 24 * 896  # for each token: half of 2,048 are seen, with 4 operations each
+    assert compute_limit(row("prefill", workload="b"), SPEEDS, KV) == pytest.approx(3e12 / (products + attention))
     assert compute_limit(row("ttft"), SPEEDS, KV) == pytest.approx(1e3 * weights / 30e9), (
         "few tokens still read all weights"
     )
@@ -169,21 +185,61 @@ def test_limits_are_arithmetic() -> None:
     assert compute_limit(row("ttft", workload="d", phase="cold"), SPEEDS, KV) is None
 
 
+def test_a_step_of_long_contexts_reads_what_the_strategy_reads() -> None:
+    weights, kv, context = 987_922_432, 12_288, 4096 + 32
+    read = {
+        "paged": context * kv,
+        "int8": context * 24 * 2 * 2 * (64 + 4),
+        "compressed": (4096 // 4 + 32) * kv,
+        "quest": (context / 8 + context / 32) * kv,
+        "streaming": (4 + 1024 + 32) * kv,
+        "sliding_window": (4 + 512) * kv,
+    }
+    for strategy, stream in read.items():
+        expected = 1e3 * (weights + 8 * stream) / SPEEDS.read_bandwidth
+        each = row("step", group="e8", workload="e8", strategy=strategy)
+        assert compute_limit(each, SPEEDS, KV) == pytest.approx(expected), strategy
+    many = row("output", group="g", workload="g")
+    slow = Speeds(1e15, 1e12)  # reads in no time
+    assert compute_limit(many, slow, KV) == pytest.approx(1e12 / weights), "products of 128 rows take their time"
+
+
+def test_a_found_prefix_is_attended_to_and_not_computed() -> None:
+    products, seen = 2 * 256 * (987_922_432 // 2 - 151_936 * 896), 256 * (8192 + 128)
+    expected = 1e3 * (products + 4 * seen * 24 * 896) / SPEEDS.flops_per_second
+    assert compute_limit(row("ttft", workload="f", phase="warm"), SPEEDS, KV) == pytest.approx(expected)
+
+
 def test_workloads_are_those_of_the_load_test() -> None:
     for name, work in WORKLOADS.items():
         named = NAMED_WORKLOADS[name]
         assert (work.streams, work.prompt_tokens, work.answer_tokens) == (
             named.arrivals.max_concurrency,
-            named.prompt_tokens,
+            named.shared_tokens + named.prompt_tokens,
             named.max_tokens,
         )
+    for name, work in WARM_WORKLOADS.items():
+        named = NAMED_WORKLOADS[name]
+        assert (work.cached_tokens, work.prompt_tokens) == (named.shared_tokens, named.prompt_tokens)
+
+
+def test_the_settings_of_long_contexts_are_those_of_the_server() -> None:
+    """Options that the file leaves out would make the limits wrong without an error."""
+    settings = load_settings(SETTINGS_FILE, {})
+    for name, instance in settings.strategies.items():
+        options = get_options(name)
+        assert options["kind"] == instance.kind
+        assert instance.options == {key: value for key, value in options.items() if key != "kind"}
+    assert {each.strategy for each in ROWS if each.has_long_context} <= settings.strategies.keys()
+    assert settings.max_num_seqs == max(WORKLOADS[each.workload].streams for each in ROWS if each.has_long_context)
 
 
 def test_every_row_can_be_measured() -> None:
     assert len({(each.shape.name, each.what) for each in ROWS}) == len(ROWS)
     for each in ROWS:
         named = NAMED_WORKLOADS[each.workload]
-        assert named.prompt_tokens + named.shared_tokens + named.max_tokens <= runs.MAX_SEQ_LEN
+        room = load_settings(SETTINGS_FILE, {}).max_seq_len if each.has_long_context else runs.MAX_SEQ_LEN
+        assert named.prompt_tokens + named.shared_tokens + named.max_tokens <= (room or 0)
         assert (each.phase or "") in named.phases
         better = sorted(each.peers.values(), reverse=each.measure not in LOWER_IS_BETTER)
         assert list(each.peers.values()) == better or each.measure == "ready", "the best peer stands first"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import torch
 from torch import Tensor
 
@@ -13,13 +11,6 @@ from kernels.types import LayerSpec
 H, G, D, V = 2, 3, 16, 12  # KV heads, query heads of each, dimensions of keys and of values
 ROTATED = 12  # dimensions that RoPE rotates
 THETA = 100.0
-
-
-def new_generator() -> torch.Generator:
-    """Return random numbers that are others in each run; the seed is printed."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    return torch.Generator().manual_seed(seed)
 
 
 def rotate(x: Tensor, delta: Tensor, rotated: int = ROTATED, theta: float = THETA) -> Tensor:
@@ -79,7 +70,8 @@ class ScoredText:
             self.length,
             num_new,
             self.positions,
-            lambda: (self.keys[self.positions.T, heads], self.values[self.positions.T, heads]),
+            lambda: self.keys[self.positions.T, heads],
+            lambda: self.values[self.positions.T, heads],
             queries,
             dict(self.state),
             dict(self.key_state),
@@ -90,7 +82,11 @@ class ScoredText:
         draws = torch.rand(self.positions.shape, generator=self._generator)
         if same_in_all_heads:
             draws = draws[:1].expand_as(draws)
-        kept = draws.argsort(dim=1)[:, :num_kept].sort(dim=1).values
+        self.keep_highest(past, draws, num_kept)
+
+    def keep_highest(self, past: Past, scores: Tensor, num_kept: int) -> None:
+        """Keep the keys of the past with the highest scores in each head, and what the scorer has stored of them."""
+        kept = scores.argsort(dim=1, descending=True)[:, :num_kept].sort(dim=1).values
         self.positions = self.positions.gather(1, kept)
         self.state = past.state
         self.key_state = {name: x.gather(1, kept) for name, x in past.key_state.items()}

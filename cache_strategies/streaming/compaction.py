@@ -1,0 +1,97 @@
+"""Drops the tokens between sinks and window at a boundary, and rotates the keys of the window to their new positions.
+
+RoPE rotates a key by an angle that is proportional to its position, so a rotation by the difference of two positions
+takes a key from one to the other. A layer's rotated keys are computed before anything is written, then its keys and
+values are moved, then the rotated keys replace the moved ones. So a compaction that is repeated after a failure rotates
+no key twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache_strategies.compressed.addresses import AddressGroup
+from cache_strategies.compressed.compaction import Compactor
+from cache_strategies.compressed.seat import CompressedSeat, Move, Selection, States
+from cache_strategies.streaming.seat import StreamingSeat
+from kernels.arguments import by_head
+from kernels.store import KVStore, Plane
+
+
+@dataclass
+class ShiftedMove(Move):
+    """A compaction after which the tokens of the window have lower positions."""
+
+    shift: int = 0  # by how much they are lower
+    rotated: Plane | None = None  # rotated keys [N, H, D] of a layer whose keys are moved, and not replaced yet
+
+
+class StreamingCompactor(Compactor):
+    """Compacts the seats of one streaming cache."""
+
+    def _choose(self, seat: CompressedSeat) -> ShiftedMove:
+        assert isinstance(seat, StreamingSeat)
+        move = super()._choose(seat)
+        return ShiftedMove(move.selections, move.states, shift=seat.position - seat.position_after(seat.length))
+
+    def _select(self, seat: CompressedSeat, number: int, group: AddressGroup, states: States) -> Selection | None:
+        """Return the sinks and the latest tokens of a group; None if all stay.
+
+        Layers with a window of their own keep the latest tokens only. Tokens are chosen by position and not by scores:
+        in a very long text neighbouring positions are the same number in float32.
+        """
+        kept = seat.groups[number]
+        budget = self._budgets.count_kept(group.layers[0], seat.length)
+        if not kept.exceeds(budget, seat.num_new):
+            return None
+        positions = kept.list_positions(seat.boundary, seat.length)
+        total = positions[0].shape[2]
+        sinks = self._options.sinks if group.window is None else 0
+        stay = torch.cat((torch.arange(sinks), torch.arange(total - budget + sinks, total)))
+        indices = stay.to(positions[0].device).expand(*positions[0].shape[:2], -1)
+        return self._make_selection(kept, positions, [indices])
+
+    def _move_layer(self, move: Move, layer: int, store: KVStore, src: Tensor, dst: Tensor) -> None:
+        assert isinstance(move, ShiftedMove)
+        if not move.shift:
+            return super()._move_layer(move, layer, store, src, dst)
+        group = self._memory.groups[self._memory.group_by_layer[layer]]
+        sinks = self._options.sinks if group.window is None else 0  # they stay where they are
+        if move.rotated is None:
+            rotated = self._rotate(store, layer, src[sinks:], -move.shift)
+            super()._move_layer(move, layer, store, src, dst)
+            move.rotated = rotated
+        plane = store.planes(layer)[0]
+        where = _locate(store, plane, dst[sinks:])
+        for part, new in zip(plane, move.rotated, strict=True):
+            if part is not None and new is not None:
+                part[where] = new
+        move.rotated = None
+        return None
+
+    def _rotate(self, store: KVStore, layer: int, slots: Tensor, delta: int) -> Plane:
+        """Return the keys at slots [N, H], rotated by `delta` further positions and rounded once.
+
+        The slots follow each other in the seat's blocks, so whole blocks are read, which is faster.
+        """
+        ops, rotate = self._setup.ops, self._setup.geometry.layers[layer].rotate
+        assert rotate is not None, "the layers were checked at the start"
+        plane = store.planes(layer)[0]
+        blocks = (slots[:, 0] // store.block_size).unique_consecutive()
+        first = int(slots[0, 0]) % store.block_size
+        keys = plane.numbers.index_select(0, blocks)  # [blocks, H, block_size, D]
+        if plane.scale is not None:
+            keys = ops.dequantize(keys, plane.scale.index_select(0, blocks))
+        # all are rotated alike, as if they were the heads of one token
+        rotated = rotate(keys.flatten(0, 2)[None], torch.tensor([delta], device=keys.device))[0].view_as(keys)
+        rotated = rotated.transpose(1, 2).flatten(0, 1)[first : first + len(slots)]  # [N, H, D]
+        return Plane(*ops.quantize(rotated)) if plane.scale is not None else Plane(rotated, None)
+
+
+def _locate(store: KVStore, plane: Plane, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the indices of slots [N] or [N, H] in the tensors of a plane."""
+    heads = torch.arange(plane.numbers.shape[1], device=slots.device)
+    return by_head(slots) // store.block_size, heads, by_head(slots) % store.block_size

@@ -1,0 +1,376 @@
+"""Any operations on seats of several caches over one small arena, compared with lists of each seat's tokens.
+
+The q, k and v of a token are computed from a hash of all tokens up to it, so that a block that is shared by mistake
+shows at once. Operations may come in any order, and mostly with full memory, as a scheduler may call them. Who calls
+them draws their arguments: `play.py`, or hypothesis.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from cache_strategies.base import Clearing, KVCache, Pinning, Plan, Row, Seat
+from cache_strategies.types import Geometry, Pin, PinError, Salt, SaltScope
+from config.settings import StrategySettings
+from kernels.ops import Ops
+from kernels.types import LayerSpec
+from plugin_kit.driver.failing_ops import FailingOps, InjectedError
+from plugin_kit.driver.reference import attention
+from plugin_kit.driver.steps import turn
+from plugin_kit.driver.texts import rotate
+from plugin_kit.driver.visible import ROUNDING, Definition, check_keys, list_seen, place_keys, replace_kept
+from plugin_kit.driver.world import World
+from server.engine.batch import Batch, RowInput
+
+LAYERS = (LayerSpec(1, 2, 4, 4, scale=1.0, rotate=rotate), LayerSpec(2, 2, 4, 4, window=6, scale=2.0, rotate=rotate))
+LONGEST = 20
+REPEATED = 1e-5  # of its norm, by which a key may differ that was rotated and rounded several times
+
+
+def geometry_of(layers: Sequence[LayerSpec]) -> Geometry:
+    """Return the geometry of a history's batches, for a model with these layers."""
+    return Geometry(layers, torch.float32, max_seats=5, max_seq_len=LONGEST, max_num_batched_tokens=LONGEST)
+
+
+Token = tuple[int, int]  # id, and what tells embeddings with the same negative id apart
+
+# Returns how many tokens open() will find cached, from (cache, ids, salt, max_cached); None if that is not known.
+FindCached = Callable[[KVCache, Sequence[int], Salt, int | None], int | None]
+
+
+def expect_any_length(cache: KVCache, ids: Sequence[int], salt: Salt, max_cached: int | None) -> int | None:
+    """Return None: it is not known how many tokens open() finds."""
+    return None
+
+
+# ---------------------------------------------------------------- tokens
+@cache
+def computed(tokens: tuple[Token, ...], salt: Salt, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q [T,Hq,4], k [T,H,4], v [T,H,4] of a text; all are multiples of 1/128, which are exact in float32."""
+    numbers, so_far = [], "/".join(salt)
+    for token in tokens:
+        so_far += f" {token}"
+        digest = hashlib.blake2b(f"{layer} {so_far}".encode(), digest_size=32).digest()
+        numbers.append([byte / 128 - 1 for byte in digest])
+    table = torch.tensor(numbers).view(len(tokens), 8, 4)
+    query, kv = spec.num_q_heads, spec.num_kv_heads
+    return table[:, :query], table[:, query : query + kv], table[:, query + kv : query + 2 * kv]
+
+
+@dataclass(eq=False)
+class Sitter:
+    """A seat, and the tokens that entered it or will: a record of its own, with the rest of its prompt."""
+
+    cache: KVCache
+    seat: Seat
+    tokens: list[Token]
+    salt: Salt
+
+    def ids(self, start: int, end: int) -> list[int]:
+        """Return the ids of the tokens at positions [start, end)."""
+        return [token for token, _ in self.tokens[start:end]]
+
+    @property
+    def layers(self) -> Sequence[LayerSpec]:
+        return self.cache.setup.geometry.layers
+
+    def computed(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v of all tokens in a layer."""
+        return computed(tuple(self.tokens), self.salt, layer, self.layers[layer])
+
+
+@dataclass
+class PlannedRow:
+    """A sitter's row in a step."""
+
+    sitter: Sitter
+    start: int
+    num_tokens: int
+    accepted: int
+    in_prompt: bool
+
+    def work(self) -> RowInput:
+        """Return the row as a batch takes it."""
+        ids = self.sitter.ids(self.start, self.start + self.num_tokens)
+        return RowInput(self.sitter.cache, Row(self.sitter.seat, self.num_tokens), ids, 1)
+
+
+class History:
+    """Caches over one arena, their open seats, and the operations on them, each of which checks its result."""
+
+    def __init__(
+        self,
+        strategies: Mapping[str, StrategySettings],
+        pages: int,
+        ops: Ops,
+        definition: Definition,
+        layers: Sequence[LayerSpec] = LAYERS,
+        find_cached: FindCached = expect_any_length,
+    ) -> None:
+        self.strategies, self.layers, self.pages = strategies, layers, pages
+        self._definition, self._find_cached = definition, find_cached
+        self.ops = FailingOps(ops)
+        self.world = World(
+            strategies,
+            self.ops,
+            layers=layers,
+            max_seats=geometry_of(layers).max_seats,
+            max_seq_len=LONGEST,
+            max_num_batched_tokens=LONGEST,
+            pages=pages,
+        )
+        self.arena = self.world.arena
+        self.sitters: list[Sitter] = []
+        self.pins: list[tuple[Pinning, Pin]] = []
+        self.embeddings = 0
+
+    def _name(self, which: int) -> str:
+        return sorted(self.strategies)[which % len(self.strategies)]
+
+    def token(self, id_: int) -> Token:
+        """Return a token id; embeddings have negative ids, all of them distinct."""
+        self.embeddings += id_ < 0
+        return id_, self.embeddings if id_ < 0 else 0
+
+    # ------------------------------------------------------------ seats
+    def open(
+        self, which: int, begin_like: int, common: int, rest: list[int], salt: Salt, max_cached: int | None, times: int
+    ) -> None:
+        """Open one or more seats for a prompt that often has a common prefix with another."""
+        beginnings = [sitter.tokens for sitter in self.sitters] + [[(0, 0)] * LONGEST]
+        tokens = beginnings[begin_like % len(beginnings)][:common] + [self.token(i) for i in (*rest, 1)]
+        for _ in range(times):
+            self._open(self._name(which), tokens[:LONGEST], salt, max_cached)
+
+    def _open(self, name: str, tokens: list[Token], salt: Salt, max_cached: int | None) -> None:
+        ids = [token for token, _ in tokens]
+        cache_ = self.world.caches[name]
+        expected = self._find_cached(cache_, ids, salt, max_cached)
+        seat = cache_.open(ids, salt=salt, max_cached=max_cached)
+        if seat is None:
+            return
+        found = seat.length
+        assert seat.cached == found <= len(ids) - 1, f"open() found {found} (cached={seat.cached}) of {len(ids)} tokens"
+        assert max_cached is None or found <= max_cached, f"open() found {found} tokens, max_cached is {max_cached}"
+        assert expected is None or found == expected, f"open() found {found} tokens, {expected} are cached"
+        self.sitters.append(Sitter(cache_, seat, list(tokens), salt))
+
+    def fork(self, which: int) -> None:
+        """Fork a seat, one that is past its prompt if there is one."""
+        past_prompt = [sitter for sitter in self.sitters if sitter.seat.length == len(sitter.tokens)]
+        parent = (past_prompt or self.sitters)[which % len(past_prompt or self.sitters)]
+        seat = parent.cache.fork(parent.seat)
+        if seat is None:
+            return
+        assert parent.cache.contract.forkable, "fork() returned a seat, and contract.forkable is False"
+        assert seat.length == parent.seat.length, f"a fork of {parent.seat.length} tokens has {seat.length}"
+        tokens = parent.tokens[: seat.length]
+        self.sitters.append(Sitter(parent.cache, seat, tokens, parent.salt))
+
+    def crop(self, which: int, by: int) -> None:
+        """Drop tokens at the end of a seat, as many as its contract allows."""
+        sitter = self.sitters[which % len(self.sitters)]
+        rewind = sitter.cache.contract.rewind
+        length = max(0, sitter.seat.length - min(by, by if rewind is None else rewind))
+        sitter.cache.crop(sitter.seat, length)
+        assert sitter.seat.length <= length, f"a seat has {sitter.seat.length} tokens after crop() to {length}"
+        del sitter.tokens[length:]
+
+    def close(self, which: int, *, discard: bool) -> None:
+        """Close a seat, perhaps after its keys were found to be NaN."""
+        sitter = self.sitters.pop(which % len(self.sitters))
+        if discard:
+            sitter.cache.discard(sitter.seat)
+        sitter.cache.close(sitter.seat)
+
+    # ------------------------------------------------------------ what is kept
+    def retain(self, which: int, priority: int, ttl: float | None) -> None:
+        """Set how long a seat's tokens stay cached."""
+        sitter = self.sitters[which % len(self.sitters)]
+        sitter.cache.retain(sitter.seat, priority=priority, ttl=ttl)
+
+    def clear(self, which: int, scope: SaltScope) -> None:
+        """Clear the idle memory of a cache that can do so."""
+        cache_ = self.world.caches[self._name(which)]
+        if not isinstance(cache_, Clearing):
+            return
+        name = self._name(which)
+        held = self.arena.num_held_pages(name)
+        freed = cache_.clear(scope)
+        fell = (held - self.arena.num_held_pages(name)) * self.arena.page_bytes
+        assert freed == fell, f"clear() returned {freed} bytes, and freed {fell}"
+        for sitter in self.sitters:
+            if sitter.cache is cache_ and scope.includes(sitter.salt):
+                found = self._find_cached(sitter.cache, sitter.ids(0, LONGEST), sitter.salt, None)
+                assert not found, f"{found} tokens are found after clear()"
+
+    def pin(self, which: int, ttl: float) -> None:
+        """Pin what is cached of a seat's tokens, in a cache that can do so."""
+        sitter = self.sitters[which % len(self.sitters)]
+        if isinstance(sitter.cache, Pinning):
+            with contextlib.suppress(PinError):
+                self.pins.append((sitter.cache, sitter.cache.pin(sitter.ids(0, LONGEST), salt=sitter.salt, ttl=ttl)))
+
+    def unpin(self, which: int) -> None:
+        """Remove a pin."""
+        cache_, pin = self.pins.pop(which % len(self.pins))
+        known = pin in cache_.pins()
+        assert cache_.unpin(pin.id) == known, "unpin() did not say whether there was such a pin"
+
+    # ------------------------------------------------------------ memory
+    def reclaim(self, which: int, pages: int) -> None:
+        """Free idle pages of a cache."""
+        free = self.arena.num_free_pages
+        freed = self.world.caches[self._name(which)].reclaim(pages)
+        assert freed == self.arena.num_free_pages - free, f"reclaim() returned {freed}, and freed another number"
+
+    def set_share(self, which: int, floor: int, limit: int) -> None:
+        """Change how much memory a cache may hold."""
+        self.arena.set_share(self._name(which), floor=floor, limit=limit)
+
+    # ------------------------------------------------------------ steps
+    def step(self, rng: random.Random, *, fails: bool) -> None:
+        """Run a step for some of the seats; if it `fails`, repeat it."""
+        for cache_ in self.world.caches.values():
+            cache_.poll()
+        chosen = [sitter for sitter in self.sitters if rng.random() < 0.7]
+        rng.shuffle(chosen)
+        rows: list[PlannedRow] = []
+        for sitter in chosen:
+            if rng.random() < 0.05:
+                self._preempt(rows, rng)
+            if sitter in self.sitters and (row := self._row(sitter, rng)):
+                rows.append(row)
+        if not rows:
+            return
+        if fails:
+            self._fail(rows, rng.randrange(len(self.layers) * len({id(r.sitter.cache) for r in rows})))
+        batch = Batch([row.work() for row in rows])
+        self._run(batch, rows, check=True)
+        _commit(batch, rows)
+        for row in rows:
+            length, wanted = row.sitter.seat.length, row.start + row.accepted
+            assert length == wanted, f"a seat has {length} tokens after commit() of {row.accepted}, not {wanted}"
+            if not row.in_prompt:
+                del row.sitter.tokens[row.start + row.accepted :]
+
+    def _preempt(self, rows: Sequence[PlannedRow], rng: random.Random) -> None:
+        """Close a sitter that is not in the step, to free memory for another."""
+        if others := [sitter for sitter in self.sitters if all(row.sitter is not sitter for row in rows)]:
+            sitter = rng.choice(others)
+            self.sitters.remove(sitter)
+            sitter.cache.close(sitter.seat)
+
+    def _row(self, sitter: Sitter, rng: random.Random) -> PlannedRow | None:
+        """Return the next tokens of a prompt, or new ones; None if the sitter is not in this step."""
+        start, most = (
+            sitter.seat.length,
+            min(rng.choice([1, 1, 3, 6, 20]), sitter.cache.row_limit(sitter.seat) or LONGEST),
+        )
+        in_prompt = len(sitter.tokens) - start
+        n = min(most, in_prompt or LONGEST - start)
+        if n == 0 or not sitter.cache.ready(sitter.seat) or not sitter.cache.grow(sitter.seat, n):
+            return None
+        if not in_prompt:
+            sitter.tokens += [self.token(rng.choice([0, 1, 1, -1])) for _ in range(n)]
+        return PlannedRow(sitter, start, n, n if rng.random() < 0.7 else rng.randint(0, n), bool(in_prompt))
+
+    def _fail(self, rows: Sequence[PlannedRow], calls: int) -> None:
+        self.ops.calls = calls
+        try:
+            self._run(Batch([row.work() for row in rows]), rows, check=False)
+        except InjectedError:
+            return
+        assert self.ops.calls is not None, "the strategy swallowed an error that an operation raised"
+        self.ops.calls = None  # fewer operations were called
+
+    def _run(self, batch: Batch, rows: Sequence[PlannedRow], *, check: bool) -> None:
+        """Compute all layers, and compare every output and every visible key with the definition."""
+        rows = [rows[i] for i in batch.row_order]
+        shift = batch.positions - torch.cat([torch.arange(row.start, row.start + row.num_tokens) for row in rows])
+        plans = [(plan, i) for _, plan in batch.parts for i in range(len(plan.rows))]
+        for layer in range(len(self.layers)):
+            inputs = [row.sitter.computed(layer) for row in rows]
+            now = [slice(row.start, row.start + row.num_tokens) for row in rows]
+            q, k, v = (torch.cat([x[part][at] for x, at in zip(inputs, now, strict=True)]) for part in range(3))
+            q, k = (turn(self.layers[layer], x, shift) for x in (q, k))
+            outs = batch.attend(layer, q, k, v).split([row.num_tokens for row in rows])
+            if check:
+                for row, out, (plan, i) in zip(rows, outs, plans, strict=True):
+                    self._check_row(row, layer, out, plan, i)
+
+    def _check_row(self, row: PlannedRow, layer: int, out: Tensor, plan: Plan, index: int) -> None:
+        start, end, spec = row.start, row.start + row.num_tokens, row.sitter.layers[layer]
+        q, k, v = (x[:end] for x in row.sitter.computed(layer))
+        keys, mask = (
+            plan.gather_kv(layer, index),
+            self._definition(row.sitter.cache, row.sitter.ids(0, end), layer, start, end - start),
+        )
+        rounding, shift = 0.0 if mask is not None else ROUNDING, plan.list_positions()[index] - start
+        if row.sitter.cache.contract.unbounded:
+            rounding = max(rounding, REPEATED)
+            seen = list_seen(keys, k.shape[1], end) if mask is None else mask.any(1)
+            k, q = place_keys(spec, k, seen, shift), turn(spec, q.double(), torch.full((end,), shift))
+        last = check_keys(k, v, keys, rounding=rounding)
+        if mask is None:
+            mask, start = last[:, None], end - 1
+            k, v = replace_kept(k, v, keys)
+        assert torch.equal(last, mask[:, -1]), f"the token at position {end - 1} sees other positions than it should"
+        error = float((out[start - end :].double() - attention(q[start:end], k, v, spec, mask)).abs().max())
+        most = 10 * REPEATED if row.sitter.cache.contract.unbounded else 1e-5
+        assert error < most, f"attention differs by {error:.2g} from the reference (layer {layer}, position {end - 1})"
+
+    # ------------------------------------------------------------ always
+    def check_books(self) -> None:
+        """Assert that the bookkeeping of all caches agrees with the arena and the open seats."""
+        self.world.check_integrity()
+        for name, cache_ in self.world.caches.items():
+            usage, held = cache_.usage(), self.arena.num_held_pages(name) * self.arena.page_bytes
+            assert usage.reserved == held, f"usage(): reserved is {usage.reserved}, and {held} bytes of pages are held"
+            assert usage.reserved == usage.used + usage.idle + usage.wasted, f"usage() does not add up: {usage}"
+            assert min(usage) >= 0, f"usage() has a negative number: {usage}"
+            seats = sum(sitter.cache is cache_ for sitter in self.sitters)
+            assert usage.seats == seats, f"usage(): seats is {usage.seats}, and {seats} are open"
+
+    def check_progress(self) -> None:
+        """Assert that in each cache with open seats one of them is ready."""
+        for cache_ in self.world.caches.values():
+            cache_.poll()
+            seats = [sitter.seat for sitter in self.sitters if sitter.cache is cache_]
+            assert not seats or any(cache_.ready(seat) for seat in seats), "all seats wait for each other: see ready()"
+
+    def finish(self) -> None:
+        """Close all seats; assert that nothing has leaked, and that the longest text fits again everywhere."""
+        for sitter in self.sitters:
+            sitter.cache.close(sitter.seat)
+        for pinning, pin in self.pins:
+            pinning.unpin(pin.id)
+        self.world.check_integrity()
+        for name, cache_ in self.world.caches.items():
+            self.arena.set_share(name, floor=0, limit=self.pages)
+            seat = cache_.open([1] * LONGEST)
+            assert seat is not None, f"open() returned None for {name} in an arena of idle pages"
+            cache_.close(seat)
+        for cache_ in self.world.caches.values():
+            cache_.reclaim(self.pages)
+        self.world.check_integrity()
+        held = self.pages - self.arena.num_free_pages
+        assert not held, f"{held} pages are still held when all seats are closed and idle pages are reclaimed"
+
+
+def _commit(batch: Batch, rows: Sequence[PlannedRow]) -> None:
+    """Commit the accepted tokens of each row."""
+    entered = iter([rows[i] for i in batch.row_order])
+    for cache_, plan in batch.parts:
+        accepted = [next(entered) for _ in plan.rows]
+        cache_.commit(plan, [r.sitter.ids(r.start, r.start + r.accepted) for r in accepted])
+        for row in plan.rows:
+            cache_.compact(row.seat)

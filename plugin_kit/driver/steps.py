@@ -1,0 +1,111 @@
+"""Steps of an engine: texts enter caches row by row, in batches of any strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cache_strategies.base import KVCache, Plan, Row, Seat
+from kernels.types import LayerSpec
+from plugin_kit.driver.texts import Text
+from server.engine.batch import Batch, RowInput
+
+
+@dataclass
+class Reading:
+    """A text that enters a cache row by row."""
+
+    cache: KVCache
+    text: Text
+    seat: Seat
+
+    @property
+    def left(self) -> int:
+        return len(self.text) - self.seat.length
+
+    def work(self, num_tokens: int) -> RowInput:
+        """Return a row of the next tokens, for which grow() must succeed."""
+        assert self.cache.grow(self.seat, num_tokens), "grow() returned False although there is memory"
+        start = self.seat.length
+        ids = self.text.ids[start : start + num_tokens]
+        return RowInput(self.cache, Row(self.seat, num_tokens), ids, num_tokens)
+
+    def chunk(self, wanted: int) -> int:
+        """Return the number of tokens of the next row: `wanted`, unless fewer are left or row_limit() is smaller."""
+        return min(wanted, self.left, self.cache.row_limit(self.seat) or wanted)
+
+
+Keys = tuple[Tensor, Tensor, Tensor]  # K, V and positions that the last token of a row sees
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """The results of a step, by row in the order of the call."""
+
+    starts: list[int]
+    shifts: list[int]  # by how much the positions of a row's tokens are higher than those in the text
+    outs: list[list[Tensor]]  # [row][layer] -> [n, Hq, Dv]
+    keys: list[list[Keys]]  # [row][layer]; empty unless asked for
+
+
+def step(rows: Sequence[tuple[Reading, int]], *, keys: bool = False) -> StepOutputs:
+    """Run one step with rows of several texts, under any strategies."""
+    for cache in {id(reading.cache): reading.cache for reading, _ in rows}.values():
+        cache.poll()
+    batch = Batch([reading.work(n) for reading, n in rows])
+    result = attend(batch, rows, keys=keys)
+    batch.commit()
+    return result
+
+
+def attend(batch: Batch, rows: Sequence[tuple[Reading, int]], *, keys: bool = False) -> StepOutputs:
+    """Compute all layers of a planned batch, without committing it."""
+    in_order = [rows[i] for i in batch.row_order]
+    at = {row: i for i, row in enumerate(batch.row_order)}
+    sizes = [n for _, n in in_order]
+    assert batch.input_ids.tolist() == [t for r, n in in_order for t in r.text.ids[r.seat.length : r.seat.length + n]]
+    layers = range(len(rows[0][0].text.q))
+    outs = [attend_layer(batch, in_order, layer).split(sizes) for layer in layers]
+    found = [[plan.gather_kv(layer, row) for layer in layers] for plan, row in iter_plans(batch)] if keys else []
+    return StepOutputs(
+        starts=[reading.seat.length for reading, _ in rows],
+        shifts=[reading.seat.position - reading.seat.length for reading, _ in rows],
+        outs=[[outs[layer][at[i]] for layer in layers] for i in range(len(rows))],
+        keys=[found[at[i]] for i in range(len(rows))] if keys else [],
+    )
+
+
+def attend_layer(batch: Batch, in_order: Sequence[tuple[Reading, int]], layer: int) -> Tensor:
+    """Compute one layer of a planned batch, whose rows are in the batch's order."""
+    q, k, v = (torch.cat(list(_inputs(in_order, part, layer))) for part in ("q", "k", "v"))
+    shift = batch.positions - torch.cat([torch.arange(r.seat.length, r.seat.length + n) for r, n in in_order])
+    spec = in_order[0][0].cache.setup.geometry.layers[layer]
+    return batch.attend(layer, turn(spec, q, shift), turn(spec, k, shift), v)
+
+
+def turn(spec: LayerSpec, x: Tensor, shift: Tensor) -> Tensor:
+    """Return queries or keys x [N,H,D] of a text at positions that are higher by `shift` [N]."""
+    return x if spec.rotate is None or not shift.any() else spec.rotate(x, shift)
+
+
+def _inputs(rows: Sequence[tuple[Reading, int]], part: str, layer: int) -> Iterator[Tensor]:
+    for reading, n in rows:
+        yield getattr(reading.text, part)[layer][reading.seat.length : reading.seat.length + n]
+
+
+def iter_plans(batch: Batch) -> Iterator[tuple[Plan, int]]:
+    """Yield the plan of every row and the row's index in it, in the batch's order."""
+    for _, plan in batch.parts:
+        for row in range(len(plan.rows)):
+            yield plan, row
+
+
+def read_through(reading: Reading, chunk: int) -> list[Tensor]:
+    """Return attention's output by layer [T, Hq, Dv] for a whole text, in rows of `chunk` tokens."""
+    outs: list[list[Tensor]] = []
+    while reading.left:
+        outs += step([(reading, reading.chunk(chunk))]).outs
+    return [torch.cat(parts) for parts in zip(*outs, strict=True)]

@@ -1,0 +1,1 @@
+"""The promises of scorers (`promises.py`), and what they are checked with."""

@@ -1,0 +1,148 @@
+"""Promises about calls in any order: random histories, which also pass through the server's own guard."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from cache_strategies import registry
+from cache_strategies.types import EVERYTHING, NO_SALT, Salt, SaltScope
+from kernels.types import LayerSpec
+from plugin_kit.driver.history import LAYERS, LONGEST, History, geometry_of
+from plugin_kit.driver.steps import Reading, step
+from plugin_kit.driver.texts import random_text, rotate
+from plugin_kit.promise import LAST_CALLS, Promise
+from plugin_kit.strategies.trial import NAME, StrategyTrial, get_cache
+from server.engine.isolation.errors import StrategyError
+from server.engine.isolation.guard import GuardedCache
+
+NUM_HISTORIES, NUM_OPERATIONS = 6, 40
+WINDOW = LayerSpec(1, 2, 4, 4, window=6, scale=2.0, rotate=rotate)
+HYBRID = (WINDOW, WINDOW._replace(window=None, scale=1.0), WINDOW._replace(window=3), WINDOW)  # as in Gemma 3
+SALTS = (NO_SALT, NO_SALT, NO_SALT, Salt("tenant", "salt"))
+SCOPES = (EVERYTHING, SaltScope("", ""), SaltScope("tenant"), SaltScope("tenant", "salt"))
+
+
+class Operation(NamedTuple):
+    """An operation of a history, with the arguments that were drawn for it."""
+
+    text: str
+    call: Callable[[], object]
+
+
+def draw_operation(history: History, rng: random.Random) -> Operation:
+    """Draw an operation that is possible now."""
+    which, any_ = rng.randrange(100), rng.random()
+    if not history.sitters or any_ < 0.2:
+        rest = [rng.choice([0, 1, 1, -1]) for _ in range(rng.randint(0, 4))]
+        most, times = rng.choice([None, None, None, 0, 6]), rng.randint(1, 3)
+        begin_like, common, salt = rng.randrange(100), rng.randint(0, 16), rng.choice(SALTS)
+        text = f"open {times} seats (common={common}, salt={salt.tenant!r}, max_cached={most})"
+        return Operation(text, lambda: history.open(which, begin_like, common, rest, salt, most, times))
+    if any_ < 0.6:
+        seed, fails = rng.randrange(2**16), rng.random() < 0.3
+        text = f"{'a step that fails once' if fails else 'a step'} (seed {seed})"
+        return Operation(text, lambda: history.step(random.Random(seed), fails=fails))
+    if any_ < 0.68:
+        return Operation("fork", lambda: history.fork(which))
+    if any_ < 0.76:
+        by = rng.randint(0, 9)
+        return Operation(f"crop by {by} or as many as `rewind` allows", lambda: history.crop(which, by))
+    if any_ < 0.88:
+        discard = rng.random() < 0.25
+        return Operation("discard and close" if discard else "close", lambda: history.close(which, discard=discard))
+    if any_ < 0.91:
+        priority, ttl = rng.randint(0, 2), rng.choice([None, 1e-9, 1e9])
+        return Operation("retain", lambda: history.retain(which, priority, ttl))
+    if any_ < 0.94:
+        pages = rng.randint(1, 4)
+        return Operation(f"reclaim {pages} pages", lambda: history.reclaim(which, pages))
+    if any_ < 0.97:
+        floor, limit = rng.randint(0, 2), rng.randint(0, 30)
+        return Operation(f"a share of {floor} to {limit} pages", lambda: history.set_share(which, floor, limit))
+    scope = rng.choice(SCOPES)
+    return Operation("clear", lambda: history.clear(which, scope))
+
+
+def check_histories(trial: StrategyTrial) -> None:
+    """Play random operations in an arena that holds two and a half of the longest texts."""
+    for number in range(NUM_HISTORIES):
+        layers = LAYERS if number % 2 else HYBRID
+        instances = registry.resolve_instances({NAME: trial.settings})
+        pages = int(2.5 * registry.compute_min_pages(instances, geometry_of(layers)))
+        history = History({NAME: trial.settings}, max(1, pages), trial.ops, trial.definition, layers)
+        done: list[str] = []
+        try:
+            for _ in range(NUM_OPERATIONS):
+                operation = draw_operation(history, trial.rng)
+                done.append(operation.text)
+                operation.call()
+                history.check_books()
+                history.check_progress()
+            done.append("the end")
+            history.finish()
+        except Exception as error:  # a strategy may raise anything
+            error.add_note(f"{LAST_CALLS} {', '.join(done[-6:])}")
+            raise
+
+
+# ---------------------------------------------------------------- the server's guard
+def check_guard(trial: StrategyTrial) -> None:
+    """Call everything that the server calls through its guard, which checks results, and report what it finds."""
+    world, faults = trial.make_world(max_seats=4), list[StrategyError]()
+    inner = get_cache(world)
+    assert hasattr(inner, "contract"), f"{type(inner).__name__}.__init__ must set self.contract"
+    guard = GuardedCache(inner, faults.append)
+    rng = trial.rng
+    readings: list[Reading] = []
+    for seed in range(3):
+        text = random_text(seed, 90, trial.layers)
+        seat = guard.open(text.ids, max_cached=rng.choice([None, 0, 5]))
+        assert seat is not None, "open() returned None although there is memory"
+        readings.append(Reading(guard, text, seat))
+    while any(reading.left for reading in readings):
+        rows = [(r, n) for r in readings if guard.ready(r.seat) and (n := r.chunk(rng.choice([1, 6, 25])))]
+        assert rows, "all seats wait for each other: see ready()"
+        step(rows, keys=True)
+        _ask(guard, readings, trial.layers)
+    if inner.contract.forkable:
+        child = guard.fork(readings[0].seat)
+        assert child is not None, "fork() returned None although there is memory, and contract.forkable is True"
+        guard.close(child)
+    if inner.contract.rewind != 0:
+        guard.crop(readings[0].seat, readings[0].seat.length - 1)
+    for reading in readings:
+        guard.discard(reading.seat)
+        guard.close(reading.seat)
+    guard.reclaim(world.arena.pages)
+    assert not faults, f"the server's guard: {faults[0]}"
+
+
+def _ask(guard: GuardedCache, readings: Sequence[Reading], layers: Sequence[LayerSpec]) -> None:
+    """Call what only reports."""
+    guard.usage()
+    guard.blocks()
+    guard.idle_pages()
+    guard.pinned_pages()
+    guard.collect_block_events()
+    guard.bytes_for(LONGEST)
+    for reading in readings:
+        guard.retain(reading.seat, priority=1, ttl=None)
+        guard.count_dropped_tokens(reading.seat)
+        guard.visible_positions(reading.seat.length + 1, layers[0])
+
+
+PROMISES: Sequence[Promise[StrategyTrial]] = (
+    Promise(
+        "returns what the interface says",
+        "the server's guard, which checks every call, finds no fault",
+        check_guard,
+    ),
+    Promise(
+        "any order of calls",
+        "whatever the order of open, grow, fork, crop, commit and close, also with full memory: keys stay right, the "
+        "bookkeeping adds up, and nothing leaks",
+        check_histories,
+    ),
+)

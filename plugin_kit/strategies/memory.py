@@ -1,0 +1,211 @@
+"""Promises about memory: what a strategy reads, writes, takes, says that it takes, and gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cache_strategies.base import Seat
+from cache_strategies.types import NO_SALT, Salt
+from config.settings import StrategySettings
+from plugin_kit.driver.steps import Reading, attend, read_through, step
+from plugin_kit.driver.texts import random_text, spliced
+from plugin_kit.driver.visible import check_last_queries
+from plugin_kit.driver.world import POISON, World
+from plugin_kit.promise import Promise
+from plugin_kit.strategies.trial import LENGTH, NAME, StrategyTrial, compute_longest_bytes, get_cache, read_rows
+from server.engine.batch import Batch
+
+
+# ---------------------------------------------------------------- what is read and written
+def check_unused_memory(trial: StrategyTrial) -> None:
+    """Compare the bits of texts in memory that was never written with those in memory full of NaN or other texts."""
+    for dtype in (torch.float32, torch.bfloat16):
+        worlds = [trial.make_world(dtype=dtype, fill=fill) for fill in (0, POISON)]
+        outs = [read_through(trial.open(world, 100), 13) for world in worlds]
+        for layer, (clean, poisoned) in enumerate(zip(*outs, strict=True)):
+            assert not poisoned.isnan().any(), f"layer {layer} read memory that was never written"
+            assert torch.equal(clean, poisoned), f"memory that was never written changes the output of layer {layer}"
+    fresh = read_through(trial.open(trial.make_world(), 50, seed=2), 13)
+    world = trial.make_world()
+    used = trial.open(world, 120)
+    read_through(used, 40)
+    used.cache.close(used.seat)
+    after = read_through(trial.open(world, 50, seed=2), 13)
+    for layer, (a, b) in enumerate(zip(after, fresh, strict=True)):
+        assert torch.equal(a, b), f"what an earlier sequence left behind changes the output of layer {layer}"
+
+
+def check_writes(trial: StrategyTrial) -> None:
+    """Run steps beside another strategy, and look at which pages of the arena have changed."""
+    strategies = {NAME: trial.settings, "other": StrategySettings(kind="paged", block_size=7)}
+    world = World(strategies, trial.ops, max_seats=3, layers=trial.layers)
+    texts = [random_text(seed, LENGTH, trial.layers) for seed in range(4)]
+    other = world.open("other", texts[0])
+    readings = [world.open(NAME, text, max_cached=0) for text in texts[1:]]
+    for _ in range(6):
+        rows = [(r, r.chunk(trial.rng.choice([1, 6, 20]))) for r in trial.rng.sample(readings, 2)]
+        batch = Batch([reading.work(n) for reading, n in rows])
+        before = world.arena.memory.clone()
+        attend(batch, rows)
+        changed = (world.arena.memory != before).nonzero().flatten() // world.arena.page_bytes
+        pages = changed.unique().numpy()
+        assert world.arena.owns(NAME, pages), "a step wrote to pages of the arena that the strategy has not allocated"
+        batch.commit()
+    everybody = [(reading, reading.chunk(5)) for reading in (other, *readings)]
+    check_last_queries(step(everybody, keys=True), everybody, trial.layers)  # their keys are still their own
+    world.check_integrity()
+
+
+# ---------------------------------------------------------------- how much is taken
+def check_upper_bound(trial: StrategyTrial) -> None:
+    """Read a text with no more memory than bytes_for() says, and watch what is held at each step."""
+    sizes = list(map(get_cache(trial.make_world()).bytes_for, range(1, LENGTH + 1)))
+    assert sizes == sorted(sizes), "bytes_for() falls while the number of tokens rises"
+    for length in (trial.rng.randint(2, LENGTH), LENGTH):
+        world = trial.make_world()
+        cache, page = get_cache(world), world.arena.page_bytes
+        text, prompt = random_text(1, length, trial.layers), trial.rng.randint(1, length)
+        reading = Reading(cache, text, _must(cache.open(text.ids[:prompt], max_cached=0)))  # the rest is generated
+        while reading.left:
+            n = reading.chunk(trial.rng.choice([1, 7, 40]))
+            end = max(prompt, reading.seat.length + n)
+            batch = Batch([reading.work(n)])
+            attend(batch, [(reading, n)])
+            held = [world.arena.num_held_pages(NAME) * page]
+            batch.commit()
+            held.append(world.arena.num_held_pages(NAME) * page)
+            promised = cache.bytes_for(end)
+            assert max(held) <= promised, f"a sequence of {end} tokens holds {max(held)} bytes; bytes_for(): {promised}"
+        longest = compute_longest_bytes(trial, world)
+        assert cache.bytes_for(length) <= longest, (
+            f"bytes_for({length}) is {cache.bytes_for(length)}, more than seat_shape() says of the longest sequence: "
+            f"{longest}"
+        )
+        cache.close(reading.seat)
+        cache.reclaim(world.arena.pages)
+        world.arena.set_share(NAME, floor=0, limit=-(-cache.bytes_for(length) // page))
+        again = trial.open(world, length)
+        read_rows(again, trial.draw_rows(length))
+
+
+def check_usage(trial: StrategyTrial) -> None:
+    """Compare usage() with the arena and with the open seats, while sequences come and go."""
+    world = trial.make_world(max_seats=4)
+    readings: list[Reading] = []
+    for i in range(12):
+        if len(readings) == 4 or (readings and trial.rng.random() < 0.3):
+            gone = readings.pop(trial.rng.randrange(len(readings)))
+            gone.cache.close(gone.seat)
+        readings.append(trial.open(world, 60, seed=i))
+        rows = [(reading, n) for reading in readings if (n := reading.chunk(trial.rng.choice([1, 7, 30])))]
+        step(rows)
+        usage = get_cache(world).usage()
+        held = world.arena.num_held_pages(NAME) * world.arena.page_bytes
+        assert usage.reserved == held, f"usage(): reserved is {usage.reserved}, and {held} bytes of pages are held"
+        parts = usage.used + usage.idle + usage.wasted
+        assert parts == usage.reserved, f"usage(): used + idle + wasted is {parts}, not reserved, {usage.reserved}"
+        assert min(usage) >= 0, f"usage() has a negative number: {usage}"
+        assert usage.seats == len(readings), f"usage(): seats is {usage.seats}, and {len(readings)} are open"
+        assert usage.tokens <= sum(r.seat.length for r in readings), f"usage(): {usage.tokens} tokens are too many"
+        world.check_integrity()
+
+
+# ---------------------------------------------------------------- what is given back
+def check_frees(trial: StrategyTrial) -> None:
+    """Open, fork, grow and close more sequences than there are seats, then look for pages that are still held."""
+    seats = 3
+    world, rng = trial.make_world(max_seats=seats), trial.rng
+    cache = get_cache(world)
+    for round_ in range(3):
+        readings = [trial.open(world, 100, seed=10 * round_ + i) for i in range(seats)]
+        for reading in readings[:2]:
+            read_rows(reading, [rng.choice([1, 5, 30]) for _ in range(rng.randint(1, 3))])
+        assert cache.grow(readings[2].seat, readings[2].chunk(9))  # and never used, as if it was preempted
+        open_seats: list[Seat] = [reading.seat for reading in readings]
+        cache.close(open_seats.pop())
+        child = cache.fork(open_seats[0])
+        open_seats += [] if child is None else [child]
+        rng.shuffle(open_seats)
+        for seat in open_seats:
+            if rng.random() < 0.3:
+                cache.discard(seat)
+            cache.close(seat)
+        world.check_integrity()
+        usage = cache.usage()
+        assert usage.seats == usage.tokens == usage.used == 0, f"all seats are closed, and usage() says {usage}"
+        idle, held = cache.idle_pages(), world.arena.num_held_pages(NAME)
+        assert held == idle, f"all seats are closed: {held} pages are held, and {idle} of them could be reclaimed"
+        free = world.arena.num_free_pages
+        freed = cache.reclaim(world.arena.pages)
+        assert freed == world.arena.num_free_pages - free, f"reclaim() returned {freed}, and freed another number"
+        left = world.arena.num_held_pages(NAME)
+        assert not left, f"{left} pages are still held when all seats are closed and idle pages are reclaimed"
+
+
+SALTS = (NO_SALT, Salt("tenant", ""), Salt("tenant", "salt"))
+
+
+def check_sharing(trial: StrategyTrial) -> None:
+    """Open texts that begin alike, with equal and other salts; what is found cached must be the text's own keys."""
+    world, rng = trial.make_world(max_seats=4), trial.rng
+    cache = get_cache(world)
+    first = random_text(1, 120, trial.layers)
+    reading = Reading(cache, first, _must(cache.open(first.ids, salt=SALTS[1])))
+    assert reading.seat.length == 0, f"{reading.seat.length} tokens were found cached in an empty cache"
+    read_rows(reading, trial.draw_rows(120))
+    if rng.random() < 0.5:
+        cache.close(reading.seat)
+    for salt in SALTS:
+        at = rng.randint(1, 119)
+        text = spliced(first, random_text(2, 120, trial.layers), at)
+        most = rng.choice([None, rng.randint(0, 119)])
+        seat = _must(cache.open(text.ids, salt=salt, max_cached=most))
+        limit = min(at, 119 if most is None else most) if salt == SALTS[1] else 0
+        assert seat.length <= limit, (
+            f"open() found {seat.length} tokens cached of a text with {at} common tokens, max_cached={most} and "
+            f"{'an equal' if salt == SALTS[1] else 'another'} salt: at most {limit} may be found"
+        )
+        assert seat.cached == seat.length, f"open() returned a seat with cached={seat.cached}, length={seat.length}"
+        if cache.ready(seat):
+            again = Reading(cache, text, seat)
+            rows = [(again, again.chunk(9))]
+            check_last_queries(step(rows, keys=True), rows, trial.layers)
+        cache.close(seat)
+    world.check_integrity()
+
+
+def _must(seat: Seat | None) -> Seat:
+    assert seat is not None, "open() returned None although there is memory"
+    return seat
+
+
+PROMISES: Sequence[Promise[StrategyTrial]] = (
+    Promise(
+        "reads no unused memory",
+        "neither memory that was never written nor what another sequence left there changes a bit",
+        check_unused_memory,
+    ),
+    Promise(
+        "writes only its own memory",
+        "a step writes to pages that the strategy has allocated, and to no key of another sequence",
+        check_writes,
+    ),
+    Promise(
+        "bytes_for is an upper bound",
+        "a sequence of n tokens never holds more than bytes_for(n) bytes, and never needs more",
+        check_upper_bound,
+    ),
+    Promise("usage adds up", "usage() agrees with the arena and with the open seats", check_usage),
+    Promise(
+        "frees all memory",
+        "close() frees a sequence's memory, or keeps it idle until reclaim()",
+        check_frees,
+    ),
+    Promise(
+        "shares prefixes by salt",
+        "open() finds tokens of an equal salt only, never more than the common prefix, and their keys are right",
+        check_sharing,
+    ),
+)

@@ -1,0 +1,64 @@
+"""Parsers of the command line: errors are one line with a suggestion. Knows no command, and imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeAlias
+
+from config.settings import MAX_TIMEOUT
+from config.sources import did_you_mean
+from server.processes.child_process import USER_ERROR
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line with a suggestion, instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USER_ERROR, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].split("=")[0]
+            self.error(f"{name} is not an option{did_you_mean(name, self._option_string_actions)}")
+        return known, unknown
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+def parse_seconds(text: str) -> float:
+    """Return a timeout in seconds. Raises ArgumentTypeError unless it is above 0 and at most MAX_TIMEOUT."""
+    try:
+        if 0 < (seconds := float(text)) <= MAX_TIMEOUT:
+            return seconds
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to {MAX_TIMEOUT:,.0f}")
+
+
+def add_command(
+    commands: Commands,
+    name: str,
+    run: Callable[[dict[str, Any]], int],
+    usage: str,
+    *,
+    help: str,
+    description: str,
+    epilog: str = "",
+    parent: str = "kvmux",
+) -> Parser:
+    """Add the parser of a command of `parent`; the dict that `run` gets has only the flags that the user gave."""
+    parser = commands.add_parser(
+        name,
+        usage=f"{parent} {name} {usage}",
+        help=help,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    return parser

@@ -1,0 +1,185 @@
+"""quest shares prefixes, forks and evicts as paged does; only exact keys are found by others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from cache_strategies.quest.cache import QuestCache
+from cache_strategies.quest.plan import QuestPlan
+from config.settings import StrategySettings
+from kernels.types import LayerSpec
+from plugin_kit.driver.steps import Reading, step
+from plugin_kit.driver.texts import random_text, spliced
+from tests.cache_strategies.cache_driver import find_cached
+from tests.cache_strategies.quest.brute_force import LAYERS, check, generate, make_world, open_prompt, read_prompt
+from tests.contract.harness import World
+
+
+def is_choosing(reading: Reading) -> bool:
+    """Return whether the next token of a text chooses blocks."""
+    assert reading.cache.grow(reading.seat, 1)
+    plan = reading.cache.plan([reading.work(1).row])
+    assert isinstance(plan, QuestPlan)
+    return bool(plan.chosen.rows)
+
+
+# ---------------------------------------------------------------- prefixes
+def test_a_prompt_is_found_by_another_which_reads_the_same_blocks() -> None:
+    world = make_world()
+    text = random_text(1, 100, LAYERS)
+    first = read_prompt(world, text, 61)
+    generate(first, 5)
+    held = world.arena.num_held_pages("quest")
+    second = read_prompt(world, text, 61)
+    assert second.seat.cached == 60
+    assert world.arena.num_held_pages("quest") == held + 2  # of the block with the last token
+    generate(second, 9)
+    first.cache.close(first.seat)
+    second.cache.close(second.seat)
+    third = read_prompt(world, text, 61)
+    assert third.seat.cached == 60
+    generate(third, 9)
+    world.check_integrity()
+
+
+def test_tokens_of_short_texts_are_found_and_those_of_choosing_rows_are_not() -> None:
+    world = make_world(budget=32)
+    text = random_text(1, 100, LAYERS)
+    first = read_prompt(world, text, 10)
+    generate(first, 50)  # from position 32 on it chooses
+    first.cache.close(first.seat)
+    assert find_cached(first.cache, text.ids) == 32
+    again = read_prompt(world, text, 60)
+    assert again.seat.cached == 32
+    again.cache.close(again.seat)
+    assert find_cached(first.cache, text.ids) == 60
+    world.check_integrity()
+
+
+def test_blocks_of_a_prompt_are_withheld_from_its_first_choice_on() -> None:
+    """A row of one token within a prompt chooses; what it fills and what follows is found by no other prompt."""
+    world = make_world()
+    text = random_text(1, 100, LAYERS)
+    reading = open_prompt(world, text, 80)
+    for size in (42, 1, 37):
+        step([(reading, size)])
+    assert find_cached(reading.cache, text.ids) == 40
+    assert reading.cache.blocks().pending == 0
+    world.check_integrity()
+    other = read_prompt(world, text, 80)
+    assert other.seat.cached == 40
+    generate(other, 3)
+    world.check_integrity()
+
+
+def test_a_row_that_others_wait_for_reads_all_keys() -> None:
+    world = make_world()
+    text = random_text(1, 100, LAYERS)
+    first = open_prompt(world, text, 80)
+    step([(first, 42)])
+    waiting = open_prompt(world, text, 80)
+    assert not is_choosing(first)
+    step([(first, 1)])
+    step([(first, 37)])
+    assert waiting.seat.length == 76
+    check(step([(waiting, 4)], keys=True), [waiting])
+    assert is_choosing(first)
+    world.check_integrity()
+
+
+def test_a_row_that_depends_on_blocks_of_the_same_step_reads_all_keys() -> None:
+    world = make_world()
+    text = random_text(1, 100, LAYERS)
+    first, second = open_prompt(world, text, 41), open_prompt(world, text, 41)
+    assert second.seat.length == 40
+    result = step([(first, 41), (second, 1)], keys=True)
+    assert all(len(positions) == 41 for _, _, positions in result.keys[1])
+    world.check_integrity()
+
+
+# ---------------------------------------------------------------- forks and crops
+def test_forks_choose_for_themselves(rng: random.Random) -> None:
+    world = make_world()
+    common = random_text(0, 110, LAYERS)
+    at = rng.randint(30, 60)
+    parent = read_prompt(world, common, at)
+    if rng.random() < 0.5:
+        generate(parent, 1)
+        at += 1
+    readings = [parent]
+    for seed in (1, 2):
+        seat = parent.cache.fork(parent.seat)
+        assert seat is not None
+        readings.append(Reading(parent.cache, spliced(common, random_text(seed, 110, LAYERS), at), seat))
+    for _ in range(20):
+        check(step([(each, 1) for each in readings], keys=True), readings)
+        world.check_integrity()
+
+
+def test_what_is_written_again_has_new_summaries(rng: random.Random) -> None:
+    world = make_world()
+    text = random_text(1, 160, LAYERS)
+    reading = read_prompt(world, text, 50)
+    for seed in range(2, 5):
+        generate(reading, rng.randint(1, 12))
+        length = reading.seat.length - rng.randint(0, 20)
+        reading.cache.crop(reading.seat, length)
+        reading.text = spliced(reading.text, random_text(seed, 160, LAYERS), length)
+        if rng.random() < 0.5:
+            step([(reading, rng.randint(2, 9))])
+        generate(reading, 10)
+        world.check_integrity()
+
+
+def test_a_fork_that_goes_back_leaves_the_summaries_of_its_parent() -> None:
+    world = make_world()
+    common = random_text(0, 110, LAYERS)
+    parent = read_prompt(world, common, 60)
+    generate(parent, 1)
+    seat = parent.cache.fork(parent.seat)
+    assert seat is not None
+    child = Reading(parent.cache, spliced(common, random_text(1, 110, LAYERS), 38), seat)
+    child.cache.crop(child.seat, 38)
+    for _ in range(12):
+        check(step([(child, 1), (parent, 1)], keys=True), [child, parent])
+    world.check_integrity()
+
+
+# ---------------------------------------------------------------- memory
+def test_blocks_that_were_evicted_are_summarized_anew(rng: random.Random) -> None:
+    """In an arena for two and a half texts, texts take over each other's pages."""
+    probe = make_world()
+    reading = read_prompt(probe, random_text(1, 100, LAYERS), 100)
+    pages = int(2.5 * probe.arena.num_held_pages("quest"))
+    world = make_world(pages=max(pages, 100))
+    for seed in range(12):
+        reading = read_prompt(world, random_text(seed, 130, LAYERS), rng.randint(40, 90))
+        generate(reading, 8)
+        reading.cache.close(reading.seat)
+        world.check_integrity()
+    assert reading.cache.idle_pages() > 0
+
+
+def test_tokens_that_are_not_finite_are_found_by_nobody() -> None:
+    world = make_world()
+    text = random_text(1, 100, LAYERS)
+    text.k[0][30] = torch.nan
+    reading = read_prompt(world, text, 60)
+    reading.cache.discard(reading.seat)
+    reading.cache.close(reading.seat)
+    assert find_cached(reading.cache, text.ids) == 28
+
+
+def test_a_block_takes_the_memory_of_its_keys_and_one_part_in_a_block_for_summaries() -> None:
+    caches = {}
+    layers = [LayerSpec(2, 14, 64, 64)] * 24
+    for kind in ("paged", "quest"):
+        world = World({kind: StrategySettings(kind=kind)}, layers=layers, dtype=torch.bfloat16, max_seats=1)
+        caches[kind] = world.caches[kind]
+    assert isinstance(caches["quest"], QuestCache)
+    share = caches["quest"].bytes_per_token / caches["paged"].bytes_per_token  # type: ignore[attr-defined]
+    assert share == 1 + 1 / 32
+    assert caches["quest"].bytes_for(64) == pytest.approx(caches["paged"].bytes_for(64) * share)

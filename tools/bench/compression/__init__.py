@@ -1,0 +1,1 @@
+"""Measures what the scorers of `compressed` cost in quality, and plots it."""

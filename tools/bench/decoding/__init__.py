@@ -1,0 +1,1 @@
+"""Compares how fast tokens are decoded under several cache strategies."""

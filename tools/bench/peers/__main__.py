@@ -1,0 +1,102 @@
+"""`make bench-peers`: installs other servers and measures them and kvmux by turns, with one model and one client."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+
+from rich.console import Console
+
+from server.profiling.running import sigterm_as_ctrl_c
+from tools.bench.peers.install import Installer, InstallError
+from tools.bench.peers.measure import measure_servers
+from tools.bench.peers.report import PeerReport, as_json, as_text
+from tools.bench.peers.servers import ServerProgram, prepare_kvmux, prepare_llama_cpp, prepare_vllm
+from tools.bench.peers.workloads import DEFAULT_WORKLOADS, WORKLOADS
+from tools.bench.table.documents import BENCHMARKS, update_section
+from tools.bench.table.models import QWEN, cache_folder, make_model
+
+DESCRIPTION = """\
+Installs llama.cpp (built from source) and vLLM (its build for CPUs), each in a folder and an environment of its own,
+and measures them and `kvmux serve` over HTTP: one at a time, by turns, with the same requests to a model of
+Qwen2.5-0.5B's shape with random weights, in bfloat16. Beside each figure stands its share of the machine's limit,
+measured just before. What is installed is kept for the next time."""
+
+MARKED = "make bench-peers"  # the section of the document
+FAILED, INTERRUPTED = 2, 130  # exit statuses
+
+Prepare = Callable[[Path, Installer], ServerProgram]
+PEERS: Mapping[str, Prepare] = {"llama.cpp": prepare_llama_cpp, "vllm": prepare_vllm}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="make bench-peers", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--peers", nargs="*", choices=tuple(PEERS), default=list(PEERS), help="servers beside kvmux (default: all)")
+    add(
+        "--rows",
+        nargs="+",
+        choices=WORKLOADS,
+        default=list(DEFAULT_WORKLOADS),
+        help=f"workloads of `kvmux bench` (default: {' '.join(DEFAULT_WORKLOADS)})",
+    )
+    add("--turns", type=int, default=2, help="times that each server is started and measured (default: 2)")
+    add(
+        "--folder", type=Path, default=cache_folder().parent / "peers", help="of servers (default: in the user's cache)"
+    )
+    add("--models", type=Path, default=cache_folder(), help="folder of the model (default: in the user's cache)")
+    add("--pip-args", default="", help="further arguments of pip, such as an index with torch's builds for CPUs")
+    add("--json", type=Path, metavar="FILE", help="write all measurements to this file as JSON")
+    add("--docs", type=Path, metavar="FOLDER", help=f"write the tables into {BENCHMARKS} of this folder")
+    options = parser.parse_args(arguments)
+    if options.turns < 1:
+        parser.error("--turns should be at least 1")
+    if options.docs and (set(options.peers) < PEERS.keys() or not set(DEFAULT_WORKLOADS) <= set(options.rows)):
+        parser.error("--docs: the document shows all servers and rows; leave --peers and --rows out")
+    with sigterm_as_ctrl_c(), Console(stderr=True).status("starting") as status:
+
+        def show_status(text: str) -> None:
+            status.update(text)
+            if not status.console.is_terminal:  # where no line can be replaced, such as in a log
+                print(text, file=sys.stderr, flush=True)
+
+        try:
+            report = run(options, show_status)
+            if options.docs:
+                update_section(options.docs / BENCHMARKS, MARKED, as_text(report))
+        except (OSError, ValueError) as error:
+            print(f"make bench-peers: {error}", file=sys.stderr)
+            return FAILED
+        except KeyboardInterrupt:  # also SIGTERM; the started processes have ended by now
+            return INTERRUPTED
+    print(as_text(report))
+    if options.json:
+        options.json.write_text(json.dumps(as_json(report), indent=2) + "\n")
+    return 0
+
+
+def run(options: argparse.Namespace, show_status: Callable[[str], None]) -> PeerReport:
+    """Install and measure what the options name. Raises OSError."""
+    date = datetime.now().astimezone()
+    model = make_model(QWEN, options.models, show_status)
+    programs, missing = [prepare_kvmux(model)], dict[str, str]()
+    for name in options.peers:
+        try:
+            installer = Installer(options.folder / name, shlex.split(options.pip_args), show_status)
+            programs.append(PEERS[name](model, installer))
+        except InstallError as error:
+            missing[name] = str(error)
+    workloads = [name for name in WORKLOADS if name in options.rows]
+    measurements = list(measure_servers(programs, workloads, options.turns, show_status))
+    return PeerReport(date, options.turns, workloads, programs, missing, measurements)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

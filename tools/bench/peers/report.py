@@ -1,0 +1,145 @@
+"""Formats the measurements of servers as Markdown tables and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from statistics import median
+from typing import Any
+
+import psutil
+
+from server.profiling.background_load import BUSY_THRESHOLD
+from tools.bench.peers.measure import PeerMeasurement
+from tools.bench.peers.servers import ServerProgram
+from tools.bench.peers.workloads import compute_needs
+from tools.bench.table.goals import LOWER_IS_BETTER, BenchmarkRow
+from tools.bench.table.report import DISTURBED_MARK, format_number, read_processor_name
+
+NO_PORT = 0  # as shown in commands
+MAX_REASON = 300  # characters
+
+
+@dataclass(frozen=True)
+class PeerReport:
+    """The measurements of one run of `make bench-peers`, and what was measured."""
+
+    date: datetime
+    turns: int
+    workloads: Sequence[str]
+    programs: Sequence[ServerProgram]
+    missing: Mapping[str, str]  # reasons why servers could not be installed, by their names
+    measurements: Sequence[PeerMeasurement]
+
+    def find(self, server: str, row: BenchmarkRow) -> list[PeerMeasurement]:
+        return [each for each in self.measurements if each.server == server and each.row == row]
+
+    @property
+    def rows(self) -> list[BenchmarkRow]:
+        return list({id(each.row): each.row for each in self.measurements}.values())
+
+    @property
+    def names(self) -> list[str]:
+        return [*(program.name for program in self.programs), *self.missing]
+
+
+def as_text(report: PeerReport) -> str:
+    """Return a heading, a table of figures, notes and a table of the servers, in GitHub's Markdown."""
+    parts = [_format_heading(report), _format_figures(report), *_format_notes(report), _format_servers(report)]
+    return "\n\n".join(parts)
+
+
+def _format_heading(report: PeerReport) -> str:
+    turns = "one turn" if report.turns == 1 else f"medians of {report.turns} turns"
+    return (
+        f"{report.date.date().isoformat()}: {read_processor_name()}, {psutil.cpu_count()} processors, {turns}. In "
+        "brackets the share of the limit of the same minute; the column of limits has their median."
+    )
+
+
+def _format_figures(report: PeerReport) -> str:
+    lines = ["| work | " + " | ".join(report.names) + " | limit |", "|---|" + "---:|" * (len(report.names) + 1)]
+    for row in report.rows:
+        limits = [each.limit for name in report.names for each in report.find(name, row) if each.limit is not None]
+        cells = [format_cell(report.find(name, row)) for name in report.names]
+        limit = format_number(median(limits)) if limits else "-"
+        lines.append(" | ".join([f"| {row.what}, {row.unit}", *cells, f"{limit} |"]))
+    return "\n".join(lines)
+
+
+def format_cell(measurements: Sequence[PeerMeasurement]) -> str:
+    """Return the median of a row's values on a server, with the median share of the limit; "-" if there are none."""
+    measured = [each for each in measurements if each.value is not None]
+    if not measured:
+        return "-"
+    values = [each.value for each in measured if each.value is not None]
+    shares = [share for each in measured if (share := compute_share(each)) is not None]
+    mark = DISTURBED_MARK if any(each.background_load > BUSY_THRESHOLD for each in measured) else ""
+    return format_number(median(values)) + mark + (f" ({median(shares):.0%})" if shares else "")
+
+
+def compute_share(each: PeerMeasurement) -> float | None:
+    """Return the share of the limit that a measurement reached; None if it has no value or no limit."""
+    if each.value is None or each.limit is None:
+        return None
+    return each.limit / each.value if each.row.measure in LOWER_IS_BETTER else each.value / each.limit
+
+
+def _format_notes(report: PeerReport) -> list[str]:
+    notes = [f"- {name} could not be installed: {_shorten(reason)}" for name, reason in report.missing.items()]
+    # one workload has several rows, all of which have its reason
+    reasons = {(each.server, each.row.workload, each.reason) for each in report.measurements if each.reason}
+    notes += [f"- {server}, workload {work}: {_shorten(reason)}" for server, work, reason in sorted(reasons)]
+    busiest = max((each.background_load for each in report.measurements), default=0.0)
+    if busiest > BUSY_THRESHOLD:
+        notes.append(f"- {DISTURBED_MARK} disturbed: other processes used up to {busiest:.0%} of the machine.")
+    return ["\n".join(notes)] if notes else []
+
+
+def _shorten(reason: str) -> str:
+    line = " ".join(reason.split())
+    return line if len(line) <= MAX_REASON else line[:MAX_REASON] + " ..."
+
+
+def _format_servers(report: PeerReport) -> str:
+    lines = ["| server | version | memory read before its workloads, GB/s | started with |", "|---|---|---:|---|"]
+    for program in report.programs:
+        alone = program.start_for_each_workload
+        needs = compute_needs(report.workloads[-1:] if alone else report.workloads)
+        command = program.make_command(needs, NO_PORT).describe().replace(f" --port {NO_PORT}", "")
+        note = f" (for {report.workloads[-1]}; for others with their streams and lengths)" if alone else ""
+        lines.append(
+            f"| {program.name} | {program.version} | {_format_bandwidth(report, program)} | `{command}`{note} |"
+        )
+    return "\n".join(lines)
+
+
+def _format_bandwidth(report: PeerReport, program: ServerProgram) -> str:
+    found = [
+        each.read_bandwidth / 1e9 for each in report.measurements if each.server == program.name and each.read_bandwidth
+    ]
+    return f"{min(found):.1f} to {max(found):.1f}" if found else "-"
+
+
+def as_json(report: PeerReport) -> dict[str, Any]:
+    return {
+        "date": report.date.isoformat(timespec="seconds"),
+        "machine": {"processor": read_processor_name(), "processors": psutil.cpu_count()},
+        "servers": {program.name: program.version for program in report.programs},
+        "not_installed": dict(report.missing),
+        "measurements": [
+            {
+                "server": each.server,
+                "workload": each.row.workload,
+                "what": each.row.what,
+                "unit": each.row.unit,
+                "value": each.value,
+                "limit": each.limit,
+                "read_bandwidth": each.read_bandwidth,
+                "used_by_others": each.background_load,
+                "reason": each.reason or None,
+            }
+            for each in report.measurements
+        ],
+    }
