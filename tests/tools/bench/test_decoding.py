@@ -10,6 +10,7 @@ import pytest
 from cache_strategies.base import KVCache
 from server.models.base import Model
 from tools.bench.decoding import __main__ as decoding
+from tools.bench.decoding.steps import WARMUP_STEPS, Turn
 
 SMALL = ["--model", "tiny", "--context", "100", "--rounds", "2", "--steps", "40", "--kv-memory", "64MiB"]
 COMPRESSED = "compressed:budget=48,every=32"
@@ -37,7 +38,7 @@ def test_strategies_hold_the_same_sequences_and_are_compacted(capsys: pytest.Cap
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     contiguous, paged, compressed = ([each["kv_bytes"] for each in found[i::3]] for i in range(3))
     assert contiguous == paged
-    tokens = 100 + decoding.WARMUP_STEPS + 40
+    tokens = 100 + WARMUP_STEPS + 40
     assert paged[1] == 3 * paged[0]
     assert paged[0] % tokens == 0
     # 145 tokens: compacted to 48 at 128, and 17 more.
@@ -51,9 +52,9 @@ def test_turns_alternate_and_are_paired_by_round(
     seconds = {"paged": iter([9.0, 3.0, 4.0, 1.0]), "contiguous": iter([1.0, 2.0, 8.0, 1.0])}
     order = []
 
-    def take_turn(model: Model, cache: KVCache, prompts: Sequence[Sequence[int]], steps: int) -> decoding.Turn:
+    def take_turn(model: Model, cache: KVCache, prompts: Sequence[Sequence[int]], steps: int) -> Turn:
         order.append(cache.name)
-        return decoding.Turn(next(seconds[cache.name]), 0.5, 1000)
+        return Turn(next(seconds[cache.name]), 0.5, 1000)
 
     monkeypatch.setattr(decoding, "take_turn", take_turn)
     strategies = ["--strategy", "paged", "--strategy", "contiguous"]

@@ -9,8 +9,10 @@ import pytest
 
 from server.models.config import load_config
 from server.models.files.directory import locate
-from tools.bench import growth
-from tools.bench.growth import GrowthPoint, as_text, count_calls, main
+from tools.bench.growth import counts, times
+from tools.bench.growth.__main__ import as_text, main
+from tools.bench.growth.counts import count_calls
+from tools.bench.growth.plot import GrowthPoint
 
 
 def test_calls_are_counted_exactly() -> None:
@@ -27,7 +29,7 @@ def test_counts_stay_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["--part", "waiting", "blocks", "--max-size", "10000", "--json", str(file)]) == 0
     points = [GrowthPoint(**point) for point in json.loads(file.read_text())]
     assert {point.size for point in points if point.part == "blocks"} == {1000, 10_000}
-    assert {point.size for point in points if point.part == "waiting"} == set(growth.WAITING)
+    assert {point.size for point in points if point.part == "waiting"} == set(counts.WAITING)
     for what in {point.metric for point in points} - {"calls to take in line"}:
         values = {point.size: point.value for point in points if point.metric == what}
         assert max(values.values()) <= 1.5 * values[min(values)], what
@@ -37,37 +39,43 @@ def test_counts_stay_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "| 10,000 |" in capsys.readouterr().out
 
 
-def test_times_have_what_the_machine_allows_beside_them(
+def test_times_of_each_strategy_have_what_the_machine_allows_beside_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(growth, "STEPS", 4)
-    monkeypatch.setattr(growth, "CONTEXTS", (16, 64))
-    monkeypatch.setattr(growth, "measure_bandwidth", lambda size, threads: 1e9)
+    monkeypatch.setattr(times, "STEPS", 4)
+    monkeypatch.setattr(times, "CONTEXTS", (16, 400))
+    monkeypatch.setattr(times, "SEQUENCES", (1, 2))
+    monkeypatch.setattr(times, "SEQUENCE_CONTEXT", 100)
+    monkeypatch.setattr(times, "measure_bandwidth", lambda size, threads: 1e9)
     file, plot = tmp_path / "it.json", tmp_path / "it.svg"
-    flags = [
-        "--part",
-        "context",
-        "sequences",
-        "--max-size",
-        "64",
-        "--dtype",
-        "float32",
-        "--json",
-        str(file),
-        "--plot",
-        str(plot),
-    ]
-    monkeypatch.setattr(growth, "SEQUENCES", (1, 2))
-    assert main(flags) == 0
-    short, long, one, two = (GrowthPoint(**point) for point in json.loads(file.read_text()))
+    flags = ["--part", "context", "sequences", "--max-size", "400", "--dtype", "float32", "--kv-memory", "64MiB"]
+    assert main([*flags, "--json", str(file), "--plot", str(plot)]) == 0
+    points = [GrowthPoint(**point) for point in json.loads(file.read_text())]
+    found = {(point.part, point.size, point.strategy): point for point in points}
+    strategies = ["paged", "contiguous", "sliding_window", "compressed", "int8", "mirrored", "quest", "streaming"]
+    sizes = [("context", 16), ("context", 400), ("sequences", 1), ("sequences", 2)]
+    assert set(found) == {(*size, strategy) for size in sizes for strategy in strategies}
+    assert all(point.value > 0 for point in points)
+
+    short = found["context", 16, "paged"]
     assert short.bound == short.value, "the shortest text is what others are held against"
     c = load_config(locate("tiny", None))
     token = c.num_layers * 2 * c.num_kv_heads * c.head_dim * 4
-    assert long.bound == pytest.approx(short.value + 1e3 * 48 * token / 1e9)
-    assert (one.size, two.size) == (1, 2)
-    assert one.value > 0 < two.value
-    assert "the machine allows" in capsys.readouterr().out
+    assert found["context", 400, "paged"].bound == pytest.approx(short.value + 1e3 * 384 * token / 1e9)
+    # A step after a compaction reads a quarter of 256 tokens, and the tokens since the boundary.
+    gap = short.value + 1e3 * (64 + 144 - 16) * token / 1e9
+    assert found["context", 400, "compressed"].bound == pytest.approx(gap, rel=0.05)
+    assert "context: ms a step (the machine allows)" in capsys.readouterr().out
     assert plot.read_text().rstrip().endswith("</svg>")
+
+
+def test_what_memory_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "SEQUENCES", (1, 8))
+    monkeypatch.setattr(times, "SEQUENCE_CONTEXT", 400)
+    settings = {"model": "tiny", "dtype": "float32", "kv_memory": "20MiB"}
+    points = list(times.measure_by_sequences(settings, 8))
+    assert {point.size for point in points if point.strategy == "paged"} == {1, 8}
+    assert {point.size for point in points if point.strategy == "mirrored"} == {1}
 
 
 def test_a_table_has_a_column_for_each_kind() -> None:

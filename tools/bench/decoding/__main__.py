@@ -18,40 +18,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import torch
 
-from cache_strategies.base import KVCache, Row, Seat
 from config.errors import SettingsError
 from config.settings import load_settings
-from server.engine.batch import Batch, RowInput
 from server.engine.build import Engine, build_engine
 from server.evaluation.command import select_strategies
-from server.models.base import Model
+from tools.bench.decoding.steps import WARMUP_STEPS, Turn, fill_at_random, take_turn
 from tools.bench.table.models import LLAMA, SHAPES, cache_folder, make_model
 from tools.compare_checkouts import compute_interval
 
 STRATEGIES = ("paged", "compressed:budget=0.5", "compressed:budget=0.25")
-ROW_TOKENS = 256  # tokens that are entered at once
-WARMUP_STEPS = 5  # of each turn
 TABLE_HEAD = (
     "| sequences | strategy | KV memory | a step | commits and compactions | times faster | 95 % |\n"
     "|---:|---|---:|---:|---:|---:|---:|"
 )
-
-
-class Turn(NamedTuple):
-    """What was measured in one turn of a strategy."""
-
-    total: float  # seconds
-    commits: float  # seconds of commits and compactions, a part of the total
-    kv_bytes: int  # in use by all sequences at the end
 
 
 class DecodingSpeed(NamedTuple):
@@ -176,68 +162,6 @@ def summarize(
         median(ratios),
         compute_interval(ratios),
     )
-
-
-def fill_at_random(cache: KVCache) -> None:
-    """Fill the memory of all strategies with random numbers of the model's dtype."""
-    memory, dtype = cache.setup.arena.memory, cache.setup.geometry.kv_dtype
-    numbers = memory.view(dtype)
-    pattern = torch.randn(1 << 20).to(dtype)
-    for part in numbers.split(len(pattern)):
-        part.copy_(pattern[: len(part)])
-
-
-def take_turn(model: Model, cache: KVCache, prompts: Sequence[Sequence[int]], steps: int) -> Turn:
-    """Decode `steps` tokens after each prompt, under one strategy."""
-    with ExitStack() as stack:
-        seats = []
-        for prompt in prompts:
-            seats.append(open_seat(cache, prompt))
-            stack.callback(cache.close, seats[-1])
-            enter(cache, seats[-1], prompt)
-        decode(model, cache, seats, WARMUP_STEPS)
-        return decode(model, cache, seats, steps)
-
-
-def open_seat(cache: KVCache, prompt: Sequence[int]) -> Seat:
-    """Return a seat for a prompt, whose first tokens may be found in the cache."""
-    seat = cache.open(prompt)
-    if seat is None:
-        raise no_room(cache)
-    return seat
-
-
-def enter(cache: KVCache, seat: Seat, prompt: Sequence[int]) -> None:
-    """Commit the tokens of a prompt to a seat, without computing them."""
-    while seat.length < len(prompt):
-        limit = cache.row_limit(seat)
-        n = min(len(prompt) - seat.length, ROW_TOKENS, ROW_TOKENS if limit is None else limit)
-        if not cache.grow(seat, n):
-            raise no_room(cache)
-        cache.commit(cache.plan([Row(seat, n)]), [prompt[seat.length : seat.length + n]])
-        cache.compact(seat)
-
-
-@torch.inference_mode()
-def decode(model: Model, cache: KVCache, seats: Sequence[Seat], steps: int) -> Turn:
-    """Decode `steps` tokens of each sequence."""
-    begin, commits = time.perf_counter(), 0.0
-    for _ in range(steps):
-        for seat in seats:
-            if not cache.grow(seat, 1):
-                raise no_room(cache)
-        batch = Batch([RowInput(cache, Row(seat, 1), [seat.length % 256], 1) for seat in seats], model.device)
-        model.forward(batch.input_ids, batch)
-        committing = time.perf_counter()
-        failed = batch.commit()
-        commits += time.perf_counter() - committing
-        assert not failed, failed
-    return Turn(time.perf_counter() - begin, commits, cache.usage().used)
-
-
-def no_room(cache: KVCache) -> SettingsError:
-    """Return the error for a strategy whose memory is full."""
-    return SettingsError(f"no room under {cache.name}: raise --kv-memory, or lower --context or --sequences")
 
 
 def format_row(speed: DecodingSpeed) -> str:

@@ -12,6 +12,7 @@ from tools.bench.table.models import LLAMA, QWEN, make_model
 BENCHMARKS, PERFORMANCE, PICTURE = "benchmarks.md", "performance.md", "img/growth.png"
 TABLES = "make bench"
 GROWTH = "python -m tools.bench.growth"
+GROWTH_MEMORY = "8GiB"  # mirrored needs 7 GiB for 128 sequences of 512 tokens
 PROFILES = {shape: f"kvmux profile, {shape.name}" for shape in (QWEN, LLAMA)}
 
 
@@ -24,7 +25,8 @@ def update_performance_doc(docs: Path, models: Path, show_status: Callable[[str]
             document, mark, run_module("server", "profile", "--model", str(make_model(shape, models, show_status)))
         )
     show_status("growth of costs")
-    growth_flags = ("--model", str(make_model(QWEN, models, show_status)), "--plot", str(docs / PICTURE))
+    model = str(make_model(QWEN, models, show_status))
+    growth_flags = ("--model", model, "--kv-memory", GROWTH_MEMORY, "--plot", str(docs / PICTURE))
     update_section(document, GROWTH, run_module("tools.bench.growth", *growth_flags))
 
 

@@ -25,6 +25,12 @@ class GrowthPoint(NamedTuple):
     metric: str  # name and unit of `value`
     value: float
     bound: float | None = None  # the best value that this machine's memory bandwidth allows
+    strategy: str | None = None  # the strategy instance; None if the metric does not depend on it
+
+    @property
+    def label(self) -> str:
+        """The strategy, or the metric of all."""
+        return self.strategy or self.metric
 
 
 def draw(points: Sequence[GrowthPoint], file: Path) -> None:
@@ -32,22 +38,27 @@ def draw(points: Sequence[GrowthPoint], file: Path) -> None:
     from matplotlib.figure import Figure  # optional dependency
 
     parts = list(dict.fromkeys(point.part for point in points))
-    figure = Figure(figsize=(4.2 * len(parts), 3.4), layout="constrained")
+    figure = Figure(figsize=(4.8 * len(parts), 4.2), layout="constrained")
     for axes, part in zip(figure.subplots(1, len(parts), squeeze=False)[0], parts, strict=True):
         _plot_part(axes, part, [point for point in points if point.part == part])
     figure.savefig(file, dpi=90)
 
 
 def _plot_part(axes: Axes, part: str, points: Sequence[GrowthPoint]) -> None:
-    for metric in dict.fromkeys(point.metric for point in points):
-        ours = [point for point in points if point.metric == metric]
+    """Plot a line for each strategy or metric, and a dashed one of the same colour for its bound."""
+    for label in dict.fromkeys(point.label for point in points):
+        ours = [point for point in points if point.label == label]
         sizes = [point.size for point in ours]
-        axes.plot(sizes, [point.value for point in ours], marker="o", markersize=3, linewidth=1.2, label=metric)
+        (line,) = axes.plot(
+            sizes, [point.value for point in ours], marker="o", markersize=3, linewidth=1.2, label=label
+        )
         if all(point.bound is not None for point in ours):
             bounds = [point.bound or 0.0 for point in ours]
-            axes.plot(sizes, bounds, linestyle="--", linewidth=1, color="grey", label="the machine allows")
+            axes.plot(sizes, bounds, linestyle="--", linewidth=0.8, color=line.get_color())
     axes.set_xscale("symlog" if part == "waiting" else "log", base=10 if part in ("waiting", "blocks") else 2)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(TITLES[part])
+    if points[0].strategy:
+        axes.set_ylabel(f"{points[0].metric}; dashed: the machine allows")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)

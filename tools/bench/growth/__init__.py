@@ -1,0 +1,1 @@
+"""Measures how the costs of the engine grow with load."""
