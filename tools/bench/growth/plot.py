@@ -56,9 +56,12 @@ def _plot_part(axes: Axes, part: str, points: Sequence[GrowthPoint]) -> None:
             bounds = [point.bound or 0.0 for point in ours]
             axes.plot(sizes, bounds, linestyle="--", linewidth=0.8, color=line.get_color())
     axes.set_xscale("symlog" if part == "waiting" else "log", base=10 if part in ("waiting", "blocks") else 2)
-    axes.set_ylim(bottom=0)
     axes.set_xlabel(TITLES[part])
-    if points[0].strategy:
+    if points[0].strategy is None:
+        axes.set_ylim(bottom=0)
+    else:
+        axes.set_yscale("log", base=2)  # strategies differ by a factor of ten
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         axes.set_ylabel(f"{points[0].metric}; dashed: the machine allows")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=7)
