@@ -128,6 +128,25 @@ class RequestRecord(msgspec.Struct, frozen=True):
     total_seconds: float  # from the request's arrival to its end
 
 
+class RequestFidelity(msgspec.Struct, frozen=True):
+    """How far a candidate instance was from the served one, over the output tokens of a request that ran under both.
+
+    The candidate was fed the tokens that the served instance generated. The lists have an item for each compared token.
+    """
+
+    served: str  # the instance that answered the request
+    candidate: str  # the instance under which it also ran, as a shadow
+    rollout: str | None  # the roll-out for which it did; None: a rule's
+    kl: list[float]  # KL divergence KL(served || candidate), nats
+    agreed: list[bool]  # whether both have the same likeliest token
+    rank: list[int]  # rank of the served token under the candidate; 1: the likeliest
+    served_bytes: int  # bytes of KV memory for the text, as in RequestRecord.kv_bytes
+    candidate_bytes: int
+    # Why the comparison ended before the text: "room" (its memory or seat was needed), "failed" (the candidate raised,
+    # or its logits were not finite); None: all output tokens were compared
+    ended_early: Literal["room", "failed"] | None = None
+
+
 class DeviceMemory(NamedTuple):
     """How much memory of a device is used and free, in bytes; for a CPU that of the machine, or of the container."""
 
