@@ -76,6 +76,7 @@ class StepReport:
     block_events: Mapping[str, BlockEvents]
     # Seconds of the step by operation; None: operations were not timed in this step
     op_seconds: Mapping[str, float] | None
+    shadows: Sequence[RequestFidelity] = ()  # comparisons with candidate instances that ended
 
     @property
     def rows(self) -> int:

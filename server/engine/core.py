@@ -32,11 +32,12 @@ from server.engine.model_runner import (
     run_step,
 )
 from server.engine.sampling.ngram_proposer import NgramProposer
-from server.engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput
+from server.engine.sampling.sampler import Sampler, SamplerInput
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.selection import Selector
 from server.engine.scheduling.step import FailedRequest, Scheduled
+from server.engine.shadow.shadows import Shadows
 from server.engine.stats import CompactionTotals, make_request_record, merge_step_parts
 from server.models.base import Model
 from server.records import Admission, Compaction, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
@@ -105,6 +106,8 @@ class Core:
         self._accumulator = _StepAccumulator()
         self.compactions = {name: CompactionTotals() for name in self.caches}
         self.memory = KVMemory(arena, self.caches, scheduler)
+        self.shadows = Shadows(scheduler)
+        scheduler.release_spare = self.shadows.release_one
         self.timing_interval = TIMING_INTERVAL  # one step in so many has its operations timed; 0: no step
         self.tracer = tracer
         self._runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample), tracer)
@@ -112,7 +115,7 @@ class Core:
 
     @property
     def busy(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests) or len(self.shadows) > 0
 
     def check_integrity(self) -> None:
         """Assert that the bookkeeping of all caches and of the arena is consistent. Must be called between steps."""
@@ -197,7 +200,7 @@ class Core:
         self._steps += bool(scheduled)
         timed = bool(scheduled and self.timing_interval) and self._steps % self.timing_interval == 0
         with self.tracer.record(OpTimer(self.model.device)) if timed else nullcontext() as op_timer:
-            parts, step_events = self._compute(scheduled)
+            parts, step_events = self._compute([*scheduled, *self.shadows.schedule(scheduled)])
         self._end_quarantined()
         totals, self._accumulator = self._accumulator, _StepAccumulator()
         report = StepReport(
@@ -218,6 +221,7 @@ class Core:
                 if (events := cache.collect_block_events()) is not None
             },
             op_seconds=None if op_timer is None else op_timer.seconds,
+            shadows=self.shadows.collect_records(),
         )
         preemption_events = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
         all_events = [*preemption_events, *step_events, *totals.failure_events, *totals.explanation_events]
@@ -242,6 +246,7 @@ class Core:
         Return events for clients.
         """
         output = self._commit_output(output)
+        shadow_logits, output = output.shadow_logits, output.without(self.shadows.requests)
         events: list[Event] = []
         for request, _, _ in output.scheduled:
             if request.num_cached_tokens is None:
@@ -262,7 +267,9 @@ class Core:
         ]
         inputs, results = [*output.to_sample, *forks], output.sampled.results
         events += [self._finish(each.request) for each in inputs if each.request not in results]
-        return events + self._append_tokens([each for each in inputs if each.request in results], output.sampled)
+        events += self._append_tokens([each for each in inputs if each.request in results], output)
+        self.shadows.compare(shadow_logits)
+        return events
 
     def _commit_output(self, output: StepOutput) -> StepOutput:
         """Commit the tokens that entered the caches, and free the slots of rejected draft tokens.
@@ -291,6 +298,8 @@ class Core:
         return output.without(failed.keys())
 
     def _record_compaction(self, request: Request, compaction: Compaction) -> None:
+        if request.is_shadow:
+            return
         request.num_compactions += 1
         request.compaction_seconds += compaction.seconds
         self.compactions[request.cache.name].add(compaction)
@@ -309,16 +318,17 @@ class Core:
         queued = request.times.admitted - request.times.arrived
         return [Event(worker, Admitted(request_id, name, request.reason, num_cached, request.miss, queued))]
 
-    def _append_tokens(self, inputs: Sequence[SamplerInput], sampled: SamplerOutput) -> list[Event]:
+    def _append_tokens(self, inputs: Sequence[SamplerInput], output: StepOutput) -> list[Event]:
         """Append the sampled tokens to their requests, and end those that are finished; return events for clients."""
-        events = []
-        for request, draft, _ in inputs:
+        events, sampled = [], output.sampled
+        for request, draft, row in inputs:
             result = sampled.results[request]
             if draft:
                 request.record_draft(len(draft), result.num_accepted)
                 self._accumulator.drafts[request.cache.name].append(DraftRecord(len(draft), result.num_accepted))
             for token in result.tokens:
                 self._append_token(request, token)
+            self.shadows.add_served_logits(request, output.logits[row : row + len(result.tokens)])
             if result.tokens:
                 worker, request_id = request.key
                 logprobs = sampled.logprobs[request]
@@ -368,6 +378,7 @@ class Core:
         """End all requests of an instance that has been put in quarantine."""
         if self.isolation.has_new_quarantines:
             self._end(self.isolation.collect_quarantined(list(self._requests.values())))
+            self.shadows.end_quarantined(self.isolation.quarantined)
         self.isolation.suspend_quarantined()
 
     def _end(self, ended: Sequence[Ended]) -> None:
@@ -378,6 +389,9 @@ class Core:
     def _fail(self, requests: Sequence[Request], message: str, code: str) -> None:
         """End requests with an error, whose events are sent after all others of the step."""
         for request in requests:
+            if request.is_shadow:
+                self.shadows.fail(request)
+                continue
             self._remove(request, "error")
             worker, request_id = request.key
             self._accumulator.failure_events.append(Event(worker, Failed(request_id, 500, message, code)))
@@ -388,6 +402,7 @@ class Core:
         tokens = self.isolation.count_tokens(request, outcome)
         self.scheduler.remove(request)
         self.isolation.end(request, outcome)
+        self.shadows.end_served(request, outcome)
         record = make_request_record(request, outcome, tokens)
         self._accumulator.finished.append(record)
         if request.explain and outcome in ("stop", "length"):

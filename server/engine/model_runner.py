@@ -22,6 +22,7 @@ from server.engine.isolation.errors import StrategyError
 from server.engine.sampling.sampler import PromptInput, Sampler, SamplerInput, SamplerOutput
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.step import Scheduled
+from server.engine.shadow.shadow import count_predicting_tokens
 from server.engine.stats import make_step_parts
 from server.engine.warmup import run_dummy_step
 from server.models.base import Model
@@ -41,6 +42,9 @@ class StepOutput(NamedTuple):
     # For each request of `to_sample`, the other choices (n > 1) that wait to fork its seat
     siblings: Mapping[Request, Sequence[SamplerInput]]
     sampled: SamplerOutput  # new tokens of the requests in `to_sample` and `siblings`, except those with max_tokens=0
+    logits: Tensor  # [K, V], to which the rows of `to_sample` and `siblings` refer
+    # For each request that is a shadow, the logits [n, V] after the last tokens of its row that predict output tokens
+    shadow_logits: Mapping[Request, Tensor]
 
     def without(self, requests: Collection[Request]) -> StepOutput:
         """Return the results without those of some requests."""
@@ -76,8 +80,14 @@ class ModelRunner:
         to_sample = [
             SamplerInput(request, draft, end - 1 - len(draft))
             for (request, num_tokens, draft), end in zip(ordered, ends, strict=True)
-            if num_tokens == request.num_remaining_tokens
+            if num_tokens == request.num_remaining_tokens and not request.is_shadow
         ]
+        counts = batch.logit_counts
+        shadow_logits = {
+            s.request: logits[end - count : end]
+            for s, end, count in zip(ordered, ends, counts, strict=True)
+            if s.request.is_shadow
+        }
         siblings = {each.request: _find_waiting_siblings(each) for each in to_sample}
         prompts = [
             PromptInput(request, slice(end - num_tokens, end))
@@ -88,7 +98,7 @@ class ModelRunner:
         inputs = [each for each in inputs if each.request.sampling.max_tokens]
         with self._tracer.span("sample_and_verify"):
             sampled = self._sampler.sample(logits, inputs, prompts)
-        return StepOutput(batch, ordered, to_sample, siblings, sampled)
+        return StepOutput(batch, ordered, to_sample, siblings, sampled, logits, shadow_logits)
 
     def _forward(self, batch: Batch) -> Tensor:
         """Compute a batch's logits. Raises StrategyError if the cause of a failure is a strategy, else the failure."""
@@ -110,6 +120,8 @@ def _make_row_input(scheduled: Scheduled) -> RowInput:
     seat = _get_seat(scheduled)
     first = seat.length
     tokens = [*request.tokens[first : first + num_tokens], *draft]
+    if request.is_shadow:
+        return RowInput(request.cache, Row(seat, len(tokens)), tokens, count_predicting_tokens(request, num_tokens))
     logits = (
         num_tokens if request.needs_prompt_logprobs else int(num_tokens == request.num_remaining_tokens) + len(draft)
     )

@@ -27,9 +27,11 @@ class CompactionTotals:
 
 
 def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
-    """Return the numbers of rows and tokens of a step by instance."""
+    """Return the numbers of rows and tokens of a step by instance; shadows do not count."""
     counts: dict[str, list[int]] = {}  # [decode rows, all rows, tokens] by instance
     for request, num_tokens, draft in scheduled:
+        if request.is_shadow:
+            continue
         count = counts.setdefault(request.cache.name, [0, 0, 0])
         count[0] += num_tokens == 1 and request.num_output_tokens > 0
         count[1] += 1

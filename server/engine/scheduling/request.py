@@ -68,6 +68,7 @@ class Request:
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
     explain: bool = False  # whether the client gets this request's RequestRecord when it ends
+    is_shadow: bool = False  # whether it only repeats another request under a candidate (engine/shadow)
     # All choices (n > 1) of the same prompt, this request included
     siblings: list[Request] = field(default_factory=list)
     proposer: DraftProposer | None = None  # proposes draft tokens; None: the request gets no drafts

@@ -1,0 +1,237 @@
+"""All shadows of an engine: starts them, adds their rows to steps, compares logits, and drops them under pressure.
+
+A shadow takes only what served requests leave: a part of the step's token budget, rows below max_num_seqs, memory that
+nobody needs. It has a salt of its own, so that no served request waits for a prefix that a shadow computes. Knows the
+scheduler's limits and caches; nothing of roll-outs or metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from cache_strategies.base import KVCache
+from cache_strategies.types import Salt
+from server.engine.isolation.errors import StrategyError
+from server.engine.scheduling.request import Request
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.step import Scheduled
+from server.engine.shadow.divergence import measure_divergence
+from server.engine.shadow.shadow import Comparable, EndedEarly, Shadow
+from server.records import Outcome, RequestFidelity
+
+log = logging.getLogger(__name__)
+
+BUDGET_SHARE = 4  # shadows compute at most this part (1/4) of max_num_batched_tokens in a step
+MAX_PENDING_BYTES = 64 << 20  # of served logits that wait for candidates, over all shadows
+MAX_IDLE_STEPS = 1000  # steps without a row after which a shadow is dropped
+SALT = "\0shadow:"  # begins the cache_salt of every shadow
+
+
+class Wanted(NamedTuple):
+    """A shadow that begins when its served request does."""
+
+    cache: KVCache  # of the candidate
+    rollout: str | None
+
+
+class Shadows:
+    """The shadows of an engine. Their calls of strategies may raise StrategyError inside; then the shadow ends."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._wanted: dict[Request, Wanted] = {}  # by served request
+        self._by_served: dict[Request, Shadow] = {}
+        self._by_request: dict[Request, Shadow] = {}  # the same shadows by their own requests
+        self._records: list[RequestFidelity] = []
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    @property
+    def requests(self) -> Collection[Request]:
+        """The requests of the shadows that have a seat."""
+        return self._by_request.keys()
+
+    def want(self, served: Request, cache: KVCache, rollout: str | None) -> None:
+        """Let a request, which is queued, also run under the instance of `cache` once it begins."""
+        if cache is not served.cache:
+            self._wanted[served] = Wanted(cache, rollout)
+
+    def get(self, served: Request) -> Shadow | None:
+        """Return the shadow of a served request; None if it has none (any more)."""
+        return self._by_served.get(served)
+
+    def collect_records(self) -> list[RequestFidelity]:
+        """Return the results of the shadows that have ended since the last call."""
+        records, self._records = self._records, []
+        return records
+
+    # ---------------------------------------------------------------- a step
+    def schedule(self, served_rows: Sequence[Scheduled]) -> list[Scheduled]:
+        """Return the shadows' rows of a step, beside those of served requests."""
+        if not self._wanted and not self._by_request:
+            return []
+        for request in [row.request for row in served_rows if row.request in self._wanted]:
+            self._start(request, *self._wanted.pop(request))
+        limits = self._scheduler.limits
+        used = sum(row.num_tokens + len(row.draft) for row in served_rows)
+        budget = min(limits.max_num_batched_tokens // BUDGET_SHARE, limits.max_num_batched_tokens - used)
+        sampling = {row.request for row in served_rows if row.num_tokens == row.request.num_remaining_tokens}
+        rows: list[Scheduled] = []
+        for shadow in list(self._by_request.values()):
+            if len(served_rows) + len(rows) >= limits.max_num_seqs:
+                break
+            num_tokens = self._grow(shadow, shadow.served in sampling, budget)
+            if num_tokens:
+                budget -= num_tokens
+                rows.append(Scheduled(shadow.request, num_tokens))
+        return rows
+
+    def _start(self, served: Request, cache: KVCache, rollout: str | None) -> None:
+        """Open a seat under the candidate for a request whose first row is in this step, if there is room."""
+        sampling = msgspec.structs.replace(served.sampling, logprobs=None, prompt_logprobs=None)
+        salt = Salt(served.salt.tenant, SALT + served.salt.cache_salt)
+        request = Request(served.key, served.tokens, sampling, cache, "shadow", salt, is_shadow=True)
+        request.num_prompt_tokens = served.num_prompt_tokens
+        shadow = Shadow(served, request, rollout)
+        try:
+            if not self._fits(request):
+                self._records.append(shadow.make_record("room"))
+                return
+            request.seat = cache.open(served.tokens, salt=salt)
+            if request.seat is not None:
+                # What it leaves in the cache is evicted before the tokens of served requests.
+                cache.retain(request.seat, priority=0, ttl=0.0)
+        except StrategyError:
+            self._records.append(shadow.make_record("failed"))
+            return
+        if request.seat is None:
+            self._records.append(shadow.make_record("room"))
+            return
+        self._by_served[served] = self._by_request[request] = shadow
+
+    def _fits(self, request: Request) -> bool:
+        """Return whether a shadow has room if all running requests take the memory that they need at most."""
+        limits, total = self._scheduler.limits, request.max_total_tokens
+        if request.num_bounded_tokens > limits.max_seq_len or request.cache.draining:
+            return False
+        request.peak_bytes = request.cache.bytes_for(total)
+        others = sum(r.peak_bytes for r in (*self._scheduler.running, *self._by_request))
+        return request.peak_bytes <= request.cache.limit_bytes and others + request.peak_bytes <= limits.kv_bytes
+
+    def _grow(self, shadow: Shadow, served_samples: bool, budget: int) -> int:
+        """Return the number of tokens of a shadow's next row, for which it has memory; 0: none in this step."""
+        request = shadow.request
+        cache, seat = request.cache, request.seat
+        assert seat is not None
+        shadow.num_idle_steps += 1
+        wanted = shadow.count_computable_tokens(served_samples=served_samples)
+        num_tokens = min(wanted, max(1, budget))
+        try:
+            if num_tokens <= 0 or not cache.ready(seat):
+                if shadow.num_idle_steps > MAX_IDLE_STEPS:
+                    self._end(shadow, "room")
+                return 0
+            num_tokens = min(num_tokens, cache.row_limit(seat) or num_tokens)
+            if not cache.grow(seat, num_tokens):
+                self._end(shadow, "room")
+                return 0
+        except StrategyError:
+            self._end(shadow, "failed")
+            return 0
+        shadow.num_idle_steps = 0
+        return num_tokens
+
+    def add_served_logits(self, served: Request, logits: Tensor) -> None:
+        """Add the logits [n, V] from which the last n tokens of a request's text were drawn."""
+        if (shadow := self._by_served.get(served)) is not None:
+            shadow.add_served_logits(logits)
+
+    def compare(self, logits: Mapping[Request, Tensor]) -> None:
+        """Compare what both instances have predicted, after a step has been committed.
+
+        `logits` [n, V] by the request of a shadow: those after the last n tokens of its row. Shadows that are done end.
+        """
+        if not self._by_request:
+            return
+        found = {
+            shadow: matched
+            for request, rows in logits.items()
+            if (shadow := self._by_request.get(request)) is not None and (matched := shadow.match(rows)).tokens
+        }
+        if found:
+            self._measure(found)
+        most = self._count_pending_rows()
+        for shadow in list(self._by_request.values()):
+            shadow.keep_pending(most)
+            if shadow in found and not all(each.is_finite for each in shadow.divergences):
+                self._discard(shadow)
+            elif shadow.served_ended and not shadow.pending:
+                self._end(shadow, None)
+
+    def _measure(self, found: Mapping[Shadow, Comparable]) -> None:
+        """Add the divergences of all tokens that can be compared, with one copy from the device."""
+        served, candidate, tokens = (
+            [item for each in found.values() for item in each[part]] for part in range(len(Comparable._fields))
+        )
+        divergences = iter(measure_divergence(torch.stack(served), torch.stack(candidate), tokens))
+        for shadow, matched in found.items():
+            shadow.divergences += islice(divergences, len(matched.tokens))
+
+    def _count_pending_rows(self) -> int:
+        """Return how many rows of served logits each shadow may keep."""
+        row = next((row for shadow in self._by_request.values() for row in shadow.pending.values()), None)
+        if row is None:
+            return 0
+        return max(1, MAX_PENDING_BYTES // (row.numel() * row.element_size()) // len(self._by_request))
+
+    # ---------------------------------------------------------------- ends
+    def end_served(self, served: Request, outcome: Outcome) -> None:
+        """Note that a served request has ended; its shadow ends once it has predicted all of the text, or at once."""
+        self._wanted.pop(served, None)
+        shadow = self._by_served.pop(served, None)
+        if shadow is None:
+            return
+        shadow.served_ended = True
+        if outcome == "error" or outcome == "cancelled" or not shadow.pending:
+            self._end(shadow, None)
+
+    def fail(self, request: Request) -> None:
+        """End the shadow whose request failed in a step."""
+        self._end(self._by_request[request], "failed")
+
+    def end_quarantined(self, instances: Collection[str]) -> None:
+        """End all shadows under instances that are in quarantine."""
+        self._wanted = {served: each for served, each in self._wanted.items() if each.cache.name not in instances}
+        for shadow in [each for each in self._by_request.values() if each.request.cache.name in instances]:
+            self._end(shadow, "failed")
+
+    def release_one(self) -> bool:
+        """End the shadow that was started last, for a served request that needs room; return False if there is none."""
+        if not self._by_request:
+            return False
+        self._end(next(reversed(self._by_request.values())), "room")
+        self._scheduler.mark_room_changed()
+        return True
+
+    def _discard(self, shadow: Shadow) -> None:
+        """End a shadow whose logits are not finite; other sequences do not reuse its keys and values."""
+        assert shadow.request.seat is not None
+        shadow.request.cache.discard(shadow.request.seat)
+        self._end(shadow, "failed")
+
+    def _end(self, shadow: Shadow, ended_early: EndedEarly | None) -> None:
+        request = shadow.request
+        assert request.seat is not None
+        self._by_served.pop(shadow.served, None)
+        del self._by_request[request]
+        self._records.append(shadow.make_record(ended_early))
+        request.cache.close(request.seat)
+        request.seat = None
