@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
-from cache_strategies.types import Salt
 from kernels.ops import Ops
 from kernels.tracing import OpTimer, Tracer
 from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
@@ -31,9 +30,9 @@ from server.engine.model_runner import (
     StepOutput,
     run_step,
 )
-from server.engine.sampling.ngram_proposer import NgramProposer
 from server.engine.sampling.sampler import Sampler, SamplerInput
 from server.engine.scheduling.request import Request, RequestError
+from server.engine.scheduling.request_factory import RequestFactory
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.selection import Selector
 from server.engine.scheduling.step import FailedRequest, Scheduled
@@ -101,7 +100,7 @@ class Core:
         self.caches: Mapping[str, KVCache] = isolation.caches
         self.arena = arena
         self.scheduler = scheduler
-        self._selector = selector
+        self._factory = RequestFactory(selector, isolation, arena, scheduler, model.info.eos_ids)
         self._requests: dict[tuple[int, str], Request] = {}
         self._accumulator = _StepAccumulator()
         self.compactions = {name: CompactionTotals() for name in self.caches}
@@ -127,7 +126,7 @@ class Core:
     def submit(self, worker: int, message: Submit) -> Event | None:
         """Queue a request of API worker `worker`; return None, or the event with the error if it is rejected."""
         try:
-            request = self._make_request(worker, message)
+            request = self._factory.make(worker, message, self._requests)
             self.scheduler.submit(request)
         except RequestError as error:
             return Event(worker, error.to_message(message.request_id))
@@ -141,38 +140,6 @@ class Core:
         self.isolation.begin(request)
         request.siblings.append(request)
         return None
-
-    def _make_request(self, worker: int, message: Submit) -> Request:
-        """Make the request of a message and choose its strategy instance. Raises RequestError if it is invalid."""
-        name, reason = self._selector.choose(message, self.arena.usage)
-        self.isolation.check_admission(name)
-        cache = self.caches[name]
-        speculation = self.scheduler.limits.resolve_speculation(message.speculation)
-        request = Request(
-            (worker, message.request_id),
-            list(message.prompt),
-            message.sampling,
-            cache,
-            reason,
-            Salt(message.caching.tenant, message.caching.cache_salt),
-            priority=message.priority,
-            caching=message.caching,
-            explain=message.explain,
-            siblings=self._find_siblings(worker, message, cache),
-        )
-        request.check_allowed_tokens(self.model.info.eos_ids)
-        # No drafts for a strategy whose state depends on how tokens are split into rows: they would change the text.
-        if speculation.num_speculative_tokens and cache.contract.chunk_invariant:
-            longest = min(request.max_total_tokens, self.scheduler.limits.max_seq_len)
-            request.proposer = NgramProposer(speculation, longest)
-        return request
-
-    def _find_siblings(self, worker: int, message: Submit, cache: KVCache) -> list[Request]:
-        """Return the list of requests that all choices (n > 1) of one prompt share; a new one for the first choice."""
-        sibling = self._requests.get((worker, message.sibling_of)) if message.sibling_of is not None else None
-        if sibling is None or sibling.cache is not cache or sibling.caching != message.caching:
-            return []
-        return sibling.siblings if sibling.tokens[: sibling.num_prompt_tokens] == message.prompt else []
 
     def cancel(self, worker: int, request_id: str, outcome: Outcome = "cancelled") -> None:
         """End a request and free its memory; do nothing if it has already ended."""
