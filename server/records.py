@@ -6,7 +6,7 @@ Data only. Engine and metrics do not import each other; both import this.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -77,6 +77,7 @@ class StepReport:
     # Seconds of the step by operation; None: operations were not timed in this step
     op_seconds: Mapping[str, float] | None
     shadows: Sequence[RequestFidelity] = ()  # comparisons with candidate instances that ended
+    shadow_tokens: Mapping[str, int] = field(default_factory=dict)  # number of tokens computed for shadows
 
     @property
     def rows(self) -> int:
@@ -127,6 +128,11 @@ class RequestRecord(msgspec.Struct, frozen=True):
     decode_seconds: float | None  # from the request's first token to its last
     first_token_seconds: float | None  # from the request's arrival to its first token
     total_seconds: float  # from the request's arrival to its end
+    rollout: str | None = None  # the roll-out that chose its instance or its shadow; None: none did
+    shadow: str | None = None  # the candidate instance under which it also ran; None: under none
+    fidelity_tokens: int = 0  # number of its tokens that were compared with the candidate's when it ended
+    fidelity_kl: float | None = None  # mean KL divergence of these tokens, nats; None: none was compared
+    fidelity_top1: float | None = None  # share of these tokens for which both have the same likeliest token
 
 
 class RequestFidelity(msgspec.Struct, frozen=True):

@@ -30,14 +30,14 @@ from server.engine.model_runner import (
     StepOutput,
     run_step,
 )
-from server.engine.sampling.sampler import Sampler, SamplerInput
+from server.engine.sampling.sampler import Sampler, SampleResult, SamplerInput
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.request_factory import RequestFactory
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.selection import Selector
 from server.engine.scheduling.step import FailedRequest, Scheduled
 from server.engine.shadow.shadows import Shadows
-from server.engine.stats import CompactionTotals, make_request_record, merge_step_parts
+from server.engine.stats import CompactionTotals, count_tokens, make_request_record, merge_step_parts
 from server.models.base import Model
 from server.records import Admission, Compaction, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
 
@@ -167,7 +167,8 @@ class Core:
         self._steps += bool(scheduled)
         timed = bool(scheduled and self.timing_interval) and self._steps % self.timing_interval == 0
         with self.tracer.record(OpTimer(self.model.device)) if timed else nullcontext() as op_timer:
-            parts, step_events = self._compute([*scheduled, *self.shadows.schedule(scheduled)])
+            shadow_rows = self.shadows.schedule(scheduled)
+            parts, step_events = self._compute([*scheduled, *shadow_rows])
         self._end_quarantined()
         totals, self._accumulator = self._accumulator, _StepAccumulator()
         report = StepReport(
@@ -189,6 +190,7 @@ class Core:
             },
             op_seconds=None if op_timer is None else op_timer.seconds,
             shadows=self.shadows.collect_records(),
+            shadow_tokens=count_tokens(shadow_rows),
         )
         preemption_events = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
         all_events = [*preemption_events, *step_events, *totals.failure_events, *totals.explanation_events]
@@ -215,7 +217,7 @@ class Core:
         output = self._commit_output(output)
         shadow_logits, output = output.shadow_logits, output.without(self.shadows.requests)
         events: list[Event] = []
-        for request, _, _ in output.scheduled:
+        for request in [s.request for s in output.scheduled]:
             if request.num_cached_tokens is None:
                 events += self._record_admission(request)
             if (scores := output.sampled.prompt_logprobs.get(request)) is not None:
@@ -234,8 +236,10 @@ class Core:
         ]
         inputs, results = [*output.to_sample, *forks], output.sampled.results
         events += [self._finish(each.request) for each in inputs if each.request not in results]
-        events += self._append_tokens([each for each in inputs if each.request in results], output)
+        sampled = [each for each in inputs if each.request in results]
+        events += self._append_tokens(sampled, output)
         self.shadows.compare(shadow_logits)
+        self._end_finished([each.request for each in sampled], results)
         return events
 
     def _commit_output(self, output: StepOutput) -> StepOutput:
@@ -252,7 +256,7 @@ class Core:
         failed = {output.scheduled[i].request: error for i, error in failed_rows}
         failed_instances = {error.instance for error in failed.values()}
         self.isolation.record_steps({s.request.cache.name for s in output.scheduled} - failed_instances)
-        for request, _, draft in output.scheduled:
+        for request, _, draft, _ in output.scheduled:
             if draft and request not in failed:
                 assert request.seat is not None
                 try:
@@ -286,7 +290,7 @@ class Core:
         return [Event(worker, Admitted(request_id, name, request.reason, num_cached, request.miss, queued))]
 
     def _append_tokens(self, inputs: Sequence[SamplerInput], output: StepOutput) -> list[Event]:
-        """Append the sampled tokens to their requests, and end those that are finished; return events for clients."""
+        """Append the sampled tokens to their requests; return events for clients."""
         events, sampled = [], output.sampled
         for request, draft, row in inputs:
             result = sampled.results[request]
@@ -301,12 +305,6 @@ class Core:
                 logprobs = sampled.logprobs[request]
                 message = Tokens(request_id, result.tokens, request.finish_reason, logprobs, len(draft))
                 events.append(Event(worker, message))
-            if not result.is_finite:
-                assert request.seat is not None
-                request.cache.discard(request.seat)
-                self._fail([request], NON_FINITE_LOGITS_MESSAGE.format(request.cache.name), "not_a_number")
-            elif request.finish_reason is not None:
-                self._remove(request, request.finish_reason)
         return events
 
     def _append_token(self, request: Request, token: int) -> None:
@@ -315,6 +313,16 @@ class Core:
         self._accumulator.generated_tokens[request.cache.name] += 1
         if before:
             self._accumulator.inter_token_seconds[request.cache.name].append(request.times.last_token - before)
+
+    def _end_finished(self, requests: Sequence[Request], results: Mapping[Request, SampleResult]) -> None:
+        """End the requests whose text is complete, and those whose logits were not finite."""
+        for request in requests:
+            if not results[request].is_finite:
+                assert request.seat is not None
+                request.cache.discard(request.seat)
+                self._fail([request], NON_FINITE_LOGITS_MESSAGE.format(request.cache.name), "not_a_number")
+            elif request.finish_reason is not None:
+                self._remove(request, request.finish_reason)
 
     def _finish(self, request: Request) -> Event:
         """End a request with max_tokens=0, whose prompt has been computed; return its last event."""
@@ -369,8 +377,7 @@ class Core:
         tokens = self.isolation.count_tokens(request, outcome)
         self.scheduler.remove(request)
         self.isolation.end(request, outcome)
-        self.shadows.end_served(request, outcome)
-        record = make_request_record(request, outcome, tokens)
+        record = make_request_record(request, outcome, tokens, self.shadows.end_served(request, outcome))
         self._accumulator.finished.append(record)
         if request.explain and outcome in ("stop", "length"):
             worker, request_id = request.key

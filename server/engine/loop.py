@@ -111,7 +111,8 @@ class Loop:
             self._observer.observe(result.report, result.finished)
             if (profiled := self._profiler.after_step(result.report.rows)) is not None:
                 self._send([Event(*profiled)])
-            pause = 0.0 if result.report.rows else STALLED_SECONDS if self._core.busy else IDLE_SECONDS
+            computed = result.report.rows or result.report.shadow_tokens
+            pause = 0.0 if computed else STALLED_SECONDS if self._core.busy else IDLE_SECONDS
 
     def stop(self) -> None:
         """Make run() return after the current iteration."""

@@ -22,7 +22,6 @@ from server.engine.isolation.errors import StrategyError
 from server.engine.sampling.sampler import PromptInput, Sampler, SamplerInput, SamplerOutput
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.step import Scheduled
-from server.engine.shadow.shadow import count_predicting_tokens
 from server.engine.stats import make_step_parts
 from server.engine.warmup import run_dummy_step
 from server.models.base import Model
@@ -43,7 +42,7 @@ class StepOutput(NamedTuple):
     siblings: Mapping[Request, Sequence[SamplerInput]]
     sampled: SamplerOutput  # new tokens of the requests in `to_sample` and `siblings`, except those with max_tokens=0
     logits: Tensor  # [K, V], to which the rows of `to_sample` and `siblings` refer
-    # For each request that is a shadow, the logits [n, V] after the last tokens of its row that predict output tokens
+    # For the request of each shadow, the logits [n, V] after the last n tokens of its row
     shadow_logits: Mapping[Request, Tensor]
 
     def without(self, requests: Collection[Request]) -> StepOutput:
@@ -79,20 +78,19 @@ class ModelRunner:
         ends = list(accumulate(batch.logit_counts))
         to_sample = [
             SamplerInput(request, draft, end - 1 - len(draft))
-            for (request, num_tokens, draft), end in zip(ordered, ends, strict=True)
-            if num_tokens == request.num_remaining_tokens and not request.is_shadow
+            for (request, num_tokens, draft, num_compared), end in zip(ordered, ends, strict=True)
+            if num_tokens == request.num_remaining_tokens and num_compared is None
         ]
-        counts = batch.logit_counts
         shadow_logits = {
-            s.request: logits[end - count : end]
-            for s, end, count in zip(ordered, ends, counts, strict=True)
-            if s.request.is_shadow
+            s.request: logits[end - s.num_compared : end]
+            for s, end in zip(ordered, ends, strict=True)
+            if s.num_compared is not None
         }
         siblings = {each.request: _find_waiting_siblings(each) for each in to_sample}
         prompts = [
-            PromptInput(request, slice(end - num_tokens, end))
-            for (request, num_tokens, _), end in zip(ordered, ends, strict=True)
-            if request.needs_prompt_logprobs
+            PromptInput(s.request, slice(end - s.num_tokens, end))
+            for s, end in zip(ordered, ends, strict=True)
+            if s.request.needs_prompt_logprobs
         ]
         inputs = [*to_sample, *(sibling for others in siblings.values() for sibling in others)]
         inputs = [each for each in inputs if each.request.sampling.max_tokens]
@@ -116,16 +114,17 @@ class ModelRunner:
 
 
 def _make_row_input(scheduled: Scheduled) -> RowInput:
-    request, num_tokens, draft = scheduled
+    request, num_tokens, draft, num_compared = scheduled
     seat = _get_seat(scheduled)
     first = seat.length
     tokens = [*request.tokens[first : first + num_tokens], *draft]
-    if request.is_shadow:
-        return RowInput(request.cache, Row(seat, len(tokens)), tokens, count_predicting_tokens(request, num_tokens))
-    logits = (
-        num_tokens if request.needs_prompt_logprobs else int(num_tokens == request.num_remaining_tokens) + len(draft)
-    )
-    return RowInput(request.cache, Row(seat, len(tokens)), tokens, logits)
+    if num_compared is not None:
+        num_logits = num_compared
+    elif request.needs_prompt_logprobs:
+        num_logits = num_tokens
+    else:
+        num_logits = int(num_tokens == request.num_remaining_tokens) + len(draft)
+    return RowInput(request.cache, Row(seat, len(tokens)), tokens, num_logits)
 
 
 def _find_waiting_siblings(parent: SamplerInput) -> list[SamplerInput]:

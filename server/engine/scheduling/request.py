@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from server.engine.ipc.messages import Caching, Failed, SamplingParams
+from server.engine.isolation.errors import StrategyError
 
 if TYPE_CHECKING:
     from cache_strategies.base import KVCache, Seat
@@ -68,6 +69,7 @@ class Request:
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
     explain: bool = False  # whether the client gets this request's RequestRecord when it ends
+    rollout: str | None = None  # the roll-out that chose the instance or a shadow; None: none did
     is_shadow: bool = False  # whether it only repeats another request under a candidate (engine/shadow)
     # All choices (n > 1) of the same prompt, this request included
     siblings: list[Request] = field(default_factory=list)
@@ -99,6 +101,14 @@ class Request:
     def queue_key(self) -> tuple[float, int]:
         """The sort key of the queue: requests with lower keys run first and are preempted last."""
         return self.due, self.arrival_index
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of KV memory for the text; shared blocks count in full. 0 if the strategy does not say."""
+        try:
+            return self.cache.bytes_for(len(self.tokens))
+        except StrategyError:
+            return 0
 
     @property
     def num_output_tokens(self) -> int:

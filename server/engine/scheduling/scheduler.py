@@ -223,7 +223,7 @@ class Scheduler:
 
     def _add_drafts(self, step: PartialStep) -> None:
         """Add draft tokens to decode rows within the rest of the budget; no request waits or is preempted for them."""
-        for i, (request, num_tokens, _) in enumerate(step.rows):
+        for i, (request, num_tokens, _, _) in enumerate(step.rows):
             draft = request.propose_draft(min(step.token_budget, step.logprob_budget))
             draft = draft[: self._count_room_in_row(request, num_tokens)] if draft else draft
             if draft and self._grow_for_draft(request, num_tokens + len(draft)):

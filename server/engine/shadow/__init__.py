@@ -1,1 +1,1 @@
-"""Shadows: requests that also run under a candidate instance, to measure live how far its logits are from the served."""
+"""Shadows: requests that also run under a candidate instance, so that its logits are compared with those served."""

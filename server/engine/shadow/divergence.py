@@ -23,10 +23,10 @@ class Divergence(NamedTuple):
 
 
 def measure_divergence(served: Tensor, candidate: Tensor, tokens: Sequence[int]) -> list[Divergence]:
-    """Return the divergence at each of n tokens from the logits [n, V] that predicted them; NaN if these are not finite.
+    """Return the divergence at each of n tokens from the logits [n, V] that predicted them.
 
-    The logits are those before temperature and penalties, as in `kvmux evaluate`. A token whose logit equals others has
-    the best rank among them.
+    The logits are those before temperature and penalties, as in `kvmux evaluate`. If any of them is NaN, so is the
+    divergence. A token whose logit equals others has the best rank among them.
     """
     served, candidate = served.float(), candidate.float()
     log_p, log_q = served.log_softmax(-1), candidate.log_softmax(-1)

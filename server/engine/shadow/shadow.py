@@ -7,11 +7,11 @@ computes the prompt later, and drafts are verified without it. Knows neither the
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from server.engine.isolation.errors import StrategyError
 from server.engine.scheduling.request import Request
 from server.engine.shadow.divergence import Divergence
 from server.records import RequestFidelity
@@ -34,11 +34,17 @@ class Shadow:
     served: Request
     request: Request  # the shadow's own; its `tokens` are the list of the served request
     rollout: str | None  # the roll-out for which the request is shadowed; None: a rule's
-    # Served logits [V] by the index of the token that they predict, in order; only those not compared yet
-    pending: dict[int, Tensor] = field(default_factory=dict)
     divergences: list[Divergence] = field(default_factory=list)
     served_ended: bool = False
     num_idle_steps: int = 0  # number of steps since the shadow last had a row
+    # Served logits [V] by the index of the token that they predict, in order; only those not compared yet
+    _kept: dict[int, Tensor] = field(default_factory=dict)  # copies
+    _fresh: dict[int, Tensor] = field(default_factory=dict)  # rows of the logits of the present step
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether served logits wait for the candidate's."""
+        return bool(self._kept or self._fresh)
 
     def count_computable_tokens(self, *, served_samples: bool) -> int:
         """Return how many tokens the shadow may compute in a step; `served_samples`: the served request samples in it.
@@ -49,25 +55,45 @@ class Shadow:
         assert self.request.seat is not None
         return len(self.served.tokens) - (not served_samples) - self.request.seat.length
 
+    def count_compared(self, num_tokens: int) -> int:
+        """Return how many of the last tokens of the shadow's next row, of `num_tokens`, have logits to be compared."""
+        assert self.request.seat is not None
+        first = next(iter(self._kept), len(self.served.tokens))  # index of the first token whose prediction is needed
+        return min(num_tokens, max(0, self.request.seat.length + num_tokens + 1 - first))
+
     def add_served_logits(self, logits: Tensor) -> None:
         """Add the logits [n, V] from which the last n tokens of the served text were drawn."""
-        self.pending.update(enumerate(logits, len(self.served.tokens) - len(logits)))
+        self._fresh.update(enumerate(logits, len(self.served.tokens) - len(logits)))
 
     def match(self, logits: Tensor) -> Comparable:
         """Return what can be compared, given the logits [n, V] after the shadow's last n committed tokens."""
         assert self.request.seat is not None
         first = self.request.seat.length - len(logits) + 1  # index of the token that the first row predicts
-        found = [(t, row) for t, row in enumerate(logits, first) if t in self.pending]
-        served = [self.pending.pop(t) for t, _ in found]
-        return Comparable(served, [row for _, row in found], [self.served.tokens[t] for t, _ in found])
+        served, candidate, tokens = [], [], []
+        for token, row in enumerate(logits, first):
+            found = self._fresh.pop(token, None) if token in self._fresh else self._kept.pop(token, None)
+            if found is not None:
+                served.append(found)
+                candidate.append(row)
+                tokens.append(self.served.tokens[token])
+        return Comparable(served, candidate, tokens)
 
-    def keep_pending(self, most: int) -> None:
-        """Copy served logits that could not be compared in their step, and drop the oldest beyond `most`."""
-        for index in list(self.pending)[: max(0, len(self.pending) - most)]:
-            del self.pending[index]
-        for index, row in self.pending.items():
-            if row._base is not None:
-                self.pending[index] = row.clone()
+    def keep_served_logits(self, most: int) -> None:
+        """Copy the step's served logits that could not be compared yet, and drop the oldest ones beyond `most`."""
+        self._kept |= {token: row.clone() for token, row in self._fresh.items()}
+        self._fresh.clear()
+        for token in list(self._kept)[: max(0, len(self._kept) - most)]:
+            del self._kept[token]
+
+    def summarize(self) -> dict[str, Any]:
+        """Return the fields of the served request's RequestRecord that tell of the comparison so far."""
+        finite = [each for each in self.divergences if each.is_finite]
+        return {
+            "shadow": self.request.cache.name,
+            "fidelity_tokens": len(finite),
+            "fidelity_kl": fmean(each.kl for each in finite) if finite else None,
+            "fidelity_top1": fmean(each.agreed for each in finite) if finite else None,
+        }
 
     def make_record(self, ended_early: EndedEarly | None) -> RequestFidelity:
         """Return the results of the comparison, without tokens whose logits were not finite."""
@@ -79,22 +105,7 @@ class Shadow:
             kl=[each.kl for each in finite],
             agreed=[each.agreed for each in finite],
             rank=[each.rank for each in finite],
-            served_bytes=_bytes_for(self.served),
-            candidate_bytes=_bytes_for(self.request),
+            served_bytes=self.served.kv_bytes,
+            candidate_bytes=self.request.kv_bytes,
             ended_early=ended_early,
         )
-
-
-def count_predicting_tokens(request: Request, num_tokens: int) -> int:
-    """Return how many of the last tokens of a shadow's next row, of `num_tokens`, predict output tokens."""
-    assert request.seat is not None
-    first = request.seat.length
-    return max(0, first + num_tokens - max(first, request.num_prompt_tokens - 1))
-
-
-def _bytes_for(request: Request) -> int:
-    """Return the bytes of KV memory of a request's text; 0 if the strategy does not say."""
-    try:
-        return request.cache.bytes_for(len(request.tokens))
-    except StrategyError:
-        return 0

@@ -1,8 +1,9 @@
 """All shadows of an engine: starts them, adds their rows to steps, compares logits, and drops them under pressure.
 
 A shadow takes only what served requests leave: a part of the step's token budget, rows below max_num_seqs, memory that
-nobody needs. It has a salt of its own, so that no served request waits for a prefix that a shadow computes. Knows the
-scheduler's limits and caches; nothing of roll-outs or metrics.
+no running request needs. It shares cached tokens with other shadows only (`Salt.shadow`), so that no served request
+waits for a prefix that a shadow computes, or counts it as found. Knows the scheduler's limits and caches; nothing of
+roll-outs or metrics.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache
-from cache_strategies.types import Salt
 from server.engine.isolation.errors import StrategyError
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduler
@@ -29,9 +29,8 @@ from server.records import Outcome, RequestFidelity
 log = logging.getLogger(__name__)
 
 BUDGET_SHARE = 4  # shadows compute at most this part (1/4) of max_num_batched_tokens in a step
-MAX_PENDING_BYTES = 64 << 20  # of served logits that wait for candidates, over all shadows
+MAX_KEPT_BYTES = 64 << 20  # of served logits that wait for candidates, over all shadows
 MAX_IDLE_STEPS = 1000  # steps without a row after which a shadow is dropped
-SALT = "\0shadow:"  # begins the cache_salt of every shadow
 
 
 class Wanted(NamedTuple):
@@ -42,7 +41,7 @@ class Wanted(NamedTuple):
 
 
 class Shadows:
-    """The shadows of an engine. Their calls of strategies may raise StrategyError inside; then the shadow ends."""
+    """The shadows of an engine. A shadow whose strategy raises StrategyError ends; no request is affected."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -50,6 +49,7 @@ class Shadows:
         self._by_served: dict[Request, Shadow] = {}
         self._by_request: dict[Request, Shadow] = {}  # the same shadows by their own requests
         self._records: list[RequestFidelity] = []
+        self._bytes_of_row = 1  # of the logits [V] of one token
 
     def __len__(self) -> int:
         return len(self._by_request)
@@ -61,7 +61,7 @@ class Shadows:
 
     def want(self, served: Request, cache: KVCache, rollout: str | None) -> None:
         """Let a request, which is queued, also run under the instance of `cache` once it begins."""
-        if cache is not served.cache:
+        if cache is not served.cache and served.sampling.max_tokens:
             self._wanted[served] = Wanted(cache, rollout)
 
     def get(self, served: Request) -> Shadow | None:
@@ -86,18 +86,20 @@ class Shadows:
         sampling = {row.request for row in served_rows if row.num_tokens == row.request.num_remaining_tokens}
         rows: list[Scheduled] = []
         for shadow in list(self._by_request.values()):
-            if len(served_rows) + len(rows) >= limits.max_num_seqs:
+            if len(served_rows) + len(rows) >= limits.max_num_seqs or budget <= 0:
                 break
-            num_tokens = self._grow(shadow, shadow.served in sampling, budget)
+            wanted = shadow.count_computable_tokens(served_samples=shadow.served in sampling)
+            num_tokens = self._grow(shadow, min(wanted, budget))
             if num_tokens:
                 budget -= num_tokens
-                rows.append(Scheduled(shadow.request, num_tokens))
+                num_compared = shadow.count_compared(num_tokens)
+                rows.append(Scheduled(shadow.request, num_tokens, num_compared=num_compared))
         return rows
 
     def _start(self, served: Request, cache: KVCache, rollout: str | None) -> None:
         """Open a seat under the candidate for a request whose first row is in this step, if there is room."""
         sampling = msgspec.structs.replace(served.sampling, logprobs=None, prompt_logprobs=None)
-        salt = Salt(served.salt.tenant, SALT + served.salt.cache_salt)
+        salt = served.salt._replace(shadow=True)
         request = Request(served.key, served.tokens, sampling, cache, "shadow", salt, is_shadow=True)
         request.num_prompt_tokens = served.num_prompt_tokens
         shadow = Shadow(served, request, rollout)
@@ -126,20 +128,18 @@ class Shadows:
         others = sum(r.peak_bytes for r in (*self._scheduler.running, *self._by_request))
         return request.peak_bytes <= request.cache.limit_bytes and others + request.peak_bytes <= limits.kv_bytes
 
-    def _grow(self, shadow: Shadow, served_samples: bool, budget: int) -> int:
+    def _grow(self, shadow: Shadow, wanted: int) -> int:
         """Return the number of tokens of a shadow's next row, for which it has memory; 0: none in this step."""
-        request = shadow.request
-        cache, seat = request.cache, request.seat
+        cache, seat = shadow.request.cache, shadow.request.seat
         assert seat is not None
         shadow.num_idle_steps += 1
-        wanted = shadow.count_computable_tokens(served_samples=served_samples)
-        num_tokens = min(wanted, max(1, budget))
+        if shadow.num_idle_steps > MAX_IDLE_STEPS:
+            self._end(shadow, "room")
+            return 0
         try:
-            if num_tokens <= 0 or not cache.ready(seat):
-                if shadow.num_idle_steps > MAX_IDLE_STEPS:
-                    self._end(shadow, "room")
+            if wanted <= 0 or not cache.ready(seat):
                 return 0
-            num_tokens = min(num_tokens, cache.row_limit(seat) or num_tokens)
+            num_tokens = min(wanted, cache.row_limit(seat) or wanted)
             if not cache.grow(seat, num_tokens):
                 self._end(shadow, "room")
                 return 0
@@ -151,8 +151,9 @@ class Shadows:
 
     def add_served_logits(self, served: Request, logits: Tensor) -> None:
         """Add the logits [n, V] from which the last n tokens of a request's text were drawn."""
-        if (shadow := self._by_served.get(served)) is not None:
+        if (shadow := self._by_served.get(served)) is not None and len(logits):
             shadow.add_served_logits(logits)
+            self._bytes_of_row = logits[0].nbytes
 
     def compare(self, logits: Mapping[Request, Tensor]) -> None:
         """Compare what both instances have predicted, after a step has been committed.
@@ -168,40 +169,38 @@ class Shadows:
         }
         if found:
             self._measure(found)
-        most = self._count_pending_rows()
-        for shadow in list(self._by_request.values()):
-            shadow.keep_pending(most)
-            if shadow in found and not all(each.is_finite for each in shadow.divergences):
+        for shadow, matched in found.items():
+            if not all(each.is_finite for each in shadow.divergences[-len(matched.tokens) :]):
                 self._discard(shadow)
-            elif shadow.served_ended and not shadow.pending:
+        for shadow in list(self._by_request.values()):
+            if shadow.served_ended and not shadow.is_behind:
                 self._end(shadow, None)
+            else:
+                shadow.keep_served_logits(self._count_kept_rows())
 
     def _measure(self, found: Mapping[Shadow, Comparable]) -> None:
         """Add the divergences of all tokens that can be compared, with one copy from the device."""
-        served, candidate, tokens = (
-            [item for each in found.values() for item in each[part]] for part in range(len(Comparable._fields))
-        )
-        divergences = iter(measure_divergence(torch.stack(served), torch.stack(candidate), tokens))
+        served = torch.stack([row for each in found.values() for row in each.served])
+        candidate = torch.stack([row for each in found.values() for row in each.candidate])
+        tokens = [token for each in found.values() for token in each.tokens]
+        divergences = iter(measure_divergence(served, candidate, tokens))
         for shadow, matched in found.items():
             shadow.divergences += islice(divergences, len(matched.tokens))
 
-    def _count_pending_rows(self) -> int:
+    def _count_kept_rows(self) -> int:
         """Return how many rows of served logits each shadow may keep."""
-        row = next((row for shadow in self._by_request.values() for row in shadow.pending.values()), None)
-        if row is None:
-            return 0
-        return max(1, MAX_PENDING_BYTES // (row.numel() * row.element_size()) // len(self._by_request))
+        return max(1, MAX_KEPT_BYTES // self._bytes_of_row // len(self._by_request))
 
     # ---------------------------------------------------------------- ends
-    def end_served(self, served: Request, outcome: Outcome) -> None:
-        """Note that a served request has ended; its shadow ends once it has predicted all of the text, or at once."""
+    def end_served(self, served: Request, outcome: Outcome) -> Shadow | None:
+        """End the shadow of a served request that ends now, once it has predicted all of the text; return it."""
         self._wanted.pop(served, None)
         shadow = self._by_served.pop(served, None)
-        if shadow is None:
-            return
-        shadow.served_ended = True
-        if outcome == "error" or outcome == "cancelled" or not shadow.pending:
-            self._end(shadow, None)
+        if shadow is not None:
+            shadow.served_ended = True
+            if outcome in ("error", "cancelled") or not shadow.is_behind:
+                self._end(shadow, None)
+        return shadow
 
     def fail(self, request: Request) -> None:
         """End the shadow whose request failed in a step."""
