@@ -30,7 +30,9 @@ log = logging.getLogger(__name__)
 
 BUDGET_SHARE = 4  # shadows compute at most this part (1/4) of max_num_batched_tokens in a step
 MAX_KEPT_BYTES = 64 << 20  # of served logits that wait for candidates, over all shadows
-MAX_IDLE_STEPS = 1000  # steps without a row after which a shadow is dropped
+MAX_IDLE_STEPS = (
+    200  # steps without a row after which a shadow is dropped, since its request waits or its cache is stuck
+)
 
 
 class Wanted(NamedTuple):
