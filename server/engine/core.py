@@ -299,7 +299,7 @@ class Core:
                 self._accumulator.drafts[request.cache.name].append(DraftRecord(len(draft), result.num_accepted))
             for token in result.tokens:
                 self._append_token(request, token)
-            self.shadows.add_served_logits(request, output.logits[row : row + len(result.tokens)])
+            self.shadows.add_served_logits(request, output.logits, range(row, row + len(result.tokens)))
             if result.tokens:
                 worker, request_id = request.key
                 logprobs = sampled.logprobs[request]

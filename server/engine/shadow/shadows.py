@@ -151,10 +151,10 @@ class Shadows:
         shadow.num_idle_steps = 0
         return num_tokens
 
-    def add_served_logits(self, served: Request, logits: Tensor) -> None:
-        """Add the logits [n, V] from which the last n tokens of a request's text were drawn."""
-        if (shadow := self._by_served.get(served)) is not None and len(logits):
-            shadow.add_served_logits(logits)
+    def add_served_logits(self, served: Request, logits: Tensor, rows: range) -> None:
+        """Add the rows of a step's logits [K, V] from which the last tokens of a request's text were drawn."""
+        if (shadow := self._by_served.get(served)) is not None and rows:
+            shadow.add_served_logits(logits[rows.start : rows.stop])
             self._bytes_of_row = logits[0].nbytes
 
     def compare(self, logits: Mapping[Request, Tensor]) -> None:
