@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -76,6 +77,8 @@ class StepReport:
     block_events: Mapping[str, BlockEvents]
     # Seconds of the step by operation; None: operations were not timed in this step
     op_seconds: Mapping[str, float] | None
+    shadows: Sequence[RequestFidelity] = ()  # comparisons with candidate instances that ended
+    rollbacks: Sequence[str] = ()  # names of the roll-outs that a guard rolled back since the last report
 
     @property
     def rows(self) -> int:
@@ -126,6 +129,11 @@ class RequestRecord(msgspec.Struct, frozen=True):
     decode_seconds: float | None  # from the request's first token to its last
     first_token_seconds: float | None  # from the request's arrival to its first token
     total_seconds: float  # from the request's arrival to its end
+    rollout: str | None = None  # the roll-out that chose its instance or its shadow; None: none did
+    shadow: str | None = None  # the candidate instance under which it also ran; None: under none
+    fidelity_tokens: int = 0  # number of its tokens that were compared with the candidate's when it ended
+    fidelity_kl: float | None = None  # mean KL divergence of these tokens, nats; None: none was compared
+    fidelity_top1: float | None = None  # share of these tokens for which both have the same likeliest token
 
 
 class RequestFidelity(msgspec.Struct, frozen=True):
@@ -184,3 +192,7 @@ class EngineState:
     pool_untouched: int  # bytes of KV memory that the system has not provided yet
     device_memory: DeviceMemory
     process_memory: Mapping[Role, int]  # resident bytes by role of the process
+    # By name of the roll-out: its state, such as "canary", and the share of requests that its candidate serves, 0 to 1
+    rollouts: Mapping[str, tuple[str, float]] = MappingProxyType({})
+    # Pairs (served, candidate) of instances that shadows compare, so that their metrics begin at zero
+    shadow_pairs: Collection[tuple[str, str]] = ()

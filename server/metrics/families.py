@@ -32,7 +32,7 @@ Buckets = tuple[float, ...]
 
 @dataclass(frozen=True, eq=False)
 class Label:
-    """A label and its values; None: the values are known only when the server starts."""
+    """A label and its values; None: the values are known only when the server starts, or a roll-out does."""
 
     name: str
     values: tuple[str, ...] | None = None
@@ -81,11 +81,16 @@ OP = Label("op")  # name of an operation in `kernels.ops.Ops`
 BACKEND = Label("backend")  # backend that computes the operation
 PHASE = Label("phase", get_args(Phase))
 ROLE = Label("role", get_args(Role))
+SERVED, CANDIDATE = Label("served"), Label("candidate")  # strategy instances whose logits were compared
+SHADOW_RESULT = Label("result", ("complete", "room", "failed"))  # how a comparison ended
+ROLLOUT = Label("rollout")  # name of a roll-out
+ROLLOUT_STATE = Label("state", ("shadow", "canary", "paused", "complete", "rolled_back", "aborted"))
 STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 OTHER = "other"
 CODE = Label("code", (*map(str, STATUSES), OTHER))
 POSITION = Label("position", tuple(map(str, range(MAX_DRAFT_TOKENS))))  # index of a token in its draft
 BY_STRATEGY = (STRATEGY,)
+BY_PAIR = (SERVED, CANDIDATE)
 
 # ---------------------------------------------------------------- histogram buckets: vLLM's, and finer ones below them
 # fmt: off
@@ -105,6 +110,9 @@ BLOCK_AGE_BUCKETS: Buckets = (
 COMPACTION_BUCKETS: Buckets = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
 TOKEN_COUNT_BUCKETS: Buckets = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
+)
+KL_BUCKETS: Buckets = (
+    1e-6, 1e-5, 3e-5, 1e-4, 3e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10,
 )
 # fmt: on
 POWER_OF_TWO_BUCKETS = tuple(2**n for n in range(15))
@@ -367,6 +375,43 @@ DEVICE_MEMORY = MetricFamily(
     "device_memory_bytes",
     "Memory of the device, all processes together; for a CPU the machine's, or its container's.",
     (DEVICE_STATE,),
+)
+
+# ---------------------------------------------------------------- shadows and roll-outs
+SHADOW_KL = MetricFamily(
+    Histogram,
+    "shadow_kl_nats",
+    "KL divergence KL(served || candidate) of each output token that was also computed under a candidate.",
+    BY_PAIR,
+    KL_BUCKETS,
+)
+SHADOW_TOKENS = MetricFamily(Counter, "shadow_tokens", "Output tokens compared with a candidate.", BY_PAIR)
+SHADOW_AGREED = MetricFamily(
+    Counter,
+    "shadow_top1_tokens",
+    "Compared tokens for which the instance that served and the candidate have the same likeliest token.",
+    BY_PAIR,
+)
+SHADOW_TOP1 = MetricFamily(
+    Gauge,
+    "shadow_top1_ratio",
+    "Share of compared tokens with the same likeliest token, 0 to 1, since the engine's start; NaN: none was compared.",
+    BY_PAIR,
+)
+SHADOW_REQUESTS = MetricFamily(
+    Counter,
+    "shadow_requests",
+    "Requests that also ran under a candidate, by result; room: given up for other requests; failed: by the candidate.",
+    (SERVED, CANDIDATE, SHADOW_RESULT),
+)
+ROLLOUT_CURRENT = MetricFamily(
+    Gauge, "rollout_state", "1 for the state that a roll-out is in, 0 for the others.", (ROLLOUT, ROLLOUT_STATE)
+)
+ROLLOUT_SHARE = MetricFamily(
+    Gauge, "rollout_share", "Share of the requests that the candidate of a roll-out serves, 0 to 1.", (ROLLOUT,)
+)
+ROLLBACKS = MetricFamily(
+    Counter, "rollout_rollbacks", "Roll-outs that a guard rolled back, since the engine's start.", (ROLLOUT,)
 )
 
 FAMILIES: tuple[MetricFamily[Any], ...] = tuple(

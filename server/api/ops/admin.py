@@ -17,7 +17,8 @@ from server.api.http.errors import make_error_responses
 from server.api.http.json_body import Body
 from server.api.http.json_route import JsonRoute, StrictJsonRoute
 from server.api.http.middleware import ADMIN_PREFIX, PROFILE_PATH
-from server.api.openai.generation_job import RequestLimits, check_prompt, hash_api_key
+from server.api.openai.api_keys import hash_api_key
+from server.api.openai.generation_job import RequestLimits, check_prompt
 from server.api.openai.request_models import Prompt
 from server.engine.ipc import messages
 from server.engine.ipc.client import EngineClient

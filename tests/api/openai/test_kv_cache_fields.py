@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from server.api.openai.generation_job import get_tenant, hash_api_key
+from server.api.openai.api_keys import get_tenant, hash_api_key
 from server.engine.ipc.messages import Caching, Explained, Failed, FromEngine, Submit, Tokens
 from server.records import RequestRecord
 from tests.api.fake_engine import FakeEngine, admitted
