@@ -6,8 +6,7 @@ Data only. Engine and metrics do not import each other; both import this.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -193,6 +192,6 @@ class EngineState:
     device_memory: DeviceMemory
     process_memory: Mapping[Role, int]  # resident bytes by role of the process
     # By name of the roll-out: its state, such as "canary", and the share of requests that its candidate serves, 0 to 1
-    rollouts: Mapping[str, tuple[str, float]] = MappingProxyType({})
+    rollouts: Mapping[str, tuple[str, float]] = field(default_factory=dict)
     # Pairs (served, candidate) of instances that shadows compare, so that their metrics begin at zero
     shadow_pairs: Collection[tuple[str, str]] = ()

@@ -21,7 +21,8 @@ from prometheus_client import Histogram, Summary
 from cache_strategies.types import BlockEvents
 from server.metrics import families as f
 from server.metrics.exposition import FamilyShape, Kind, Series, Snapshot
-from server.metrics.families import FAMILIES, Label, MetricFamily
+from server.metrics.families import FAMILIES
+from server.metrics.metric_family import PREFIX, Label, MetricFamily
 from server.metrics.vllm_names import make_alias
 from server.records import (
     Admission,
@@ -287,7 +288,7 @@ def _make_family_shape(
     series = tuple(Series(labels, info.get(labels, {})) for labels in label_values)
     kind = cast(Kind, family.kind.__name__.lower())
     names = tuple(label.name for label in family.labels)
-    return FamilyShape(kind, f.PREFIX + family.name, family.help, names, family.buckets, series)
+    return FamilyShape(kind, PREFIX + family.name, family.help, names, family.buckets, series)
 
 
 def _get_info_values(family: MetricFamily[Any], about: EngineInfo) -> Mapping[tuple[str, ...], dict[str, str]]:
