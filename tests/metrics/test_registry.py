@@ -63,7 +63,7 @@ def test_names_end_as_their_kind_and_unit_demand() -> None:
             assert not family.name.endswith("_total")
         else:
             parts = {"histogram": ("bucket", "count", "sum"), "summary": ("count", "sum")}[family.type]
-            assert family.name.endswith(("_seconds", "_rows", "_tokens"))
+            assert family.name.endswith(("_seconds", "_rows", "_tokens", "_nats"))
             assert {f"{family.name}_{part}" for part in parts} <= names
 
 

@@ -56,7 +56,9 @@ def _make_fidelity_panels() -> list[Timeseries]:
 
 def _make_rollout_panels() -> list[Timeseries]:
     return [
-        make_timeseries("Requests served by the candidate", SHARE, {ROLLOUT_LEGEND: max_by(f.ROLLOUT_SHARE, f.ROLLOUT)}),
+        make_timeseries(
+            "Requests served by the candidate", SHARE, {ROLLOUT_LEGEND: max_by(f.ROLLOUT_SHARE, f.ROLLOUT)}
+        ),
         make_timeseries(
             "State",
             NUMBER,
