@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from config.settings import Settings
 from server.api.http import errors
+from server.api.http.api_keys import LimitsByKey
 from server.api.http.middleware import (
     AuthenticationMiddleware,
     BodyLimitMiddleware,
@@ -22,7 +23,6 @@ from server.api.http.middleware import (
     make_security_dependency,
 )
 from server.api.openai import chat, completions, models, tokenize
-from server.api.openai.api_keys import LimitsByKey
 from server.api.openai.generation_job import Deadlines, RequestLimits, Serving
 from server.api.ops import admin, rollouts
 from server.api.ops.monitoring import Observations, health_router, kv_cache_router, metrics_router

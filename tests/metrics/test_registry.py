@@ -49,7 +49,8 @@ def test_every_strategy_starts_at_zero_in_every_metric() -> None:
 
 
 def test_names_end_as_their_kind_and_unit_demand() -> None:
-    text = exposition(new_metrics()).decode()
+    state = fake_state(shadow_pairs=[INSTANCES], rollouts={"int8": ("shadow", 0.0)})
+    text = exposition(new_metrics(), state).decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families)
     for family in families:

@@ -1,7 +1,7 @@
 """Makes a job of a checked body: the requests that the engine gets, one for each prompt and choice.
 
 Checks a request against the server's limits, and finds the strategy in its model's name. What belongs to an API key is
-in `api_keys.py`. Knows no endpoint's response.
+in server/api/http/api_keys.py. Knows no endpoint's response.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from server.api.http.api_keys import LimitsByKey, get_tenant
 from server.api.http.errors import ApiError
 from server.api.http.json_body import format_value
-from server.api.openai.api_keys import LimitsByKey, get_tenant
 from server.api.openai.request_models import INT64, CacheRequest, GenerationRequest, SamplingRequest
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Caching, Hello, SamplingParams, Speculation, Strategy, Submit
@@ -325,7 +325,7 @@ class Serving:
         """
         hello = self.client.get_hello()
         key_limits = self.limits_by_key.get(headers.authorization)
-        key_limits.check_priorities(body)
+        key_limits.check_priorities(body.priority, body.kv_cache_priority)
         model = resolve_model_name(hello, body.model, any_name=self.any_model_name)
         return hello, StrategyHints(
             model,

@@ -12,11 +12,11 @@ import msgspec
 from fastapi import APIRouter, Header, Path, Response
 from pydantic import Field
 
+from server.api.http.api_keys import get_bearer_token, hash_api_key
 from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.json_body import Body
 from server.api.http.json_route import StrictJsonRoute
 from server.api.http.middleware import FIDELITY_PATH, ROLLOUTS_PATH
-from server.api.openai.api_keys import get_bearer_token, hash_api_key
 from server.api.ops.monitoring import CachedAnswer
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Command, ControlRollout, StartRollout

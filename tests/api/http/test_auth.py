@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from server.api.openai.api_keys import get_tenant
+from server.api.http.api_keys import get_tenant
 from server.engine.ipc.messages import Query, Submit
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, generates

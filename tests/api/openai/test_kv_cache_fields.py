@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from server.api.openai.api_keys import get_tenant, hash_api_key
+from server.api.http.api_keys import get_tenant, hash_api_key
 from server.api.openai.responses import make_explanation
 from server.engine.ipc.messages import Caching, Explained, Failed, FromEngine, Submit, Tokens
 from server.records import RequestRecord

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.openai.api_keys import hash_api_key
+from server.api.http.api_keys import hash_api_key
 from server.engine.ipc.messages import ControlRollout, Failed, Query, StartRollout
 from tests.api.conftest import ADMIN_TOKEN, running_api
 from tests.api.fake_engine import FakeEngine, generates

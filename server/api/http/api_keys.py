@@ -1,6 +1,6 @@
 """What belongs to the API key of a request: its tenant, the bounds of its priorities, and whether roll-outs include it.
 
-Keys are checked in server/api/http/middleware.py. Knows no endpoint.
+Keys are checked in `middleware.py`. Knows no endpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from config.settings import Settings
 from server.api.http.errors import ApiError
-from server.api.openai.request_models import GenerationRequest
 
 
 def get_tenant(authorization: str | None) -> str:
@@ -37,17 +36,15 @@ class ClientLimits(NamedTuple):
     max_kv_cache_priority: int
     rollouts: bool = True
 
-    def check_priorities(self, body: GenerationRequest) -> None:
+    def check_priorities(self, priority: int, kv_cache_priority: int) -> None:
         """Raise ApiError for a request whose priorities are outside of these bounds."""
-        if body.priority < self.min_priority:
-            raise _make_priority_error(
-                "priority", f"should be {self.min_priority} or more", body.priority, "min_priority"
-            )
-        if body.kv_cache_priority > self.max_kv_cache_priority:
+        if priority < self.min_priority:
+            raise _make_priority_error("priority", f"should be {self.min_priority} or more", priority, "min_priority")
+        if kv_cache_priority > self.max_kv_cache_priority:
             raise _make_priority_error(
                 "kv_cache_priority",
                 f"should be at most {self.max_kv_cache_priority}",
-                body.kv_cache_priority,
+                kv_cache_priority,
                 "max_kv_cache_priority",
             )
 
