@@ -115,15 +115,16 @@ class StrategySettings(BaseModel):
 
 
 class KeyLimits(BaseModel):
-    """Bounds of the priorities that requests with one API key may ask for.
+    """Bounds of the priorities that requests with one API key may ask for, and whether roll-outs include them.
 
-    If a field is None, the server's setting of the same name applies.
+    If a bound is None, the server's setting of the same name applies.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     min_priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     max_kv_cache_priority: int | None = Field(None, ge=0, le=100)
+    rollouts: bool = True
 
 
 class SelectionRule(BaseModel):
@@ -393,7 +394,8 @@ class Settings(BaseSettings):
         0, ge=0, le=100, description="highest `kv_cache_priority` that a request may ask for"
     )
     key_limits: dict[str, KeyLimits] = Field(
-        default_factory=dict, description="bounds of the priorities that requests with a certain API key may ask for"
+        default_factory=dict,
+        description="limits of requests with a certain API key: bounds of priorities, and opt-out from roll-outs",
     )
 
     num_speculative_tokens: int = Field(

@@ -78,6 +78,7 @@ class StepReport:
     op_seconds: Mapping[str, float] | None
     shadows: Sequence[RequestFidelity] = ()  # comparisons with candidate instances that ended
     shadow_tokens: Mapping[str, int] = field(default_factory=dict)  # number of tokens computed for shadows
+    rollbacks: Sequence[str] = ()  # names of the roll-outs that a guard rolled back since the last report
 
     @property
     def rows(self) -> int:
@@ -191,3 +192,7 @@ class EngineState:
     pool_untouched: int  # bytes of KV memory that the system has not provided yet
     device_memory: DeviceMemory
     process_memory: Mapping[Role, int]  # resident bytes by role of the process
+    # By name of the roll-out: its state, such as "canary", and the share of requests that its candidate serves, 0 to 1
+    rollouts: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    # Pairs (served, candidate) of instances that shadows compare, so that their metrics begin at zero
+    shadow_pairs: Collection[tuple[str, str]] = ()

@@ -49,7 +49,8 @@ def test_every_strategy_starts_at_zero_in_every_metric() -> None:
 
 
 def test_names_end_as_their_kind_and_unit_demand() -> None:
-    text = exposition(new_metrics()).decode()
+    state = fake_state(shadow_pairs=[INSTANCES], rollouts={"int8": ("shadow", 0.0)})
+    text = exposition(new_metrics(), state).decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families)
     for family in families:
@@ -63,7 +64,7 @@ def test_names_end_as_their_kind_and_unit_demand() -> None:
             assert not family.name.endswith("_total")
         else:
             parts = {"histogram": ("bucket", "count", "sum"), "summary": ("count", "sum")}[family.type]
-            assert family.name.endswith(("_seconds", "_rows", "_tokens"))
+            assert family.name.endswith(("_seconds", "_rows", "_tokens", "_nats"))
             assert {f"{family.name}_{part}" for part in parts} <= names
 
 
