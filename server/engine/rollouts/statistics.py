@@ -42,7 +42,7 @@ _COMPARED = np.dtype(
         ("failed", "<f8"),  # 1: the candidate failed
     ]
 )
-_TOKEN = np.dtype([("kl", "<f4"), ("request", "<i8")])
+_TOKEN = np.dtype([("kl", "<f4"), ("request", "<i4")])
 _SERVED = np.dtype([("first_token", "<f8"), ("inter_token", "<f8"), ("failed", "<f8")])  # NaN: unknown
 
 
