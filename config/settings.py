@@ -24,6 +24,7 @@ from pydantic_settings import (
 )
 
 from config.errors import SettingsError
+from config.rollouts import GuardSettings, RolloutSettings, check_rollouts
 from config.sizes import Share, exceeds, parse_bytes
 from config.sources import (
     ENV_PREFIX,
@@ -133,6 +134,9 @@ class SelectionRule(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     use: str = Field(description="strategy instance that serves the requests to which the rule applies")
+    shadow: str | None = Field(
+        None, description="instance under which these requests also run, to be compared; their answers stay as they are"
+    )
     min_prompt_tokens: int | None = Field(None, ge=0)
     max_prompt_tokens: int | None = Field(None, ge=0)
     min_priority: int | None = None
@@ -419,6 +423,15 @@ class Settings(BaseSettings):
         default_factory=list,
         description="rules that choose an instance for requests that name none; the first match wins",
     )
+    rollouts: dict[str, RolloutSettings] = Field(
+        default_factory=dict,
+        description="staged roll-outs, in which another instance serves a growing share of an instance's requests",
+    )
+    rollouts_file: str | None = Field(
+        None,
+        description="file that keeps the state of roll-outs for the next start; off: keep nothing; default: a file for "
+        "this model, host and port in the user's state directory",
+    )
     check_integrity: bool = Field(
         False,
         description="check the caches' and the arena's bookkeeping while the engine is idle, and stop the engine if it "
@@ -520,6 +533,7 @@ class Settings(BaseSettings):
         self.strategies = default_strategies() | self.strategies
         chosen = {"default_strategy": self.default_strategy}
         chosen |= {f"rules[{i}].use": rule.use for i, rule in enumerate(self.rules)}
+        chosen |= {f"rules[{i}].shadow": rule.shadow for i, rule in enumerate(self.rules) if rule.shadow is not None}
         for where, name in chosen.items():
             if name not in self.strategies:
                 raise ValueError(
@@ -528,6 +542,7 @@ class Settings(BaseSettings):
         for name in self.strategies:
             if not (name.isascii() and name.replace("_", "").replace("-", "").isalnum()):
                 raise ValueError(f"strategies: {name!r} is not a name: use letters, digits, '-' and '_'")
+        check_rollouts(self.rollouts, self.strategies)
         return self
 
     @field_validator("model_name")
@@ -599,7 +614,8 @@ def _format_validation_error(error: Any, sources: Sources) -> str:
     path: tuple[str | int, ...] = error["loc"]
     where = ".".join(str(part) for part in _mask_api_key(path, sources))
     if error["type"] == "extra_forbidden":
-        table = SelectionRule if path[0] == "rules" else Settings
+        rollouts = GuardSettings if "guard" in path[2:-1] else RolloutSettings
+        table = {"rules": SelectionRule, "rollouts": rollouts}.get(str(path[0]), Settings)
         return f"{where}{sources.format_origin(path)} is not a setting{did_you_mean(str(path[-1]), table.model_fields)}"
     if error["type"] in _PLAIN_MESSAGES:
         given = path[:-1] if error["type"] == "missing" else path

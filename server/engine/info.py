@@ -30,7 +30,16 @@ from server.records import EngineInfo, EngineState, KVTokens, Role
 from server.version import get_version
 
 PRIVATE_SETTINGS = frozenset(
-    {"api_keys", "key_limits", "admin_token", "metrics_key", "otlp_traces_endpoint", "revision", "weights_cache"}
+    {
+        "api_keys",
+        "key_limits",
+        "admin_token",
+        "metrics_key",
+        "otlp_traces_endpoint",
+        "revision",
+        "weights_cache",
+        "rollouts_file",
+    }
 )  # settings that are not shown; `model`, which may be a path, is shown as the model's name
 
 

@@ -95,6 +95,7 @@ class Loop:
         self._answers: dict[Question, Answer] = {}
         self._profiler = Profiler(engine.core.tracer, engine.device.tensors, summarize_engine(engine))
         self._stopping = False
+        engine.rollouts.restore()
 
     def run(self) -> None:
         pause = IDLE_SECONDS
@@ -109,6 +110,7 @@ class Loop:
                 self._on_step()
             self._send(result.events)
             self._observer.observe(result.report, result.finished)
+            self._engine.rollouts.update()
             if (profiled := self._profiler.after_step(result.report.rows)) is not None:
                 self._send([Event(*profiled)])
             computed = result.report.rows or result.report.shadow_tokens
@@ -176,9 +178,13 @@ class Loop:
                 return msgspec.json.encode({"object": "list"} | body)
             case "settings":
                 return msgspec.json.encode(self._info.settings)
+            case "rollouts":
+                return msgspec.json.encode(self._engine.rollouts.describe())
+            case "fidelity":
+                return msgspec.json.encode(self._engine.rollouts.describe_fidelity())
             case "metrics":
                 return self._observer.snapshot(read_engine_state(self._core, self._processes.read_resident_bytes()))
-        return msgspec.json.encode(run_command(self._core, payload))
+        return msgspec.json.encode(run_command(self._core, self._engine.rollouts, payload))
 
     def _send(self, events: Sequence[Event]) -> None:
         by_worker: dict[int, list[FromEngine]] = defaultdict(list)
