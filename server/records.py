@@ -6,7 +6,7 @@ Data only. Engine and metrics do not import each other; both import this.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -104,7 +104,8 @@ class RequestRecord(msgspec.Struct, frozen=True):
     """A request that has ended. Times are in seconds, and None if the request ended before that phase did."""
 
     instance: str
-    reason: str  # what chose the instance: "request", "header", "model", "rule <i>" or "default"
+    # What chose the instance: "request", "header", "model", "rule <i>", "default" or "fallback of <instance>"
+    reason: str
     outcome: Outcome
     prompt_tokens: int
     cached_tokens: int | None  # number of prompt tokens found in the cache; None: the request was never admitted
@@ -126,6 +127,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     decode_seconds: float | None  # from the request's first token to its last
     first_token_seconds: float | None  # from the request's arrival to its first token
     total_seconds: float  # from the request's arrival to its end
+    fallback_of: str | None = None  # the instance that was chosen, if `instance` served the request in its place
 
 
 class RequestFidelity(msgspec.Struct, frozen=True):
@@ -165,6 +167,8 @@ class EngineInfo:
     settings: Mapping[str, Any]
     restarts: int  # number of engines that this server ran before this one
     disabled: Collection[str]  # names of further instances, which have no cache: a call of theirs did not return
+    # For each instance, those that may serve its requests in its place
+    fallbacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ def make_request_record(request: Request, outcome: Outcome, tokens: KVTokens) ->
         decode_seconds=between(times.first_token, times.last_token),
         first_token_seconds=between(times.arrived, times.first_token),
         total_seconds=now - times.arrived,
+        fallback_of=request.fallback_of,
     )
 
 

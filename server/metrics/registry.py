@@ -174,6 +174,8 @@ class Metrics:
         name = record.instance
         self._increment(1, f.REQUESTS, name, record.outcome)
         self._increment(record.dropped_tokens, f.KV_DROPPED, name)
+        if record.fallback_of is not None:
+            self._increment(1, f.FALLBACK_REQUESTS, record.fallback_of, name)
         for family, seconds in (
             (f.E2E_LATENCY, record.total_seconds),
             (f.QUEUE_TIME, record.queue_seconds),
@@ -261,10 +263,12 @@ def _iter_label_values(family: MetricFamily[Any], about: EngineInfo) -> Iterator
         f.STRATEGY: [*(instance.name for instance in about.instances), *about.disabled],
         f.OP: about.backends,
         f.BACKEND: set(about.backends.values()),
+        f.FALLBACK: {name for chain in about.fallbacks.values() for name in chain},
     }
     for values in product(*(known[label] if label.values is None else label.values for label in family.labels)):
         named = dict(zip(family.labels, values, strict=True))
-        if f.BACKEND not in named or about.backends[named[f.OP]] == named[f.BACKEND]:
+        serves = f.FALLBACK not in named or named[f.FALLBACK] in about.fallbacks.get(named[f.STRATEGY], ())
+        if serves and (f.BACKEND not in named or about.backends[named[f.OP]] == named[f.BACKEND]):
             yield values
 
 
