@@ -6,7 +6,7 @@ Data only. Engine and metrics do not import each other; both import this.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -167,8 +167,6 @@ class EngineInfo:
     settings: Mapping[str, Any]
     restarts: int  # number of engines that this server ran before this one
     disabled: Collection[str]  # names of further instances, which have no cache: a call of theirs did not return
-    # For each instance, those that may serve its requests in its place
-    fallbacks: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

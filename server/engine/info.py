@@ -44,7 +44,6 @@ def make_engine_info(engine: Engine, restarts: int = 0) -> EngineInfo:
         get_effective_settings(engine),
         restarts,
         [*engine.core.isolation.disabled],
-        engine.settings.fallbacks,
     )
 
 

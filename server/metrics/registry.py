@@ -259,16 +259,18 @@ def _get_info_values(family: MetricFamily[Any], about: EngineInfo) -> Mapping[tu
 
 def _iter_label_values(family: MetricFamily[Any], about: EngineInfo) -> Iterator[tuple[str, ...]]:
     """Yield the label values of every series of a family."""
+    names = [*(instance.name for instance in about.instances), *about.disabled]
     known: Mapping[Label, Iterable[str]] = {
-        f.STRATEGY: [*(instance.name for instance in about.instances), *about.disabled],
+        f.STRATEGY: names,
+        f.FALLBACK: names,
         f.OP: about.backends,
         f.BACKEND: set(about.backends.values()),
-        f.FALLBACK: {name for chain in about.fallbacks.values() for name in chain},
     }
     for values in product(*(known[label] if label.values is None else label.values for label in family.labels)):
         named = dict(zip(family.labels, values, strict=True))
-        serves = f.FALLBACK not in named or named[f.FALLBACK] in about.fallbacks.get(named[f.STRATEGY], ())
-        if serves and (f.BACKEND not in named or about.backends[named[f.OP]] == named[f.BACKEND]):
+        if f.BACKEND in named and about.backends[named[f.OP]] != named[f.BACKEND]:
+            continue
+        if f.FALLBACK not in named or named[f.FALLBACK] != named[f.STRATEGY]:
             yield values
 
 
