@@ -94,6 +94,7 @@ class Fallbacks:
         Return the output of all other requests, and those that can be moved to no fallback after all.
         """
         moved: set[Request] = set()
+        suspected: set[int] = set()  # ids of the lists of choices (n > 1) of which one counts for all
         failed: list[Request] = []
         for request, _, _ in output.to_sample:
             result = output.sampled.results.get(request)
@@ -101,7 +102,9 @@ class Fallbacks:
                 continue
             assert request.seat is not None
             request.cache.discard(request.seat)
-            self._isolation.suspect(request)
+            if id(request.siblings) not in suspected:
+                suspected.add(id(request.siblings))
+                self._isolation.suspect(request)
             group = [request, *(sibling.request for sibling in output.siblings[request])]
             failed += [each for each in group if not self.move(each)]
             moved.update(group)

@@ -1,4 +1,4 @@
-"""Fallbacks: requests of an instance at fault are served by another one, with the right text, and the instance comes back.
+"""Fallbacks: another instance serves the requests of one at fault, with the right texts, until that comes back.
 
 Faults are those of tests/engine/isolation; expected texts are computed without a cache.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+from cache_strategies.base import KVCache, Plan, Row
+from server.engine.core import StepResult
 from server.engine.isolation.quarantine import FIRST_SECONDS
 from server.records import RequestRecord
 from tests.engine.engine_driver import Driver, RequestEvents, strategies
@@ -56,6 +59,15 @@ class FallbackDriver(Driver):
             assert time.monotonic() < deadline, "something waits for ever"
             self.step()
 
+    def step(self) -> StepResult:
+        """Run a step, which need not compute anything if a strategy lets nothing go on."""
+        result = self.core.step()
+        self.steps.append(result)
+        for event in result.events:
+            self._hear(event.message)
+        self.check()
+        return result
+
 
 def faulty(what: str, **options: Any) -> dict[str, Any]:
     """Return the settings of an instance with a fault."""
@@ -70,7 +82,7 @@ def make_driver(tiny: Path, what: str, **settings: Any) -> FallbackDriver:
 
 def heal(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Let the instances that are built from now on have the fault no more."""
-    monkeypatch.setitem(FAULTS, what, replace(FAULTS[what], plant=lambda cache: None))  # type: ignore[arg-type]
+    monkeypatch.setitem(FAULTS, what, replace(FAULTS[what], plant=lambda cache: None))
 
 
 def quarantine(driver: FallbackDriver, count: int = 3) -> None:
@@ -131,8 +143,8 @@ def test_a_fallback_serves_however_the_instance_was_chosen(
 
 
 def test_without_a_fallback_requests_are_refused_as_before(tiny: Path) -> None:
-    instances = strategies(bad=faulty("plan raises"), good={"kind": "paged", "fallback": "contiguous"})
-    driver = make_driver(tiny, "plan raises", strategies=instances)
+    instances = strategies(bad=faulty("open raises"), good={"kind": "paged", "fallback": "contiguous"})
+    driver = make_driver(tiny, "open raises", strategies=instances)
     for i in range(3):
         heard, _ = driver.serve(f"{i}", random_prompt(20))
         assert heard.failed is not None
@@ -299,7 +311,7 @@ def _break_model(driver: Driver, is_broken: Callable[[], bool]) -> None:
         logits = forward(*args)
         return logits.fill_(torch.nan) if is_broken() else logits
 
-    driver.core.model.forward = broken  # type: ignore[method-assign]
+    driver.core.model.forward = broken  # type: ignore[method-assign,assignment]
 
 
 @pytest.mark.parametrize("tokens_before", [0, 2])
@@ -321,8 +333,34 @@ def test_nan_of_the_model_is_blamed_on_no_strategy(tiny: Path, tokens_before: in
     assert driver.core.isolation.caches["bad"].num_open_seats == 0
 
 
-def test_all_choices_of_a_prompt_with_nan_are_answered_and_count_as_one_fault(tiny: Path, reference: Reference) -> None:
-    driver = make_driver(tiny, "attend writes NaN")
+def _write_nan_in_hooks(cache: KVCache) -> None:
+    """Let a cache whose sequences can be forked compute its attention by hooks, and write NaN for the result."""
+    plan_rows = cache.plan
+
+    def plan(rows: Sequence[Row]) -> Plan:
+        right = plan_rows(rows)
+        hooked = copy(right)
+
+        def attend(layer_idx: int, *tensors: torch.Tensor) -> None:
+            cache.attend(right, layer_idx, *tensors)
+            tensors[-1].fill_(torch.nan)
+
+        hooked.kv_location = lambda layer_idx: None  # type: ignore[method-assign]
+        hooked.attend = attend  # type: ignore[method-assign,assignment]
+        return hooked
+
+    cache.plan = plan  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("what", ["attend writes NaN", "usage has NaN"], ids=["own rows", "forks"])
+def test_all_choices_of_a_prompt_with_nan_are_answered_and_count_as_one_fault(
+    tiny: Path, reference: Reference, what: str
+) -> None:
+    driver = make_driver(tiny, what, max_num_batched_tokens=512)
+    cache = driver.core.isolation.caches["bad"]
+    if not FAULTS[what].hook:
+        assert cache.contract.forkable
+        _write_nan_in_hooks(cache.inner)
     prompt = random_prompt(25)
     for turn in range(3):
         assert driver.core.isolation.quarantined == []
