@@ -103,6 +103,9 @@ class StrategySettings(BaseModel):
     )
     floor: Share = Field("0%", description="KV memory that no other instance may take")
     limit: Share = Field("100%", description="KV memory that it may hold at most")
+    fallback: str | None = Field(
+        None, description="instance that serves its requests while it gets none, after repeated faults"
+    )
 
     @model_validator(mode="after")
     def _check_floor(self) -> StrategySettings:
@@ -144,6 +147,31 @@ class SelectionRule(BaseModel):
     kv_usage_above: float | None = Field(
         None, ge=0, le=1, description="the rule applies above this share of KV memory in use"
     )
+
+
+def resolve_fallbacks(fallbacks: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]:
+    """Return, for each instance, those that may serve its requests in its place: its fallback, the fallback's, etc.
+
+    `fallbacks` has the setting `fallback` of every instance. Raises ValueError if it is not an instance, or if an
+    instance would be a fallback of itself.
+    """
+    chains = {}
+    for name in fallbacks:
+        chain: list[str] = []
+        while (following := fallbacks[chain[-1] if chain else name]) is not None:
+            if following not in fallbacks:
+                owner, there = chain[-1] if chain else name, ", ".join(sorted(fallbacks))
+                raise ValueError(
+                    f"strategies.{owner}.fallback: there is no instance {following!r}; instances are {there}"
+                )
+            if following == name or following in chain:
+                circle = " -> ".join((name, *chain, following))
+                raise ValueError(
+                    f"strategies.{name}.fallback: the fallbacks form a circle, {circle}; the last must have none"
+                )
+            chain.append(following)
+        chains[name] = tuple(chain)
+    return chains
 
 
 def default_strategies() -> dict[str, StrategySettings]:
@@ -543,6 +571,7 @@ class Settings(BaseSettings):
             if not (name.isascii() and name.replace("_", "").replace("-", "").isalnum()):
                 raise ValueError(f"strategies: {name!r} is not a name: use letters, digits, '-' and '_'")
         check_rollouts(self.rollouts, self.strategies)
+        resolve_fallbacks({name: each.fallback for name, each in self.strategies.items()})
         return self
 
     @field_validator("model_name")
@@ -556,6 +585,11 @@ class Settings(BaseSettings):
     def model_names(self) -> list[str]:
         """Return the model names that a request may use: the model's main name first, then its aliases."""
         return [name.strip() for name in (self.model_name or Path(self.model).name).split(",")]
+
+    @property
+    def fallbacks(self) -> dict[str, tuple[str, ...]]:
+        """Return, for each instance, those that may serve its requests in its place, in the order of their trial."""
+        return resolve_fallbacks({name: each.fallback for name, each in self.strategies.items()})
 
     @property
     def short_api_keys(self) -> list[int]:

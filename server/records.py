@@ -107,7 +107,8 @@ class RequestRecord(msgspec.Struct, frozen=True):
     """A request that has ended. Times are in seconds, and None if the request ended before that phase did."""
 
     instance: str
-    reason: str  # what chose the instance: "request", "header", "model", "rule <i>" or "default"
+    # What chose the instance: "request", "header", "model", "rule <i>", "default" or "fallback of <instance>"
+    reason: str
     outcome: Outcome
     prompt_tokens: int
     cached_tokens: int | None  # number of prompt tokens found in the cache; None: the request was never admitted
@@ -134,6 +135,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     fidelity_tokens: int = 0  # number of its tokens that were compared with the candidate's when it ended
     fidelity_kl: float | None = None  # mean KL divergence of these tokens, nats; None: none was compared
     fidelity_top1: float | None = None  # share of these tokens for which both have the same likeliest token
+    fallback_of: str | None = None  # the instance that was chosen, if `instance` served the request in its place
 
 
 class RequestFidelity(msgspec.Struct, frozen=True):

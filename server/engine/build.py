@@ -125,6 +125,7 @@ def build_engine(
         timeout=settings.strategy_timeout,
         calls=calls,
         disabled=disabled,
+        fallbacks=settings.fallbacks,
     )
     core = Core(model, isolation, arena, Scheduler(limits), selector, ops, tracer)
     name, *aliases = settings.model_names

@@ -31,6 +31,7 @@ from server.engine.model_runner import (
     run_step,
 )
 from server.engine.sampling.sampler import Sampler, SampleResult, SamplerInput
+from server.engine.scheduling.fallback import Fallbacks
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.request_factory import RequestFactory
 from server.engine.scheduling.scheduler import Scheduler
@@ -47,6 +48,8 @@ NON_FINITE_LOGITS_MESSAGE = (
     "the model's logits are NaN or infinite under cache strategy {!r}: if they are so under other strategies, too, "
     "check the model's weights; if they are intact, --dtype float32 may help"
 )
+# Codes of errors that are their strategy's fault: requests that end with one may be moved to a fallback
+STRATEGY_CODES = frozenset({"strategy_failed", "strategy_quarantined"})
 # One step in TIMING_INTERVAL has its operations timed; a prime number, so as not to coincide with periodic work
 TIMING_INTERVAL = 61
 
@@ -100,7 +103,8 @@ class Core:
         self.caches: Mapping[str, KVCache] = isolation.caches
         self.arena = arena
         self.scheduler = scheduler
-        self._factory = RequestFactory(selector, isolation, arena, scheduler, model.info.eos_ids)
+        self._fallbacks = Fallbacks(isolation, scheduler)
+        self._factory = RequestFactory(selector, isolation, self._fallbacks, arena, scheduler, model.info.eos_ids)
         self._requests: dict[tuple[int, str], Request] = {}
         self._accumulator = _StepAccumulator()
         self.compactions = {name: CompactionTotals() for name in self.caches}
@@ -127,7 +131,7 @@ class Core:
         """Queue a request of API worker `worker`; return None, or the event with the error if it is rejected."""
         try:
             request = self._factory.make(worker, message, self._requests)
-            self.scheduler.submit(request)
+            self._queue(request)
         except RequestError as error:
             return Event(worker, error.to_message(message.request_id))
         except StrategyError as error:
@@ -137,9 +141,18 @@ class Core:
             failed = Failed(message.request_id, 500, STEP_FAILED.format(type(error).__name__), "request_failed")
             return Event(worker, failed)
         self._requests[request.key] = request
-        self.isolation.begin(request)
-        request.siblings.append(request)
         return None
+
+    def _queue(self, request: Request) -> None:
+        """Queue a request, under a fallback if its strategy is at fault. Raises RequestError and StrategyError."""
+        try:
+            self.scheduler.submit(request)
+        except StrategyError:
+            if not self._fallbacks.move(request):
+                raise
+        else:
+            self.isolation.begin(request)
+            request.siblings.append(request)
 
     def cancel(self, worker: int, request_id: str, outcome: Outcome = "cancelled") -> None:
         """End a request and free its memory; do nothing if it has already ended."""
@@ -216,6 +229,7 @@ class Core:
         """
         output = self._commit_output(output)
         shadow_logits, output = output.shadow_logits, output.without(self.shadows.requests)
+        output = self._move_non_finite(output)
         events: list[Event] = []
         for request in [s.request for s in output.scheduled]:
             if request.num_cached_tokens is None:
@@ -268,6 +282,13 @@ class Core:
         self._end_failed([FailedRequest(*item) for item in failed.items()])
         return output.without(failed.keys())
 
+    def _move_non_finite(self, output: StepOutput) -> StepOutput:
+        """Move requests whose first logits are NaN or infinite to fallbacks; return the output of the others."""
+        output, failed = self._fallbacks.move_non_finite(output)
+        for request in failed:
+            self._fail([request], NON_FINITE_LOGITS_MESSAGE.format(request.cache.name), "not_a_number")
+        return output
+
     def _record_compaction(self, request: Request, compaction: Compaction) -> None:
         if request.is_shadow:
             return
@@ -292,6 +313,7 @@ class Core:
     def _append_tokens(self, inputs: Sequence[SamplerInput], output: StepOutput) -> list[Event]:
         """Append the sampled tokens to their requests; return events for clients."""
         events, sampled = [], output.sampled
+        self.isolation.record_non_finite(each.request for each in inputs if not sampled.results[each.request].is_finite)
         for request, draft, row in inputs:
             result = sampled.results[request]
             if draft:
@@ -301,6 +323,8 @@ class Core:
                 self._append_token(request, token)
             self.shadows.add_served_logits(request, output.logits, range(row, row + len(result.tokens)))
             if result.tokens:
+                if request.suspects:
+                    self.isolation.confirm_suspects(request)
                 worker, request_id = request.key
                 logprobs = sampled.logprobs[request]
                 message = Tokens(request_id, result.tokens, request.finish_reason, logprobs, len(draft))
@@ -362,10 +386,15 @@ class Core:
             self._fail([request for request in requests if request.key in self._requests], message, code)
 
     def _fail(self, requests: Sequence[Request], message: str, code: str) -> None:
-        """End requests with an error, whose events are sent after all others of the step."""
+        """End requests with an error, whose events are sent after all others of the step.
+
+        Those whose strategy is at fault are moved to a fallback instead, if nothing of them was sent.
+        """
         for request in requests:
             if request.is_shadow:
                 self.shadows.fail(request)
+                continue
+            if code in STRATEGY_CODES and self._fallbacks.move(request):
                 continue
             self._remove(request, "error")
             worker, request_id = request.key

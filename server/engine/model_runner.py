@@ -188,8 +188,9 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
             )
             if error.instance in failed_before:
                 failed = [s.request for s in scheduled if s.request.cache.name == error.instance]
-                yield RequestsFailed(failed, error.message, "strategy_failed")
+                # Before the others run, as a failed request may get another cache
                 scheduled = [s for s in scheduled if s.request.cache.name != error.instance]
+                yield RequestsFailed(failed, error.message, "strategy_failed")
             failed_before.add(error.instance)
         else:
             yield RowsComputed(parts, output)

@@ -82,6 +82,7 @@ def make_request_record(
         total_seconds=now - times.arrived,
         rollout=request.rollout,
         **({} if shadow is None else shadow.summarize()),
+        fallback_of=request.fallback_of,
     )
 
 

@@ -21,6 +21,7 @@ from server.records import DeviceMemory, KVTokens, Outcome, Phase, Role, WaitRea
 
 # ---------------------------------------------------------------- labels
 STRATEGY = Label("strategy")  # a strategy instance
+FALLBACK = Label("fallback")  # a strategy instance that serves requests in place of `strategy`
 OUTCOME = Label("outcome", get_args(Outcome))
 MISS_REASON = Label("reason", get_args(Miss))
 WAIT_REASON = Label("reason", get_args(WaitReason))
@@ -164,6 +165,12 @@ DISABLED = MetricFamily(
     "strategy_disabled",
     "1 from when a call of a strategy did not return until the server is started again, else 0.",
     BY_STRATEGY,
+)
+FALLBACK_REQUESTS = MetricFamily(
+    Counter,
+    "fallback_requests",
+    "Requests for which a strategy was chosen and which its fallback served, when they leave.",
+    (STRATEGY, FALLBACK),
 )
 FORKS = MetricFamily(
     Counter,

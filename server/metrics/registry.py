@@ -215,6 +215,8 @@ class Metrics:
         name = record.instance
         self._increment(1, f.REQUESTS, name, record.outcome)
         self._increment(record.dropped_tokens, f.KV_DROPPED, name)
+        if record.fallback_of is not None:
+            self._increment(1, f.FALLBACK_REQUESTS, record.fallback_of, name)
         for family, seconds in (
             (f.E2E_LATENCY, record.total_seconds),
             (f.QUEUE_TIME, record.queue_seconds),
@@ -313,8 +315,10 @@ def _iter_label_values(
     family: MetricFamily[Any], about: EngineInfo, pairs: Collection[tuple[str, str]], rollouts: Collection[str]
 ) -> Iterator[tuple[str, ...]]:
     """Yield the label values of every series of a family."""
+    names = [*(instance.name for instance in about.instances), *about.disabled]
     known: Mapping[Label, Iterable[str]] = {
-        f.STRATEGY: [*(instance.name for instance in about.instances), *about.disabled],
+        f.STRATEGY: names,
+        f.FALLBACK: names,
         f.OP: about.backends,
         f.BACKEND: set(about.backends.values()),
         f.SERVED: dict.fromkeys(served for served, _ in pairs),
@@ -324,6 +328,8 @@ def _iter_label_values(
     for values in product(*(known[label] if label.values is None else label.values for label in family.labels)):
         named = dict(zip(family.labels, values, strict=True))
         if f.BACKEND in named and about.backends[named[f.OP]] != named[f.BACKEND]:
+            continue
+        if f.FALLBACK in named and named[f.FALLBACK] == named[f.STRATEGY]:
             continue
         if f.SERVED not in named or (named[f.SERVED], named[f.CANDIDATE]) in pairs:
             yield values

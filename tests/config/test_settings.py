@@ -128,6 +128,13 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         ('[strategies."a b"]\nkind = "paged"', "'a b' is not a name"),
         ('default_strategy = "page"', "default_strategy: there is no instance 'page'; instances are contiguous"),
         ('[[rules]]\nuse = "ring"', "rules[0].use: there is no instance 'ring'; instances are contiguous"),
+        ('[strategies.paged]\nfallback = "ring"', "strategies.paged.fallback: there is no instance 'ring'"),
+        ('[strategies.paged]\nfallback = "paged"', "the fallbacks form a circle, paged -> paged"),
+        ("[strategies.paged]\nfallback = 3", "strategies.paged.fallback (from {file})"),
+        (
+            '[strategies.paged]\nfallback = "contiguous"\n[strategies.contiguous]\nfallback = "paged"',
+            "the fallbacks form a circle, paged -> contiguous -> paged; the last must have none",
+        ),
         ('[strategies.paged]\nlimit = "110%"', "strategies.paged.limit (from {file}): '110%': a percentage has to"),
         ('[strategies.paged]\nfloor = "much"', "strategies.paged.floor (from {file}): 'much' is not a share"),
         ('[strategies.paged]\nfloor = "60%"\nlimit = "50%"', "strategies.paged (from {file}): floor 60% is more than"),

@@ -105,6 +105,16 @@ def test_tokens_that_were_dropped_count_when_their_request_leaves() -> None:
         assert sample_value(samples, "kvmux_kv_cache_dropped_tokens_total", strategy=instance) == dropped
 
 
+def test_a_request_that_a_fallback_served_counts_under_both_strategies() -> None:
+    metrics = new_metrics()
+    for record in (fake_record("paged", fallback_of="contiguous"), fake_record("paged"), fake_record("contiguous")):
+        metrics.observe_request(record)
+    samples, name = scrape(metrics), "kvmux_fallback_requests_total"
+    assert sample_value(samples, name, strategy="contiguous", fallback="paged") == 1
+    assert sum(value for (sample, _), value in samples.items() if sample == name) == 1
+    assert not any(labels["strategy"] == labels["fallback"] for labels in labels_of(samples, name))
+
+
 def test_compactions_count_with_their_tokens_and_times() -> None:
     metrics = new_metrics()
     for compactions in ([Compaction(0.0004, 3), Compaction(0.003, 0)], [Compaction(5.0, 40)]):

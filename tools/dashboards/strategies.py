@@ -182,6 +182,12 @@ def _make_error_panels() -> list[Timeseries]:
             {STRATEGY_LEGEND: rate(f.REQUESTS, f.STRATEGY, where={f.OUTCOME: "error"})},
             width=6,
         ),
+        make_timeseries(
+            "Requests that fallbacks served",
+            REQUESTS_A_SECOND,
+            {make_legend(f.STRATEGY, f.FALLBACK): rate(f.FALLBACK_REQUESTS, f.STRATEGY, f.FALLBACK)},
+            width=6,
+        ),
     ]
 
 

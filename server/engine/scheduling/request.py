@@ -48,7 +48,10 @@ class DraftProposer(Protocol):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When a request's events happened, in seconds of the monotonic clock; 0: not yet. Only last_token can change."""
+    """When a request's events happened, in seconds of the monotonic clock; 0: not yet.
+
+    Only last_token can change, and admitted if the request is moved to a fallback.
+    """
 
     arrived: float
     admitted: float = 0.0
@@ -64,10 +67,14 @@ class Request:
     tokens: list[int]  # prompt and output
     sampling: SamplingParams
     cache: KVCache
-    reason: str  # what chose the cache: "request", "header", "model", "rule <i>" or "default"
+    # What chose the cache: "request", "header", "model", "rule <i>", "default" or "fallback of <instance>"
+    reason: str
     salt: Salt  # only sequences with an equal salt share cached tokens with this request
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
+    fallback_of: str | None = None  # the instance that was chosen, if a fallback of it serves the request
+    # Instances under which the logits of the first token were not finite, before the request was moved to a fallback
+    suspects: tuple[str, ...] = ()
     explain: bool = False  # whether the client gets this request's RequestRecord when it ends
     rollout: str | None = None  # the roll-out that chose the instance or a shadow; None: none did
     is_shadow: bool = False  # whether it only repeats another request under a candidate (engine/shadow)

@@ -1,4 +1,4 @@
-"""Makes the request of a message: chooses its strategy instance, asks whether that takes requests, sets up its drafts.
+"""Makes the request of a message: chooses its strategy instance, or a fallback of that, and sets up its drafts.
 
 Knows the rules of the choice and the state of the instances; neither the queue nor what becomes of a request.
 """
@@ -13,6 +13,7 @@ from cache_strategies.types import Salt
 from server.engine.ipc.messages import Submit
 from server.engine.isolation.isolation import Isolation
 from server.engine.sampling.ngram_proposer import NgramProposer
+from server.engine.scheduling.fallback import Fallbacks, set_fallback_of
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.selection import Selector
@@ -25,11 +26,18 @@ class RequestFactory:
     """Makes an engine's requests."""
 
     def __init__(
-        self, selector: Selector, isolation: Isolation, arena: Arena, scheduler: Scheduler, eos_ids: Collection[int]
+        self,
+        selector: Selector,
+        isolation: Isolation,
+        fallbacks: Fallbacks,
+        arena: Arena,
+        scheduler: Scheduler,
+        eos_ids: Collection[int],
     ) -> None:
         """Make requests for `scheduler`, whose limits apply; `eos_ids`: the tokens that end the model's texts."""
         self._selector = selector
         self._isolation = isolation
+        self._fallbacks = fallbacks
         self._arena = arena
         self._scheduler = scheduler
         self._eos_ids = eos_ids
@@ -39,8 +47,8 @@ class RequestFactory:
 
         `requests` are those that have not ended, among which are the other choices (n > 1) of its prompt.
         """
-        name, reason = self._selector.choose(message, self._arena.usage)
-        self._isolation.check_admission(name)
+        chosen, reason = self._selector.choose(message, self._arena.usage)
+        name = self._fallbacks.choose(chosen, len(message.prompt), message.sampling.max_tokens)
         cache = self._isolation.caches[name]
         speculation = self._scheduler.limits.resolve_speculation(message.speculation)
         request = Request(
@@ -55,6 +63,8 @@ class RequestFactory:
             explain=message.explain,
             siblings=_find_siblings(worker, message, cache, requests),
         )
+        if name != chosen:
+            set_fallback_of(request, chosen)
         request.check_allowed_tokens(self._eos_ids)
         # No drafts for a strategy whose state depends on how tokens are split into rows: they would change the text.
         if speculation.num_speculative_tokens and cache.contract.chunk_invariant:

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from cache_strategies.base import KVCache
 from server.engine.scheduling.request import Request
 from server.engine.shadow.divergence import Divergence
 from server.records import RequestFidelity
@@ -33,6 +34,7 @@ class Shadow:
 
     served: Request
     request: Request  # the shadow's own; its `tokens` are the list of the served request
+    served_cache: KVCache  # of the served request when the shadow began; a fallback may serve it later
     rollout: str | None  # the roll-out for which the request is shadowed; None: a rule's
     divergences: list[Divergence] = field(default_factory=list)
     served_ended: bool = False
@@ -99,7 +101,7 @@ class Shadow:
         """Return the results of the comparison, without tokens whose logits were not finite."""
         finite = [each for each in self.divergences if each.is_finite]
         return RequestFidelity(
-            served=self.served.cache.name,
+            served=self.served_cache.name,
             candidate=self.request.cache.name,
             rollout=self.rollout,
             kl=[each.kl for each in finite],

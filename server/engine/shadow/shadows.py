@@ -80,6 +80,8 @@ class Shadows:
         """Return the shadows' rows of a step, beside those of served requests."""
         if not self._wanted and not self._by_request:
             return []
+        for shadow in [each for each in self._by_request.values() if each.served.cache is not each.served_cache]:
+            self._end(shadow, None)  # a fallback serves the request now, from its beginning
         for request in [row.request for row in served_rows if row.request in self._wanted]:
             self._start(request, *self._wanted.pop(request))
         limits = self._scheduler.limits
@@ -100,11 +102,13 @@ class Shadows:
 
     def _start(self, served: Request, cache: KVCache, rollout: str | None) -> None:
         """Open a seat under the candidate for a request whose first row is in this step, if there is room."""
+        if cache is served.cache:
+            return
         sampling = msgspec.structs.replace(served.sampling, logprobs=None, prompt_logprobs=None)
         salt = served.salt._replace(shadow=True)
         request = Request(served.key, served.tokens, sampling, cache, "shadow", salt, is_shadow=True)
         request.num_prompt_tokens = served.num_prompt_tokens
-        shadow = Shadow(served, request, rollout)
+        shadow = Shadow(served, request, served.cache, rollout)
         try:
             if not self._fits(request):
                 self._records.append(shadow.make_record("room"))
