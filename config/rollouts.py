@@ -44,8 +44,8 @@ class GuardSettings(BaseModel):
     kl_mean: float | None = Field(
         0.05,
         gt=0,
-        description="greatest mean KL divergence per token, in nats; keys and values in 8 bits cause far less than 0.01, "
-        "a window that cuts off what the model needs more than 0.1",
+        description="greatest mean KL divergence per token, in nats; keys and values in 8 bits cause far less than "
+        "0.01, a window that cuts off what the model needs more than 0.1",
     )
     kl_p99: float | None = Field(
         1.0,

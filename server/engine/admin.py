@@ -1,5 +1,4 @@
-"""Runs operators' commands on a running engine: inspect and clear a cache, pin a prefix, change a share of the memory,
-start and control a roll-out.
+"""Runs operators' commands on a running engine: on a cache, a prefix, a share of the memory, or a roll-out.
 
 Knows the core, roll-outs and the optional protocols of a cache; neither sockets nor HTTP.
 """
@@ -17,20 +16,19 @@ from server.engine.info import describe_share, describe_tokens
 from server.engine.ipc.messages import Clear, Command, ControlRollout, Inspect, PinPrefix, Share, StartRollout, Unpin
 from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.guard import GuardedCache
-from server.engine.rollouts.rollouts import Rollouts
 from server.engine.scheduling.request import RequestError
 
 
-def run_command(core: Core, rollouts: Rollouts, command: Command) -> dict[str, Any]:
+def run_command(core: Core, command: Command) -> dict[str, Any]:
     """Run an operator's command and return the answer, a JSON object.
 
     Raises RequestError if the instance is unknown, does not support the command or cannot follow it now.
     """
     match command:
         case StartRollout(name, settings, by):
-            return rollouts.start(name, settings, by)
+            return core.rollouts.start(name, settings, by)
         case ControlRollout(name, action, by):
-            return rollouts.control(name, action, by)
+            return core.rollouts.control(name, action, by)
     try:
         return _run_command(core, command)
     except StrategyError as error:

@@ -71,7 +71,6 @@ class Engine:
     device: Device
     kernels: CheckedOps
     max_seq_len: int
-    rollouts: Rollouts  # in memory only, until Rollouts.restore opens the file with their state
 
 
 def build_engine(
@@ -127,11 +126,11 @@ def build_engine(
         disabled=disabled,
         fallbacks=settings.fallbacks,
     )
-    core = Core(model, isolation, arena, Scheduler(limits), selector, ops, tracer)
-    name, *aliases = settings.model_names
     store = RolloutStore(choose_rollouts_file(settings.rollouts_file, directory, settings.host, settings.port))
-    rollouts = Rollouts(settings, store)
-    return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len, rollouts)
+    rollouts = Rollouts(settings, store)  # in memory only, until Rollouts.restore opens the file with their state
+    core = Core(model, isolation, arena, Scheduler(limits), selector, rollouts, ops, tracer)
+    name, *aliases = settings.model_names
+    return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
 
 
 def _allocate_kv_memory(

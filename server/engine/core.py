@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cache_strategies.arena import Arena
@@ -30,6 +29,7 @@ from server.engine.model_runner import (
     StepOutput,
     run_step,
 )
+from server.engine.rollouts.rollouts import Rollouts
 from server.engine.sampling.sampler import Sampler, SampleResult, SamplerInput
 from server.engine.scheduling.fallback import Fallbacks
 from server.engine.scheduling.request import Request, RequestError
@@ -38,7 +38,7 @@ from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.selection import Selector
 from server.engine.scheduling.step import FailedRequest, Scheduled
 from server.engine.shadow.shadows import Shadows
-from server.engine.stats import CompactionTotals, count_tokens, make_request_record, merge_step_parts
+from server.engine.stats import CompactionTotals, StepAccumulator, count_tokens, make_request_record, merge_step_parts
 from server.models.base import Model
 from server.records import Admission, Compaction, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
 
@@ -69,22 +69,6 @@ class StepResult(NamedTuple):
     finished: Sequence[RequestRecord]
 
 
-@dataclass
-class _StepAccumulator:
-    """Metrics and events since the last step's report; counters and dicts are keyed by strategy instance."""
-
-    generated_tokens: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    drafts: defaultdict[str, list[DraftRecord]] = field(default_factory=lambda: defaultdict(list))
-    # Number of requests that took over the prompt that another choice (n > 1) of the same request had computed
-    forks: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    admissions: list[Admission] = field(default_factory=list)
-    inter_token_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    compactions: defaultdict[str, list[Compaction]] = field(default_factory=lambda: defaultdict(list))
-    finished: list[RequestRecord] = field(default_factory=list)
-    failure_events: list[Event] = field(default_factory=list)
-    explanation_events: list[Event] = field(default_factory=list)
-
-
 class Core:
     """The state of a running engine: the model, the caches, and the requests in the scheduler."""
 
@@ -95,6 +79,7 @@ class Core:
         arena: Arena,
         scheduler: Scheduler,
         selector: Selector,
+        rollouts: Rollouts,
         ops: Ops,
         tracer: Tracer,
     ) -> None:
@@ -103,10 +88,14 @@ class Core:
         self.caches: Mapping[str, KVCache] = isolation.caches
         self.arena = arena
         self.scheduler = scheduler
+        self.rollouts = rollouts
         self._fallbacks = Fallbacks(isolation, scheduler)
-        self._factory = RequestFactory(selector, isolation, self._fallbacks, arena, scheduler, model.info.eos_ids)
+        self._factory = RequestFactory(
+            selector, isolation, self._fallbacks, rollouts, arena, scheduler, model.info.eos_ids
+        )
         self._requests: dict[tuple[int, str], Request] = {}
-        self._accumulator = _StepAccumulator()
+        self._accumulator = StepAccumulator()
+        self._late_events: list[Event] = []  # sent after all others of the step
         self.compactions = {name: CompactionTotals() for name in self.caches}
         self.memory = KVMemory(arena, self.caches, scheduler)
         self.shadows = Shadows(scheduler)
@@ -130,7 +119,7 @@ class Core:
     def submit(self, worker: int, message: Submit) -> Event | None:
         """Queue a request of API worker `worker`; return None, or the event with the error if it is rejected."""
         try:
-            request = self._factory.make(worker, message, self._requests)
+            request, shadow = self._factory.make(worker, message, self._requests)
             self._queue(request)
         except RequestError as error:
             return Event(worker, error.to_message(message.request_id))
@@ -141,6 +130,8 @@ class Core:
             failed = Failed(message.request_id, 500, STEP_FAILED.format(type(error).__name__), "request_failed")
             return Event(worker, failed)
         self._requests[request.key] = request
+        if shadow is not None:
+            self.shadows.want(request, shadow, request.rollout)
         return None
 
     def _queue(self, request: Request) -> None:
@@ -183,31 +174,24 @@ class Core:
             shadow_rows = self.shadows.schedule(scheduled)
             parts, step_events = self._compute([*scheduled, *shadow_rows])
         self._end_quarantined()
-        totals, self._accumulator = self._accumulator, _StepAccumulator()
-        report = StepReport(
+        totals, self._accumulator = self._accumulator, StepAccumulator()
+        late_events, self._late_events = self._late_events, []
+        block_events = {name: cache.collect_block_events() for name, cache in self.caches.items()}
+        report = totals.make_report(
             seconds=time.monotonic() - began,
             parts=parts,
             preemptions=Counter([r.cache.name for r in preempted]),
             failures=self.isolation.collect_faults(),
-            inter_token_seconds=totals.inter_token_seconds,
-            generated_tokens=totals.generated_tokens,
-            drafts=totals.drafts,
-            forks=totals.forks,
-            admissions=totals.admissions,
             evicted_bytes=self.memory.collect_evicted_bytes(),
-            compactions=totals.compactions,
-            block_events={
-                name: events
-                for name, cache in self.caches.items()
-                if (events := cache.collect_block_events()) is not None
-            },
+            block_events={name: events for name, events in block_events.items() if events is not None},
             op_seconds=None if op_timer is None else op_timer.seconds,
             shadows=self.shadows.collect_records(),
             shadow_tokens=count_tokens(shadow_rows),
+            rollbacks=self.rollouts.collect_rollbacks(),
         )
         preemption_events = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
-        all_events = [*preemption_events, *step_events, *totals.failure_events, *totals.explanation_events]
-        return StepResult(all_events, report, totals.finished)
+        self.rollouts.observe(report.shadows, totals.finished)
+        return StepResult([*preemption_events, *step_events, *late_events], report, totals.finished)
 
     def _compute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
         """Compute and commit a step's rows; return counts of rows and tokens by instance, and events for clients."""
@@ -398,7 +382,7 @@ class Core:
                 continue
             self._remove(request, "error")
             worker, request_id = request.key
-            self._accumulator.failure_events.append(Event(worker, Failed(request_id, 500, message, code)))
+            self._late_events.append(Event(worker, Failed(request_id, 500, message, code)))
 
     def _remove(self, request: Request, outcome: Outcome) -> None:
         del self._requests[request.key]
@@ -410,4 +394,4 @@ class Core:
         self._accumulator.finished.append(record)
         if request.explain and outcome in ("stop", "length"):
             worker, request_id = request.key
-            self._accumulator.explanation_events.append(Event(worker, Explained(request_id, record)))
+            self._late_events.append(Event(worker, Explained(request_id, record)))

@@ -212,6 +212,8 @@ def read_engine_state(core: Core, processes: Mapping[Role, int]) -> EngineState:
         pool_untouched=arena.num_untouched_pages * arena.page_bytes,
         device_memory=device_memory(core.model.device),
         process_memory=processes,
+        rollouts=core.rollouts.states,
+        shadow_pairs=core.rollouts.compared_pairs,
     )
 
 

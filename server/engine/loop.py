@@ -95,7 +95,7 @@ class Loop:
         self._answers: dict[Question, Answer] = {}
         self._profiler = Profiler(engine.core.tracer, engine.device.tensors, summarize_engine(engine))
         self._stopping = False
-        engine.rollouts.restore()
+        engine.core.rollouts.restore()
 
     def run(self) -> None:
         pause = IDLE_SECONDS
@@ -110,7 +110,6 @@ class Loop:
                 self._on_step()
             self._send(result.events)
             self._observer.observe(result.report, result.finished)
-            self._engine.rollouts.update()
             if (profiled := self._profiler.after_step(result.report.rows)) is not None:
                 self._send([Event(*profiled)])
             computed = result.report.rows or result.report.shadow_tokens
@@ -179,12 +178,12 @@ class Loop:
             case "settings":
                 return msgspec.json.encode(self._info.settings)
             case "rollouts":
-                return msgspec.json.encode(self._engine.rollouts.describe())
+                return msgspec.json.encode(self._core.rollouts.describe())
             case "fidelity":
-                return msgspec.json.encode(self._engine.rollouts.describe_fidelity())
+                return msgspec.json.encode(self._core.rollouts.describe_fidelity())
             case "metrics":
                 return self._observer.snapshot(read_engine_state(self._core, self._processes.read_resident_bytes()))
-        return msgspec.json.encode(run_command(self._core, self._engine.rollouts, payload))
+        return msgspec.json.encode(run_command(self._core, payload))
 
     def _send(self, events: Sequence[Event]) -> None:
         by_worker: dict[int, list[FromEngine]] = defaultdict(list)

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.step import Scheduled
 from server.engine.shadow.shadow import Shadow
-from server.records import Compaction, KVTokens, Outcome, RequestRecord, StepPart
+from server.records import (
+    Admission,
+    Compaction,
+    DraftRecord,
+    KVTokens,
+    Outcome,
+    RequestRecord,
+    StepPart,
+    StepReport,
+)
 
 
 @dataclass
@@ -25,6 +35,32 @@ class CompactionTotals:
         self.count += 1
         self.seconds += compaction.seconds
         self.dropped_tokens += compaction.dropped_tokens
+
+
+@dataclass
+class StepAccumulator:
+    """What happens to requests in a step, for its report. Mappings are keyed by strategy instance."""
+
+    generated_tokens: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    drafts: defaultdict[str, list[DraftRecord]] = field(default_factory=lambda: defaultdict(list))
+    # Number of requests that took over the prompt that another choice (n > 1) of the same request had computed
+    forks: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    admissions: list[Admission] = field(default_factory=list)
+    inter_token_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    compactions: defaultdict[str, list[Compaction]] = field(default_factory=lambda: defaultdict(list))
+    finished: list[RequestRecord] = field(default_factory=list)
+
+    def make_report(self, **others: Any) -> StepReport:
+        """Return the report of the step; `others` are the fields of StepReport that do not concern single requests."""
+        return StepReport(
+            generated_tokens=self.generated_tokens,
+            drafts=self.drafts,
+            forks=self.forks,
+            admissions=self.admissions,
+            inter_token_seconds=self.inter_token_seconds,
+            compactions=self.compactions,
+            **others,
+        )
 
 
 def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:

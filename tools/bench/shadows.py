@@ -109,7 +109,7 @@ def build(options: argparse.Namespace) -> Engine:
 
 def measure(engine: Engine, options: argparse.Namespace, report: Any) -> Iterator[ShadowCost]:
     """Give the instance without a roll-out and those with one their turns, in another order in every second round."""
-    rollouts = {rollout.settings.from_: rollout.settings for rollout in engine.rollouts.rollouts}
+    rollouts = {rollout.settings.from_: rollout.settings for rollout in engine.core.rollouts.rollouts}
     names = [PLAIN, *rollouts]
     results: dict[str, list[TurnResult]] = {name: [] for name in names}
     shadowed = dict.fromkeys(names, 0)
@@ -157,7 +157,6 @@ def take_turn(
         result = core.step()
         records += result.finished
         compared += len(result.report.shadows)
-        engine.rollouts.observe(result.report.shadows, result.finished)
     seconds = time.perf_counter() - began
     firsts = [record.first_token_seconds for record in records if record.first_token_seconds is not None]
     return TurnResult(len(ids) * options.generate / seconds, 1e3 * median(firsts)), compared

@@ -60,7 +60,7 @@ def student_quantile(degrees: int, confidence: float) -> float:
     z = normal_quantile(confidence)
     if degrees > EXACT_DEGREES:  # the series of Abramowitz and Stegun, 26.7.5
         series = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-        return z + sum(term / degrees**power for power, term in enumerate(series, start=1))
+        return float(z + sum(term / degrees**power for power, term in enumerate(series, start=1)))
     low, high = 0.0, 1.0
     while _student_within(high, degrees) < confidence:
         high *= 2

@@ -56,6 +56,7 @@ class Rollout:
         self.since = wall()
         self.is_changed = True  # whether the state has changed since it was saved
         self.has_news = False  # whether only the statistics have
+        self.is_newly_rolled_back = False  # whether it was rolled back and metrics do not have it yet
         self._clock, self._wall = clock, wall
         self._elapsed, self._resumed = 0.0, clock()
         self._is_unjudged, self._judged_at = False, clock()
@@ -156,6 +157,7 @@ class Rollout:
         """Return all requests to `from`, as the candidate is not good enough."""
         assert self.is_active
         self._enter("rolled_back", 0, reason, None)
+        self.is_newly_rolled_back = True
 
     def abort(self, reason: str, by: str | None = None) -> None:
         """Return all requests to `from`, for a reason other than the guard's."""

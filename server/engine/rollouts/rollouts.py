@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,7 +19,7 @@ from server.engine.ipc.messages import Submit
 from server.engine.rollouts.assignment import is_canary, is_shadowed
 from server.engine.rollouts.rollout import REPORT_CONFIDENCE, Rollout, RolloutAction
 from server.engine.rollouts.statistics import FidelityStatistics
-from server.engine.rollouts.store import DamagedFileError, RolloutState, RolloutStore, SavedRollout
+from server.engine.rollouts.store import DamagedFileError, RolloutStore, SavedRollout
 from server.engine.scheduling.request import RequestError
 from server.records import RequestFidelity, RequestRecord
 
@@ -99,11 +99,19 @@ class Rollouts:
         """Return what is equal for requests that are served alike: without a conversation, all choices of a prompt."""
         return submit.conversation or submit.sibling_of or submit.request_id
 
-    def record_request(self, rollout: str | None, record: RequestRecord) -> None:
+    def observe(self, fidelities: Sequence[RequestFidelity], finished: Sequence[RequestRecord]) -> None:
+        """Count comparisons and requests that have ended, and update all roll-outs. Call it in each step."""
+        for fidelity in fidelities:
+            self.record_fidelity(fidelity)
+        for record in finished:
+            self.record_request(record)
+        self.update()
+
+    def record_request(self, record: RequestRecord) -> None:
         """Count a request that has ended in its arm of a roll-out, unless it named its instance."""
-        if rollout is None or record.reason in NAMED:
+        if record.rollout is None or record.reason in NAMED:
             return
-        if (found := self._rollouts.get(rollout)) is not None:
+        if (found := self._rollouts.get(record.rollout)) is not None:
             found.record_request(record)
             self._save_changes()
 
@@ -116,7 +124,9 @@ class Rollouts:
             self._save_changes()
 
     def update(self) -> None:
-        """Let stages advance whose time has come, and write new statistics to the file. Call it in each step."""
+        """Let stages advance whose time has come, and write new statistics to the file."""
+        if not self._rollouts:
+            return
         for rollout in self._rollouts.values():
             rollout.update()
         self._save_changes()
@@ -182,14 +192,26 @@ class Rollouts:
         }
 
     @property
-    def state_by_name(self) -> dict[str, RolloutState]:
-        """The state of each roll-out, for metrics."""
-        return {name: rollout.state for name, rollout in self._rollouts.items()}
+    def rollouts(self) -> Collection[Rollout]:
+        return self._rollouts.values()
+
+    def collect_rollbacks(self) -> Sequence[str]:
+        """Return the names of the roll-outs that were rolled back since the last call."""
+        names = [name for name, rollout in self._rollouts.items() if rollout.is_newly_rolled_back]
+        for name in names:
+            self._rollouts[name].is_newly_rolled_back = False
+        return names
 
     @property
-    def share_by_name(self) -> dict[str, float]:
-        """The share of the requests that each roll-out's candidate serves, for metrics."""
-        return {name: rollout.share for name, rollout in self._rollouts.items()}
+    def compared_pairs(self) -> Sequence[tuple[str, str]]:
+        """The pairs (served, candidate) of instances that roll-outs compare, and those compared so far."""
+        declared = {(r.settings.from_, r.settings.to): None for r in self._rollouts.values() if r.settings.shadow_share}
+        return [*(declared | dict.fromkeys(self._pairs))]
+
+    @property
+    def states(self) -> dict[str, tuple[str, float]]:
+        """The state of each roll-out ("paused" while it is), and the share that its candidate serves, for metrics."""
+        return {name: ("paused" if r.paused else r.state, r.share) for name, r in self._rollouts.items()}
 
     # ---------------------------------------------------------------- the file
     def restore(self) -> None:

@@ -135,7 +135,7 @@ class FidelityStatistics:
             return quantile(tokens["kl"], q, confidence)
         value = quantile(tokens["kl"], q, confidence).value
         _, places, counts = np.unique(tokens["request"], return_inverse=True, return_counts=True)
-        above = np.bincount(places, weights=tokens["kl"] > value)
+        above = np.bincount(places, weights=tokens["kl"] > value).astype(np.float64)
         effective = count_effective(above, counts.astype(np.float64))
         found = quantile(tokens["kl"], q, confidence, effective)
         return found._replace(low=max(found.low, 0.0))

@@ -1,17 +1,19 @@
-"""Makes the request of a message: chooses its strategy instance, or a fallback of that, and sets up its drafts.
+"""Makes the request of a message: chooses its strategy instance, a fallback of that and a candidate, sets up drafts.
 
-Knows the rules of the choice and the state of the instances; neither the queue nor what becomes of a request.
+Knows the rules of the choice, roll-outs and the state of instances; neither the queue nor what becomes of a request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
 from cache_strategies.types import Salt
 from server.engine.ipc.messages import Submit
 from server.engine.isolation.isolation import Isolation
+from server.engine.rollouts.rollouts import Rollouts
 from server.engine.sampling.ngram_proposer import NgramProposer
 from server.engine.scheduling.fallback import Fallbacks, set_fallback_of
 from server.engine.scheduling.request import Request
@@ -22,6 +24,13 @@ from server.engine.scheduling.selection import Selector
 RequestTable = Mapping[tuple[int, str], Request]
 
 
+class NewRequest(NamedTuple):
+    """A request, and the cache of the candidate instance under which it also runs; None: under none."""
+
+    request: Request
+    shadow: KVCache | None
+
+
 class RequestFactory:
     """Makes an engine's requests."""
 
@@ -30,6 +39,7 @@ class RequestFactory:
         selector: Selector,
         isolation: Isolation,
         fallbacks: Fallbacks,
+        rollouts: Rollouts,
         arena: Arena,
         scheduler: Scheduler,
         eos_ids: Collection[int],
@@ -38,16 +48,18 @@ class RequestFactory:
         self._selector = selector
         self._isolation = isolation
         self._fallbacks = fallbacks
+        self._rollouts = rollouts
         self._arena = arena
         self._scheduler = scheduler
         self._eos_ids = eos_ids
 
-    def make(self, worker: int, message: Submit, requests: RequestTable) -> Request:
+    def make(self, worker: int, message: Submit, requests: RequestTable) -> NewRequest:
         """Make the request of a message from API worker `worker`. Raises RequestError if it is invalid.
 
         `requests` are those that have not ended, among which are the other choices (n > 1) of its prompt.
         """
-        chosen, reason = self._selector.choose(message, self._arena.usage)
+        by_rule, reason = self._selector.choose(message, self._arena.usage)
+        chosen, reason, shadow, rollout = self._rollouts.choose(by_rule, reason, message, self._isolation.usable)
         name = self._fallbacks.choose(chosen, len(message.prompt), message.sampling.max_tokens)
         cache = self._isolation.caches[name]
         speculation = self._scheduler.limits.resolve_speculation(message.speculation)
@@ -61,6 +73,7 @@ class RequestFactory:
             priority=message.priority,
             caching=message.caching,
             explain=message.explain,
+            rollout=rollout,
             siblings=_find_siblings(worker, message, cache, requests),
         )
         if name != chosen:
@@ -70,7 +83,9 @@ class RequestFactory:
         if speculation.num_speculative_tokens and cache.contract.chunk_invariant:
             longest = min(request.max_total_tokens, self._scheduler.limits.max_seq_len)
             request.proposer = NgramProposer(speculation, longest)
-        return request
+        if shadow is None or name != chosen or shadow in self._isolation.quarantined:
+            return NewRequest(request, None)
+        return NewRequest(request, self._isolation.caches[shadow])
 
 
 def _find_siblings(worker: int, message: Submit, cache: KVCache, requests: RequestTable) -> list[Request]:
