@@ -75,7 +75,7 @@ def _format_end(end: float) -> str:
     return "unknown" if math.isinf(end) else f"{end:.3g}"
 
 
-class Verdict(NamedTuple):
+class GuardVerdict(NamedTuple):
     """What a guard says about a stage, with the sentence that says why."""
 
     outcome: Literal["tripped", "passed", "undecided"]
@@ -91,18 +91,18 @@ class StageStatistics(NamedTuple):
     canary: ArmStatistics | None  # requests that the candidate served, since the stage's start
 
 
-def judge(settings: GuardSettings, stage: StageStatistics) -> Verdict:
+def judge(settings: GuardSettings, stage: StageStatistics) -> GuardVerdict:
     """Return the verdict on a stage."""
     checks = [*_check_fidelity(settings, stage.fidelity), *_check_arms(settings, stage.baseline, stage.canary)]
     by_verdict = {verdict: [c for c in checks if c.verdict == verdict] for verdict in ("tripped", "undecided")}
     if tripped := by_verdict["tripped"]:
-        return Verdict("tripped", "; ".join(map(str, tripped)), checks)
+        return GuardVerdict("tripped", "; ".join(map(str, tripped)), checks)
     seen = _count_requests(stage)
     if seen < settings.min_requests:
-        return Verdict("undecided", f"{seen} of {settings.min_requests} requests have been seen", checks)
+        return GuardVerdict("undecided", f"{seen} of {settings.min_requests} requests have been seen", checks)
     if undecided := by_verdict["undecided"]:
-        return Verdict("undecided", "; ".join(map(str, undecided)), checks)
-    return Verdict("passed", "every figure keeps its bound", checks)
+        return GuardVerdict("undecided", "; ".join(map(str, undecided)), checks)
+    return GuardVerdict("passed", "every figure keeps its bound", checks)
 
 
 def _count_requests(stage: StageStatistics) -> int:

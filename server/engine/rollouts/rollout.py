@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from config.rollouts import RolloutSettings
-from server.engine.rollouts.guard import StageStatistics, Verdict, judge
+from server.engine.rollouts.guard import GuardVerdict, StageStatistics, judge
 from server.engine.rollouts.statistics import ArmStatistics, FidelityStatistics
 from server.engine.rollouts.store import RolloutChange, RolloutState, SavedRollout
 from server.engine.scheduling.request import RequestError
@@ -119,7 +119,7 @@ class Rollout:
         if requests <= EVERY_REQUEST or self._clock() - self._judged_at >= JUDGE_SECONDS:
             self._look()
 
-    def _judge(self) -> Verdict:
+    def _judge(self) -> GuardVerdict:
         is_compared = bool(self.settings.shadow_share) and self.share < 1
         in_canary = self.state == "canary"
         statistics = StageStatistics(
