@@ -255,3 +255,16 @@ def test_old_names_of_settings_still_work_and_say_so(
         load_settings(None, {"max_waiting": "1", "max_queued_requests": "2"})
     with pytest.raises(SettingsError, match=r"max_queued_requests \(from --max-queued-requests\)"):
         load_settings(None, {"max_waiting": "many"})
+
+
+def test_fallbacks_of_fallbacks_follow_in_order(tmp_path: Path) -> None:
+    settings = load_toml(
+        tmp_path, '[strategies.paged]\nfallback = "mine"\n[strategies.mine]\nkind = "quest"\nfallback = "contiguous"'
+    )
+    assert settings.fallbacks == {
+        "paged": ("mine", "contiguous"),
+        "mine": ("contiguous",),
+        "contiguous": (),
+        "sliding_window": (),
+    }
+    assert "fallback" not in settings.strategies["mine"].options

@@ -45,6 +45,9 @@ class FallbackDriver(Driver):
         for name, cache in self.core.caches.items():
             if not name.startswith("bad"):
                 cache.check_integrity()
+        for request in self.requests:
+            assert request in request.siblings
+            assert {sibling.cache for sibling in request.siblings} == {request.cache}
 
     def serve(self, name: str, prompt: list[int], **options: Any) -> tuple[RequestEvents, RequestRecord | None]:
         """Run a request alone, and return its events and its record; None: it was refused."""
@@ -95,7 +98,7 @@ def quarantine(driver: FallbackDriver, count: int = 3) -> None:
 # ---------------------------------------------------------------- faults and quarantine
 @pytest.mark.parametrize("what", select("ends", "stalls", "nan", plain=True))
 def test_clients_of_an_instance_at_fault_get_the_answers_of_its_fallback(
-    tiny: Path, reference: Reference, what: str
+    tiny: Path, reference: Reference, what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only a request that has been admitted before the fault may end with an error."""
     driver = make_driver(tiny, what)
@@ -115,6 +118,7 @@ def test_clients_of_an_instance_at_fault_get_the_answers_of_its_fallback(
         assert (heard.admitted.instance, heard.admitted.reason) == ("good", "fallback of bad")
     last = [driver.heard[f"3 {i}"] for i in range(2)]
     assert all(heard.failed is None for heard in last)
+    assert "its rows run again one by one" not in caplog.text
     served = [record for record in driver.records if record.instance == "good"]
     assert {record.fallback_of for record in served} == {"bad"}
     driver.core.caches["good"].check_integrity()
@@ -228,6 +232,18 @@ def test_requests_that_wait_are_moved_when_a_quarantine_begins_and_those_that_ru
             assert heard.admitted is not None
             assert heard.admitted.reason == "fallback of bad"
     assert driver.core.arena.num_held_pages("bad") == 0
+
+
+@pytest.mark.parametrize("what", ["open raises", "plan raises", "commit raises"])
+def test_all_choices_of_a_prompt_are_answered_under_the_fallback(tiny: Path, reference: Reference, what: str) -> None:
+    """The first choice is moved alone, and the others, which waited for its prompt, do not wait any more."""
+    driver, prompt = make_driver(tiny, what), random_prompt(25)
+    choices = [driver.submit("0", prompt, COUNT)]
+    choices += [driver.submit(f"{i}", prompt, COUNT, sibling_of="0") for i in range(1, 4)]
+    driver.step()
+    driver.cancel("0")
+    driver.run()
+    assert all(choice.tokens == reference.greedy(prompt, COUNT) for choice in choices[1:])
 
 
 # ---------------------------------------------------------------- the instance comes back
