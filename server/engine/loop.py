@@ -114,6 +114,7 @@ class Loop:
                 self._send([Event(*profiled)])
             computed = result.report.rows or result.report.shadow_tokens
             pause = 0.0 if computed else STALLED_SECONDS if self._core.busy else IDLE_SECONDS
+        self._core.rollouts.close()
 
     def stop(self) -> None:
         """Make run() return after the current iteration."""

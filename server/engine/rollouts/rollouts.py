@@ -307,6 +307,12 @@ class Rollouts:
         self._saved_at = self._clock()
         self._store.write(self._collect())
 
+    def close(self) -> None:
+        """Write what is new, and release the file: another engine may go on with the roll-outs."""
+        if any(rollout.has_news for rollout in self._rollouts.values()):
+            self._write_now()
+        self._store.close()
+
     def _collect(self) -> list[SavedRollout]:
         for rollout in self._rollouts.values():
             rollout.is_changed = rollout.has_news = False

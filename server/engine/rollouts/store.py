@@ -95,6 +95,7 @@ class RolloutStore:
         self._is_open = False
         self._lock_descriptor: int | None = None
         self._writing = threading.Lock()
+        self._writer: threading.Thread | None = None
         self._number = 0  # of the last state that was to be written
         self._written = 0
         self._has_failed = False  # whether the last attempt to write failed, which is logged once
@@ -140,7 +141,8 @@ class RolloutStore:
         if not self._is_open or self._writing.locked():
             return  # a slow disk: the next state is written instead
         self._number += 1
-        threading.Thread(target=self._write, args=(rollouts, self._number), daemon=True).start()
+        self._writer = threading.Thread(target=self._write, args=(rollouts, self._number), daemon=True)
+        self._writer.start()
 
     def _write(self, rollouts: Sequence[SavedRollout], number: int) -> None:
         with self._writing:
@@ -188,7 +190,9 @@ class RolloutStore:
         return True
 
     def close(self) -> None:
-        """Release the file; nothing is written any more."""
+        """Wait until what was to be written is written, and release the file; nothing is written any more."""
+        if self._writer is not None:
+            self._writer.join()
         with self._writing:
             self._is_open = False
             if self._lock_descriptor is not None:
