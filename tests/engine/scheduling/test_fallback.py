@@ -5,94 +5,17 @@ Faults are those of tests/engine/isolation; expected texts are computed without 
 
 from __future__ import annotations
 
-import logging
 import random
-import time
-from collections.abc import Callable, Sequence
-from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from cache_strategies.base import KVCache, Plan, Row
-from server.engine.core import StepResult
 from server.engine.isolation.quarantine import FIRST_SECONDS
-from server.records import RequestRecord
-from tests.engine.engine_driver import Driver, RequestEvents, strategies
+from tests.engine.engine_driver import strategies
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.engine.isolation import faulty_strategies
+from tests.engine.fallback_driver import COUNT, STRATEGY_CODES, faulty, heal, make_driver, quarantine
 from tests.engine.isolation.planted_faults import FAULTS, select
-
-COUNT = 6  # tokens of each answer
-FAULTY = f"{faulty_strategies.__name__}:FaultyCache"
-FAULTY_HOOK = f"{faulty_strategies.__name__}:FaultyHookCache"
-STRATEGY_CODES = {"strategy_failed", "strategy_quarantined"}
-
-
-class FallbackDriver(Driver):
-    """A driver of an engine with instances whose names begin with "bad", which are not checked, and a clock."""
-
-    def __init__(self, directory: Path, **settings: Any) -> None:
-        defaults = {"max_seq_len": 96, "max_num_batched_tokens": 80, "strategy_timeout": 0.1}
-        super().__init__(directory, **(defaults | settings))
-        self.now = 1000.0
-        self.core.isolation._quarantine._clock = lambda: self.now
-
-    def check(self) -> None:
-        for name, cache in self.core.caches.items():
-            if not name.startswith("bad"):
-                cache.check_integrity()
-        for request in self.requests:
-            assert request in request.siblings
-            assert {sibling.cache for sibling in request.siblings} == {request.cache}
-
-    def serve(self, name: str, prompt: list[int], **options: Any) -> tuple[RequestEvents, RequestRecord | None]:
-        """Run a request alone, and return its events and its record; None: it was refused."""
-        before = len(self.records)
-        heard = self.submit(name, prompt, COUNT, **options)
-        self.run()
-        return heard, self.records[-1] if len(self.records) > before else None
-
-    def run(self, at_most: int = 2000) -> None:
-        deadline = time.monotonic() + 30
-        while self.core.busy:
-            assert time.monotonic() < deadline, "something waits for ever"
-            self.step()
-
-    def step(self) -> StepResult:
-        """Run a step, which need not compute anything if a strategy lets nothing go on."""
-        result = self.core.step()
-        self.steps.append(result)
-        for event in result.events:
-            self._hear(event.message)
-        self.check()
-        return result
-
-
-def faulty(what: str, **options: Any) -> dict[str, Any]:
-    """Return the settings of an instance with a fault."""
-    return {"kind": FAULTY_HOOK if FAULTS[what].hook else FAULTY, "fault": what, **options}
-
-
-def make_driver(tiny: Path, what: str, **settings: Any) -> FallbackDriver:
-    """Return an engine whose default instance has a fault and a fallback."""
-    instances = strategies(bad=faulty(what, fallback="good"), good={"kind": "paged", "block_size": 8})
-    return FallbackDriver(tiny, **({"strategies": instances, "default_strategy": "bad"} | settings))
-
-
-def heal(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """Let the instances that are built from now on have the fault no more."""
-    monkeypatch.setitem(FAULTS, what, replace(FAULTS[what], plant=lambda cache: None))
-
-
-def quarantine(driver: FallbackDriver, count: int = 3) -> None:
-    """Let requests meet the fault of "bad" until it is in quarantine."""
-    for i in range(count):
-        driver.serve(f"before {i}", random_prompt(20, seed=100 + i), kv_cache="bad")
-    assert driver.core.isolation.quarantined == ["bad"]
 
 
 # ---------------------------------------------------------------- faults and quarantine
@@ -160,6 +83,16 @@ def test_without_a_fallback_requests_are_refused_as_before(tiny: Path) -> None:
     assert heard.failed.retry_after == FIRST_SECONDS
     assert not driver.core.isolation.usable("bad")
     assert driver.core.isolation.usable("good")
+
+
+def test_a_fallback_serves_in_place_of_a_disabled_instance(tiny: Path, reference: Reference) -> None:
+    driver, prompt = make_driver(tiny, "usage has NaN"), random_prompt(25)
+    driver.core.isolation.disabled["bad"] = "open() did not return"
+    assert not driver.core.isolation.usable("bad")
+    heard, record = driver.serve("it", prompt)
+    assert heard.tokens == reference.greedy(prompt, COUNT)
+    assert record is not None
+    assert (record.instance, record.reason) == ("good", "fallback of bad")
 
 
 def test_a_fallback_at_fault_leads_to_its_own(tiny: Path, reference: Reference) -> None:
@@ -280,111 +213,6 @@ def test_it_comes_back_by_single_requests_with_growing_pauses(
     assert record is not None
     assert (record.instance, record.reason, record.fallback_of) == ("bad", "default", None)
     assert isolation.quarantined == []
-
-
-# ---------------------------------------------------------------- logits that are not finite
-@pytest.mark.parametrize("what", select("nan"))
-def test_an_instance_with_nan_is_in_quarantine_after_three_requests(
-    tiny: Path, reference: Reference, what: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    driver = make_driver(tiny, what)
-    with caplog.at_level(logging.ERROR):
-        for i in range(3):
-            assert driver.core.isolation.quarantined == []
-            driver.serve(f"{i}", random_prompt(25, seed=i))
-    assert driver.core.isolation.quarantined == ["bad"]
-    assert (
-        "cache strategy 'bad' is in quarantine; 'good' serves its requests; the last fault: the logits" in caplog.text
-    )
-    assert sum(step.report.failures.get("bad", 0) for step in driver.steps) >= 3
-    heard, _ = driver.serve("next", random_prompt(25))
-    assert heard.tokens == reference.greedy(random_prompt(25), COUNT)
-
-
-def test_nan_in_a_trial_begins_the_next_pause_at_once(
-    tiny: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver = make_driver(tiny, "attend writes NaN")
-    quarantine(driver)
-    prompt = random_prompt(25)
-    for trial in range(2):
-        driver.now += FIRST_SECONDS * 2**trial
-        heard, _ = driver.serve(f"{trial}", prompt)
-        assert heard.tokens == reference.greedy(prompt, COUNT)
-        assert not driver.core.isolation.usable("bad")
-    heal(monkeypatch, "attend writes NaN")
-    driver.now += FIRST_SECONDS * 4
-    _, record = driver.serve("last", prompt)
-    assert record is not None
-    assert record.instance == "bad"
-    assert driver.core.isolation.quarantined == []
-
-
-def _break_model(driver: Driver, is_broken: Callable[[], bool]) -> None:
-    forward = driver.core.model.forward
-
-    def broken(*args: Any) -> torch.Tensor:
-        logits = forward(*args)
-        return logits.fill_(torch.nan) if is_broken() else logits
-
-    driver.core.model.forward = broken  # type: ignore[method-assign,assignment]
-
-
-@pytest.mark.parametrize("tokens_before", [0, 2])
-def test_nan_of_the_model_is_blamed_on_no_strategy(tiny: Path, tokens_before: int) -> None:
-    """Nor if each text begins well: the fallback's texts end in the same way."""
-    driver = make_driver(tiny, "usage has NaN")
-    step = 0
-    _break_model(driver, lambda: step >= tokens_before)
-    for i in range(12):
-        step = 0
-        heard = driver.submit(f"{i}", random_prompt(20, seed=i), COUNT, kv_cache="good" if i % 2 == 0 else "bad")
-        while driver.core.busy:
-            driver.step()
-            step += 1
-        assert heard.failed is not None
-        assert heard.failed.code == "not_a_number"
-        assert len(heard.tokens) == tokens_before
-    assert driver.core.isolation.quarantined == []
-    assert driver.core.isolation.caches["bad"].num_open_seats == 0
-
-
-def _write_nan_in_hooks(cache: KVCache) -> None:
-    """Let a cache whose sequences can be forked compute its attention by hooks, and write NaN for the result."""
-    plan_rows = cache.plan
-
-    def plan(rows: Sequence[Row]) -> Plan:
-        right = plan_rows(rows)
-        hooked = copy(right)
-
-        def attend(layer_idx: int, *tensors: torch.Tensor) -> None:
-            cache.attend(right, layer_idx, *tensors)
-            tensors[-1].fill_(torch.nan)
-
-        hooked.kv_location = lambda layer_idx: None  # type: ignore[method-assign]
-        hooked.attend = attend  # type: ignore[method-assign,assignment]
-        return hooked
-
-    cache.plan = plan  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("what", ["attend writes NaN", "usage has NaN"], ids=["own rows", "forks"])
-def test_all_choices_of_a_prompt_with_nan_are_answered_and_count_as_one_fault(
-    tiny: Path, reference: Reference, what: str
-) -> None:
-    driver = make_driver(tiny, what, max_num_batched_tokens=512)
-    cache = driver.core.isolation.caches["bad"]
-    if not FAULTS[what].hook:
-        assert cache.contract.forkable
-        _write_nan_in_hooks(cache.inner)
-    prompt = random_prompt(25)
-    for turn in range(3):
-        assert driver.core.isolation.quarantined == []
-        choices = [driver.submit(f"{turn} 0", prompt, COUNT)]
-        choices += [driver.submit(f"{turn} {i}", prompt, COUNT, sibling_of=f"{turn} 0") for i in range(1, 4)]
-        driver.run()
-        assert all(choice.tokens == reference.greedy(prompt, COUNT) for choice in choices)
-    assert driver.core.isolation.quarantined == ["bad"]
 
 
 # ---------------------------------------------------------------- at random
