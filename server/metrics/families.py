@@ -361,6 +361,9 @@ SHADOW_REQUESTS = MetricFamily(
     "Requests that also ran under a candidate, by result; room: given up for other requests; failed: by the candidate.",
     (SERVED, CANDIDATE, SHADOW_RESULT),
 )
+SHADOW_COMPUTED = MetricFamily(
+    Counter, "shadow_computed_tokens", "Tokens computed for shadows, which other metrics leave out.", BY_STRATEGY
+)
 ROLLOUT_CURRENT = MetricFamily(
     Gauge, "rollout_state", "1 for the state that a roll-out is in, 0 for the others.", (ROLLOUT, ROLLOUT_STATE)
 )

@@ -156,6 +156,8 @@ class Metrics:
             self._observe_blocks(name, happened)
         for name, compactions in report.compactions.items():
             self._observe_compactions(name, compactions)
+        for name, number in report.shadow_tokens.items():
+            self._increment(number, f.SHADOW_COMPUTED, name)
         for compared in report.shadows:
             self._observe_shadow(compared)
         for name in report.rollbacks:

@@ -46,6 +46,11 @@ def _make_fidelity_panels() -> list[Timeseries]:
         make_timeseries("The same, since the engine's start", SHARE, {PAIR_LEGEND: max_by(f.SHADOW_TOP1, *f.BY_PAIR)}),
         make_timeseries("Compared tokens", TOKENS_A_SECOND, {PAIR_LEGEND: rate(f.SHADOW_TOKENS, *f.BY_PAIR)}),
         make_timeseries(
+            "Tokens computed for shadows",
+            TOKENS_A_SECOND,
+            {make_legend(f.STRATEGY): rate(f.SHADOW_COMPUTED, f.STRATEGY)},
+        ),
+        make_timeseries(
             "Compared requests by result",
             REQUESTS_A_SECOND,
             {make_legend(f.SHADOW_RESULT): rate(f.SHADOW_REQUESTS, f.SHADOW_RESULT)},

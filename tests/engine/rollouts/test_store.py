@@ -36,9 +36,8 @@ def test_a_roll_out_goes_on_where_it_was(rng: random.Random, file: Path) -> None
     before.wait(70)
     assert before.show()["stage"] == 1
     before.wait(30)
-    before.serve(1)  # statistics are written when there are new ones
-    before.wait(2)
-    stop(before)
+    before.serve(1)
+    before.rollouts.close()
     after = start(rng, file)
     old, new = before.show(), after.show()
     changing = ("elapsed_seconds", "verdict", "guards", "baseline", "canary")
