@@ -6,7 +6,9 @@ computes the prompt later, and drafts are verified without it. Knows neither the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
@@ -36,7 +38,9 @@ class Shadow:
     request: Request  # the shadow's own; its `tokens` are the list of the served request
     served_cache: KVCache  # of the served request when the shadow began; a fallback may serve it later
     rollout: str | None  # the roll-out for which the request is shadowed; None: a rule's
-    divergences: list[Divergence] = field(default_factory=list)
+    divergences: list[Divergence] = field(default_factory=list)  # of tokens at which both logits are finite
+    is_finite: bool = True  # whether all logits were so far
+    unmeasured: Comparable = field(default_factory=lambda: Comparable([], [], []))
     served_ended: bool = False
     num_idle_steps: int = 0  # number of steps since the shadow last had a row
     # Served logits [V] by the index of the token that they predict, in order; only those not compared yet
@@ -67,18 +71,27 @@ class Shadow:
         """Add the logits [n, V] from which the last n tokens of the served text were drawn."""
         self._fresh.update(enumerate(logits, len(self.served.tokens) - len(logits)))
 
-    def match(self, logits: Tensor) -> Comparable:
-        """Return what can be compared, given the logits [n, V] after the shadow's last n committed tokens."""
+    def match(self, logits: Tensor) -> None:
+        """Add to `unmeasured` what can be compared, given the logits [n, V] after the shadow's last n committed tokens.
+
+        Logits are copied: a row of a step's logits would keep all of them in memory.
+        """
         assert self.request.seat is not None
         first = self.request.seat.length - len(logits) + 1  # index of the token that the first row predicts
-        served, candidate, tokens = [], [], []
         for token, row in enumerate(logits, first):
-            found = self._fresh.pop(token, None) if token in self._fresh else self._kept.pop(token, None)
-            if found is not None:
-                served.append(found)
-                candidate.append(row)
-                tokens.append(self.served.tokens[token])
-        return Comparable(served, candidate, tokens)
+            fresh = self._fresh.pop(token, None)
+            served = self._kept.pop(token, None) if fresh is None else fresh.clone()
+            if served is not None:
+                self.unmeasured.served.append(served)
+                self.unmeasured.candidate.append(row.clone())
+                self.unmeasured.tokens.append(self.served.tokens[token])
+
+    def take_divergences(self, divergences: Iterator[Divergence]) -> None:
+        """Take the divergences of the unmeasured tokens, which come first."""
+        taken = list(islice(divergences, len(self.unmeasured.tokens)))
+        self.divergences += (each for each in taken if each.is_finite)
+        self.is_finite &= all(each.is_finite for each in taken)
+        self.unmeasured = Comparable([], [], [])
 
     def keep_served_logits(self, most: int) -> None:
         """Copy the step's served logits that could not be compared yet, and drop the oldest ones beyond `most`."""
@@ -89,24 +102,23 @@ class Shadow:
 
     def summarize(self) -> dict[str, Any]:
         """Return the fields of the served request's RequestRecord that tell of the comparison so far."""
-        finite = [each for each in self.divergences if each.is_finite]
+        compared = self.divergences
         return {
             "shadow": self.request.cache.name,
-            "fidelity_tokens": len(finite),
-            "fidelity_kl": fmean(each.kl for each in finite) if finite else None,
-            "fidelity_top1": fmean(each.agreed for each in finite) if finite else None,
+            "fidelity_tokens": len(compared),
+            "fidelity_kl": fmean(each.kl for each in compared) if compared else None,
+            "fidelity_top1": fmean(each.agreed for each in compared) if compared else None,
         }
 
     def make_record(self, ended_early: EndedEarly | None) -> RequestFidelity:
-        """Return the results of the comparison, without tokens whose logits were not finite."""
-        finite = [each for each in self.divergences if each.is_finite]
+        """Return the results of the comparison."""
         return RequestFidelity(
             served=self.served_cache.name,
             candidate=self.request.cache.name,
             rollout=self.rollout,
-            kl=[each.kl for each in finite],
-            agreed=[each.agreed for each in finite],
-            rank=[each.rank for each in finite],
+            kl=[each.kl for each in self.divergences],
+            agreed=[each.agreed for each in self.divergences],
+            rank=[each.rank for each in self.divergences],
             served_bytes=self.served.kv_bytes,
             candidate_bytes=self.request.kv_bytes,
             ended_early=ended_early,

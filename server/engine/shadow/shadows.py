@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -23,13 +22,16 @@ from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.step import Scheduled
 from server.engine.shadow.divergence import measure_divergence
-from server.engine.shadow.shadow import Comparable, EndedEarly, Shadow
+from server.engine.shadow.shadow import EndedEarly, Shadow
 from server.records import Outcome, RequestFidelity
 
 log = logging.getLogger(__name__)
 
 BUDGET_SHARE = 4  # shadows compute at most this part (1/4) of max_num_batched_tokens in a step
 MAX_KEPT_BYTES = 64 << 20  # of served logits that wait for candidates, over all shadows
+# So many tokens, over all shadows, are measured in one call: a call takes as long for one as for several
+MEASURED_TOGETHER = 32
+MAX_UNMEASURED_BYTES = 16 << 20  # of the logits of either instance that wait for that
 MAX_IDLE_STEPS = (
     200  # steps without a row after which a shadow is dropped, since its request waits or its cache is stuck
 )
@@ -168,30 +170,29 @@ class Shadows:
         """
         if not self._by_request:
             return
-        found = {
-            shadow: matched
-            for request, rows in logits.items()
-            if (shadow := self._by_request.get(request)) is not None and (matched := shadow.match(rows)).tokens
-        }
-        if found:
-            self._measure(found)
-        for shadow, matched in found.items():
-            if not all(each.is_finite for each in shadow.divergences[-len(matched.tokens) :]):
-                self._discard(shadow)
+        for request, rows in logits.items():
+            if (shadow := self._by_request.get(request)) is not None:
+                shadow.match(rows)
+        num_unmeasured = sum(len(shadow.unmeasured.tokens) for shadow in self._by_request.values())
+        if num_unmeasured >= min(MEASURED_TOGETHER, MAX_UNMEASURED_BYTES // self._bytes_of_row):
+            self._measure()
         for shadow in list(self._by_request.values()):
-            if shadow.served_ended and not shadow.is_behind:
+            if not shadow.is_finite or (shadow.served_ended and not shadow.is_behind):
                 self._end(shadow, None)
             else:
                 shadow.keep_served_logits(self._count_kept_rows())
 
-    def _measure(self, found: Mapping[Shadow, Comparable]) -> None:
-        """Add the divergences of all tokens that can be compared, with one copy from the device."""
-        served = torch.stack([row for each in found.values() for row in each.served])
-        candidate = torch.stack([row for each in found.values() for row in each.candidate])
-        tokens = [token for each in found.values() for token in each.tokens]
+    def _measure(self) -> None:
+        """Measure the divergence of all tokens that can be compared, of all shadows, with one copy from the device."""
+        shadows = [shadow for shadow in self._by_request.values() if shadow.unmeasured.tokens]
+        if not shadows:
+            return
+        served = torch.stack([row for each in shadows for row in each.unmeasured.served])
+        candidate = torch.stack([row for each in shadows for row in each.unmeasured.candidate])
+        tokens = [token for each in shadows for token in each.unmeasured.tokens]
         divergences = iter(measure_divergence(served, candidate, tokens))
-        for shadow, matched in found.items():
-            shadow.divergences += islice(divergences, len(matched.tokens))
+        for shadow in shadows:
+            shadow.take_divergences(divergences)
 
     def _count_kept_rows(self) -> int:
         """Return how many rows of served logits each shadow may keep."""
@@ -204,6 +205,7 @@ class Shadows:
         shadow = self._by_served.pop(served, None)
         if shadow is not None:
             shadow.served_ended = True
+            self._measure()
             if outcome in ("error", "cancelled") or not shadow.is_behind:
                 self._end(shadow, None)
         return shadow
@@ -226,15 +228,14 @@ class Shadows:
         self._scheduler.mark_room_changed()
         return True
 
-    def _discard(self, shadow: Shadow) -> None:
-        """End a shadow whose logits are not finite; other sequences do not reuse its keys and values."""
-        assert shadow.request.seat is not None
-        shadow.request.cache.discard(shadow.request.seat)
-        self._end(shadow, "failed")
-
     def _end(self, shadow: Shadow, ended_early: EndedEarly | None) -> None:
+        """End a shadow. If its logits were not finite, it has failed, and nothing reuses its keys and values."""
         request = shadow.request
         assert request.seat is not None
+        self._measure()
+        if not shadow.is_finite:
+            ended_early = "failed"
+            request.cache.discard(request.seat)
         self._by_served.pop(shadow.served, None)
         del self._by_request[request]
         self._records.append(shadow.make_record(ended_early))
