@@ -19,6 +19,7 @@ from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, Windowed, random_prompt
 from tests.engine.fake_proposer import FakeProposer
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 WINDOW = {"window": 20, "sinks": 2}
 INSTANCES = strategies(
     window={"kind": "sliding_window", **WINDOW},
@@ -85,9 +86,10 @@ def with_all_logits(attention: NoCacheAttention, length: int) -> NoCacheAttentio
     return attention
 
 
-def test_the_mean_divergence_is_that_of_evaluate(tiny: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_mean_divergence_is_that_of_evaluate(tiny: Path, device: str) -> None:
     """Compare the live KL with `kvmux evaluate` of the same texts: that of the whole minus that of the prompt."""
-    driver = start(tiny)
+    driver = start(tiny, device=device)
     candidates = ["window", "int8", "odd_blocks"]
     prompts = [random_prompt(30 + 7 * i, seed=i) for i in range(9)]
     for i, prompt in enumerate(prompts):
