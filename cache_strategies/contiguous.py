@@ -168,7 +168,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         seats = (seat for seat in self.seats if seat.salt == salt)
         if any(seat.tokens[: common + 1] == longer_prefix for seat in seats):
             return "busy"
-        others = (idle for idle in self._idle.values() if idle.salt != salt and idle.salt.tenant == salt.tenant)
+        others = (i for i in self._idle.values() if i.salt != salt and salt.differs_only_in_cache_salt(i.salt))
         return "salt" if any(idle.tokens[: common + 1].tolist() == longer_prefix for idle in others) else "cold"
 
     # ---------------------------------------------------------------- commit, crop, fork

@@ -25,6 +25,11 @@ class Salt(NamedTuple):
 
     tenant: str = ""  # identifies an API key; empty for requests without a key
     cache_salt: str = ""  # the request's `cache_salt`, which separates requests of one tenant
+    shadow: bool = False  # whether the sequence only repeats a request to compare instances; it shares with such alone
+
+    def differs_only_in_cache_salt(self, other: Salt) -> bool:
+        """Return whether two salts, which differ, would be equal without a `cache_salt`."""
+        return self.tenant == other.tenant and self.shadow == other.shadow
 
 
 NO_SALT = Salt()

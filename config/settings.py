@@ -24,6 +24,7 @@ from pydantic_settings import (
 )
 
 from config.errors import SettingsError
+from config.rollouts import GuardSettings, RolloutSettings, check_rollouts
 from config.sizes import Share, exceeds, parse_bytes
 from config.sources import (
     ENV_PREFIX,
@@ -102,6 +103,9 @@ class StrategySettings(BaseModel):
     )
     floor: Share = Field("0%", description="KV memory that no other instance may take")
     limit: Share = Field("100%", description="KV memory that it may hold at most")
+    fallback: str | None = Field(
+        None, description="instance that serves its requests while it gets none, after repeated faults"
+    )
 
     @model_validator(mode="after")
     def _check_floor(self) -> StrategySettings:
@@ -115,15 +119,16 @@ class StrategySettings(BaseModel):
 
 
 class KeyLimits(BaseModel):
-    """Bounds of the priorities that requests with one API key may ask for.
+    """Bounds of the priorities that requests with one API key may ask for, and whether roll-outs include them.
 
-    If a field is None, the server's setting of the same name applies.
+    If a bound is None, the server's setting of the same name applies.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     min_priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     max_kv_cache_priority: int | None = Field(None, ge=0, le=100)
+    rollouts: bool = True
 
 
 class SelectionRule(BaseModel):
@@ -132,6 +137,9 @@ class SelectionRule(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     use: str = Field(description="strategy instance that serves the requests to which the rule applies")
+    shadow: str | None = Field(
+        None, description="instance under which these requests also run, to be compared; their answers stay as they are"
+    )
     min_prompt_tokens: int | None = Field(None, ge=0)
     max_prompt_tokens: int | None = Field(None, ge=0)
     min_priority: int | None = None
@@ -139,6 +147,31 @@ class SelectionRule(BaseModel):
     kv_usage_above: float | None = Field(
         None, ge=0, le=1, description="the rule applies above this share of KV memory in use"
     )
+
+
+def resolve_fallbacks(fallbacks: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]:
+    """Return, for each instance, those that may serve its requests in its place: its fallback, the fallback's, etc.
+
+    `fallbacks` has the setting `fallback` of every instance. Raises ValueError if it is not an instance, or if an
+    instance would be a fallback of itself.
+    """
+    chains = {}
+    for name in fallbacks:
+        chain: list[str] = []
+        while (following := fallbacks[chain[-1] if chain else name]) is not None:
+            if following not in fallbacks:
+                owner, there = chain[-1] if chain else name, ", ".join(sorted(fallbacks))
+                raise ValueError(
+                    f"strategies.{owner}.fallback: there is no instance {following!r}; instances are {there}"
+                )
+            if following == name or following in chain:
+                circle = " -> ".join((name, *chain, following))
+                raise ValueError(
+                    f"strategies.{name}.fallback: the fallbacks form a circle, {circle}; the last must have none"
+                )
+            chain.append(following)
+        chains[name] = tuple(chain)
+    return chains
 
 
 def default_strategies() -> dict[str, StrategySettings]:
@@ -393,7 +426,8 @@ class Settings(BaseSettings):
         0, ge=0, le=100, description="highest `kv_cache_priority` that a request may ask for"
     )
     key_limits: dict[str, KeyLimits] = Field(
-        default_factory=dict, description="bounds of the priorities that requests with a certain API key may ask for"
+        default_factory=dict,
+        description="limits of requests with a certain API key: bounds of priorities, and opt-out from roll-outs",
     )
 
     num_speculative_tokens: int = Field(
@@ -416,6 +450,15 @@ class Settings(BaseSettings):
     rules: list[SelectionRule] = Field(
         default_factory=list,
         description="rules that choose an instance for requests that name none; the first match wins",
+    )
+    rollouts: dict[str, RolloutSettings] = Field(
+        default_factory=dict,
+        description="staged roll-outs, in which another instance serves a growing share of an instance's requests",
+    )
+    rollouts_file: str | None = Field(
+        None,
+        description="file that keeps the state of roll-outs for the next start; off: keep nothing; default: a file for "
+        "this model, host and port in the user's state directory",
     )
     check_integrity: bool = Field(
         False,
@@ -518,6 +561,7 @@ class Settings(BaseSettings):
         self.strategies = default_strategies() | self.strategies
         chosen = {"default_strategy": self.default_strategy}
         chosen |= {f"rules[{i}].use": rule.use for i, rule in enumerate(self.rules)}
+        chosen |= {f"rules[{i}].shadow": rule.shadow for i, rule in enumerate(self.rules) if rule.shadow is not None}
         for where, name in chosen.items():
             if name not in self.strategies:
                 raise ValueError(
@@ -526,6 +570,8 @@ class Settings(BaseSettings):
         for name in self.strategies:
             if not (name.isascii() and name.replace("_", "").replace("-", "").isalnum()):
                 raise ValueError(f"strategies: {name!r} is not a name: use letters, digits, '-' and '_'")
+        check_rollouts(self.rollouts, self.strategies)
+        resolve_fallbacks({name: each.fallback for name, each in self.strategies.items()})
         return self
 
     @field_validator("model_name")
@@ -539,6 +585,11 @@ class Settings(BaseSettings):
     def model_names(self) -> list[str]:
         """Return the model names that a request may use: the model's main name first, then its aliases."""
         return [name.strip() for name in (self.model_name or Path(self.model).name).split(",")]
+
+    @property
+    def fallbacks(self) -> dict[str, tuple[str, ...]]:
+        """Return, for each instance, those that may serve its requests in its place, in the order of their trial."""
+        return resolve_fallbacks({name: each.fallback for name, each in self.strategies.items()})
 
     @property
     def short_api_keys(self) -> list[int]:
@@ -597,7 +648,8 @@ def _format_validation_error(error: Any, sources: Sources) -> str:
     path: tuple[str | int, ...] = error["loc"]
     where = ".".join(str(part) for part in _mask_api_key(path, sources))
     if error["type"] == "extra_forbidden":
-        table = SelectionRule if path[0] == "rules" else Settings
+        rollouts = GuardSettings if "guard" in path[2:-1] else RolloutSettings
+        table = {"rules": SelectionRule, "rollouts": rollouts}.get(str(path[0]), Settings)
         return f"{where}{sources.format_origin(path)} is not a setting{did_you_mean(str(path[-1]), table.model_fields)}"
     if error["type"] in _PLAIN_MESSAGES:
         given = path[:-1] if error["type"] == "missing" else path

@@ -28,7 +28,7 @@ def share_to_bytes(share: str, total: int) -> int:
     Raises ValueError if it is neither a percentage nor an amount of memory.
     """
     if _is_percentage(share):
-        return int(total * _parse_percentage(share) / 100)
+        return int(total * parse_percentage(share) / 100)
     return parse_bytes(share)
 
 
@@ -40,7 +40,7 @@ def exceeds(share: str, other: str) -> bool:
     if _is_percentage(share) != _is_percentage(other):
         return False
     if _is_percentage(share):
-        return _parse_percentage(share) > _parse_percentage(other)
+        return parse_percentage(share) > parse_percentage(other)
     return parse_bytes(share) > parse_bytes(other)
 
 
@@ -51,7 +51,8 @@ def _is_percentage(share: str) -> bool:
     return share.endswith("%")
 
 
-def _parse_percentage(share: str) -> Fraction:
+def parse_percentage(share: str) -> Fraction:
+    """Return the number before the "%" of a text such as "12.5%". Raises ValueError if it is another text."""
     if not _PERCENTAGE.fullmatch(share):  # checked first: Fraction would compute for hours with "1e-999999999"
         raise ValueError(f"{share!r} is not a percentage such as '10%'")
     return Fraction(share[:-1].strip())
@@ -62,7 +63,7 @@ def _check_share(share: str) -> str:
         share_to_bytes(share, 0)
     except (ValueError, ZeroDivisionError):
         raise ValueError(f"{share!r} is not a share: write a percentage ('10%') or an amount ('512MiB')") from None
-    if _is_percentage(share) and not 0 <= _parse_percentage(share) <= 100:
+    if _is_percentage(share) and not 0 <= parse_percentage(share) <= 100:
         raise ValueError(f"{share!r}: a percentage has to be between 0% and 100%")
     return share
 

@@ -6,7 +6,7 @@ Data only. Engine and metrics do not import each other; both import this.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
@@ -76,6 +76,9 @@ class StepReport:
     block_events: Mapping[str, BlockEvents]
     # Seconds of the step by operation; None: operations were not timed in this step
     op_seconds: Mapping[str, float] | None
+    shadows: Sequence[RequestFidelity] = ()  # comparisons with candidate instances that ended
+    shadow_tokens: Mapping[str, int] = field(default_factory=dict)  # number of tokens computed for shadows
+    rollbacks: Sequence[str] = ()  # names of the roll-outs that a guard rolled back since the last report
 
     @property
     def rows(self) -> int:
@@ -104,7 +107,8 @@ class RequestRecord(msgspec.Struct, frozen=True):
     """A request that has ended. Times are in seconds, and None if the request ended before that phase did."""
 
     instance: str
-    reason: str  # what chose the instance: "request", "header", "model", "rule <i>" or "default"
+    # What chose the instance: "request", "header", "model", "rule <i>", "default" or "fallback of <instance>"
+    reason: str
     outcome: Outcome
     prompt_tokens: int
     cached_tokens: int | None  # number of prompt tokens found in the cache; None: the request was never admitted
@@ -126,6 +130,31 @@ class RequestRecord(msgspec.Struct, frozen=True):
     decode_seconds: float | None  # from the request's first token to its last
     first_token_seconds: float | None  # from the request's arrival to its first token
     total_seconds: float  # from the request's arrival to its end
+    rollout: str | None = None  # the roll-out that chose its instance or its shadow; None: none did
+    shadow: str | None = None  # the candidate instance under which it also ran; None: under none
+    fidelity_tokens: int = 0  # number of its tokens that were compared with the candidate's when it ended
+    fidelity_kl: float | None = None  # mean KL divergence of these tokens, nats; None: none was compared
+    fidelity_top1: float | None = None  # share of these tokens for which both have the same likeliest token
+    fallback_of: str | None = None  # the instance that was chosen, if `instance` served the request in its place
+
+
+class RequestFidelity(msgspec.Struct, frozen=True):
+    """How far a candidate instance was from the served one, over the output tokens of a request that ran under both.
+
+    The candidate was fed the tokens that the served instance generated. The lists have an item for each compared token.
+    """
+
+    served: str  # the instance that answered the request
+    candidate: str  # the instance under which it also ran, as a shadow
+    rollout: str | None  # the roll-out for which it did; None: a rule's
+    kl: list[float]  # KL divergence KL(served || candidate), nats
+    agreed: list[bool]  # whether both have the same likeliest token
+    rank: list[int]  # rank of the served token under the candidate; 1: the likeliest
+    served_bytes: int  # bytes of KV memory for the text, as in RequestRecord.kv_bytes
+    candidate_bytes: int
+    # Why the comparison ended before the text: "room" (its memory or seat was needed), "failed" (the candidate raised,
+    # or its logits were not finite); None: all output tokens were compared
+    ended_early: Literal["room", "failed"] | None = None
 
 
 class DeviceMemory(NamedTuple):
@@ -165,3 +194,7 @@ class EngineState:
     pool_untouched: int  # bytes of KV memory that the system has not provided yet
     device_memory: DeviceMemory
     process_memory: Mapping[Role, int]  # resident bytes by role of the process
+    # By name of the roll-out: its state, such as "canary", and the share of requests that its candidate serves, 0 to 1
+    rollouts: Mapping[str, tuple[str, float]] = field(default_factory=dict)
+    # Pairs (served, candidate) of instances that shadows compare, so that their metrics begin at zero
+    shadow_pairs: Collection[tuple[str, str]] = ()

@@ -51,7 +51,7 @@ BODY = {"prompt": "Once upon a time there was a", "max_tokens": 16, "temperature
 WARM_UP_REQUESTS = 3
 ROUNDS = 4  # traced requests of each kind
 TOKENS = range(4, 12)  # of the streamed tokens, those that are followed: neither the first nor the last
-ASIDE = {  # functions, or methods of any class, called on the way, but neither with the body nor with the token
+ASIDE = {  # functions, methods of any class, or classes, called on the way, but neither with the body nor with the token
     "Arena.num_free_pages": "whether the step has freed memory, for requests that wait",
     "Arena.usage": "how full the memory is, for the rules that choose a strategy",
     "Batch.commit": "the tokens that this step entered into the caches, which were drawn before",
@@ -64,6 +64,14 @@ ASIDE = {  # functions, or methods of any class, called on the way, but neither 
     "Isolation.begin": "the request that tries a strategy after a quarantine",
     "Isolation.record_steps": "faults of strategies",
     "Isolation.collect_faults": "faults of strategies",
+    "Isolation.record_non_finite": "faults of strategies",
+    "Shadows": "requests that also run under a candidate, of which there are none",
+    "Rollouts.observe": "roll-outs, of which there are none",
+    "Rollouts.collect_rollbacks": "roll-outs",
+    "Fallbacks.move_non_finite": "requests whose strategies are at fault",
+    "StepAccumulator.<lambda>": "figures of the step",
+    "StepAccumulator.make_report": "figures of the step",
+    "count_tokens": "figures of the step",
     "Core._end_stalled": "requests that their strategies hold up",
     "Core._end_quarantined": "requests of strategies in quarantine",
     "collect_block_events": "figures of the step",
@@ -282,7 +290,7 @@ class Recorder:
     def _is_aside(self, code: CodeType, event: str) -> bool:
         """Return whether the function, or one that called it, is named in ASIDE."""
         depth = getattr(self._aside, "depth", 0)
-        if code.co_qualname in ASIDE or code.co_name in ASIDE:
+        if not ASIDE.keys().isdisjoint((code.co_qualname, code.co_name, code.co_qualname.partition(".")[0])):
             self._aside.depth = depth + 1 if event == "call" else max(0, depth - 1)
             return True
         return depth > 0

@@ -105,7 +105,7 @@ class PrefixIndex:
         if block_hash in self._evicted:
             return "evicted"
         salts = self._salts_by_content.get((block_hash.content, block_hash.group), ())
-        return "salt" if any(salt.tenant == block_hash.salt.tenant for salt in salts) else "cold"
+        return "salt" if any(map(block_hash.salt.differs_only_in_cache_salt, salts)) else "cold"
 
     def list_hashes(self) -> Sequence[BlockHash]:
         return list(self._block_by_hash)

@@ -55,7 +55,7 @@ def expect_any_length(cache: KVCache, ids: Sequence[int], salt: Salt, max_cached
 @cache
 def computed(tokens: tuple[Token, ...], salt: Salt, layer: int, spec: LayerSpec) -> tuple[Tensor, Tensor, Tensor]:
     """Return q [T,Hq,4], k [T,H,4], v [T,H,4] of a text; all are multiples of 1/128, which are exact in float32."""
-    numbers, so_far = [], "/".join(salt)
+    numbers, so_far = [], "/".join(map(str, salt))
     for token in tokens:
         so_far += f" {token}"
         digest = hashlib.blake2b(f"{layer} {so_far}".encode(), digest_size=32).digest()

@@ -12,6 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from config.settings import Settings
 from server.api.http import errors
+from server.api.http.api_keys import LimitsByKey
 from server.api.http.middleware import (
     AuthenticationMiddleware,
     BodyLimitMiddleware,
@@ -22,8 +23,8 @@ from server.api.http.middleware import (
     make_security_dependency,
 )
 from server.api.openai import chat, completions, models, tokenize
-from server.api.openai.generation_job import Deadlines, Priorities, RequestLimits, Serving
-from server.api.ops import admin
+from server.api.openai.generation_job import Deadlines, RequestLimits, Serving
+from server.api.ops import admin, rollouts
 from server.api.ops.monitoring import Observations, health_router, kv_cache_router, metrics_router
 from server.api.ops.request_log import EndedRequest, log_request
 from server.api.ops.tracing import Tracing, make_tracing
@@ -129,7 +130,7 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
         tokenizer,
         limits,
         deadlines,
-        Priorities.from_settings(settings),
+        LimitsByKey.from_settings(settings),
         settings.log_prompts,
         settings.skip_model_name_validation,
     )
@@ -144,6 +145,8 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
     keyed.include_router(tokenize.router(serving, info))
     keyed.include_router(models.router(client, list_strategies=settings.list_strategies))
     keyed.include_router(kv_cache_router(client))
+    keyed.include_router(rollouts.reading_router(client))
     app.include_router(keyed)
     app.include_router(admin.router(client, tokenizer, limits), dependencies=[make_security_dependency("admin token")])
     app.include_router(admin.profile_router(client), dependencies=[make_security_dependency("admin token")])
+    app.include_router(rollouts.command_router(client), dependencies=[make_security_dependency("admin token")])

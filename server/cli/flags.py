@@ -72,7 +72,7 @@ GROUPS = {
         "deterministic",
     ),
     "speculation": ("num_speculative_tokens", "max_speculative_tokens"),
-    "cache strategies": ("default_strategy", "check_integrity"),
+    "cache strategies": ("default_strategy", "rollouts_file", "check_integrity"),
 }
 METAVARS = {
     "model": "MODEL",
@@ -86,6 +86,7 @@ METAVARS = {
     "kv_memory": "SIZE",
     "text_memory": "SIZE",
     "weights_cache": "FOLDER",
+    "rollouts_file": "FILE",
 }
 
 

@@ -1,6 +1,6 @@
-"""Runs operators' commands on a running engine: inspect and clear a cache, pin a prefix, change a share of the memory.
+"""Runs operators' commands on a running engine: on a cache, a prefix, a share of the memory, or a roll-out.
 
-Knows the core and the optional protocols of a cache; neither sockets nor HTTP.
+Knows the core, roll-outs and the optional protocols of a cache; neither sockets nor HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cache_strategies.types import Pin, PinError, Salt, SaltScope
 from config.sizes import share_to_bytes
 from server.engine.core import Core
 from server.engine.info import describe_share, describe_tokens
-from server.engine.ipc.messages import Clear, Command, Inspect, PinPrefix, Share, Unpin
+from server.engine.ipc.messages import Clear, Command, ControlRollout, Inspect, PinPrefix, Share, StartRollout, Unpin
 from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.guard import GuardedCache
 from server.engine.scheduling.request import RequestError
@@ -24,13 +24,18 @@ def run_command(core: Core, command: Command) -> dict[str, Any]:
 
     Raises RequestError if the instance is unknown, does not support the command or cannot follow it now.
     """
+    match command:
+        case StartRollout(name, settings, by):
+            return core.rollouts.start(name, settings, by)
+        case ControlRollout(name, action, by):
+            return core.rollouts.control(name, action, by)
     try:
         return _run_command(core, command)
     except StrategyError as error:
         raise RequestError(500, str(error), code="strategy_failed") from error
 
 
-def _run_command(core: Core, command: Command) -> dict[str, Any]:
+def _run_command(core: Core, command: Inspect | Clear | PinPrefix | Unpin | Share) -> dict[str, Any]:
     cache = core.isolation.caches.get(command.instance)
     if cache is None:
         names = ", ".join(core.caches)

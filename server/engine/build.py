@@ -40,6 +40,8 @@ from server.engine.device import (
 )
 from server.engine.isolation.calls import CallObserver
 from server.engine.isolation.isolation import Isolation
+from server.engine.rollouts.rollouts import Rollouts
+from server.engine.rollouts.store import RolloutStore, choose_rollouts_file
 from server.engine.sampling.logprobs import MAX_STEP_LOGITS
 from server.engine.scheduling.scheduler import Limits, Scheduler
 from server.engine.scheduling.selection import Selector
@@ -122,8 +124,11 @@ def build_engine(
         timeout=settings.strategy_timeout,
         calls=calls,
         disabled=disabled,
+        fallbacks=settings.fallbacks,
     )
-    core = Core(model, isolation, arena, Scheduler(limits), selector, ops, tracer)
+    store = RolloutStore(choose_rollouts_file(settings.rollouts_file, directory, settings.host, settings.port))
+    rollouts = Rollouts(settings, store)  # in memory only, until Rollouts.restore opens the file with their state
+    core = Core(model, isolation, arena, Scheduler(limits), selector, rollouts, ops, tracer)
     name, *aliases = settings.model_names
     return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
 

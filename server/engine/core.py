@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
-from cache_strategies.types import Salt
 from kernels.ops import Ops
 from kernels.tracing import OpTimer, Tracer
 from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
@@ -31,13 +29,16 @@ from server.engine.model_runner import (
     StepOutput,
     run_step,
 )
-from server.engine.sampling.ngram_proposer import NgramProposer
-from server.engine.sampling.sampler import Sampler, SamplerInput, SamplerOutput
+from server.engine.rollouts.rollouts import Rollouts
+from server.engine.sampling.sampler import Sampler, SampleResult, SamplerInput
+from server.engine.scheduling.fallback import Fallbacks
 from server.engine.scheduling.request import Request, RequestError
+from server.engine.scheduling.request_factory import RequestFactory
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.selection import Selector
 from server.engine.scheduling.step import FailedRequest, Scheduled
-from server.engine.stats import CompactionTotals, make_request_record, merge_step_parts
+from server.engine.shadow.shadows import Shadows
+from server.engine.stats import CompactionTotals, StepAccumulator, count_tokens, make_request_record, merge_step_parts
 from server.models.base import Model
 from server.records import Admission, Compaction, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
 
@@ -47,6 +48,8 @@ NON_FINITE_LOGITS_MESSAGE = (
     "the model's logits are NaN or infinite under cache strategy {!r}: if they are so under other strategies, too, "
     "check the model's weights; if they are intact, --dtype float32 may help"
 )
+# Codes of errors that are their strategy's fault: requests that end with one may be moved to a fallback
+STRATEGY_CODES = frozenset({"strategy_failed", "strategy_quarantined"})
 # One step in TIMING_INTERVAL has its operations timed; a prime number, so as not to coincide with periodic work
 TIMING_INTERVAL = 61
 
@@ -66,22 +69,6 @@ class StepResult(NamedTuple):
     finished: Sequence[RequestRecord]
 
 
-@dataclass
-class _StepAccumulator:
-    """Metrics and events since the last step's report; counters and dicts are keyed by strategy instance."""
-
-    generated_tokens: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    drafts: defaultdict[str, list[DraftRecord]] = field(default_factory=lambda: defaultdict(list))
-    # Number of requests that took over the prompt that another choice (n > 1) of the same request had computed
-    forks: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    admissions: list[Admission] = field(default_factory=list)
-    inter_token_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    compactions: defaultdict[str, list[Compaction]] = field(default_factory=lambda: defaultdict(list))
-    finished: list[RequestRecord] = field(default_factory=list)
-    failure_events: list[Event] = field(default_factory=list)
-    explanation_events: list[Event] = field(default_factory=list)
-
-
 class Core:
     """The state of a running engine: the model, the caches, and the requests in the scheduler."""
 
@@ -92,6 +79,7 @@ class Core:
         arena: Arena,
         scheduler: Scheduler,
         selector: Selector,
+        rollouts: Rollouts,
         ops: Ops,
         tracer: Tracer,
     ) -> None:
@@ -100,11 +88,18 @@ class Core:
         self.caches: Mapping[str, KVCache] = isolation.caches
         self.arena = arena
         self.scheduler = scheduler
-        self._selector = selector
+        self.rollouts = rollouts
+        self._fallbacks = Fallbacks(isolation, scheduler)
+        self._factory = RequestFactory(
+            selector, isolation, self._fallbacks, rollouts, arena, scheduler, model.info.eos_ids
+        )
         self._requests: dict[tuple[int, str], Request] = {}
-        self._accumulator = _StepAccumulator()
+        self._accumulator = StepAccumulator()
+        self._late_events: list[Event] = []  # sent after all others of the step
         self.compactions = {name: CompactionTotals() for name in self.caches}
         self.memory = KVMemory(arena, self.caches, scheduler)
+        self.shadows = Shadows(scheduler)
+        scheduler.release_spare = self.shadows.release_one
         self.timing_interval = TIMING_INTERVAL  # one step in so many has its operations timed; 0: no step
         self.tracer = tracer
         self._runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample), tracer)
@@ -112,7 +107,7 @@ class Core:
 
     @property
     def busy(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests) or len(self.shadows) > 0
 
     def check_integrity(self) -> None:
         """Assert that the bookkeeping of all caches and of the arena is consistent. Must be called between steps."""
@@ -124,8 +119,8 @@ class Core:
     def submit(self, worker: int, message: Submit) -> Event | None:
         """Queue a request of API worker `worker`; return None, or the event with the error if it is rejected."""
         try:
-            request = self._make_request(worker, message)
-            self.scheduler.submit(request)
+            request, shadow = self._factory.make(worker, message, self._requests)
+            self._queue(request)
         except RequestError as error:
             return Event(worker, error.to_message(message.request_id))
         except StrategyError as error:
@@ -135,41 +130,20 @@ class Core:
             failed = Failed(message.request_id, 500, STEP_FAILED.format(type(error).__name__), "request_failed")
             return Event(worker, failed)
         self._requests[request.key] = request
-        self.isolation.begin(request)
-        request.siblings.append(request)
+        if shadow is not None:
+            self.shadows.want(request, shadow, request.rollout)
         return None
 
-    def _make_request(self, worker: int, message: Submit) -> Request:
-        """Make the request of a message and choose its strategy instance. Raises RequestError if it is invalid."""
-        name, reason = self._selector.choose(message, self.arena.usage)
-        self.isolation.check_admission(name)
-        cache = self.caches[name]
-        speculation = self.scheduler.limits.resolve_speculation(message.speculation)
-        request = Request(
-            (worker, message.request_id),
-            list(message.prompt),
-            message.sampling,
-            cache,
-            reason,
-            Salt(message.caching.tenant, message.caching.cache_salt),
-            priority=message.priority,
-            caching=message.caching,
-            explain=message.explain,
-            siblings=self._find_siblings(worker, message, cache),
-        )
-        request.check_allowed_tokens(self.model.info.eos_ids)
-        # No drafts for a strategy whose state depends on how tokens are split into rows: they would change the text.
-        if speculation.num_speculative_tokens and cache.contract.chunk_invariant:
-            longest = min(request.max_total_tokens, self.scheduler.limits.max_seq_len)
-            request.proposer = NgramProposer(speculation, longest)
-        return request
-
-    def _find_siblings(self, worker: int, message: Submit, cache: KVCache) -> list[Request]:
-        """Return the list of requests that all choices (n > 1) of one prompt share; a new one for the first choice."""
-        sibling = self._requests.get((worker, message.sibling_of)) if message.sibling_of is not None else None
-        if sibling is None or sibling.cache is not cache or sibling.caching != message.caching:
-            return []
-        return sibling.siblings if sibling.tokens[: sibling.num_prompt_tokens] == message.prompt else []
+    def _queue(self, request: Request) -> None:
+        """Queue a request, under a fallback if its strategy is at fault. Raises RequestError and StrategyError."""
+        try:
+            self.scheduler.submit(request)
+        except StrategyError:
+            if not self._fallbacks.move(request):
+                raise
+        else:
+            self.isolation.begin(request)
+            request.siblings.append(request)
 
     def cancel(self, worker: int, request_id: str, outcome: Outcome = "cancelled") -> None:
         """End a request and free its memory; do nothing if it has already ended."""
@@ -197,31 +171,27 @@ class Core:
         self._steps += bool(scheduled)
         timed = bool(scheduled and self.timing_interval) and self._steps % self.timing_interval == 0
         with self.tracer.record(OpTimer(self.model.device)) if timed else nullcontext() as op_timer:
-            parts, step_events = self._compute(scheduled)
+            shadow_rows = self.shadows.schedule(scheduled)
+            parts, step_events = self._compute([*scheduled, *shadow_rows])
         self._end_quarantined()
-        totals, self._accumulator = self._accumulator, _StepAccumulator()
-        report = StepReport(
+        totals, self._accumulator = self._accumulator, StepAccumulator()
+        late_events, self._late_events = self._late_events, []
+        block_events = {name: cache.collect_block_events() for name, cache in self.caches.items()}
+        report = totals.make_report(
             seconds=time.monotonic() - began,
             parts=parts,
             preemptions=Counter([r.cache.name for r in preempted]),
             failures=self.isolation.collect_faults(),
-            inter_token_seconds=totals.inter_token_seconds,
-            generated_tokens=totals.generated_tokens,
-            drafts=totals.drafts,
-            forks=totals.forks,
-            admissions=totals.admissions,
             evicted_bytes=self.memory.collect_evicted_bytes(),
-            compactions=totals.compactions,
-            block_events={
-                name: events
-                for name, cache in self.caches.items()
-                if (events := cache.collect_block_events()) is not None
-            },
+            block_events={name: events for name, events in block_events.items() if events is not None},
             op_seconds=None if op_timer is None else op_timer.seconds,
+            shadows=self.shadows.collect_records(),
+            shadow_tokens=count_tokens(shadow_rows),
+            rollbacks=self.rollouts.collect_rollbacks(),
         )
         preemption_events = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
-        all_events = [*preemption_events, *step_events, *totals.failure_events, *totals.explanation_events]
-        return StepResult(all_events, report, totals.finished)
+        self.rollouts.observe(report.shadows, totals.finished)
+        return StepResult([*preemption_events, *step_events, *late_events], report, totals.finished)
 
     def _compute(self, scheduled: Sequence[Scheduled]) -> tuple[Mapping[str, StepPart], list[Event]]:
         """Compute and commit a step's rows; return counts of rows and tokens by instance, and events for clients."""
@@ -242,8 +212,10 @@ class Core:
         Return events for clients.
         """
         output = self._commit_output(output)
+        shadow_logits, output = output.shadow_logits, output.without(self.shadows.requests)
+        output = self._move_non_finite(output)
         events: list[Event] = []
-        for request, _, _ in output.scheduled:
+        for request in [s.request for s in output.scheduled]:
             if request.num_cached_tokens is None:
                 events += self._record_admission(request)
             if (scores := output.sampled.prompt_logprobs.get(request)) is not None:
@@ -262,7 +234,11 @@ class Core:
         ]
         inputs, results = [*output.to_sample, *forks], output.sampled.results
         events += [self._finish(each.request) for each in inputs if each.request not in results]
-        return events + self._append_tokens([each for each in inputs if each.request in results], output.sampled)
+        sampled = [each for each in inputs if each.request in results]
+        events += self._append_tokens(sampled, output)
+        self.shadows.compare(shadow_logits)
+        self._end_finished([each.request for each in sampled], results)
+        return events
 
     def _commit_output(self, output: StepOutput) -> StepOutput:
         """Commit the tokens that entered the caches, and free the slots of rejected draft tokens.
@@ -278,7 +254,7 @@ class Core:
         failed = {output.scheduled[i].request: error for i, error in failed_rows}
         failed_instances = {error.instance for error in failed.values()}
         self.isolation.record_steps({s.request.cache.name for s in output.scheduled} - failed_instances)
-        for request, _, draft in output.scheduled:
+        for request, _, draft, _ in output.scheduled:
             if draft and request not in failed:
                 assert request.seat is not None
                 try:
@@ -290,7 +266,16 @@ class Core:
         self._end_failed([FailedRequest(*item) for item in failed.items()])
         return output.without(failed.keys())
 
+    def _move_non_finite(self, output: StepOutput) -> StepOutput:
+        """Move requests whose first logits are NaN or infinite to fallbacks; return the output of the others."""
+        output, failed = self._fallbacks.move_non_finite(output)
+        for request in failed:
+            self._fail([request], NON_FINITE_LOGITS_MESSAGE.format(request.cache.name), "not_a_number")
+        return output
+
     def _record_compaction(self, request: Request, compaction: Compaction) -> None:
+        if request.is_shadow:
+            return
         request.num_compactions += 1
         request.compaction_seconds += compaction.seconds
         self.compactions[request.cache.name].add(compaction)
@@ -309,27 +294,25 @@ class Core:
         queued = request.times.admitted - request.times.arrived
         return [Event(worker, Admitted(request_id, name, request.reason, num_cached, request.miss, queued))]
 
-    def _append_tokens(self, inputs: Sequence[SamplerInput], sampled: SamplerOutput) -> list[Event]:
-        """Append the sampled tokens to their requests, and end those that are finished; return events for clients."""
-        events = []
-        for request, draft, _ in inputs:
+    def _append_tokens(self, inputs: Sequence[SamplerInput], output: StepOutput) -> list[Event]:
+        """Append the sampled tokens to their requests; return events for clients."""
+        events, sampled = [], output.sampled
+        self.isolation.record_non_finite(each.request for each in inputs if not sampled.results[each.request].is_finite)
+        for request, draft, row in inputs:
             result = sampled.results[request]
             if draft:
                 request.record_draft(len(draft), result.num_accepted)
                 self._accumulator.drafts[request.cache.name].append(DraftRecord(len(draft), result.num_accepted))
             for token in result.tokens:
                 self._append_token(request, token)
+            self.shadows.add_served_logits(request, output.logits, range(row, row + len(result.tokens)))
             if result.tokens:
+                if request.suspects:
+                    self.isolation.confirm_suspects(request)
                 worker, request_id = request.key
                 logprobs = sampled.logprobs[request]
                 message = Tokens(request_id, result.tokens, request.finish_reason, logprobs, len(draft))
                 events.append(Event(worker, message))
-            if not result.is_finite:
-                assert request.seat is not None
-                request.cache.discard(request.seat)
-                self._fail([request], NON_FINITE_LOGITS_MESSAGE.format(request.cache.name), "not_a_number")
-            elif request.finish_reason is not None:
-                self._remove(request, request.finish_reason)
         return events
 
     def _append_token(self, request: Request, token: int) -> None:
@@ -338,6 +321,16 @@ class Core:
         self._accumulator.generated_tokens[request.cache.name] += 1
         if before:
             self._accumulator.inter_token_seconds[request.cache.name].append(request.times.last_token - before)
+
+    def _end_finished(self, requests: Sequence[Request], results: Mapping[Request, SampleResult]) -> None:
+        """End the requests whose text is complete, and those whose logits were not finite."""
+        for request in requests:
+            if not results[request].is_finite:
+                assert request.seat is not None
+                request.cache.discard(request.seat)
+                self._fail([request], NON_FINITE_LOGITS_MESSAGE.format(request.cache.name), "not_a_number")
+            elif request.finish_reason is not None:
+                self._remove(request, request.finish_reason)
 
     def _finish(self, request: Request) -> Event:
         """End a request with max_tokens=0, whose prompt has been computed; return its last event."""
@@ -368,6 +361,7 @@ class Core:
         """End all requests of an instance that has been put in quarantine."""
         if self.isolation.has_new_quarantines:
             self._end(self.isolation.collect_quarantined(list(self._requests.values())))
+            self.shadows.end_quarantined(self.isolation.quarantined)
         self.isolation.suspend_quarantined()
 
     def _end(self, ended: Sequence[Ended]) -> None:
@@ -376,11 +370,19 @@ class Core:
             self._fail([request for request in requests if request.key in self._requests], message, code)
 
     def _fail(self, requests: Sequence[Request], message: str, code: str) -> None:
-        """End requests with an error, whose events are sent after all others of the step."""
+        """End requests with an error, whose events are sent after all others of the step.
+
+        Those whose strategy is at fault are moved to a fallback instead, if nothing of them was sent.
+        """
         for request in requests:
+            if request.is_shadow:
+                self.shadows.fail(request)
+                continue
+            if code in STRATEGY_CODES and self._fallbacks.move(request):
+                continue
             self._remove(request, "error")
             worker, request_id = request.key
-            self._accumulator.failure_events.append(Event(worker, Failed(request_id, 500, message, code)))
+            self._late_events.append(Event(worker, Failed(request_id, 500, message, code)))
 
     def _remove(self, request: Request, outcome: Outcome) -> None:
         del self._requests[request.key]
@@ -388,8 +390,8 @@ class Core:
         tokens = self.isolation.count_tokens(request, outcome)
         self.scheduler.remove(request)
         self.isolation.end(request, outcome)
-        record = make_request_record(request, outcome, tokens)
+        record = make_request_record(request, outcome, tokens, self.shadows.end_served(request, outcome))
         self._accumulator.finished.append(record)
         if request.explain and outcome in ("stop", "length"):
             worker, request_id = request.key
-            self._accumulator.explanation_events.append(Event(worker, Explained(request_id, record)))
+            self._late_events.append(Event(worker, Explained(request_id, record)))

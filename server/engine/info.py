@@ -30,7 +30,16 @@ from server.records import EngineInfo, EngineState, KVTokens, Role
 from server.version import get_version
 
 PRIVATE_SETTINGS = frozenset(
-    {"api_keys", "key_limits", "admin_token", "metrics_key", "otlp_traces_endpoint", "revision", "weights_cache"}
+    {
+        "api_keys",
+        "key_limits",
+        "admin_token",
+        "metrics_key",
+        "otlp_traces_endpoint",
+        "revision",
+        "weights_cache",
+        "rollouts_file",
+    }
 )  # settings that are not shown; `model`, which may be a path, is shown as the model's name
 
 
@@ -203,6 +212,8 @@ def read_engine_state(core: Core, processes: Mapping[Role, int]) -> EngineState:
         pool_untouched=arena.num_untouched_pages * arena.page_bytes,
         device_memory=device_memory(core.model.device),
         process_memory=processes,
+        rollouts=core.rollouts.states,
+        shadow_pairs=core.rollouts.compared_pairs,
     )
 
 

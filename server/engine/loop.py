@@ -95,6 +95,7 @@ class Loop:
         self._answers: dict[Question, Answer] = {}
         self._profiler = Profiler(engine.core.tracer, engine.device.tensors, summarize_engine(engine))
         self._stopping = False
+        engine.core.rollouts.restore()
 
     def run(self) -> None:
         pause = IDLE_SECONDS
@@ -111,7 +112,9 @@ class Loop:
             self._observer.observe(result.report, result.finished)
             if (profiled := self._profiler.after_step(result.report.rows)) is not None:
                 self._send([Event(*profiled)])
-            pause = 0.0 if result.report.rows else STALLED_SECONDS if self._core.busy else IDLE_SECONDS
+            computed = result.report.rows or result.report.shadow_tokens
+            pause = 0.0 if computed else STALLED_SECONDS if self._core.busy else IDLE_SECONDS
+        self._core.rollouts.close()
 
     def stop(self) -> None:
         """Make run() return after the current iteration."""
@@ -175,6 +178,10 @@ class Loop:
                 return msgspec.json.encode({"object": "list"} | body)
             case "settings":
                 return msgspec.json.encode(self._info.settings)
+            case "rollouts":
+                return msgspec.json.encode(self._core.rollouts.describe())
+            case "fidelity":
+                return msgspec.json.encode(self._core.rollouts.describe_fidelity())
             case "metrics":
                 return self._observer.snapshot(read_engine_state(self._core, self._processes.read_resident_bytes()))
         return msgspec.json.encode(run_command(self._core, payload))

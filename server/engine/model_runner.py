@@ -41,6 +41,9 @@ class StepOutput(NamedTuple):
     # For each request of `to_sample`, the other choices (n > 1) that wait to fork its seat
     siblings: Mapping[Request, Sequence[SamplerInput]]
     sampled: SamplerOutput  # new tokens of the requests in `to_sample` and `siblings`, except those with max_tokens=0
+    logits: Tensor  # [K, V], to which the rows of `to_sample` and `siblings` refer
+    # For the request of each shadow, the logits [n, V] after the last n tokens of its row
+    shadow_logits: Mapping[Request, Tensor]
 
     def without(self, requests: Collection[Request]) -> StepOutput:
         """Return the results without those of some requests."""
@@ -75,20 +78,25 @@ class ModelRunner:
         ends = list(accumulate(batch.logit_counts))
         to_sample = [
             SamplerInput(request, draft, end - 1 - len(draft))
-            for (request, num_tokens, draft), end in zip(ordered, ends, strict=True)
-            if num_tokens == request.num_remaining_tokens
+            for (request, num_tokens, draft, num_compared), end in zip(ordered, ends, strict=True)
+            if num_tokens == request.num_remaining_tokens and num_compared is None
         ]
+        shadow_logits = {
+            s.request: logits[end - s.num_compared : end]
+            for s, end in zip(ordered, ends, strict=True)
+            if s.num_compared is not None
+        }
         siblings = {each.request: _find_waiting_siblings(each) for each in to_sample}
         prompts = [
-            PromptInput(request, slice(end - num_tokens, end))
-            for (request, num_tokens, _), end in zip(ordered, ends, strict=True)
-            if request.needs_prompt_logprobs
+            PromptInput(s.request, slice(end - s.num_tokens, end))
+            for s, end in zip(ordered, ends, strict=True)
+            if s.request.needs_prompt_logprobs
         ]
         inputs = [*to_sample, *(sibling for others in siblings.values() for sibling in others)]
         inputs = [each for each in inputs if each.request.sampling.max_tokens]
         with self._tracer.span("sample_and_verify"):
             sampled = self._sampler.sample(logits, inputs, prompts)
-        return StepOutput(batch, ordered, to_sample, siblings, sampled)
+        return StepOutput(batch, ordered, to_sample, siblings, sampled, logits, shadow_logits)
 
     def _forward(self, batch: Batch) -> Tensor:
         """Compute a batch's logits. Raises StrategyError if the cause of a failure is a strategy, else the failure."""
@@ -106,14 +114,17 @@ class ModelRunner:
 
 
 def _make_row_input(scheduled: Scheduled) -> RowInput:
-    request, num_tokens, draft = scheduled
+    request, num_tokens, draft, num_compared = scheduled
     seat = _get_seat(scheduled)
     first = seat.length
     tokens = [*request.tokens[first : first + num_tokens], *draft]
-    logits = (
-        num_tokens if request.needs_prompt_logprobs else int(num_tokens == request.num_remaining_tokens) + len(draft)
-    )
-    return RowInput(request.cache, Row(seat, len(tokens)), tokens, logits)
+    if num_compared is not None:
+        num_logits = num_compared
+    elif request.needs_prompt_logprobs:
+        num_logits = num_tokens
+    else:
+        num_logits = int(num_tokens == request.num_remaining_tokens) + len(draft)
+    return RowInput(request.cache, Row(seat, len(tokens)), tokens, num_logits)
 
 
 def _find_waiting_siblings(parent: SamplerInput) -> list[SamplerInput]:
@@ -177,8 +188,9 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
             )
             if error.instance in failed_before:
                 failed = [s.request for s in scheduled if s.request.cache.name == error.instance]
-                yield RequestsFailed(failed, error.message, "strategy_failed")
+                # Before the others run, as a failed request may get another cache
                 scheduled = [s for s in scheduled if s.request.cache.name != error.instance]
+                yield RequestsFailed(failed, error.message, "strategy_failed")
             failed_before.add(error.instance)
         else:
             yield RowsComputed(parts, output)

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from server.engine.isolation.errors import StrategyError
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.step import Scheduled
-from server.records import Compaction, KVTokens, Outcome, RequestRecord, StepPart
+from server.engine.shadow.shadow import Shadow
+from server.records import (
+    Admission,
+    Compaction,
+    DraftRecord,
+    KVTokens,
+    Outcome,
+    RequestRecord,
+    StepPart,
+    StepReport,
+)
 
 
 @dataclass
@@ -26,10 +37,38 @@ class CompactionTotals:
         self.dropped_tokens += compaction.dropped_tokens
 
 
+@dataclass
+class StepAccumulator:
+    """What happens to requests in a step, for its report. Mappings are keyed by strategy instance."""
+
+    generated_tokens: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    drafts: defaultdict[str, list[DraftRecord]] = field(default_factory=lambda: defaultdict(list))
+    # Number of requests that took over the prompt that another choice (n > 1) of the same request had computed
+    forks: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    admissions: list[Admission] = field(default_factory=list)
+    inter_token_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    compactions: defaultdict[str, list[Compaction]] = field(default_factory=lambda: defaultdict(list))
+    finished: list[RequestRecord] = field(default_factory=list)
+
+    def make_report(self, **others: Any) -> StepReport:
+        """Return the report of the step; `others` are the fields of StepReport that do not concern single requests."""
+        return StepReport(
+            generated_tokens=self.generated_tokens,
+            drafts=self.drafts,
+            forks=self.forks,
+            admissions=self.admissions,
+            inter_token_seconds=self.inter_token_seconds,
+            compactions=self.compactions,
+            **others,
+        )
+
+
 def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
-    """Return the numbers of rows and tokens of a step by instance."""
+    """Return the numbers of rows and tokens of a step by instance; shadows do not count."""
     counts: dict[str, list[int]] = {}  # [decode rows, all rows, tokens] by instance
-    for request, num_tokens, draft in scheduled:
+    for request, num_tokens, draft, num_compared in scheduled:
+        if num_compared is not None:
+            continue
         count = counts.setdefault(request.cache.name, [0, 0, 0])
         count[0] += num_tokens == 1 and request.num_output_tokens > 0
         count[1] += 1
@@ -37,7 +76,17 @@ def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
     return {name: StepPart(decode, rows - decode, tokens) for name, (decode, rows, tokens) in counts.items()}
 
 
-def make_request_record(request: Request, outcome: Outcome, tokens: KVTokens) -> RequestRecord:
+def count_tokens(rows: Sequence[Scheduled]) -> Counter[str]:
+    """Return the number of tokens of rows by instance."""
+    counts = Counter[str]()
+    for row in rows:
+        counts[row.request.cache.name] += row.num_tokens
+    return counts
+
+
+def make_request_record(
+    request: Request, outcome: Outcome, tokens: KVTokens, shadow: Shadow | None = None
+) -> RequestRecord:
     """Return the record of a request that ends now; `tokens` are those that it had in the cache."""
     times, now = request.times, time.monotonic()
 
@@ -56,7 +105,7 @@ def make_request_record(request: Request, outcome: Outcome, tokens: KVTokens) ->
         drafted_tokens=request.num_draft_tokens,
         accepted_tokens=request.num_accepted_tokens,
         preemptions=request.num_preemptions,
-        kv_bytes=_compute_kv_bytes(request) if times.admitted else 0,
+        kv_bytes=request.kv_bytes if times.admitted else 0,
         kept_tokens=tokens.kept,
         dropped_tokens=tokens.dropped,
         budget_tokens=None if outcome == "error" else request.cache.token_budget(sum(tokens)),
@@ -67,15 +116,10 @@ def make_request_record(request: Request, outcome: Outcome, tokens: KVTokens) ->
         decode_seconds=between(times.first_token, times.last_token),
         first_token_seconds=between(times.arrived, times.first_token),
         total_seconds=now - times.arrived,
+        rollout=request.rollout,
+        **({} if shadow is None else shadow.summarize()),
+        fallback_of=request.fallback_of,
     )
-
-
-def _compute_kv_bytes(request: Request) -> int:
-    """Return the bytes of KV memory of a request's tokens; 0 if its strategy does not say."""
-    try:
-        return request.cache.bytes_for(len(request.tokens))
-    except StrategyError:
-        return 0
 
 
 def merge_step_parts(parts: Iterable[Mapping[str, StepPart]]) -> dict[str, StepPart]:

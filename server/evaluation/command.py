@@ -191,7 +191,7 @@ def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateO
             f"the question, and the answer after it, within --length {length}"
         )
     all_of_them = {BASELINE: StrategySettings(kind="contiguous", **WHOLE)}
-    all_of_them |= {name: each.model_copy(update=WHOLE) for name, each in strategies.items()}
+    all_of_them |= {name: each.model_copy(update=WHOLE | {"fallback": None}) for name, each in strategies.items()}
     engine = build_engine(
         settings.model_copy(
             update={

@@ -10,65 +10,18 @@ client can add.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, get_args
 
 from prometheus_client import Counter, Gauge, Histogram, Info, Summary
 
 from cache_strategies.types import Blocks, Miss
 from config.settings import MAX_DRAFT_TOKENS
+from server.metrics.metric_family import Buckets, Label, MetricFamily, make_vllm_family
 from server.records import DeviceMemory, KVTokens, Outcome, Phase, Role, WaitReason
-
-PREFIX = "kvmux_"
-NAME_SUFFIXES: Mapping[type, str] = {Counter: "_total", Info: "_info"}
-SERIES_SUFFIXES: Mapping[type, tuple[str, ...]] = {
-    Histogram: ("_bucket", "_sum", "_count"),
-    Summary: ("_sum", "_count"),
-}
-M = TypeVar("M", Counter, Gauge, Histogram, Info, Summary)
-Buckets = tuple[float, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Label:
-    """A label and its values; None: the values are known only when the server starts."""
-
-    name: str
-    values: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class MetricFamily(Generic[M]):
-    """One metric: its kind, name and labels; each combination of label values is a series."""
-
-    kind: type[M]
-    name: str  # without the prefix `kvmux_` and suffixes such as `_total`
-    help: str
-    labels: tuple[Label, ...] = ()
-    buckets: Buckets = ()  # upper bounds of a histogram's buckets
-    vllm_name: str | None = None  # vLLM's name without `vllm:`; None: vLLM has no such metric
-
-    @property
-    def exposed_name(self) -> str:
-        """Return the name that Prometheus reads; series of histograms and summaries have further suffixes."""
-        return f"{PREFIX}{self.name}{NAME_SUFFIXES.get(self.kind, '')}"
-
-    @property
-    def series_names(self) -> tuple[str, ...]:
-        """Return the names of the family's series, as queries use them."""
-        return tuple(self.exposed_name + part for part in SERIES_SUFFIXES.get(self.kind, ("",)))
-
-
-def _make_vllm_family(
-    kind: type[M], name: str, help: str, labels: tuple[Label, ...], buckets: Buckets = ()
-) -> MetricFamily[M]:
-    """Return a metric family that vLLM has under the same name, with another prefix."""
-    return MetricFamily(kind, name, help, labels, buckets, vllm_name=f"{name}{NAME_SUFFIXES.get(kind, '')}")
-
 
 # ---------------------------------------------------------------- labels
 STRATEGY = Label("strategy")  # a strategy instance
+FALLBACK = Label("fallback")  # a strategy instance that serves requests in place of `strategy`
 OUTCOME = Label("outcome", get_args(Outcome))
 MISS_REASON = Label("reason", get_args(Miss))
 WAIT_REASON = Label("reason", get_args(WaitReason))
@@ -81,11 +34,16 @@ OP = Label("op")  # name of an operation in `kernels.ops.Ops`
 BACKEND = Label("backend")  # backend that computes the operation
 PHASE = Label("phase", get_args(Phase))
 ROLE = Label("role", get_args(Role))
+SERVED, CANDIDATE = Label("served"), Label("candidate")  # strategy instances whose logits were compared
+SHADOW_RESULT = Label("result", ("complete", "room", "failed"))  # how a comparison ended
+ROLLOUT = Label("rollout")  # name of a roll-out
+ROLLOUT_STATE = Label("state", ("shadow", "canary", "paused", "complete", "rolled_back", "aborted"))
 STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 OTHER = "other"
 CODE = Label("code", (*map(str, STATUSES), OTHER))
 POSITION = Label("position", tuple(map(str, range(MAX_DRAFT_TOKENS))))  # index of a token in its draft
 BY_STRATEGY = (STRATEGY,)
+BY_PAIR = (SERVED, CANDIDATE)
 
 # ---------------------------------------------------------------- histogram buckets: vLLM's, and finer ones below them
 # fmt: off
@@ -106,6 +64,9 @@ COMPACTION_BUCKETS: Buckets = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.
 TOKEN_COUNT_BUCKETS: Buckets = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
 )
+KL_BUCKETS: Buckets = (
+    1e-6, 1e-5, 3e-5, 1e-4, 3e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10,
+)
 # fmt: on
 POWER_OF_TWO_BUCKETS = tuple(2**n for n in range(15))
 
@@ -117,68 +78,66 @@ REQUESTS = MetricFamily(
     (STRATEGY, OUTCOME),
     vllm_name="request_success_total",
 )
-PROMPT_TOKENS = _make_vllm_family(
-    Counter, "prompt_tokens", "Prompt tokens of requests that were admitted.", BY_STRATEGY
-)
-CACHED_TOKENS = _make_vllm_family(
+PROMPT_TOKENS = make_vllm_family(Counter, "prompt_tokens", "Prompt tokens of requests that were admitted.", BY_STRATEGY)
+CACHED_TOKENS = make_vllm_family(
     Counter,
     "prompt_tokens_cached",
     "Prompt tokens that were not computed: found in the cache, or taken over from another choice.",
     BY_STRATEGY,
 )
-GENERATION_TOKENS = _make_vllm_family(Counter, "generation_tokens", "Tokens generated.", BY_STRATEGY)
-PREFIX_QUERIES = _make_vllm_family(
+GENERATION_TOKENS = make_vllm_family(Counter, "generation_tokens", "Tokens generated.", BY_STRATEGY)
+PREFIX_QUERIES = make_vllm_family(
     Counter, "prefix_cache_queries", "Prompt tokens looked up in the cache, once a request.", BY_STRATEGY
 )
-PREFIX_HITS = _make_vllm_family(Counter, "prefix_cache_hits", "Prompt tokens found in the cache.", BY_STRATEGY)
+PREFIX_HITS = make_vllm_family(Counter, "prefix_cache_hits", "Prompt tokens found in the cache.", BY_STRATEGY)
 PREFIX_MISSES = MetricFamily(
     Counter, "prefix_cache_misses", "Prompt tokens not found in the cache, by reason.", (STRATEGY, MISS_REASON)
 )
-E2E_LATENCY = _make_vllm_family(
+E2E_LATENCY = make_vllm_family(
     Histogram, "e2e_request_latency_seconds", "Time from a request's arrival to its end.", BY_STRATEGY, LATENCY_BUCKETS
 )
-QUEUE_TIME = _make_vllm_family(
+QUEUE_TIME = make_vllm_family(
     Histogram, "request_queue_time_seconds", "Time from a request's arrival to its seat.", BY_STRATEGY, LATENCY_BUCKETS
 )
-PREFILL_TIME = _make_vllm_family(
+PREFILL_TIME = make_vllm_family(
     Histogram,
     "request_prefill_time_seconds",
     "Time from a request's seat to its first token.",
     BY_STRATEGY,
     LATENCY_BUCKETS,
 )
-DECODE_TIME = _make_vllm_family(
+DECODE_TIME = make_vllm_family(
     Histogram,
     "request_decode_time_seconds",
     "Time from a request's first token to its last.",
     BY_STRATEGY,
     LATENCY_BUCKETS,
 )
-FIRST_TOKEN_TIME = _make_vllm_family(
+FIRST_TOKEN_TIME = make_vllm_family(
     Histogram,
     "time_to_first_token_seconds",
     "Time from a request's arrival to its first token.",
     BY_STRATEGY,
     FIRST_TOKEN_BUCKETS,
 )
-INTER_TOKEN_LATENCY = _make_vllm_family(
+INTER_TOKEN_LATENCY = make_vllm_family(
     Histogram, "inter_token_latency_seconds", "Time between two tokens of a request.", BY_STRATEGY, PER_TOKEN_BUCKETS
 )
-REQUEST_PROMPT_TOKENS = _make_vllm_family(
+REQUEST_PROMPT_TOKENS = make_vllm_family(
     Histogram,
     "request_prompt_tokens",
     "Prompt tokens of a request that was admitted, when it leaves.",
     BY_STRATEGY,
     TOKEN_COUNT_BUCKETS,
 )
-REQUEST_GENERATION_TOKENS = _make_vllm_family(
+REQUEST_GENERATION_TOKENS = make_vllm_family(
     Histogram,
     "request_generation_tokens",
     "Tokens generated for a request that was admitted, when it leaves.",
     BY_STRATEGY,
     TOKEN_COUNT_BUCKETS,
 )
-TIME_PER_TOKEN = _make_vllm_family(
+TIME_PER_TOKEN = make_vllm_family(
     Histogram,
     "request_time_per_output_token_seconds",
     "Time between two tokens, the mean of a request.",
@@ -187,14 +146,14 @@ TIME_PER_TOKEN = _make_vllm_family(
 )
 
 # ---------------------------------------------------------------- the engine
-RUNNING = _make_vllm_family(Gauge, "num_requests_running", "Requests with a seat.", BY_STRATEGY)
-WAITING = _make_vllm_family(
+RUNNING = make_vllm_family(Gauge, "num_requests_running", "Requests with a seat.", BY_STRATEGY)
+WAITING = make_vllm_family(
     Gauge,
     "num_requests_waiting",
     "Requests without a seat, by what they wait for: a seat, memory, the prompt that a sibling computes, their turn.",
     (STRATEGY, WAIT_REASON),
 )
-PREEMPTIONS = _make_vllm_family(Counter, "num_preemptions", "Seats taken to make room.", BY_STRATEGY)
+PREEMPTIONS = make_vllm_family(Counter, "num_preemptions", "Seats taken to make room.", BY_STRATEGY)
 FAILURES = MetricFamily(
     Counter, "strategy_failures", "Faults of a strategy: exceptions, wrong results, calls left undone.", BY_STRATEGY
 )
@@ -207,23 +166,29 @@ DISABLED = MetricFamily(
     "1 from when a call of a strategy did not return until the server is started again, else 0.",
     BY_STRATEGY,
 )
+FALLBACK_REQUESTS = MetricFamily(
+    Counter,
+    "fallback_requests",
+    "Requests for which a strategy was chosen and which its fallback served, when they leave.",
+    (STRATEGY, FALLBACK),
+)
 FORKS = MetricFamily(
     Counter,
     "forks",
     "Choices (`n` > 1) that share the prompt of the first one, and are not looked up in the cache.",
     BY_STRATEGY,
 )
-DRAFTS = _make_vllm_family(
+DRAFTS = make_vllm_family(
     Counter, "spec_decode_num_drafts", "Drafts of a request's next tokens that were verified.", BY_STRATEGY
 )
-DRAFT_TOKENS = _make_vllm_family(Counter, "spec_decode_num_draft_tokens", "Tokens of these drafts.", BY_STRATEGY)
-ACCEPTED_TOKENS = _make_vllm_family(
+DRAFT_TOKENS = make_vllm_family(Counter, "spec_decode_num_draft_tokens", "Tokens of these drafts.", BY_STRATEGY)
+ACCEPTED_TOKENS = make_vllm_family(
     Counter,
     "spec_decode_num_accepted_tokens",
     "Draft tokens that were accepted: each saves a step of its request.",
     BY_STRATEGY,
 )
-ACCEPTED_PER_POSITION = _make_vllm_family(
+ACCEPTED_PER_POSITION = make_vllm_family(
     Counter,
     "spec_decode_num_accepted_tokens_per_pos",
     "Draft tokens that were accepted, by their position in the draft, from 0.",
@@ -335,21 +300,21 @@ KV_USAGE = MetricFamily(
 KV_EVICTED = MetricFamily(
     Counter, "kv_cache_evicted_bytes", "Idle KV memory that was evicted to make room.", BY_STRATEGY
 )
-BLOCK_LIFETIME = _make_vllm_family(
+BLOCK_LIFETIME = make_vllm_family(
     Histogram,
     "kv_block_lifetime_seconds",
     "Of an evicted block: time since it was filled.",
     BY_STRATEGY,
     BLOCK_AGE_BUCKETS,
 )
-BLOCK_IDLE = _make_vllm_family(
+BLOCK_IDLE = make_vllm_family(
     Histogram,
     "kv_block_idle_before_evict_seconds",
     "Of an evicted block: time since its last use.",
     BY_STRATEGY,
     BLOCK_AGE_BUCKETS,
 )
-BLOCK_REUSE_GAP = _make_vllm_family(
+BLOCK_REUSE_GAP = make_vllm_family(
     Histogram,
     "kv_block_reuse_gap_seconds",
     "Of an idle block that was found: time since its last use.",
@@ -367,6 +332,46 @@ DEVICE_MEMORY = MetricFamily(
     "device_memory_bytes",
     "Memory of the device, all processes together; for a CPU the machine's, or its container's.",
     (DEVICE_STATE,),
+)
+
+# ---------------------------------------------------------------- shadows and roll-outs
+SHADOW_KL = MetricFamily(
+    Histogram,
+    "shadow_kl_nats",
+    "KL divergence KL(served || candidate) of each output token that was also computed under a candidate.",
+    BY_PAIR,
+    KL_BUCKETS,
+)
+SHADOW_TOKENS = MetricFamily(Counter, "shadow_tokens", "Output tokens compared with a candidate.", BY_PAIR)
+SHADOW_AGREED = MetricFamily(
+    Counter,
+    "shadow_top1_tokens",
+    "Compared tokens for which the instance that served and the candidate have the same likeliest token.",
+    BY_PAIR,
+)
+SHADOW_TOP1 = MetricFamily(
+    Gauge,
+    "shadow_top1_ratio",
+    "Share of compared tokens with the same likeliest token, 0 to 1, since the engine's start; NaN: none was compared.",
+    BY_PAIR,
+)
+SHADOW_REQUESTS = MetricFamily(
+    Counter,
+    "shadow_requests",
+    "Requests that also ran under a candidate, by result; room: given up for other requests; failed: by the candidate.",
+    (SERVED, CANDIDATE, SHADOW_RESULT),
+)
+SHADOW_COMPUTED = MetricFamily(
+    Counter, "shadow_computed_tokens", "Tokens computed for shadows, which other metrics leave out.", BY_STRATEGY
+)
+ROLLOUT_CURRENT = MetricFamily(
+    Gauge, "rollout_state", "1 for the state that a roll-out is in, 0 for the others.", (ROLLOUT, ROLLOUT_STATE)
+)
+ROLLOUT_SHARE = MetricFamily(
+    Gauge, "rollout_share", "Share of the requests that the candidate of a roll-out serves, 0 to 1.", (ROLLOUT,)
+)
+ROLLBACKS = MetricFamily(
+    Counter, "rollout_rollbacks", "Roll-outs that a guard rolled back, since the engine's start.", (ROLLOUT,)
 )
 
 FAMILIES: tuple[MetricFamily[Any], ...] = tuple(

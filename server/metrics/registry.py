@@ -1,15 +1,17 @@
 """The registry of metrics: counts step reports and request records by strategy; gauges come from the engine's state.
 
-Every series exists from the start, at zero. Tokens that a request found in the cache count once, when it is admitted.
+Every series exists from the start, at zero; those of a roll-out, or of two instances that are compared, from when the
+engine first reports it. Tokens that a request found in the cache count once, when it is admitted.
 All values are one flat list of numbers: the engine's thread only adds to it and sends copies, which API processes write
 as text (`exposition.py`). docs/laboratory/log.md compares the costs of counting in this process and in another.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, cast, get_args
 
@@ -19,7 +21,8 @@ from prometheus_client import Histogram, Summary
 from cache_strategies.types import BlockEvents
 from server.metrics import families as f
 from server.metrics.exposition import FamilyShape, Kind, Series, Snapshot
-from server.metrics.families import FAMILIES, Label, MetricFamily
+from server.metrics.families import FAMILIES
+from server.metrics.metric_family import PREFIX, Label, MetricFamily
 from server.metrics.vllm_names import make_alias
 from server.records import (
     Admission,
@@ -28,6 +31,7 @@ from server.records import (
     EngineInfo,
     EngineState,
     Phase,
+    RequestFidelity,
     RequestRecord,
     StepReport,
     WaitReason,
@@ -42,28 +46,49 @@ class Metrics:
     def __init__(self, about: EngineInfo) -> None:
         self._instances = [instance.name for instance in about.instances]
         self._backends = about.backends
-        shapes = [_make_family_shape(family, about) for family in FAMILIES]
-        self._offsets: dict[
-            tuple[MetricFamily[Any], tuple[str, ...]], int
-        ] = {}  # index in the list of each series' first number
-        count = 0
-        for family, shape in zip(FAMILIES, shapes, strict=True):
-            for series in shape.series:
-                self._offsets[family, series.labels] = count
-                count += shape.num_values
-        self._numbers = array("d", bytes(8 * count))
-        self._alias_sums: list[
-            tuple[list[int], int]
-        ] = []  # of each vLLM series: (indices of the series it sums, numbers per series)
-        if about.settings.get("vllm_metric_names"):
-            shapes += self._add_vllm_aliases(shapes)
-        self._encoded_families = msgspec.Raw(msgspec.msgpack.encode(shapes))
+        self._about = about
+        self._pairs: dict[tuple[str, str], None] = {}  # instances (served, candidate) that were compared, in order
+        self._rollouts: dict[str, None] = {}  # names of roll-outs, in order
+        # Index in the list of each series' first number
+        self._offsets: dict[tuple[MetricFamily[Any], tuple[str, ...]], int] = {}
+        self._numbers = array("d")
+        # Of each vLLM series: (indices of the series it sums, numbers per series)
+        self._alias_sums: list[tuple[list[int], int]] = []
+        self._encoded_families = msgspec.Raw()
+        self._lay_out()
         for name in about.fallback_ops:
             self._set(1, f.KERNEL_FALLBACK, name)
         self._increment(about.restarts, f.ENGINE_RESTARTS)
         for name in about.disabled:
             self._set(1, f.DISABLED, name)
             self._increment(1, f.FAILURES, name)  # the call that did not return; it ended the engine that made it
+
+    def _lay_out(self) -> None:
+        """Give every series its place in the list of numbers; series that had one before keep their numbers."""
+        shapes = [_make_family_shape(family, self._about, self._pairs, self._rollouts) for family in FAMILIES]
+        old_offsets, old_numbers = self._offsets, self._numbers
+        self._offsets, self._numbers = {}, array("d")
+        for family, shape in zip(FAMILIES, shapes, strict=True):
+            for series in shape.series:
+                key = family, series.labels
+                self._offsets[key] = len(self._numbers)
+                old = old_offsets.get(key)
+                empty = math.nan if family is f.SHADOW_TOP1 else 0.0
+                self._numbers.extend(
+                    [empty] * shape.num_values if old is None else old_numbers[old : old + shape.num_values]
+                )
+        self._alias_sums = []
+        if self._about.settings.get("vllm_metric_names"):
+            shapes += self._add_vllm_aliases(shapes)
+        self._encoded_families = msgspec.Raw(msgspec.msgpack.encode(shapes))
+
+    def _add_series(self, pairs: Iterable[tuple[str, str]] = (), rollouts: Iterable[str] = ()) -> None:
+        """Add the series of pairs of instances and of roll-outs that have none yet."""
+        known = len(self._pairs), len(self._rollouts)
+        self._pairs |= dict.fromkeys(pairs)
+        self._rollouts |= dict.fromkeys(rollouts)
+        if known != (len(self._pairs), len(self._rollouts)):
+            self._lay_out()
 
     def _add_vllm_aliases(self, shapes: Sequence[FamilyShape]) -> list[FamilyShape]:
         """Return the families under vLLM's names; store in `_alias_sums` which of our series each vLLM series sums."""
@@ -131,6 +156,13 @@ class Metrics:
             self._observe_blocks(name, happened)
         for name, compactions in report.compactions.items():
             self._observe_compactions(name, compactions)
+        for name, number in report.shadow_tokens.items():
+            self._increment(number, f.SHADOW_COMPUTED, name)
+        for compared in report.shadows:
+            self._observe_shadow(compared)
+        for name in report.rollbacks:
+            self._add_series(rollouts=[name])
+            self._increment(1, f.ROLLBACKS, name)
 
     def _observe_admission(self, admitted: Admission) -> None:
         name = admitted.instance
@@ -163,6 +195,17 @@ class Metrics:
         self._increment(sum(each.dropped_tokens for each in compactions), f.KV_COMPACTED, name)
         self._observe((each.seconds for each in compactions), f.KV_COMPACTION_SECONDS, name)
 
+    def _observe_shadow(self, compared: RequestFidelity) -> None:
+        """Count a request that also ran under a candidate."""
+        pair = compared.served, compared.candidate
+        self._add_series(pairs=[pair])
+        self._observe(compared.kl, f.SHADOW_KL, *pair)
+        self._increment(len(compared.agreed), f.SHADOW_TOKENS, *pair)
+        self._increment(sum(compared.agreed), f.SHADOW_AGREED, *pair)
+        self._increment(1, f.SHADOW_REQUESTS, *pair, compared.ended_early or "complete")
+        if tokens := self._numbers[self._offsets[f.SHADOW_TOKENS, pair]]:
+            self._set(self._numbers[self._offsets[f.SHADOW_AGREED, pair]] / tokens, f.SHADOW_TOP1, *pair)
+
     def _observe_kernels(self, phase: Phase, step_seconds: float, kernels: Mapping[str, float]) -> None:
         self._observe_summary(step_seconds, f.TIMED_STEP_SECONDS, phase)
         for op, seconds in kernels.items():
@@ -174,6 +217,8 @@ class Metrics:
         name = record.instance
         self._increment(1, f.REQUESTS, name, record.outcome)
         self._increment(record.dropped_tokens, f.KV_DROPPED, name)
+        if record.fallback_of is not None:
+            self._increment(1, f.FALLBACK_REQUESTS, record.fallback_of, name)
         for family, seconds in (
             (f.E2E_LATENCY, record.total_seconds),
             (f.QUEUE_TIME, record.queue_seconds),
@@ -197,8 +242,11 @@ class Metrics:
     # ---------------------------------------------------------------- reading
     def snapshot(self, state: EngineState) -> bytes:
         """Return all values as they are now, with gauges from `state`, encoded as a Snapshot."""
+        self._add_series(state.shadow_pairs, state.rollouts)
         for name in self._instances:
             self._set_instance_gauges(name, state)
+        for name in self._rollouts:
+            self._set_rollout_gauges(name, state)
         for family, by_state in (
             (f.KV_POOL, {"held": state.pool_held, "free": state.pool_free, "untouched": state.pool_untouched}),
             (f.DEVICE_MEMORY, state.device_memory._asdict()),
@@ -228,13 +276,23 @@ class Metrics:
         self._set(name in state.quarantined, f.QUARANTINED, name)
         self._set(usage.used / usage.limit if usage.limit else 0, f.KV_USAGE, name)
 
+    def _set_rollout_gauges(self, name: str, state: EngineState) -> None:
+        """Set the gauges of a roll-out; one that the engine does not report any more is in no state."""
+        current, share = state.rollouts.get(name, ("", 0.0))
+        for each in f.ROLLOUT_STATE.values or ():
+            self._set(each == current, f.ROLLOUT_CURRENT, name, each)
+        self._set(share, f.ROLLOUT_SHARE, name)
 
-def _make_family_shape(family: MetricFamily[Any], about: EngineInfo) -> FamilyShape:
+
+def _make_family_shape(
+    family: MetricFamily[Any], about: EngineInfo, pairs: Collection[tuple[str, str]], rollouts: Collection[str]
+) -> FamilyShape:
     info = _get_info_values(family, about)
-    series = tuple(Series(labels, info.get(labels, {})) for labels in _iter_label_values(family, about))
+    label_values = _iter_label_values(family, about, pairs, rollouts)
+    series = tuple(Series(labels, info.get(labels, {})) for labels in label_values)
     kind = cast(Kind, family.kind.__name__.lower())
     names = tuple(label.name for label in family.labels)
-    return FamilyShape(kind, f.PREFIX + family.name, family.help, names, family.buckets, series)
+    return FamilyShape(kind, PREFIX + family.name, family.help, names, family.buckets, series)
 
 
 def _get_info_values(family: MetricFamily[Any], about: EngineInfo) -> Mapping[tuple[str, ...], dict[str, str]]:
@@ -255,16 +313,27 @@ def _get_info_values(family: MetricFamily[Any], about: EngineInfo) -> Mapping[tu
     return {}
 
 
-def _iter_label_values(family: MetricFamily[Any], about: EngineInfo) -> Iterator[tuple[str, ...]]:
+def _iter_label_values(
+    family: MetricFamily[Any], about: EngineInfo, pairs: Collection[tuple[str, str]], rollouts: Collection[str]
+) -> Iterator[tuple[str, ...]]:
     """Yield the label values of every series of a family."""
+    names = [*(instance.name for instance in about.instances), *about.disabled]
     known: Mapping[Label, Iterable[str]] = {
-        f.STRATEGY: [*(instance.name for instance in about.instances), *about.disabled],
+        f.STRATEGY: names,
+        f.FALLBACK: names,
         f.OP: about.backends,
         f.BACKEND: set(about.backends.values()),
+        f.SERVED: dict.fromkeys(served for served, _ in pairs),
+        f.CANDIDATE: dict.fromkeys(candidate for _, candidate in pairs),
+        f.ROLLOUT: rollouts,
     }
     for values in product(*(known[label] if label.values is None else label.values for label in family.labels)):
         named = dict(zip(family.labels, values, strict=True))
-        if f.BACKEND not in named or about.backends[named[f.OP]] == named[f.BACKEND]:
+        if f.BACKEND in named and about.backends[named[f.OP]] != named[f.BACKEND]:
+            continue
+        if f.FALLBACK in named and named[f.FALLBACK] == named[f.STRATEGY]:
+            continue
+        if f.SERVED not in named or (named[f.SERVED], named[f.CANDIDATE]) in pairs:
             yield values
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from server.metrics.exposition import FamilyShape, Series
-from server.metrics.families import FAMILIES, OUTCOME, REQUESTS, STRATEGY, WAIT_REASON, WAITING, MetricFamily
+from server.metrics.families import FAMILIES, OUTCOME, REQUESTS, STRATEGY, WAIT_REASON, WAITING
+from server.metrics.metric_family import MetricFamily
 
 RULES_FILE = Path(__file__).parents[2] / "config" / "prometheus" / "vllm_names.yml"
 

@@ -76,6 +76,8 @@ class FakeEngine:
             "kv_cache": b'{"instances": {}}',
             "settings": b'{"device": "cpu"}',
             "metrics": snapshot_of(1.0),
+            "rollouts": b'{"object": "list", "data": [{"name": "int8", "state": "canary"}]}',
+            "fidelity": b'{"object": "list", "data": []}',
         }
         self.dated = False  # whether answers have the time they were made at; others are queried again each time
         self.refusal: Failed | None = None  # of commands

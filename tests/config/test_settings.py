@@ -128,6 +128,13 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         ('[strategies."a b"]\nkind = "paged"', "'a b' is not a name"),
         ('default_strategy = "page"', "default_strategy: there is no instance 'page'; instances are contiguous"),
         ('[[rules]]\nuse = "ring"', "rules[0].use: there is no instance 'ring'; instances are contiguous"),
+        ('[strategies.paged]\nfallback = "ring"', "strategies.paged.fallback: there is no instance 'ring'"),
+        ('[strategies.paged]\nfallback = "paged"', "the fallbacks form a circle, paged -> paged"),
+        ("[strategies.paged]\nfallback = 3", "strategies.paged.fallback (from {file})"),
+        (
+            '[strategies.paged]\nfallback = "contiguous"\n[strategies.contiguous]\nfallback = "paged"',
+            "the fallbacks form a circle, paged -> contiguous -> paged; the last must have none",
+        ),
         ('[strategies.paged]\nlimit = "110%"', "strategies.paged.limit (from {file}): '110%': a percentage has to"),
         ('[strategies.paged]\nfloor = "much"', "strategies.paged.floor (from {file}): 'much' is not a share"),
         ('[strategies.paged]\nfloor = "60%"\nlimit = "50%"', "strategies.paged (from {file}): floor 60% is more than"),
@@ -248,3 +255,16 @@ def test_old_names_of_settings_still_work_and_say_so(
         load_settings(None, {"max_waiting": "1", "max_queued_requests": "2"})
     with pytest.raises(SettingsError, match=r"max_queued_requests \(from --max-queued-requests\)"):
         load_settings(None, {"max_waiting": "many"})
+
+
+def test_fallbacks_of_fallbacks_follow_in_order(tmp_path: Path) -> None:
+    settings = load_toml(
+        tmp_path, '[strategies.paged]\nfallback = "mine"\n[strategies.mine]\nkind = "quest"\nfallback = "contiguous"'
+    )
+    assert settings.fallbacks == {
+        "paged": ("mine", "contiguous"),
+        "mine": ("contiguous",),
+        "contiguous": (),
+        "sliding_window": (),
+    }
+    assert "fallback" not in settings.strategies["mine"].options

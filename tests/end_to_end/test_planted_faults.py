@@ -20,7 +20,7 @@ import pytest
 
 from cache_strategies import registry
 from tests.end_to_end.exact_load import Answer, CompletionClient, ExactLoad, make_prompts
-from tests.end_to_end.server_process import ANSWER_TTL, PATIENCE, Server, eventually, serving
+from tests.end_to_end.server_process import ANSWER_TTL, PATIENCE, Server, eventually, metric, serving
 from tests.engine.isolation.faulty_strategies import KINDS
 from tests.engine.isolation.planted_faults import FAULTS, select
 
@@ -44,6 +44,7 @@ RETURNING = {
     if name not in LACKING_MEMORY
 }
 HANGING = select("hangs")
+FALLING_BACK = ["commit raises", "attend writes NaN"]
 
 
 def get_instance(what: str) -> str:
@@ -52,7 +53,9 @@ def get_instance(what: str) -> str:
 
 
 @contextmanager
-def serving_faults(folder: Path, faults: Iterable[str], kv_memory: str) -> Iterator[Server]:
+def serving_faults(
+    folder: Path, faults: Iterable[str], kv_memory: str, fallback: str | None = None
+) -> Iterator[Server]:
     """Run a server with an instance for each fault, whose kinds are installed as a plug-in is."""
     package = folder / "faulty-1.0.dist-info"
     package.mkdir()
@@ -61,7 +64,7 @@ def serving_faults(folder: Path, faults: Iterable[str], kv_memory: str) -> Itera
     (package / "entry_points.txt").write_text(f"[{registry.ENTRY_POINT_GROUP}]\n{points}\n")
     tables = (
         f'[strategies.{get_instance(name)}]\nkind = "{"faulty_hook" if FAULTS[name].hook else "faulty"}"\n'
-        f'fault = "{name}"\n'
+        f'fault = "{name}"\n' + (f'fallback = "{fallback}"\n' if fallback else "")
         for name in faults
     )
     config = folder / "kvmux.toml"
@@ -201,6 +204,32 @@ def test_what_a_strategy_computes_stays_with_it(found: Found, what: str) -> None
     assert all(f"cache strategy '{instance}'" in each.message for each in answers), answers
     assert f"cache strategy '{instance}'" in found.log
     assert found.states[instance] == "ok"
+
+
+# ---------------------------------------------------------------- fallbacks
+def test_a_fallback_answers_in_place_of_an_instance_at_fault(tmp_path: Path) -> None:
+    """Neither the clients of the instance nor those of the fallback see an error, from the first fault on."""
+    with serving_faults(tmp_path, FALLING_BACK, "64MiB", fallback="paged") as server:
+        client, num_requests = CompletionClient(server), 5
+        expected = ask(client, "paged")
+        assert expected.code is None
+        with under_load(client) as load:
+            for what in FALLING_BACK:
+                answers = [ask(client, get_instance(what), stream=i % 2 == 0) for i in range(num_requests)]
+                assert answers == [expected] * num_requests
+            load.assert_goes_on()
+        client.close()
+        for what in FALLING_BACK:
+            instance = get_instance(what)
+            answer = server.complete(prompt=PROMPT, max_tokens=1, kv_cache=instance)
+            assert answer.headers["X-KV-Cache"] == "paged"
+            assert answer.json()["kv_cache"]["instance"] == "paged"
+            assert answer.json()["kv_cache"]["reason"] == f"fallback of {instance}"
+            metrics = server.metrics()
+            assert metric(metrics, "kvmux_strategy_quarantined", strategy=instance) == 1
+            count = metric(metrics, "kvmux_fallback_requests_total", strategy=instance, fallback="paged")
+            assert count == num_requests + 1
+        assert "'paged' serves its requests" in server.output.read_text()
 
 
 # ---------------------------------------------------------------- too little memory, and calls that do not return

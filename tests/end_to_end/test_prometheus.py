@@ -19,7 +19,8 @@ import httpx
 import msgspec
 import pytest
 
-from server.metrics.families import DISABLED, FAMILIES, QUARANTINED, MetricFamily
+from server.metrics.families import DISABLED, FAMILIES, QUARANTINED
+from server.metrics.metric_family import MetricFamily
 from server.processes.supervisor import Targets
 from server.records import RequestRecord
 from tests.end_to_end.server_process import PATIENCE, Server, eventually, serving

@@ -33,7 +33,7 @@ from server.engine.ipc.messages import (
     Tokens,
 )
 from server.engine.scheduling.request import Request
-from server.records import RequestRecord
+from server.records import RequestFidelity, RequestRecord
 
 WORKER = 0
 
@@ -130,6 +130,10 @@ class Driver:
         request.num_preemptions += 1
         scheduler._add_waiting(request)
 
+    def shadow(self, name: str, instance: str) -> None:
+        """Let a request that waits also run under another instance."""
+        self.core.shadows.want(self.request(name), self.core.caches[instance], None)
+
     def cancel(self, name: str, outcome: str = "cancelled") -> None:
         self.core.cancel(WORKER, name, outcome)
         self.check()
@@ -142,7 +146,8 @@ class Driver:
         for event in result.events:
             self._hear(event.message)
         self.check()
-        assert result.report.rows or result.report.failures or result.finished or not busy, "nothing progresses"
+        computed = result.report.rows or result.report.shadow_tokens
+        assert computed or result.report.failures or result.finished or not busy, "nothing progresses"
         assert result.report.tokens <= self.limits.max_num_batched_tokens + self.limits.max_num_seqs
         assert len(self.core.scheduler.running) <= self.limits.max_num_seqs
         return result
@@ -165,7 +170,8 @@ class Driver:
         assert waiting == sorted(waiting, key=lambda r: r.queue_key)
         assert all(request.seat is not None for request in running)
         assert all(request.seat is None for request in waiting)
-        assert len(running) == sum(cache.usage().seats for cache in self.core.caches.values())
+        seats = sum(cache.usage().seats for cache in self.core.caches.values())
+        assert len(running) + len(self.core.shadows) == seats
 
     def assert_nothing_leaked(self) -> None:
         """Assert that no request is left, and that the arena is free once idle memory is reclaimed."""
@@ -188,6 +194,11 @@ class Driver:
         """Return the free bytes of the arena, including idle memory."""
         idle = sum(cache.usage().idle for cache in self.core.caches.values())
         return self.core.arena.num_free_pages * self.core.arena.page_bytes + idle
+
+    @property
+    def fidelities(self) -> list[RequestFidelity]:
+        """Return the results of the comparisons with candidate instances that have ended."""
+        return [fidelity for result in self.steps for fidelity in result.report.shadows]
 
     @property
     def records(self) -> list[RequestRecord]:

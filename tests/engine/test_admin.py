@@ -228,7 +228,7 @@ def test_clear_takes_a_tenant_one_of_its_salts_or_everything(
 ) -> None:
     driver = Driver(tiny, **SETTINGS)
     for salt in SALTS:
-        driver.submit(str(salt), PROMPT, 1, kv_cache="paged", **salt._asdict())
+        driver.submit(str(salt), PROMPT, 1, kv_cache="paged", tenant=salt.tenant, cache_salt=salt.cache_salt)
     driver.run()
     run_command(driver.core, Clear("paged", *scope))
     assert [salt for salt in SALTS if not cached(driver, salt)] == [*cleared]

@@ -12,7 +12,8 @@ import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 
 from server.metrics import vllm_names
-from server.metrics.families import FAMILIES, PREFIX
+from server.metrics.families import FAMILIES
+from server.metrics.metric_family import PREFIX
 from tests.metrics.fake_metrics import INSTANCES, exposition, new_metrics, parse_samples, sample_value
 from tests.metrics.metrics_server import BUSY, new_busy_metrics, observe_everything
 from tests.metrics.prometheus_server import CONFIG, ROOT, promtool

@@ -49,7 +49,8 @@ def test_every_strategy_starts_at_zero_in_every_metric() -> None:
 
 
 def test_names_end_as_their_kind_and_unit_demand() -> None:
-    text = exposition(new_metrics()).decode()
+    state = fake_state(shadow_pairs=[INSTANCES], rollouts={"int8": ("shadow", 0.0)})
+    text = exposition(new_metrics(), state).decode()
     families = list(text_string_to_metric_families(text))
     assert len({family.name for family in families}) == len(families)
     for family in families:
@@ -63,7 +64,7 @@ def test_names_end_as_their_kind_and_unit_demand() -> None:
             assert not family.name.endswith("_total")
         else:
             parts = {"histogram": ("bucket", "count", "sum"), "summary": ("count", "sum")}[family.type]
-            assert family.name.endswith(("_seconds", "_rows", "_tokens"))
+            assert family.name.endswith(("_seconds", "_rows", "_tokens", "_nats"))
             assert {f"{family.name}_{part}" for part in parts} <= names
 
 
@@ -102,6 +103,16 @@ def test_tokens_that_were_dropped_count_when_their_request_leaves() -> None:
     samples = scrape(metrics)
     for instance, dropped in (("paged", 7), ("contiguous", 0)):
         assert sample_value(samples, "kvmux_kv_cache_dropped_tokens_total", strategy=instance) == dropped
+
+
+def test_a_request_that_a_fallback_served_counts_under_both_strategies() -> None:
+    metrics = new_metrics()
+    for record in (fake_record("paged", fallback_of="contiguous"), fake_record("paged"), fake_record("contiguous")):
+        metrics.observe_request(record)
+    samples, name = scrape(metrics), "kvmux_fallback_requests_total"
+    assert sample_value(samples, name, strategy="contiguous", fallback="paged") == 1
+    assert sum(value for (sample, _), value in samples.items() if sample == name) == 1
+    assert not any(labels["strategy"] == labels["fallback"] for labels in labels_of(samples, name))
 
 
 def test_compactions_count_with_their_tokens_and_times() -> None:

@@ -12,6 +12,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 from grafana_foundation_sdk.models.prometheus import Dataquery
 
 from tools.dashboards.engine import build_engine_dashboard
+from tools.dashboards.fidelity import build_fidelity_dashboard
 from tools.dashboards.memory import build_memory_dashboard
 from tools.dashboards.overview import build_overview_dashboard
 from tools.dashboards.strategies import build_strategies_dashboard
@@ -34,6 +35,7 @@ def build_dashboards() -> list[Dashboard]:
         build_strategies_dashboard(),
         build_memory_dashboard(),
         build_engine_dashboard(),
+        build_fidelity_dashboard(),
     ]
 
 

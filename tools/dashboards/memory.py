@@ -7,7 +7,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import Histogram
 
 from server.metrics import families as f
-from server.metrics.families import MetricFamily
+from server.metrics.metric_family import MetricFamily
 from tools.dashboards.panels import (
     BYTES,
     BYTES_A_SECOND,

@@ -46,7 +46,8 @@ from grafana_foundation_sdk.models.dashboard import (
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from prometheus_client import Info
 
-from server.metrics.families import KV_LIMIT, STEPS, STRATEGY, Label, MetricFamily
+from server.metrics.families import KV_LIMIT, STEPS, STRATEGY
+from server.metrics.metric_family import Label, MetricFamily
 from tools.dashboards.promql import SERVER, SERVER_VARIABLE, STRATEGY_VARIABLE, find_families, select
 
 TAG = "kvmux"

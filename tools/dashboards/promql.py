@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from server.metrics.families import FAMILIES, PREFIX, STRATEGY, Label, MetricFamily
+from server.metrics.families import FAMILIES, STRATEGY
+from server.metrics.metric_family import PREFIX, Label, MetricFamily
 
 INTERVAL = "$__rate_interval"  # a Grafana variable: long enough for several scrapes
 SERVER = Label("instance")  # a label that Prometheus adds: the scraped address

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from server.metrics import families as f
-from server.metrics.families import Label
+from server.metrics.metric_family import Label
 from tools.dashboards.promql import rate, ratio
 
 

@@ -9,7 +9,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from prometheus_client import Histogram
 
 from server.metrics import families as f
-from server.metrics.families import MetricFamily
+from server.metrics.metric_family import MetricFamily
 from tools.dashboards.panels import (
     BYTES,
     NUMBER,
@@ -180,6 +180,12 @@ def _make_error_panels() -> list[Timeseries]:
             "Failed requests",
             REQUESTS_A_SECOND,
             {STRATEGY_LEGEND: rate(f.REQUESTS, f.STRATEGY, where={f.OUTCOME: "error"})},
+            width=6,
+        ),
+        make_timeseries(
+            "Requests that fallbacks served",
+            REQUESTS_A_SECOND,
+            {make_legend(f.STRATEGY, f.FALLBACK): rate(f.FALLBACK_REQUESTS, f.STRATEGY, f.FALLBACK)},
             width=6,
         ),
     ]

@@ -241,11 +241,13 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     path_prefix: ClassVar[str] = ""  # path of the object in a request's body, such as "messages."
+    known_fields: ClassVar[tuple[str, ...]] = ()  # names of its members in JSON
     no_effect_fields: ClassVar[frozenset[str]] = frozenset()  # of its fields
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         fields = get_read_modes(cls)
+        cls.known_fields = tuple(fields)
         cls.no_effect_fields = frozenset(name for name, how in fields.items() if how is ReadAs.IGNORED)
 
     @model_validator(mode="before")
@@ -257,13 +259,14 @@ class Body(BaseModel):
             return values
         present = {key: value for key, value in values.items() if value is not None}
         return get_field_notes(info.context).filter_fields(
-            present, cls.path_prefix, cls.model_fields, cls.no_effect_fields
+            present, cls.path_prefix, cls.known_fields, cls.no_effect_fields
         )
 
 
 def get_read_modes(body: type[Body] | None) -> dict[str, ReadAs]:
-    """Return for each field of a model how its JSON value is decoded."""
-    return {} if body is None else {name: _get_read_mode(field) for name, field in body.model_fields.items()}
+    """Return for each field of a model, by its name in JSON, how its value is decoded."""
+    fields = {} if body is None else body.model_fields
+    return {field.alias or name: _get_read_mode(field) for name, field in fields.items()}
 
 
 def _get_read_mode(field: FieldInfo) -> ReadAs:

@@ -39,12 +39,23 @@ UNCOUNTED_BYTES = 2**16  # first bytes of each body, not counted as in flight: u
 MIN_BYTES_PER_SECOND = 2**14
 ADMIN_PREFIX = "/v1/kv_cache/"
 PROFILE_PATH = "/v1/profile"
+ROLLOUTS_PATH = "/v1/rollouts"
+FIDELITY_PATH = "/v1/fidelity"
+READING_METHODS = ("GET", "HEAD")
 API_PREFIX = "/v1"
 # Prefixes of the paths that need an API key; /tokenizer_info begins with one of them, too
 API_KEY_PREFIXES = (f"{API_PREFIX}/", "/tokenize", "/detokenize", "/apply-template")
 METRICS_PATH = "/metrics"
 SHARED_PATHS = ("/health", "/ready")
-UNVERSIONED_ROUTES = ("/completions", "/chat/completions", "/models", "/kv_cache", "/settings")
+UNVERSIONED_ROUTES = (
+    "/completions",
+    "/chat/completions",
+    "/models",
+    "/kv_cache",
+    "/settings",
+    "/rollouts",
+    "/fidelity",
+)
 
 
 # ---------------------------------------------------------------- request id, errors, end
@@ -289,9 +300,10 @@ def _is_unversioned(path: str) -> bool:
 class AuthenticationMiddleware:
     """Middleware that checks API keys, other tokens and ports, before any part of a body is read.
 
-    An API key opens the paths of API_KEY_PREFIXES; the admin token opens only the administration of caches and
-    profiles; the metrics key opens /metrics. Without API keys every request is let in; without an admin token there is
-    no administration. With a `metrics_port`, /metrics is only on that port; /health and /ready are on both ports.
+    An API key opens the paths of API_KEY_PREFIXES; the admin token opens only the administration of caches, roll-outs
+    and profiles, and what describes roll-outs; the metrics key opens /metrics. Without API keys every request is let
+    in; without an admin token there is no administration. With a `metrics_port`, /metrics is only on that port; /health
+    and /ready are on both ports.
     """
 
     def __init__(
@@ -319,19 +331,31 @@ class AuthenticationMiddleware:
         sent = Headers(scope=scope).get("authorization", "")
         if scope["path"] == METRICS_PATH and self._metrics_key is not None:
             return _check_token(sent, [self._metrics_key], "the metrics key")
-        if scope["path"].startswith((ADMIN_PREFIX, PROFILE_PATH)):
+        if _is_administration(scope):
             if self._admin_token is None:
                 return ApiError(403, "administration is off: start the server with an admin_token", code="admin_off")
             return _check_token(sent, [self._admin_token], "the admin token")
         if scope["path"].startswith(API_KEY_PREFIXES) and self._api_keys is not None:
-            return _check_token(sent, self._api_keys, "an API key of this server")
+            return _check_token(sent, (*self._api_keys, *self._get_reading_tokens(scope)), "an API key of this server")
         return None
+
+    def _get_reading_tokens(self, scope: Scope) -> tuple[str, ...]:
+        """Return the tokens that open a path beside API keys: operators read roll-outs with the admin token, too."""
+        describes_rollouts = scope["path"].startswith((ROLLOUTS_PATH, FIDELITY_PATH))
+        return (self._admin_token,) if describes_rollouts and self._admin_token is not None else ()
 
     def _is_on_its_port(self, scope: Scope) -> bool:
         if self._metrics_port is None or scope["path"] in SHARED_PATHS:
             return True
         _, port = scope["server"]
         return bool((port == self._metrics_port) == (scope["path"] == METRICS_PATH))
+
+
+def _is_administration(scope: Scope) -> bool:
+    """Return whether a request needs the admin token: it changes or inspects caches, records, or changes a roll-out."""
+    path = scope["path"]
+    changes_rollout = path.startswith(ROLLOUTS_PATH) and scope["method"] not in READING_METHODS
+    return changes_rollout or path.startswith((ADMIN_PREFIX, PROFILE_PATH))
 
 
 def _check_token(authorization: str, allowed: Iterable[str], what: str) -> ApiError | None:

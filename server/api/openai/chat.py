@@ -11,10 +11,12 @@ from pydantic import Field, ValidationInfo, field_validator
 from server.api.http.errors import make_error_responses
 from server.api.http.json_route import JsonRoute
 from server.api.openai.conversation import Messages, Rendering, encode_chat, iter_texts
+from server.api.openai.conversation_key import get_chat_beginning, make_conversation_key
 from server.api.openai.generation import Generation, OutputDelta, run
 from server.api.openai.generation_job import (
     Job,
     PromptTokens,
+    RequestHeaders,
     Serving,
     check_prompt,
     make_job,
@@ -25,6 +27,7 @@ from server.api.openai.logprobs import ChatLogprobs, make_chat_logprobs
 from server.api.openai.request_models import (
     INT64,
     MAX_NAME_LENGTH,
+    SESSION_ID,
     GenerationRequest,
     Ignored,
     LongList,
@@ -94,23 +97,22 @@ def router(serving: Serving) -> APIRouter:
     async def create_chat_completion(
         body: ChatRequest,
         x_kv_cache: Annotated[str | None, Header(max_length=MAX_NAME_LENGTH)] = None,
+        x_session_id: Annotated[str | None, Header(description=SESSION_ID)] = None,
         authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
     ) -> Response:
-        job = await make_chat_job(serving, body, x_kv_cache, authorization)
+        job = await make_chat_job(serving, body, RequestHeaders(x_kv_cache, x_session_id, authorization))
         generation = run(serving, job)
         return respond(generation, CHAT_FORMAT)
 
     return routes
 
 
-async def make_chat_job(
-    serving: Serving, body: ChatRequest, header: str | None, authorization: str | None
-) -> Job[ChatRequest]:
-    """Return the job (the engine's requests) of an HTTP request; `header` is the value of its header X-KV-Cache.
+async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHeaders) -> Job[ChatRequest]:
+    """Return the job (the engine's requests) of an HTTP request.
 
     Raises ApiError for a wrong request, EngineLost without an engine, TextError if the prompt cannot be encoded.
     """
-    hello, hints = serving.resolve_request(body, header, authorization)
+    hello, hints = serving.resolve_request(body, headers)
     serving.limits.check_choices(1, body.n)
     serving.limits.check_stop(body.stop)
     serving.limits.check_total_length(iter_texts(body.messages), "messages")
@@ -129,7 +131,8 @@ async def make_chat_job(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
-    return make_job("chatcmpl", body, [prompt], sampling, body.n, hints)
+    conversation = make_conversation_key(hints, body, get_chat_beginning(body.messages))
+    return make_job("chatcmpl", body, [prompt], sampling, body.n, hints, [conversation])
 
 
 # ---------------------------------------------------------------- functions that make a response of generated text

@@ -21,11 +21,13 @@ from pydantic import (
 from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.json_body import DecodedIds, ReadAs
 from server.api.http.json_route import JsonRoute
+from server.api.openai.conversation_key import get_prompt_beginning, make_conversation_key
 from server.api.openai.generation import Generation, OutputDelta, run
 from server.api.openai.generation_job import (
     TOTAL_PROMPTS_FACTOR,
     Job,
     PromptTokens,
+    RequestHeaders,
     Serving,
     check_prompt,
     make_job,
@@ -33,7 +35,15 @@ from server.api.openai.generation_job import (
     may_be_unbounded,
 )
 from server.api.openai.logprobs import CompletionLogprobs, concat_logprobs, format_token_id, make_completion_logprobs
-from server.api.openai.request_models import INT64, MAX_NAME_LENGTH, GenerationRequest, Ignored, LongList, Prompt
+from server.api.openai.request_models import (
+    INT64,
+    MAX_NAME_LENGTH,
+    SESSION_ID,
+    GenerationRequest,
+    Ignored,
+    LongList,
+    Prompt,
+)
 from server.api.openai.response_models import CompletionChoice, CompletionResponse
 from server.api.openai.responses import (
     Format,
@@ -126,9 +136,10 @@ def router(serving: Serving) -> APIRouter:
     async def create_completion(
         body: CompletionRequest,
         x_kv_cache: Annotated[str | None, Header(max_length=MAX_NAME_LENGTH)] = None,
+        x_session_id: Annotated[str | None, Header(description=SESSION_ID)] = None,
         authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
     ) -> Response:
-        job = await make_completion_job(serving, body, x_kv_cache, authorization)
+        job = await make_completion_job(serving, body, RequestHeaders(x_kv_cache, x_session_id, authorization))
         generation = run(serving, job)
         return respond(generation, COMPLETION_FORMAT)
 
@@ -137,13 +148,13 @@ def router(serving: Serving) -> APIRouter:
 
 # ---------------------------------------------------------------- functions that convert a body to engine requests
 async def make_completion_job(
-    serving: Serving, body: CompletionRequest, header: str | None, authorization: str | None
+    serving: Serving, body: CompletionRequest, headers: RequestHeaders
 ) -> Job[CompletionRequest]:
-    """Return the job (the engine's requests) of an HTTP request; `header` is the value of its header X-KV-Cache.
+    """Return the job (the engine's requests) of an HTTP request.
 
     Raises ApiError for a wrong request, EngineLost without an engine, TextError if a prompt cannot be encoded.
     """
-    hello, hints = serving.resolve_request(body, header, authorization)
+    hello, hints = serving.resolve_request(body, headers)
     choices = body.best_of or body.n
     serving.limits.check_choices(len(body.prompt), choices)
     serving.limits.check_stop(body.stop)
@@ -155,7 +166,9 @@ async def make_completion_job(
     prompts = [await encode_prompt(serving.tokenizer, prompt, body) for prompt in body.prompt]
     for each in prompts:
         check_prompt(each.ids, body.max_tokens, hello, unbounded=may_be_unbounded(hello, body, hints))
-    return make_job("cmpl", body, prompts, _make_completion_sampling(body, hello, choices), choices, hints)
+    sampling = _make_completion_sampling(body, hello, choices)
+    conversations = [make_conversation_key(hints, body, get_prompt_beginning(prompt)) for prompt in body.prompt]
+    return make_job("cmpl", body, prompts, sampling, choices, hints, conversations)
 
 
 def _make_completion_sampling(body: CompletionRequest, hello: Hello, choices: int) -> SamplingParams:

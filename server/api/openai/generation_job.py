@@ -1,22 +1,21 @@
 """Makes a job of a checked body: the requests that the engine gets, one for each prompt and choice.
 
-Checks a request against the server's limits, finds the strategy in its model's name, and the tenant and the
-bounds of priorities that belong to its API key. Knows no endpoint's response.
+Checks a request against the server's limits, and finds the strategy in its model's name. What belongs to an API key is
+in server/api/http/api_keys.py. Knows no endpoint's response.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from config.settings import Settings
+from server.api.http.api_keys import LimitsByKey, get_tenant
 from server.api.http.errors import ApiError
 from server.api.http.json_body import format_value
 from server.api.openai.request_models import INT64, CacheRequest, GenerationRequest, SamplingRequest
@@ -38,14 +37,24 @@ class PromptTokens:
     text: str
 
 
+class RequestHeaders(NamedTuple):
+    """The headers of a request for generation, as the client sent them; None: not sent."""
+
+    kv_cache: str | None = None  # X-KV-Cache
+    session: str | None = None  # X-Session-Id
+    authorization: str | None = None
+
+
 class StrategyHints(NamedTuple):
-    """The model's name in the response, the instances that the header and the model's name choose, and the tenant."""
+    """The model's name in the response, and what beside the body chooses the instance and separates clients."""
 
     model: str
     system_fingerprint: str
-    header: str | None
-    alias: str | None
+    header: str | None  # the instance of the header X-KV-Cache
+    alias: str | None  # the instance of the model's name
     tenant: str
+    session: str | None  # the header X-Session-Id
+    rollouts: bool  # whether a roll-out may choose the instance, or shadow the request, as its API key and body allow
 
 
 @dataclass(frozen=True)
@@ -81,10 +90,12 @@ def make_job(
     sampling: SamplingParams,
     choices: int,
     hints: StrategyHints,
+    conversations: Sequence[str],
 ) -> Job[B]:
-    """Make the job of a request. `kind` begins its id; `sampling` is that of each prompt's first choice.
+    """Make the job of a request.
 
-    Raises ApiError for too many log-probabilities.
+    `kind` begins its id; `sampling` is that of each prompt's first choice; `conversations` has each prompt's
+    conversation key. Raises ApiError for too many log-probabilities.
     """
     check_num_logprobs(sampling, prompts, choices)
     key, caching, speculation = uuid.uuid4().hex, make_caching(body, hints.tenant), make_speculation(body)
@@ -101,8 +112,10 @@ def make_job(
             explain=body.explain,
             speculation=speculation,
             sibling_of=f"{key}-{p}-0" if choice else None,
+            conversation=conversation,
+            rollouts=hints.rollouts,
         )
-        for p, prompt in enumerate(prompts)
+        for p, (prompt, conversation) in enumerate(zip(prompts, conversations, strict=True))
         for choice in range(choices)
     ]
     job_id = f"{kind}-{body.request_id or key}"
@@ -285,67 +298,6 @@ def resolve_model_name(hello: Hello, model: str | None, *, any_name: bool = Fals
     return hello.model if not model or (any_name and model not in list_model_names(hello)) else model
 
 
-# ---------------------------------------------------------------- the API key
-def get_tenant(authorization: str | None) -> str:
-    """Return the tenant's name, a hash of the API key in this Authorization header; empty without a header."""
-    scheme, _, key = (authorization or "").partition(" ")
-    return hash_api_key(key.encode("latin-1")) if scheme.lower() == "bearer" else ""  # the bytes as sent
-
-
-def hash_api_key(key: bytes) -> str:
-    key = key.strip()
-    return hashlib.sha256(key).hexdigest()[:16] if key else ""
-
-
-class PriorityBounds(NamedTuple):
-    """The bounds of the priorities that one client's requests, and their cached blocks, may have."""
-
-    min_priority: int
-    max_kv_cache_priority: int
-
-    def check(self, body: GenerationRequest) -> None:
-        """Raise ApiError for a request whose priorities are outside of these bounds."""
-        if body.priority < self.min_priority:
-            raise _make_priority_error(
-                "priority", f"should be {self.min_priority} or more", body.priority, "min_priority"
-            )
-        if body.kv_cache_priority > self.max_kv_cache_priority:
-            raise _make_priority_error(
-                "kv_cache_priority",
-                f"should be at most {self.max_kv_cache_priority}",
-                body.kv_cache_priority,
-                "max_kv_cache_priority",
-            )
-
-
-class Priorities:
-    """The bounds of all clients' priorities: some tenants have bounds of their own, the others those of the server."""
-
-    def __init__(self, default_bounds: PriorityBounds, by_tenant: Mapping[str, PriorityBounds]) -> None:
-        self._default_bounds = default_bounds
-        self._by_tenant = by_tenant
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> Priorities:
-        default = PriorityBounds(settings.min_priority, settings.max_kv_cache_priority)
-        by_tenant = {
-            hash_api_key(key.encode()): default._replace(**limits.model_dump(exclude_none=True))
-            for key, limits in settings.key_limits.items()
-        }
-        return cls(default, by_tenant)
-
-    def check(self, body: GenerationRequest, authorization: str | None) -> None:
-        """Raise ApiError for a request whose priorities are outside of the bounds of its API key."""
-        self._by_tenant.get(get_tenant(authorization), self._default_bounds).check(body)
-
-
-def _make_priority_error(param: str, should: str, sent: int, setting: str) -> ApiError:
-    message = (
-        f"{param}: {should} for this client, not {sent}; the server's operator may allow more ({setting}, key_limits)"
-    )
-    return ApiError(400, message, param=param)
-
-
 # ---------------------------------------------------------------- what endpoints share
 class Deadlines(NamedTuple):
     """The longest times that a request may take, in seconds after it was sent to the engine; None: no limit."""
@@ -362,20 +314,25 @@ class Serving:
     tokenizer: TokenizerBase
     limits: RequestLimits
     deadlines: Deadlines
-    priorities: Priorities
+    limits_by_key: LimitsByKey
     log_prompts: bool = False
     any_model_name: bool = False  # whether an unknown model name means the served model
 
-    def resolve_request(
-        self, body: GenerationRequest, header: str | None, authorization: str | None
-    ) -> tuple[Hello, StrategyHints]:
+    def resolve_request(self, body: GenerationRequest, headers: RequestHeaders) -> tuple[Hello, StrategyHints]:
         """Return the engine's Hello (model, strategies, limits) and the request's StrategyHints.
 
         Raises EngineLost without an engine, ApiError for an unknown model or priorities outside of their bounds.
         """
         hello = self.client.get_hello()
-        self.priorities.check(body, authorization)
+        key_limits = self.limits_by_key.get(headers.authorization)
+        key_limits.check_priorities(body.priority, body.kv_cache_priority)
         model = resolve_model_name(hello, body.model, any_name=self.any_model_name)
         return hello, StrategyHints(
-            model, hello.system_fingerprint, header, find_instance(hello, model), get_tenant(authorization)
+            model,
+            hello.system_fingerprint,
+            headers.kv_cache,
+            find_instance(hello, model),
+            get_tenant(headers.authorization),
+            headers.session,
+            body.kv_cache_rollout and key_limits.rollouts,
         )

@@ -26,6 +26,7 @@ from server.engine.ipc.messages import SamplingParams
 
 INT64 = 2**63
 MAX_NAME_LENGTH = 128  # most characters of an instance's name; longer ones are not looked up
+SESSION_ID = "name of the conversation: a roll-out serves all of its requests under one KV-cache strategy instance"
 
 
 def _wrap_in_list(value: Any) -> Any:
@@ -105,12 +106,10 @@ class StreamOptions(Body):
 class WithoutEffect(Body):
     """Parameters of OpenAI that change no response of this server: only their outermost type is checked."""
 
-    user: Ignored[str] = None
     metadata: Ignored[dict[str, Any]] = None
     store: Ignored[bool] = None
     service_tier: Ignored[str] = None
     safety_identifier: Ignored[str] = None
-    prompt_cache_key: Ignored[str] = None
     prompt_cache_retention: Ignored[str] = None
     prompt_cache_options: Ignored[dict[str, Any]] = None
     prediction: Ignored[dict[str, Any]] = None
@@ -204,6 +203,17 @@ class CacheRequest(Body):
         None, gt=0, description="seconds after which the blocks that the request leaves cached are evicted first"
     )
     explain: bool = Field(False, description="add to each choice how it was served: instance, cached tokens, times")
+    kv_cache_rollout: bool = Field(
+        True,
+        description="whether a roll-out may choose the KV-cache strategy instance, or run the request under a second "
+        "one to compare them",
+    )
+    prompt_cache_key: str | None = Field(
+        None, description="name of the conversation for a roll-out, if there is no header X-Session-Id"
+    )
+    user: str | None = Field(
+        None, description="name of the conversation for a roll-out, if there is no prompt_cache_key either"
+    )
 
 
 class SpeculativeConfig(Body):

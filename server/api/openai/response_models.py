@@ -28,6 +28,14 @@ class KVCacheChoice(Struct):
     cached_tokens: int
 
 
+class ShadowFidelity(Struct):
+    """How far the candidate was from the served instance, over the tokens compared when the choice ended."""
+
+    tokens: int
+    kl_mean: float | None  # nats
+    top1: float | None  # share of tokens with the same likeliest token
+
+
 class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_bytes"}):
     """Extension of OpenAI's choices, with `explain: true`: how one choice was served, copied from its RequestRecord."""
 
@@ -47,6 +55,9 @@ class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_by
     queue_seconds: float | None
     prefill_seconds: float | None
     decode_seconds: float | None
+    rollout: str | None
+    shadow: str | None  # the candidate instance under which the choice also ran
+    fidelity: ShadowFidelity | None = None
 
 
 class Choice(Struct, kw_only=True):

@@ -26,8 +26,10 @@ from server.api.openai.response_models import (
     GenerationResponse,
     KVCacheChoice,
     PromptTokensDetails,
+    ShadowFidelity,
     Usage,
 )
+from server.records import RequestRecord
 
 ENCODER = msgspec.json.Encoder()
 TEXT_PLACEHOLDER = "\0"  # stands for a chunk's text; occurs nowhere else in a chunk
@@ -167,7 +169,15 @@ def set_choice_fields(choice: Choice, delta: OutputDelta, generation: Generation
     if delta.stop_reason is not None:
         choice.stop_reason = delta.stop_reason
     if delta.record is not None:
-        choice.kv_cache = msgspec.convert(delta.record, Explanation, from_attributes=True)
+        choice.kv_cache = make_explanation(delta.record)
+
+
+def make_explanation(record: RequestRecord) -> Explanation:
+    """Return what a choice tells of its record, with `explain: true`."""
+    explanation = msgspec.convert(record, Explanation, from_attributes=True)
+    if record.fidelity_tokens:
+        explanation.fidelity = ShadowFidelity(record.fidelity_tokens, record.fidelity_kl, record.fidelity_top1)
+    return explanation
 
 
 def set_prompt_fields(target: CompletionChoice | ChatAnswer, choice: int, generation: Generation[B]) -> None:

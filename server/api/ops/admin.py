@@ -13,11 +13,12 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from config.sizes import Share
+from server.api.http.api_keys import hash_api_key
 from server.api.http.errors import make_error_responses
 from server.api.http.json_body import Body
 from server.api.http.json_route import JsonRoute, StrictJsonRoute
 from server.api.http.middleware import ADMIN_PREFIX, PROFILE_PATH
-from server.api.openai.generation_job import RequestLimits, check_prompt, hash_api_key
+from server.api.openai.generation_job import RequestLimits, check_prompt
 from server.api.openai.request_models import Prompt
 from server.engine.ipc import messages
 from server.engine.ipc.client import EngineClient

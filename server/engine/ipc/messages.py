@@ -5,7 +5,7 @@ Plain msgspec structs, so both sides read them and neither needs the other's lib
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -78,6 +78,9 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     sibling_of: str | None = None
     explain: bool = False  # whether an Explained (its record) follows its last tokens; none follows a failure
     speculation: Speculation | None = None  # None: speculation as in the settings
+    # What is equal for all requests of a conversation, so that a roll-out serves them alike; empty: no conversation
+    conversation: str = ""
+    rollouts: bool = True  # whether a roll-out may choose the request's instance, or shadow it
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -127,6 +130,22 @@ class Share(msgspec.Struct, tag=True, frozen=True):
     limit: str | None
 
 
+class StartRollout(msgspec.Struct, tag=True, frozen=True):
+    """Starts a roll-out; `settings` are those of a table [rollouts.NAME], `by` names the operator in the log."""
+
+    name: str
+    settings: dict[str, Any]
+    by: str
+
+
+class ControlRollout(msgspec.Struct, tag=True, frozen=True):
+    """Pauses, resumes, advances or aborts a roll-out; `by` names the operator in the log."""
+
+    name: str
+    action: Literal["pause", "resume", "advance", "abort"]
+    by: str
+
+
 class Profile(msgspec.Struct, tag=True, frozen=True):
     """Records the next `steps` steps with torch's profiler, for at most `seconds` seconds; the answer is the trace."""
 
@@ -141,11 +160,11 @@ class Observed(msgspec.Struct, tag=True, frozen=True):
     memory_bytes: int
 
 
-Command = Inspect | Clear | PinPrefix | Unpin | Share
+Command = Inspect | Clear | PinPrefix | Unpin | Share | StartRollout | ControlRollout
 
 
 # Questions are answered with JSON, except "metrics": with an encoded `server.metrics` Snapshot
-Question = Literal["kv_cache", "settings", "metrics"]
+Question = Literal["kv_cache", "settings", "metrics", "rollouts", "fidelity"]
 ANSWER_TTL = 1.0  # seconds after its computation for which an answer to a question is reused
 
 

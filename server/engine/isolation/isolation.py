@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 # Methods whose faults are only counted, as no request needs what they return
 REPORTS = frozenset({"usage", "blocks", "count_dropped_tokens", "token_budget", "collect_block_events"})
+NON_FINITE = "the logits of its rows are NaN or infinite, and the model's are finite otherwise"
 STRATEGY_TIMEOUT = 5.0  # default of the setting strategy_timeout, in seconds
 
 
@@ -47,18 +48,22 @@ class Isolation:
         timeout: float = STRATEGY_TIMEOUT,
         calls: CallObserver | None = None,
         disabled: Mapping[str, str] | None = None,
+        fallbacks: Mapping[str, Sequence[str]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Guard `caches`; `rebuild(name)` makes an instance anew, for the trial after a quarantine.
 
-        `disabled`: instances that have no cache, with the reasons, as a call of theirs did not return.
+        `disabled`: instances that have no cache, with the reasons, as a call of theirs did not return. `fallbacks`: for
+        each instance, those that may serve its requests in its place.
         """
         self.disabled = dict(disabled or {})
         self.faults: Counter[str] = Counter()  # number of faults by instance since they were last collected
+        self.fallbacks = dict(fallbacks or {})
         self._rebuild = rebuild
         self._quarantine = Quarantine(caches, clock)
         self._new_quarantines: dict[str, StrategyError] = {}
         self._probes: dict[str, Request] = {}  # by instance: the request that tries it after a quarantine
+        self._was_finite: dict[str, bool] = {}  # by instance: whether the logits of the last request to end were finite
         self.caches = {name: GuardedCache(cache, self._on_fault, calls) for name, cache in caches.items()}
         self._watchdog = ProgressWatchdog(self.caches, timeout, clock)
 
@@ -83,6 +88,10 @@ class Isolation:
         return self._quarantine.list_quarantined()
 
     # ---------------------------------------------------------------- requests
+    def usable(self, name: str) -> bool:
+        """Return whether the next request may use an instance: it is sound, or its quarantine is over."""
+        return name not in self.disabled and not self._quarantine.seconds_left(name)
+
     def check_admission(self, name: str) -> None:
         """Let a request use an instance. Raises RequestError if it is disabled or in quarantine.
 
@@ -135,6 +144,8 @@ class Isolation:
         """Note how a request of an instance has ended."""
         name = request.cache.name
         if outcome in ("stop", "length"):
+            if request.num_output_tokens:
+                self._was_finite[name] = True
             if self._probes.get(name) is request:
                 log.warning("cache strategy %r works again", name)
                 del self._probes[name]
@@ -148,6 +159,52 @@ class Isolation:
         if request.seat is None or outcome == "error":
             return KVTokens(0, 0)
         return self.caches[request.cache.name].count_tokens([request.seat])
+
+    # ---------------------------------------------------------------- logits that are not finite
+    def suspect(self, request: Request) -> None:
+        """Note NaN or infinite logits of the first token of a request that is about to be moved to a fallback.
+
+        The instance is at fault if they are finite there. In the trial after a quarantine it is at fault at once.
+        """
+        name = request.cache.name
+        self._was_finite[name] = False
+        if self._probes.get(name) is request:
+            self._count_non_finite(name)
+        else:
+            request.suspects += (name,)
+
+    def confirm_suspects(self, request: Request) -> None:
+        """Note that the logits of a request are finite under its present instance: they were not under `suspects`."""
+        for name in request.suspects:
+            self._count_non_finite(name)
+        request.suspects = ()
+
+    def record_non_finite(self, requests: Iterable[Request]) -> None:
+        """Note requests that end because their logits in a step were NaN or infinite: none was moved to a fallback.
+
+        Their instance is at fault, once, if it has a fallback and the model is sound: the request or another instance
+        has had finite logits, and no fallback had others in its last request.
+        """
+        requests = list(requests)
+        for request in requests:
+            self._was_finite[request.cache.name] = False
+        for name in {request.cache.name for request in requests if self._is_strategy_fault(request)}:
+            self._count_non_finite(name)
+
+    def _is_strategy_fault(self, request: Request) -> bool:
+        """Return whether the strategy, and not the model, is the likely cause of a request's NaN or infinite logits."""
+        name = request.cache.name
+        if self._probes.get(name) is request:
+            return True
+        fallbacks = self.fallbacks.get(name, ())
+        if not fallbacks or request.suspects or any(self._was_finite.get(name) is False for name in fallbacks):
+            return False
+        return request.num_output_tokens > 0 or any(self._was_finite.values())
+
+    def _count_non_finite(self, name: str) -> None:
+        error = self.caches[name].make_fault("attend", NON_FINITE)
+        if self._quarantine.record_non_finite(name):
+            self._new_quarantines[name] = error
 
     # ---------------------------------------------------------------- faults
     def find_stalled(
@@ -167,7 +224,8 @@ class Isolation:
         """Return those of all `requests` that end because their instance has been put in quarantine."""
         ended = []
         for name, error in self._new_quarantines.items():
-            log.error("cache strategy %r is in quarantine; the last fault: %s", name, error.problem)
+            served = f"; {self.fallbacks[name][0]!r} serves its requests" if self.fallbacks.get(name) else ""
+            log.error("cache strategy %r is in quarantine%s; the last fault: %s", name, served, error.problem)
             self._probes.pop(name, None)
             own = [request for request in requests if request.cache is self.caches[name]]
             ended.append(Ended(own, f"{error}; the strategy is in quarantine", "strategy_quarantined"))

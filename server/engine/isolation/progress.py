@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from cache_strategies.base import KVCache
 from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.guard import GuardedCache
 from server.engine.scheduling.request import Request
@@ -41,7 +42,7 @@ class ProgressWatchdog:
         self._caches = caches
         self._timeout = timeout
         self._clock = clock
-        self._waits: dict[Request, _Wait] = {}
+        self._waits: dict[tuple[Request, KVCache], _Wait] = {}  # a fallback's wait begins anew
         self._leaks: dict[str, float] = {}  # by instance: since when it holds pages that no sequence uses
         self._steps = 0
 
@@ -64,8 +65,8 @@ class ProgressWatchdog:
         before, self._waits = self._waits, {}
         stalled = []
         for request in idle:
-            steps, since = before.get(request, _Wait(0, now))
-            self._waits[request] = _Wait(steps + 1, since)
+            steps, since = before.get((request, request.cache), _Wait(0, now))
+            self._waits[request, request.cache] = _Wait(steps + 1, since)
             has_waited = steps >= MIN_STEPS and now - since >= self._timeout and request not in untried
             if has_waited and (error := self._explain(request)) is not None:
                 stalled.append(Stalled(request, error))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from server.engine.ipc.messages import Caching, Failed, SamplingParams
+from server.engine.isolation.errors import StrategyError
 
 if TYPE_CHECKING:
     from cache_strategies.base import KVCache, Seat
@@ -47,7 +48,10 @@ class DraftProposer(Protocol):
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When a request's events happened, in seconds of the monotonic clock; 0: not yet. Only last_token can change."""
+    """When a request's events happened, in seconds of the monotonic clock; 0: not yet.
+
+    Only last_token can change, and admitted if the request is moved to a fallback.
+    """
 
     arrived: float
     admitted: float = 0.0
@@ -63,11 +67,17 @@ class Request:
     tokens: list[int]  # prompt and output
     sampling: SamplingParams
     cache: KVCache
-    reason: str  # what chose the cache: "request", "header", "model", "rule <i>" or "default"
+    # What chose the cache: "request", "header", "model", "rule <i>", "default" or "fallback of <instance>"
+    reason: str
     salt: Salt  # only sequences with an equal salt share cached tokens with this request
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
+    fallback_of: str | None = None  # the instance that was chosen, if a fallback of it serves the request
+    # Instances under which the logits of the first token were not finite, before the request was moved to a fallback
+    suspects: tuple[str, ...] = ()
     explain: bool = False  # whether the client gets this request's RequestRecord when it ends
+    rollout: str | None = None  # the roll-out that chose the instance or a shadow; None: none did
+    is_shadow: bool = False  # whether it only repeats another request under a candidate (engine/shadow)
     # All choices (n > 1) of the same prompt, this request included
     siblings: list[Request] = field(default_factory=list)
     proposer: DraftProposer | None = None  # proposes draft tokens; None: the request gets no drafts
@@ -98,6 +108,14 @@ class Request:
     def queue_key(self) -> tuple[float, int]:
         """The sort key of the queue: requests with lower keys run first and are preempted last."""
         return self.due, self.arrival_index
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of KV memory for the text; shared blocks count in full. 0 if the strategy does not say."""
+        try:
+            return self.cache.bytes_for(len(self.tokens))
+        except StrategyError:
+            return 0
 
     @property
     def num_output_tokens(self) -> int:

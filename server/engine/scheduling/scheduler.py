@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from server.engine.ipc.messages import Speculation
@@ -74,6 +74,7 @@ class Scheduler:
         self._refused: set[Request] = set()  # waiting requests for which open() of their strategy last returned no seat
         self._num_arrivals = 0
         self._room_changes = 0  # counts the times when memory or a seat may have become free
+        self.release_spare: Callable[[], bool] = lambda: False  # ends what no request needs; returns whether it did
 
     # ---------------------------------------------------------------- add and remove requests
     def submit(self, request: Request) -> None:
@@ -211,6 +212,8 @@ class Scheduler:
         if not num_tokens:
             return
         while not cache.grow(seat, num_tokens):
+            if self.release_spare():
+                continue
             victim = self._find_victim(request, step)
             if victim is None:
                 step.lacks_room = True
@@ -220,7 +223,7 @@ class Scheduler:
 
     def _add_drafts(self, step: PartialStep) -> None:
         """Add draft tokens to decode rows within the rest of the budget; no request waits or is preempted for them."""
-        for i, (request, num_tokens, _) in enumerate(step.rows):
+        for i, (request, num_tokens, _, _) in enumerate(step.rows):
             draft = request.propose_draft(min(step.token_budget, step.logprob_budget))
             draft = draft[: self._count_room_in_row(request, num_tokens)] if draft else draft
             if draft and self._grow_for_draft(request, num_tokens + len(draft)):
@@ -274,7 +277,6 @@ class Scheduler:
             while not self._try_seat(request, step) and request.seat is None and request in self.waiting:
                 if not lower:
                     # Nothing may overtake `request`: else the preempted ones would be admitted and preempted again.
-
                     request.passed_over = self.limits.max_passed_over
                     return
                 self._preempt(lower.pop(), step)
@@ -288,8 +290,8 @@ class Scheduler:
         own = [r for r in others if r.cache is request.cache]
         return (
             self._can_run(request, others)
-            and _count_bytes([*others, request]) <= self.limits.kv_bytes
-            and _count_bytes([*own, request]) <= request.cache.limit_bytes
+            and sum(map(_count_bytes, [*others, request])) <= self.limits.kv_bytes
+            and sum(map(_count_bytes, [*own, request])) <= request.cache.limit_bytes
         )
 
     def _admit(self, step: PartialStep) -> None:
@@ -327,6 +329,8 @@ class Scheduler:
         if self._can_run(request, self.running):
             try:
                 request.seat = _open_seat(request)
+                while request.seat is None and self.release_spare():
+                    request.seat = _open_seat(request)
                 if request.seat is None:
                     self._refused.add(request)
             except StrategyError as error:
@@ -386,12 +390,8 @@ def _open_seat(request: Request) -> Seat | None:
     return seat
 
 
-def _count_bytes(requests: Sequence[Request]) -> int:
-    """Return the bytes of KV memory that requests need for the tokens they have now, or at most."""
-    return sum(_count_request_bytes(r) for r in requests)
-
-
-def _count_request_bytes(request: Request) -> int:
+def _count_bytes(request: Request) -> int:
+    """Return the bytes of KV memory that a request needs for the tokens it has now, or at most."""
     try:
         return request.cache.bytes_for(len(request.tokens))
     except StrategyError:

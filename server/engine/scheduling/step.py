@@ -19,6 +19,9 @@ class Scheduled(NamedTuple):
     request: Request
     num_tokens: int
     draft: Sequence[int] = ()
+    # Number of the row's last tokens whose logits are compared (engine/shadow), where nothing is sampled; None: the
+    # row is not a shadow's
+    num_compared: int | None = None
 
 
 class FailedRequest(NamedTuple):

@@ -1,4 +1,7 @@
-"""The user's cache directory, for files that can be made again and may be deleted at any time. Imports no torch."""
+"""The user's directories: for files that can be made again and may be deleted at any time (cache), and for state.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,11 @@ from server.models.errors import ModelError
 def user_cache_dir() -> Path:
     """Return kvmux's cache folder, which may not exist yet. Raises ModelError if this user has no home directory."""
     return expand_user(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "kvmux"
+
+
+def user_state_dir() -> Path:
+    """Return kvmux's folder for state that outlives a server, which may not exist yet; raises ModelError likewise."""
+    return expand_user(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "kvmux"
 
 
 def expand_user(path: str) -> Path:

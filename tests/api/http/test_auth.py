@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from server.api.openai.generation_job import get_tenant
+from server.api.http.api_keys import get_tenant
 from server.engine.ipc.messages import Query, Submit
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, generates
@@ -225,7 +225,7 @@ def test_openapi_has_the_keys_that_routes_need(locked: httpx.Client, http: httpx
     document = (locked if keys else http).get("/openapi.json").json()
     for name, operation in operations(document):
         path = name.split()[1]
-        administers = path.startswith(("/v1/kv_cache/", "/v1/profile"))
+        administers = path.startswith(("/v1/kv_cache/", "/v1/profile")) or name.startswith("post /v1/rollouts")
         scheme = "admin token" if administers else "API key"
         keyed = keys and path.startswith(("/v1/", "/tokenize", "/detokenize", "/apply-template"))
         expected = [{scheme: []}] if administers or keyed else None

@@ -28,12 +28,10 @@ PATHS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [USER]},
 }
 SENT: dict[str, Any] = {
-    "user": "me",
     "metadata": {"a": "b"},
     "store": True,
     "service_tier": "auto",
     "safety_identifier": "x",
-    "prompt_cache_key": "key",
     "prompt_cache_retention": "24h",
     "prompt_cache_options": {"mode": "explicit"},
     "prediction": {"type": "content", "content": "hello"},

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 
-from server.api.openai.generation_job import get_tenant, hash_api_key
+from server.api.http.api_keys import get_tenant, hash_api_key
+from server.api.openai.responses import make_explanation
 from server.engine.ipc.messages import Caching, Explained, Failed, FromEngine, Submit, Tokens
 from server.records import RequestRecord
 from tests.api.fake_engine import FakeEngine, admitted
@@ -38,6 +40,11 @@ RECORD = RequestRecord(
     decode_seconds=None,
     first_token_seconds=0.3,
     total_seconds=0.4,
+    rollout="int8",
+    shadow="short",
+    fidelity_tokens=2,
+    fidelity_kl=0.25,
+    fidelity_top1=0.5,
 )
 TOLD = {
     "instance": "paged",
@@ -56,6 +63,9 @@ TOLD = {
     "queue_seconds": 0.1,
     "prefill_seconds": 0.2,
     "decode_seconds": None,
+    "rollout": "int8",
+    "shadow": "short",
+    "fidelity": {"tokens": 2, "kl_mean": 0.25, "top1": 0.5},
 }
 
 
@@ -158,6 +168,12 @@ def test_what_ends_with_a_stop_string_is_explained(
     choices = [c["choices"][0] for c in chunks_of(response)] if stream else response.json()["choices"]
     assert "".join(choice["text"] for choice in choices) == "hell"
     assert (choices[-1]["finish_reason"], choices[-1]["kv_cache"]) == ("stop", TOLD)
+
+
+def test_without_a_shadow_there_is_no_fidelity() -> None:
+    plain = msgspec.structs.replace(RECORD, rollout=None, shadow=None, fidelity_tokens=0)
+    explanation = msgspec.to_builtins(make_explanation(plain))
+    assert (explanation["rollout"], explanation["shadow"], explanation["fidelity"]) == (None, None, None)
 
 
 def test_a_failure_ends_it_without_an_explanation(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.openai.generation_job import get_tenant
+from server.api.http.api_keys import get_tenant
 from server.engine.ipc.messages import Clear, Command, Failed, Inspect, PinPrefix, Query, Share, Unpin
 from tests.api.conftest import ADMIN_TOKEN
 from tests.api.fake_engine import FakeEngine

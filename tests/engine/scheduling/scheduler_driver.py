@@ -49,9 +49,9 @@ class SchedulerDriver:
     def step(self) -> dict[str, int]:
         """Run a step; return the number of tokens scheduled by request, in the order of rows."""
         rows, _, _ = self.scheduler.schedule()
-        for request, num_tokens, _ in rows:
+        for request, num_tokens, *_ in rows:
             enter(self.scheduler, request, num_tokens)
-        return {self.names[request]: num_tokens for request, num_tokens, _ in rows}
+        return {self.names[request]: num_tokens for request, num_tokens, *_ in rows}
 
 
 def enter(scheduler: Scheduler, request: Request, num_tokens: int, accepted: int = 0) -> None:

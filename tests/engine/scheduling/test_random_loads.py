@@ -73,12 +73,12 @@ class Watched:
 
     def _check_rows(self, rows: Sequence[Scheduled]) -> None:
         limits = self.engine.scheduler.limits
-        prompts = sum(num_tokens for request, num_tokens, _ in rows if request.num_remaining_tokens > 1)
+        prompts = sum(num_tokens for request, num_tokens, *_ in rows if request.num_remaining_tokens > 1)
         assert prompts <= limits.max_num_batched_tokens
         assert len(self.engine.scheduler.running) <= limits.max_num_seqs
         assert len({row.request for row in rows}) == len(rows)
         assert prompts + sum(len(row.draft) for row in rows) <= limits.max_num_batched_tokens
-        for request, num_tokens, draft in rows:
+        for request, num_tokens, draft, _ in rows:
             assert isinstance(request.seat, FakeSeat)
             entering = num_tokens + len(draft)
             assert 0 < num_tokens <= request.num_remaining_tokens

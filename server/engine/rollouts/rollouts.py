@@ -1,0 +1,319 @@
+"""All roll-outs of an engine: chooses instances and shadows of requests, collects their records, keeps the state.
+
+The engine's core asks `choose` for each request, and reports each record; `update` makes stages advance. Without
+roll-outs and rules with a shadow, each of these returns at once. Knows the names of instances; no cache and no token.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from config.rollouts import RolloutSettings, check_rollouts, is_rollout_name, parse_rollout
+from config.settings import Settings
+from server.engine.ipc.messages import Submit
+from server.engine.rollouts.assignment import is_canary, is_shadowed
+from server.engine.rollouts.rollout import REPORT_CONFIDENCE, Rollout, RolloutAction
+from server.engine.rollouts.statistics import FidelityStatistics
+from server.engine.rollouts.store import DamagedFileError, RolloutStore, SavedRollout
+from server.engine.scheduling.request import RequestError
+from server.records import RequestFidelity, RequestRecord
+
+log = logging.getLogger(__name__)
+
+NAMED = ("request", "header", "model")  # reasons of requests that name their instance: no roll-out changes that
+SAVE_SECONDS = 1.0  # statistics are written at most once in this time
+MAX_ROLLOUTS = 100  # number of roll-outs that are remembered
+
+
+class InstanceChoice(NamedTuple):
+    """The instance of a request after roll-outs, the reason, and under which instance it also runs."""
+
+    instance: str
+    reason: str
+    shadow: str | None = None  # None: it runs under `instance` only
+    rollout: str | None = None  # the roll-out to whose statistics the request belongs
+
+
+class Rollouts:
+    """The roll-outs of an engine, by name."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: RolloutStore,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """Begin the roll-outs of the settings. `restore` replaces them by what a file knows about them."""
+        self._declared = settings.rollouts
+        self._strategies = settings.strategies
+        self._rule_shadows = {f"rule {i}": rule.shadow for i, rule in enumerate(settings.rules) if rule.shadow}
+        self._store, self._clock, self._wall = store, clock, wall
+        self._pairs: dict[tuple[str, str], FidelityStatistics] = {}
+        self._saved_at = clock()
+        self._by_from: dict[str, Rollout] = {}  # those to which requests are subject, by their `from`
+        self._rollouts: dict[str, Rollout] = {}
+        for name in self._declared:
+            self._rollouts[name] = self._make_declared(name)
+            self._rollouts[name].begin("declared in the settings", None)
+        self._index()
+
+    # ---------------------------------------------------------------- requests
+    def choose(
+        self, instance: str, reason: str, submit: Submit, usable: Callable[[str], bool] = lambda _: True
+    ) -> InstanceChoice:
+        """Return the instance that serves a request for which `instance` was chosen, and its shadow.
+
+        `usable` tells whether an instance can get requests. A request that names its instance keeps it. If a
+        candidate is not usable while its roll-out is active, the roll-out is rolled back.
+        """
+        if not submit.rollouts or not (self._by_from or self._rule_shadows):
+            return InstanceChoice(instance, reason)
+        shadow = self._rule_shadows.get(reason)
+        is_named = reason in NAMED
+        rollout = self._by_from.get(instance)
+        while rollout is not None and rollout.state == "complete" and not is_named and usable(rollout.settings.to):
+            instance, reason = rollout.settings.to, f"rollout {rollout.name}: complete"
+            rollout = self._by_from.get(instance)
+        name = None
+        if rollout is not None and rollout.is_active:
+            name, candidate = rollout.name, rollout.settings.to
+            if not usable(candidate):
+                rollout.roll_back(f"instance {candidate!r} gets no requests after repeated faults")
+                self._save_changes()
+            elif not is_named and is_canary(name, self._find_conversation(submit), rollout.share):
+                instance, reason = candidate, f"rollout {name}: canary"
+            elif is_shadowed(name, submit.request_id, rollout.shadow_share):
+                shadow = candidate
+        if shadow is not None and (shadow == instance or not usable(shadow)):
+            shadow = None
+        return InstanceChoice(instance, reason, shadow, name)
+
+    @staticmethod
+    def _find_conversation(submit: Submit) -> str:
+        """Return what is equal for requests that are served alike: without a conversation, all choices of a prompt."""
+        return submit.conversation or submit.sibling_of or submit.request_id
+
+    def observe(self, fidelities: Sequence[RequestFidelity], finished: Sequence[RequestRecord]) -> None:
+        """Count comparisons and requests that have ended, and update all roll-outs. Call it in each step."""
+        for fidelity in fidelities:
+            self.record_fidelity(fidelity)
+        for record in finished:
+            self.record_request(record)
+        self.update()
+
+    def record_request(self, record: RequestRecord) -> None:
+        """Count a request that has ended in its arm of a roll-out, unless it named its instance."""
+        if record.rollout is None or record.reason in NAMED:
+            return
+        if (found := self._rollouts.get(record.rollout)) is not None:
+            found.record_request(record)
+            self._save_changes()
+
+    def record_fidelity(self, fidelity: RequestFidelity) -> None:
+        """Count a request that also ran under a candidate."""
+        self._pairs.setdefault((fidelity.served, fidelity.candidate), FidelityStatistics()).record(fidelity)
+        found = self._by_from.get(fidelity.served)
+        if found is not None and found.settings.to == fidelity.candidate:
+            found.record_fidelity(fidelity)
+            self._save_changes()
+
+    def update(self) -> None:
+        """Let stages advance whose time has come, and write new statistics to the file."""
+        if not self._rollouts:
+            return
+        for rollout in self._rollouts.values():
+            rollout.update()
+        self._save_changes()
+        if self._clock() - self._saved_at >= SAVE_SECONDS and any(r.has_news for r in self._rollouts.values()):
+            self._saved_at = self._clock()
+            self._store.write_later(self._collect())
+
+    # ---------------------------------------------------------------- operators
+    def start(self, name: str, settings: Mapping[str, Any], by: str) -> dict[str, Any]:
+        """Start a roll-out and return its description. Raises RequestError if it cannot start."""
+        old = self._rollouts.get(name)
+        if old is not None and old.holds_requests:
+            raise RequestError(409, f"roll-out {name!r} is {old.label}: abort it first", code="rollout_exists")
+        if not is_rollout_name(name):
+            raise RequestError(400, f"{name!r} is not a name: use letters, digits, '-' and '_'", param="name")
+        if old is None and len(self._rollouts) >= MAX_ROLLOUTS:
+            self._forget_ended()
+        try:
+            parsed = parse_rollout(settings)
+            others = {r.name: r.settings for r in self._rollouts.values() if r.holds_requests}
+            check_rollouts({name: parsed}, self._strategies)
+        except ValueError as error:
+            raise RequestError(400, str(error), param="settings") from None
+        try:
+            check_rollouts(others | {name: parsed}, self._strategies)
+        except ValueError as error:
+            raise RequestError(409, str(error), code="rollout_exists") from None
+        self._rollouts[name] = new = self._make(name, parsed)
+        new.begin("started by an operator", by)
+        self._save_changes()
+        return new.describe()
+
+    def _forget_ended(self) -> None:
+        """Forget the roll-out that ended first, to make room. Raises RequestError if none has ended."""
+        ended = [r for r in self._rollouts.values() if not r.holds_requests and r.name not in self._declared]
+        if not ended:
+            raise RequestError(409, f"there are {MAX_ROLLOUTS} roll-outs already: abort one", code="too_many_rollouts")
+        del self._rollouts[min(ended, key=lambda r: r.since).name]
+
+    def control(self, name: str, action: RolloutAction, by: str) -> dict[str, Any]:
+        """Pause, resume, advance or abort a roll-out; return its description. Raises RequestError if that cannot be."""
+        rollout = self._rollouts.get(name)
+        if rollout is None:
+            known = ", ".join(sorted(self._rollouts)) or "none"
+            raise RequestError(404, f"there is no roll-out {name!r}; there are: {known}", code="not_found")
+        rollout.control(action, by)
+        self._save_changes()
+        return rollout.describe()
+
+    def describe(self) -> dict[str, Any]:
+        """Return all roll-outs for GET /v1/rollouts."""
+        return {"object": "list", "data": [rollout.describe() for rollout in self._rollouts.values()]}
+
+    def describe_fidelity(self) -> dict[str, Any]:
+        """Return how far candidates are from what was served, since the engine's start, for GET /v1/fidelity."""
+        return {
+            "object": "list",
+            "confidence": REPORT_CONFIDENCE,
+            "data": [
+                {"served": served, "candidate": candidate, **statistics.describe(REPORT_CONFIDENCE)}
+                for (served, candidate), statistics in self._pairs.items()
+            ],
+        }
+
+    @property
+    def rollouts(self) -> Collection[Rollout]:
+        return self._rollouts.values()
+
+    def collect_rollbacks(self) -> Sequence[str]:
+        """Return the names of the roll-outs that were rolled back since the last call."""
+        names = [name for name, rollout in self._rollouts.items() if rollout.is_newly_rolled_back]
+        for name in names:
+            self._rollouts[name].is_newly_rolled_back = False
+        return names
+
+    @property
+    def compared_pairs(self) -> Sequence[tuple[str, str]]:
+        """The pairs (served, candidate) of instances that roll-outs compare, and those compared so far."""
+        declared = {(r.settings.from_, r.settings.to): None for r in self._rollouts.values() if r.settings.shadow_share}
+        return [*(declared | dict.fromkeys(self._pairs))]
+
+    @property
+    def states(self) -> dict[str, tuple[str, float]]:
+        """The state of each roll-out ("paused" while it is), and the share that its candidate serves, for metrics."""
+        return {name: ("paused" if r.paused else r.state, r.share) for name, r in self._rollouts.items()}
+
+    # ---------------------------------------------------------------- the file
+    def restore(self) -> None:
+        """Continue where the file says that roll-outs were, and write to it from now on.
+
+        A roll-out whose settings or instances have changed begins anew. If the file is damaged, nobody knows whether a
+        candidate had been rolled back: those of the settings then wait, paused, without any effect on answers.
+        """
+        try:
+            saved = self._store.open()
+            restored = {each.name: new for each in saved if (new := self._restore_one(each)) is not None}
+        except (DamagedFileError, ValueError, KeyError) as error:
+            self._begin_paused(error)
+        else:
+            self._rollouts |= restored
+            self._abort_conflicts(restored.keys() - self._declared.keys())
+        self._index()
+        if self._rollouts:
+            self._write_now()
+
+    def _restore_one(self, saved: SavedRollout) -> Rollout | None:
+        """Return a roll-out as the file has it; None if that of the settings replaces it, or if it was removed there.
+
+        Raises ValueError if the file is damaged.
+        """
+        rollout = Rollout.restore(saved, self._clock, self._wall)
+        if saved.declared != self._describe_declared(saved.name):
+            log.info("roll-out %s: the settings have changed, so what was known about it is dropped", saved.name)
+            return None
+        gone = [each for each in (rollout.settings.from_, rollout.settings.to) if each not in self._strategies]
+        if gone:
+            if rollout.holds_requests:
+                rollout.abort(f"the settings have no instance {gone[0]!r} any more")
+        elif saved.instances != self._describe_instances(rollout.settings):
+            fresh = self._make(saved.name, rollout.settings, saved.declared)
+            fresh.begin("begun anew, as the settings of its instances have changed", None)
+            return fresh
+        return rollout
+
+    def _abort_conflicts(self, started: set[str]) -> None:
+        """Abort roll-outs of operators whose `from` a roll-out of the settings has now."""
+        for name in sorted(started):
+            mine = self._rollouts[name]
+            others = {n: r.settings for n, r in self._rollouts.items() if n != name and r.holds_requests}
+            if mine.holds_requests:
+                try:
+                    check_rollouts(others | {name: mine.settings}, self._strategies)
+                except ValueError as error:
+                    mine.abort(str(error))
+
+    def _begin_paused(self, error: Exception) -> None:
+        aside = self._store.set_aside()
+        log.error(
+            "the file with the state of roll-outs, %s, cannot be read (%s)%s; roll-outs of the settings are paused and "
+            "serve no request until an operator resumes them; those started by an operator have to be started again",
+            self._store.path,
+            error,
+            f" and is now {aside}" if aside is not None else "",
+        )
+        for name in self._declared:
+            self._rollouts[name] = self._make_declared(name)
+            self._rollouts[name].begin_paused("the file with its state was damaged: resume it, or abort it")
+
+    def _make_declared(self, name: str) -> Rollout:
+        return self._make(name, self._declared[name], self._describe_declared(name))
+
+    def _make(self, name: str, settings: RolloutSettings, declared: dict[str, Any] | None = None) -> Rollout:
+        new = Rollout(name, settings, self._clock, self._wall)
+        new.declared = self._describe_declared(name) if declared is None else declared
+        new.instances = self._describe_instances(settings)
+        return new
+
+    def _describe_declared(self, name: str) -> dict[str, Any] | None:
+        return self._declared[name].model_dump(mode="json") if name in self._declared else None
+
+    def _describe_instances(self, settings: RolloutSettings) -> dict[str, Any]:
+        """Return the settings of a roll-out's instances that change answers, as JSON has them."""
+        names = (settings.from_, settings.to)
+        described = {n: self._strategies[n].model_dump(mode="json", exclude={"floor", "limit"}) for n in names}
+        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(described))
+        return plain
+
+    def _index(self) -> None:
+        self._by_from = {r.settings.from_: r for r in self._rollouts.values() if r.holds_requests}
+
+    def _save_changes(self) -> None:
+        """Write the state at once if that of any roll-out has changed."""
+        if any(rollout.is_changed for rollout in self._rollouts.values()):
+            self._index()
+            self._write_now()
+
+    def _write_now(self) -> None:
+        self._saved_at = self._clock()
+        self._store.write(self._collect())
+
+    def close(self) -> None:
+        """Write what is new, and release the file: another engine may go on with the roll-outs."""
+        if any(rollout.has_news for rollout in self._rollouts.values()):
+            self._write_now()
+        self._store.close()
+
+    def _collect(self) -> list[SavedRollout]:
+        for rollout in self._rollouts.values():
+            rollout.is_changed = rollout.has_news = False
+        return [rollout.save() for rollout in self._rollouts.values()]

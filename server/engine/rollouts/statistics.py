@@ -1,0 +1,248 @@
+"""Statistics of the latest requests: how far a candidate is from what was served, and how fast requests were answered.
+
+Memory is bounded: of each kind of sample the latest ones are kept in a ring, as many as the constants below say; older
+ones are overwritten. Totals count all. Knows neither the bounds of a guard nor the stages of a roll-out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from server.engine.rollouts.intervals import (
+    Estimate,
+    clustered_mean,
+    clustered_share,
+    count_effective,
+    quantile,
+    wilson,
+)
+from server.records import RequestFidelity, RequestRecord
+
+MAX_COMPARED = 2000  # number of compared requests that are kept: sums of each
+MAX_TOKENS = 20_000  # number of compared tokens whose KL divergence is kept, for percentiles
+MAX_SERVED = 1000  # number of served requests that are kept in each arm
+MAX_KL = (
+    100.0  # nats; stands for an infinite divergence in the lower end of a mean's interval: float32 ends near e^-103
+)
+
+_COMPARED = np.dtype(
+    [
+        ("tokens", "<f8"),
+        ("kl", "<f8"),  # sum over the tokens, with MAX_KL for infinite ones
+        ("infinite", "<f8"),  # number of tokens whose divergence is infinite or not a number
+        ("agreed", "<f8"),
+        ("rank", "<f8"),  # sum over the tokens
+        ("saved", "<f8"),  # bytes
+        ("failed", "<f8"),  # 1: the candidate failed
+    ]
+)
+_TOKEN = np.dtype([("kl", "<f4"), ("request", "<i4")])
+_SERVED = np.dtype([("first_token", "<f8"), ("inter_token", "<f8"), ("failed", "<f8")])  # NaN: unknown
+
+
+class SavedSamples(msgspec.Struct, frozen=True):
+    """The contents of statistics, as they are written to disk: rings of samples, oldest first, and totals."""
+
+    rings: list[bytes]
+    totals: dict[str, int]
+
+
+class SampleRing:
+    """The latest samples of a stream: an array of fixed capacity, in which new samples overwrite the oldest."""
+
+    def __init__(self, dtype: np.dtype[Any], capacity: int) -> None:
+        self._array = np.zeros(capacity, dtype)
+        self._added = 0  # number of samples since the beginning
+
+    def append(self, samples: NDArray[Any]) -> None:
+        """Add samples; of more than fit only the last ones."""
+        samples = samples[-len(self._array) :]
+        places = (self._added + np.arange(len(samples))) % len(self._array)
+        self._array[places] = samples
+        self._added += len(samples)
+
+    @property
+    def samples(self) -> NDArray[Any]:
+        """The samples, in no certain order."""
+        return self._array[: min(self._added, len(self._array))]
+
+    def dump(self) -> bytes:
+        """Return the samples, oldest first."""
+        return np.roll(
+            self.samples, -(self._added % len(self._array)) if self._added > len(self._array) else 0
+        ).tobytes()
+
+    def load(self, data: bytes) -> None:
+        """Add samples that `dump` returned. Raises ValueError if the data is something else."""
+        self.append(np.frombuffer(data, self._array.dtype))
+
+
+class FidelityStatistics:
+    """How far a candidate instance is from the served one, over the latest requests that ran under both."""
+
+    def __init__(self) -> None:
+        self._requests = SampleRing(_COMPARED, MAX_COMPARED)
+        self._tokens = SampleRing(_TOKEN, MAX_TOKENS)
+        self.totals = Counter[str]()  # "requests", of which "compared" (with tokens), "room", "failed"; "tokens"
+
+    def record(self, fidelity: RequestFidelity) -> None:
+        """Add a request that has ended."""
+        kl = np.asarray(fidelity.kl, np.float64)
+        finite = np.isfinite(kl)
+        self.totals["requests"] += 1
+        self.totals["compared"] += bool(len(kl))
+        self.totals["tokens"] += len(kl)
+        if fidelity.ended_early is not None:
+            self.totals[fidelity.ended_early] += 1
+        row = np.zeros(1, _COMPARED)
+        row[0] = (
+            len(kl),
+            float(np.where(finite, kl, MAX_KL).sum()),
+            len(kl) - int(finite.sum()),
+            sum(fidelity.agreed),
+            sum(fidelity.rank),
+            fidelity.served_bytes - fidelity.candidate_bytes,
+            fidelity.ended_early == "failed",
+        )
+        self._requests.append(row)
+        tokens = np.zeros(len(kl), _TOKEN)
+        tokens["kl"], tokens["request"] = np.where(finite, kl, math.inf), self.totals["requests"]
+        self._tokens.append(tokens)
+
+    @property
+    def _compared(self) -> NDArray[Any]:
+        samples = self._requests.samples
+        return samples[samples["tokens"] > 0]
+
+    def mean_kl(self, confidence: float) -> Estimate:
+        """Return the mean KL divergence per token; infinite if that of any token is, but with a finite lower end."""
+        compared = self._compared
+        mean = clustered_mean(compared["kl"], compared["tokens"], confidence)
+        infinite = bool(compared["infinite"].any())
+        value, high = (math.inf, math.inf) if infinite else (mean.value, mean.high)
+        return Estimate(value, max(mean.low, 0.0), high)
+
+    def kl_quantile(self, q: float, confidence: float) -> Estimate:
+        """Return a quantile of the KL divergence of tokens. Its interval respects that those of a request are alike."""
+        tokens = self._tokens.samples
+        if not len(tokens):
+            return quantile(tokens["kl"], q, confidence)
+        value = quantile(tokens["kl"], q, confidence).value
+        _, places, counts = np.unique(tokens["request"], return_inverse=True, return_counts=True)
+        above = np.bincount(places, weights=tokens["kl"] > value).astype(np.float64)
+        effective = count_effective(above, counts.astype(np.float64))
+        found = quantile(tokens["kl"], q, confidence, effective)
+        return found._replace(low=max(found.low, 0.0))
+
+    def top1(self, confidence: float) -> Estimate:
+        """Return the share of tokens at which both instances have the same likeliest token."""
+        compared = self._compared
+        return clustered_share(compared["agreed"], compared["tokens"], confidence)
+
+    def errors(self, confidence: float) -> Estimate:
+        """Return the share of requests in which the candidate failed."""
+        failed = self._requests.samples["failed"]
+        return wilson(float(failed.mean()) if len(failed) else 0.0, len(failed), confidence)
+
+    def describe(self, confidence: float) -> dict[str, Any]:
+        """Return all figures for JSON."""
+        samples, compared = self._requests.samples, self._compared
+        tokens = float(compared["tokens"].sum())
+        return {
+            "requests": self.totals["requests"],
+            "tokens": self.totals["tokens"],
+            "kl_mean": self.mean_kl(confidence).describe(),
+            "kl_p50": self.kl_quantile(0.5, confidence).describe(),
+            "kl_p99": self.kl_quantile(0.99, confidence).describe(),
+            "top1": self.top1(confidence).describe(),
+            "mean_rank": float(compared["rank"].sum()) / tokens if tokens else None,
+            "bytes_saved_per_request": float(samples["saved"].mean()) if len(samples) else None,
+            "infinite_kl_tokens": int(compared["infinite"].sum()),
+            "ended_early": {reason: self.totals[reason] for reason in ("room", "failed")},
+            "latest": {"requests": len(samples), "percentile_tokens": len(self._tokens.samples)},
+        }
+
+    def save(self) -> SavedSamples:
+        return SavedSamples([self._requests.dump(), self._tokens.dump()], dict(self.totals))
+
+    @classmethod
+    def restore(cls, saved: SavedSamples) -> FidelityStatistics:
+        """Return the statistics that were saved. Raises ValueError if they are damaged."""
+        new = cls()
+        requests, tokens = saved.rings
+        new._requests.load(requests)
+        new._tokens.load(tokens)
+        new.totals.update(saved.totals)
+        return new
+
+
+class ArmStatistics:
+    """How fast, and with how many errors, the latest requests of one arm of a roll-out's stage were served."""
+
+    def __init__(self) -> None:
+        self._requests = SampleRing(_SERVED, MAX_SERVED)
+        self.totals = Counter[str]()  # "requests" that were not cancelled, of which "failed"
+
+    def record(self, record: RequestRecord) -> None:
+        """Add a request that has ended. One that its client cancelled says nothing about errors, and is left out."""
+        if record.outcome == "cancelled":
+            return
+        failed = record.outcome == "error"
+        self.totals["requests"] += 1
+        self.totals["failed"] += failed
+        row = np.zeros(1, _SERVED)
+        first = math.nan if record.first_token_seconds is None else record.first_token_seconds
+        row[0] = (first, _mean_inter_token(record), failed)
+        self._requests.append(row)
+
+    @property
+    def first_token_seconds(self) -> NDArray[np.float64]:
+        return _known(self._requests.samples["first_token"])
+
+    @property
+    def inter_token_seconds(self) -> NDArray[np.float64]:
+        """The mean time between tokens of each request with two or more."""
+        return _known(self._requests.samples["inter_token"])
+
+    def errors(self, confidence: float) -> Estimate:
+        """Return the share of requests that failed."""
+        failed = self._requests.samples["failed"]
+        return wilson(float(failed.mean()) if len(failed) else 0.0, len(failed), confidence)
+
+    def describe(self, confidence: float) -> dict[str, Any]:
+        """Return all figures for JSON."""
+        return {
+            "requests": self.totals["requests"],
+            "failed": self.totals["failed"],
+            "errors": self.errors(confidence).describe(),
+            "ttft_p95": quantile(self.first_token_seconds, 0.95, confidence).describe(),
+            "itl_p95": quantile(self.inter_token_seconds, 0.95, confidence).describe(),
+        }
+
+    def save(self) -> SavedSamples:
+        return SavedSamples([self._requests.dump()], dict(self.totals))
+
+    @classmethod
+    def restore(cls, saved: SavedSamples) -> ArmStatistics:
+        """Return the statistics that were saved. Raises ValueError if they are damaged."""
+        new = cls()
+        (requests,) = saved.rings
+        new._requests.load(requests)
+        new.totals.update(saved.totals)
+        return new
+
+
+def _known(samples: NDArray[Any]) -> NDArray[np.float64]:
+    return np.asarray(samples[~np.isnan(samples)], np.float64)
+
+
+def _mean_inter_token(record: RequestRecord) -> float:
+    if record.decode_seconds is None or record.generated_tokens < 2:
+        return math.nan
+    return record.decode_seconds / (record.generated_tokens - 1)

@@ -1,0 +1,221 @@
+"""Keeps the state of roll-outs in a JSON file, so that they go on where they were after a restart.
+
+The file is written under another name, flushed to the disk and renamed, so that it is always complete. One server at a
+time uses it: it holds a lock, which the system releases however the server ends. Knows neither stages nor statistics.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from server.engine.rollouts.statistics import SavedSamples
+from server.models.errors import ModelError
+from server.models.files.user_cache import expand_user, user_state_dir
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+
+RolloutState = Literal["shadow", "canary", "complete", "rolled_back", "aborted"]
+
+
+class RolloutChange(msgspec.Struct, frozen=True):
+    """An entry of a roll-out's history."""
+
+    time: float  # seconds since 1970
+    before: str
+    after: str
+    reason: str
+    by: str | None  # the operator; None: the server did it
+
+
+class SavedRollout(msgspec.Struct, frozen=True):
+    """Everything about a roll-out that outlives the engine."""
+
+    name: str
+    settings: dict[str, Any]
+    declared: dict[str, Any] | None  # what the server's settings declared under this name; None: nothing
+    instances: dict[str, Any]  # the settings of both instances
+    state: RolloutState
+    stage: int
+    paused: bool
+    reason: str
+    since: float  # seconds since 1970 of the last change of the state or stage
+    elapsed: float  # seconds of the stage in which a server ran
+    history: list[RolloutChange]
+    fidelity: SavedSamples
+    baseline: SavedSamples
+    canary: SavedSamples
+
+
+class SavedRollouts(msgspec.Struct, frozen=True):
+    """The contents of the file."""
+
+    version: int
+    rollouts: list[SavedRollout]
+
+
+class DamagedFileError(Exception):
+    """A file that exists and cannot be read; the message says why."""
+
+
+def choose_rollouts_file(setting: str | None, *identity: object) -> Path | None:
+    """Return the file for the state of roll-outs; None if it is not kept (setting "off").
+
+    `identity` (model, host, port) tells servers of one user apart, which have a file each by default.
+    """
+    if setting in ("", "off"):
+        return None
+    try:
+        if setting is not None:
+            return expand_user(setting)
+        digest = hashlib.sha256("\0".join(map(str, identity)).encode(errors="surrogateescape")).hexdigest()[:16]
+        return user_state_dir() / "rollouts" / f"{digest}.json"
+    except ModelError as error:
+        log.warning("the state of roll-outs is not kept for the next start: %s; or set rollouts_file", error)
+        return None
+
+
+class RolloutStore:
+    """The file with the state of roll-outs. Without a path, or while it is not open, nothing is written."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._is_open = False
+        self._lock_descriptor: int | None = None
+        self._writing = threading.Lock()
+        self._writer: threading.Thread | None = None
+        self._number = 0  # of the last state that was to be written
+        self._written = 0
+        self._has_failed = False  # whether the last attempt to write failed, which is logged once
+
+    def open(self) -> list[SavedRollout]:
+        """Return what the file contains, and begin to write to it. Raises DamagedFileError if it cannot be read."""
+        if self.path is None:
+            return []
+        if self.path.exists() and not self._take_lock():
+            return []
+        self._is_open = True
+        try:
+            data = self.path.read_bytes()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise DamagedFileError(str(error.strerror)) from None
+        try:
+            saved = msgspec.json.decode(data, type=SavedRollouts)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise DamagedFileError(str(error)) from None
+        if saved.version != VERSION:
+            raise DamagedFileError(f"it is of version {saved.version}, and this server writes version {VERSION}")
+        return saved.rollouts
+
+    def set_aside(self) -> Path | None:
+        """Rename a damaged file, so that it can be looked at; return its new path, or None if that fails."""
+        assert self.path is not None
+        aside = self.path.with_name(self.path.name + ".damaged")
+        try:
+            self.path.replace(aside)
+        except OSError:
+            return None
+        return aside
+
+    def write(self, rollouts: Sequence[SavedRollout]) -> None:
+        """Write the state now, and wait for the disk."""
+        self._number += 1
+        self._write(rollouts, self._number)
+
+    def write_later(self, rollouts: Sequence[SavedRollout]) -> None:
+        """Write the state in another thread: the engine does not wait for the disk."""
+        if not self._is_open or self._writing.locked():
+            return  # a slow disk: the next state is written instead
+        self._number += 1
+        self._writer = threading.Thread(target=self._write, args=(rollouts, self._number), daemon=True)
+        self._writer.start()
+
+    def _write(self, rollouts: Sequence[SavedRollout], number: int) -> None:
+        with self._writing:
+            if not self._is_open or number < self._written or not self._take_lock():
+                return
+            assert self.path is not None
+            try:
+                _replace(self.path, msgspec.json.encode(SavedRollouts(VERSION, list(rollouts))))
+            except OSError as error:
+                if not self._has_failed:
+                    log.error(
+                        "cannot write the state of roll-outs to %s (%s): after a restart they would be where they are "
+                        "in that file; make room or set rollouts_file; this is tried again",
+                        self.path,
+                        error.strerror,
+                    )
+                self._has_failed = True
+            else:
+                self._written, self._has_failed = number, False
+
+    def _take_lock(self) -> bool:
+        """Lock the file and return whether that succeeded; if another server has it, nothing is written any more."""
+        assert self.path is not None
+        if self._lock_descriptor is not None:
+            return True
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path.with_name(self.path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return True  # writing will fail, too, and be logged
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            self._is_open = False
+            log.error(
+                "another server keeps its roll-outs in %s: those of this server are not kept for the next start; set "
+                "rollouts_file to another file",
+                self.path,
+            )
+            return False
+        except OSError:
+            pass  # a file system without locks
+        self._lock_descriptor = lock
+        return True
+
+    def close(self) -> None:
+        """Wait until what was to be written is written, and release the file; nothing is written any more."""
+        if self._writer is not None:
+            self._writer.join()
+        with self._writing:
+            self._is_open = False
+            if self._lock_descriptor is not None:
+                os.close(self._lock_descriptor)
+                self._lock_descriptor = None
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replace the contents of a file, so that it has the old or the new contents whenever the machine stops."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        with suppress(OSError):
+            Path(name).unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # some file systems cannot flush a directory
+            os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,96 @@
+"""Makes the request of a message: chooses its strategy instance, a fallback of that and a candidate, sets up drafts.
+
+Knows the rules of the choice, roll-outs and the state of instances; neither the queue nor what becomes of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from cache_strategies.arena import Arena
+from cache_strategies.base import KVCache
+from cache_strategies.types import Salt
+from server.engine.ipc.messages import Submit
+from server.engine.isolation.isolation import Isolation
+from server.engine.rollouts.rollouts import Rollouts
+from server.engine.sampling.ngram_proposer import NgramProposer
+from server.engine.scheduling.fallback import Fallbacks, set_fallback_of
+from server.engine.scheduling.request import Request
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.selection import Selector
+
+# The requests of an engine that have not ended, by API worker and the id that it gave the request
+RequestTable = Mapping[tuple[int, str], Request]
+
+
+class NewRequest(NamedTuple):
+    """A request, and the cache of the candidate instance under which it also runs; None: under none."""
+
+    request: Request
+    shadow: KVCache | None
+
+
+class RequestFactory:
+    """Makes an engine's requests."""
+
+    def __init__(
+        self,
+        selector: Selector,
+        isolation: Isolation,
+        fallbacks: Fallbacks,
+        rollouts: Rollouts,
+        arena: Arena,
+        scheduler: Scheduler,
+        eos_ids: Collection[int],
+    ) -> None:
+        """Make requests for `scheduler`, whose limits apply; `eos_ids`: the tokens that end the model's texts."""
+        self._selector = selector
+        self._isolation = isolation
+        self._fallbacks = fallbacks
+        self._rollouts = rollouts
+        self._arena = arena
+        self._scheduler = scheduler
+        self._eos_ids = eos_ids
+
+    def make(self, worker: int, message: Submit, requests: RequestTable) -> NewRequest:
+        """Make the request of a message from API worker `worker`. Raises RequestError if it is invalid.
+
+        `requests` are those that have not ended, among which are the other choices (n > 1) of its prompt.
+        """
+        by_rule, reason = self._selector.choose(message, self._arena.usage)
+        chosen, reason, shadow, rollout = self._rollouts.choose(by_rule, reason, message, self._isolation.usable)
+        name = self._fallbacks.choose(chosen, len(message.prompt), message.sampling.max_tokens)
+        cache = self._isolation.caches[name]
+        speculation = self._scheduler.limits.resolve_speculation(message.speculation)
+        request = Request(
+            (worker, message.request_id),
+            list(message.prompt),
+            message.sampling,
+            cache,
+            reason,
+            Salt(message.caching.tenant, message.caching.cache_salt),
+            priority=message.priority,
+            caching=message.caching,
+            explain=message.explain,
+            rollout=rollout,
+            siblings=_find_siblings(worker, message, cache, requests),
+        )
+        if name != chosen:
+            set_fallback_of(request, chosen)
+        request.check_allowed_tokens(self._eos_ids)
+        # No drafts for a strategy whose state depends on how tokens are split into rows: they would change the text.
+        if speculation.num_speculative_tokens and cache.contract.chunk_invariant:
+            longest = min(request.max_total_tokens, self._scheduler.limits.max_seq_len)
+            request.proposer = NgramProposer(speculation, longest)
+        if shadow is None or name != chosen or shadow in self._isolation.quarantined:
+            return NewRequest(request, None)
+        return NewRequest(request, self._isolation.caches[shadow])
+
+
+def _find_siblings(worker: int, message: Submit, cache: KVCache, requests: RequestTable) -> list[Request]:
+    """Return the list of requests that all choices (n > 1) of one prompt share; a new one for the first choice."""
+    sibling = requests.get((worker, message.sibling_of)) if message.sibling_of is not None else None
+    if sibling is None or sibling.cache is not cache or sibling.caching != message.caching:
+        return []
+    return sibling.siblings if sibling.tokens[: sibling.num_prompt_tokens] == message.prompt else []

@@ -1,0 +1,125 @@
+"""One shadow: a request that also runs under a candidate instance, fed with the tokens that the served instance drew.
+
+Keeps the served logits of tokens that the candidate has not predicted yet, since the candidate may lag behind: it
+computes the prompt later, and drafts are verified without it. Knows neither the scheduler nor where results are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from cache_strategies.base import KVCache
+from server.engine.scheduling.request import Request
+from server.engine.shadow.divergence import Divergence
+from server.records import RequestFidelity
+
+EndedEarly = Literal["room", "failed"]
+
+
+class Comparable(NamedTuple):
+    """Tokens that both instances have predicted, with the logits [V] of each."""
+
+    served: list[Tensor]
+    candidate: list[Tensor]
+    tokens: list[int]
+
+
+@dataclass(eq=False, slots=True)
+class Shadow:
+    """A request that shadows a served one under a candidate instance, and the comparison so far."""
+
+    served: Request
+    request: Request  # the shadow's own; its `tokens` are the list of the served request
+    served_cache: KVCache  # of the served request when the shadow began; a fallback may serve it later
+    rollout: str | None  # the roll-out for which the request is shadowed; None: a rule's
+    divergences: list[Divergence] = field(default_factory=list)  # of tokens at which both logits are finite
+    is_finite: bool = True  # whether all logits were so far
+    unmeasured: Comparable = field(default_factory=lambda: Comparable([], [], []))
+    served_ended: bool = False
+    num_idle_steps: int = 0  # number of steps since the shadow last had a row
+    # Served logits [V] by the index of the token that they predict, in order; only those not compared yet
+    _kept: dict[int, Tensor] = field(default_factory=dict)  # copies
+    _fresh: dict[int, Tensor] = field(default_factory=dict)  # rows of the logits of the present step
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether served logits wait for the candidate's."""
+        return bool(self._kept or self._fresh)
+
+    def count_computable_tokens(self, *, served_samples: bool) -> int:
+        """Return how many tokens the shadow may compute in a step; `served_samples`: the served request samples in it.
+
+        The last token of the text is computed in no step before the one in which the served request computes it, so
+        that the logits after it can be compared at once.
+        """
+        assert self.request.seat is not None
+        return len(self.served.tokens) - (not served_samples) - self.request.seat.length
+
+    def count_compared(self, num_tokens: int) -> int:
+        """Return how many of the last tokens of the shadow's next row, of `num_tokens`, have logits to be compared."""
+        assert self.request.seat is not None
+        first = next(iter(self._kept), len(self.served.tokens))  # index of the first token whose prediction is needed
+        return min(num_tokens, max(0, self.request.seat.length + num_tokens + 1 - first))
+
+    def add_served_logits(self, logits: Tensor) -> None:
+        """Add the logits [n, V] from which the last n tokens of the served text were drawn."""
+        self._fresh.update(enumerate(logits, len(self.served.tokens) - len(logits)))
+
+    def match(self, logits: Tensor) -> None:
+        """Add to `unmeasured` what can be compared, given the logits [n, V] after the shadow's last n committed tokens.
+
+        Logits are copied: a row of a step's logits would keep all of them in memory.
+        """
+        assert self.request.seat is not None
+        first = self.request.seat.length - len(logits) + 1  # index of the token that the first row predicts
+        for token, row in enumerate(logits, first):
+            fresh = self._fresh.pop(token, None)
+            served = self._kept.pop(token, None) if fresh is None else fresh.clone()
+            if served is not None:
+                self.unmeasured.served.append(served)
+                self.unmeasured.candidate.append(row.clone())
+                self.unmeasured.tokens.append(self.served.tokens[token])
+
+    def take_divergences(self, divergences: Iterator[Divergence]) -> None:
+        """Take the divergences of the unmeasured tokens, which come first."""
+        taken = list(islice(divergences, len(self.unmeasured.tokens)))
+        self.divergences += (each for each in taken if each.is_finite)
+        self.is_finite &= all(each.is_finite for each in taken)
+        self.unmeasured = Comparable([], [], [])
+
+    def keep_served_logits(self, most: int) -> None:
+        """Copy the step's served logits that could not be compared yet, and drop the oldest ones beyond `most`."""
+        self._kept |= {token: row.clone() for token, row in self._fresh.items()}
+        self._fresh.clear()
+        for token in list(self._kept)[: max(0, len(self._kept) - most)]:
+            del self._kept[token]
+
+    def summarize(self) -> dict[str, Any]:
+        """Return the fields of the served request's RequestRecord that tell of the comparison so far."""
+        compared = self.divergences
+        return {
+            "shadow": self.request.cache.name,
+            "fidelity_tokens": len(compared),
+            "fidelity_kl": fmean(each.kl for each in compared) if compared else None,
+            "fidelity_top1": fmean(each.agreed for each in compared) if compared else None,
+        }
+
+    def make_record(self, ended_early: EndedEarly | None) -> RequestFidelity:
+        """Return the results of the comparison."""
+        return RequestFidelity(
+            served=self.served_cache.name,
+            candidate=self.request.cache.name,
+            rollout=self.rollout,
+            kl=[each.kl for each in self.divergences],
+            agreed=[each.agreed for each in self.divergences],
+            rank=[each.rank for each in self.divergences],
+            served_bytes=self.served.kv_bytes,
+            candidate_bytes=self.request.kv_bytes,
+            ended_early=ended_early,
+        )

@@ -1,0 +1,243 @@
+"""All shadows of an engine: starts them, adds their rows to steps, compares logits, and drops them under pressure.
+
+A shadow takes only what served requests leave: a part of the step's token budget, rows below max_num_seqs, memory that
+no running request needs. It shares cached tokens with other shadows only (`Salt.shadow`), so that no served request
+waits for a prefix that a shadow computes, or counts it as found. Knows the scheduler's limits and caches; nothing of
+roll-outs or metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from cache_strategies.base import KVCache
+from server.engine.isolation.errors import StrategyError
+from server.engine.scheduling.request import Request
+from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.step import Scheduled
+from server.engine.shadow.divergence import measure_divergence
+from server.engine.shadow.shadow import EndedEarly, Shadow
+from server.records import Outcome, RequestFidelity
+
+log = logging.getLogger(__name__)
+
+BUDGET_SHARE = 4  # shadows compute at most this part (1/4) of max_num_batched_tokens in a step
+MAX_KEPT_BYTES = 64 << 20  # of served logits that wait for candidates, over all shadows
+# So many tokens, over all shadows, are measured in one call: a call takes as long for one as for several
+MEASURED_TOGETHER = 32
+MAX_UNMEASURED_BYTES = 16 << 20  # of the logits of either instance that wait for that
+MAX_IDLE_STEPS = (
+    200  # steps without a row after which a shadow is dropped, since its request waits or its cache is stuck
+)
+
+
+class Wanted(NamedTuple):
+    """A shadow that begins when its served request does."""
+
+    cache: KVCache  # of the candidate
+    rollout: str | None
+
+
+class Shadows:
+    """The shadows of an engine. A shadow whose strategy raises StrategyError ends; no request is affected."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._wanted: dict[Request, Wanted] = {}  # by served request
+        self._by_served: dict[Request, Shadow] = {}
+        self._by_request: dict[Request, Shadow] = {}  # the same shadows by their own requests
+        self._records: list[RequestFidelity] = []
+        self._bytes_of_row = 1  # of the logits [V] of one token
+
+    def __len__(self) -> int:
+        return len(self._by_request)
+
+    @property
+    def requests(self) -> Collection[Request]:
+        """The requests of the shadows that have a seat."""
+        return self._by_request.keys()
+
+    def want(self, served: Request, cache: KVCache, rollout: str | None) -> None:
+        """Let a request, which is queued, also run under the instance of `cache` once it begins."""
+        if cache is not served.cache and served.sampling.max_tokens:
+            self._wanted[served] = Wanted(cache, rollout)
+
+    def get(self, served: Request) -> Shadow | None:
+        """Return the shadow of a served request; None if it has none (any more)."""
+        return self._by_served.get(served)
+
+    def collect_records(self) -> list[RequestFidelity]:
+        """Return the results of the shadows that have ended since the last call."""
+        records, self._records = self._records, []
+        return records
+
+    # ---------------------------------------------------------------- a step
+    def schedule(self, served_rows: Sequence[Scheduled]) -> list[Scheduled]:
+        """Return the shadows' rows of a step, beside those of served requests."""
+        if not self._wanted and not self._by_request:
+            return []
+        for shadow in [each for each in self._by_request.values() if each.served.cache is not each.served_cache]:
+            self._end(shadow, None)  # a fallback serves the request now, from its beginning
+        for request in [row.request for row in served_rows if row.request in self._wanted]:
+            self._start(request, *self._wanted.pop(request))
+        limits = self._scheduler.limits
+        used = sum(row.num_tokens + len(row.draft) for row in served_rows)
+        budget = min(limits.max_num_batched_tokens // BUDGET_SHARE, limits.max_num_batched_tokens - used)
+        sampling = {row.request for row in served_rows if row.num_tokens == row.request.num_remaining_tokens}
+        rows: list[Scheduled] = []
+        for shadow in list(self._by_request.values()):
+            if len(served_rows) + len(rows) >= limits.max_num_seqs or budget <= 0:
+                break
+            wanted = shadow.count_computable_tokens(served_samples=shadow.served in sampling)
+            num_tokens = self._grow(shadow, min(wanted, budget))
+            if num_tokens:
+                budget -= num_tokens
+                num_compared = shadow.count_compared(num_tokens)
+                rows.append(Scheduled(shadow.request, num_tokens, num_compared=num_compared))
+        return rows
+
+    def _start(self, served: Request, cache: KVCache, rollout: str | None) -> None:
+        """Open a seat under the candidate for a request whose first row is in this step, if there is room."""
+        if cache is served.cache:
+            return
+        sampling = msgspec.structs.replace(served.sampling, logprobs=None, prompt_logprobs=None)
+        salt = served.salt._replace(shadow=True)
+        request = Request(served.key, served.tokens, sampling, cache, "shadow", salt, is_shadow=True)
+        request.num_prompt_tokens = served.num_prompt_tokens
+        shadow = Shadow(served, request, served.cache, rollout)
+        try:
+            if not self._fits(request):
+                self._records.append(shadow.make_record("room"))
+                return
+            request.seat = cache.open(served.tokens, salt=salt)
+            if request.seat is not None:
+                # What it leaves in the cache is evicted before the tokens of served requests.
+                cache.retain(request.seat, priority=0, ttl=0.0)
+        except StrategyError:
+            self._records.append(shadow.make_record("failed"))
+            return
+        if request.seat is None:
+            self._records.append(shadow.make_record("room"))
+            return
+        self._by_served[served] = self._by_request[request] = shadow
+
+    def _fits(self, request: Request) -> bool:
+        """Return whether a shadow has room if all running requests take the memory that they need at most."""
+        limits, total = self._scheduler.limits, request.max_total_tokens
+        if request.num_bounded_tokens > limits.max_seq_len or request.cache.draining:
+            return False
+        request.peak_bytes = request.cache.bytes_for(total)
+        others = sum(r.peak_bytes for r in (*self._scheduler.running, *self._by_request))
+        return request.peak_bytes <= request.cache.limit_bytes and others + request.peak_bytes <= limits.kv_bytes
+
+    def _grow(self, shadow: Shadow, wanted: int) -> int:
+        """Return the number of tokens of a shadow's next row, for which it has memory; 0: none in this step."""
+        cache, seat = shadow.request.cache, shadow.request.seat
+        assert seat is not None
+        shadow.num_idle_steps += 1
+        if shadow.num_idle_steps > MAX_IDLE_STEPS:
+            self._end(shadow, "room")
+            return 0
+        try:
+            if wanted <= 0 or not cache.ready(seat):
+                return 0
+            num_tokens = min(wanted, cache.row_limit(seat) or wanted)
+            if not cache.grow(seat, num_tokens):
+                self._end(shadow, "room")
+                return 0
+        except StrategyError:
+            self._end(shadow, "failed")
+            return 0
+        shadow.num_idle_steps = 0
+        return num_tokens
+
+    def add_served_logits(self, served: Request, logits: Tensor, rows: range) -> None:
+        """Add the rows of a step's logits [K, V] from which the last tokens of a request's text were drawn."""
+        if (shadow := self._by_served.get(served)) is not None and rows:
+            shadow.add_served_logits(logits[rows.start : rows.stop])
+            self._bytes_of_row = logits[0].nbytes
+
+    def compare(self, logits: Mapping[Request, Tensor]) -> None:
+        """Compare what both instances have predicted, after a step has been committed.
+
+        `logits` [n, V] by the request of a shadow: those after the last n tokens of its row. Shadows that are done end.
+        """
+        if not self._by_request:
+            return
+        for request, rows in logits.items():
+            if (shadow := self._by_request.get(request)) is not None:
+                shadow.match(rows)
+        num_unmeasured = sum(len(shadow.unmeasured.tokens) for shadow in self._by_request.values())
+        if num_unmeasured >= min(MEASURED_TOGETHER, MAX_UNMEASURED_BYTES // self._bytes_of_row):
+            self._measure()
+        for shadow in list(self._by_request.values()):
+            if not shadow.is_finite or (shadow.served_ended and not shadow.is_behind):
+                self._end(shadow, None)
+            else:
+                shadow.keep_served_logits(self._count_kept_rows())
+
+    def _measure(self) -> None:
+        """Measure the divergence of all tokens that can be compared, of all shadows, with one copy from the device."""
+        shadows = [shadow for shadow in self._by_request.values() if shadow.unmeasured.tokens]
+        if not shadows:
+            return
+        served = torch.stack([row for each in shadows for row in each.unmeasured.served])
+        candidate = torch.stack([row for each in shadows for row in each.unmeasured.candidate])
+        tokens = [token for each in shadows for token in each.unmeasured.tokens]
+        divergences = iter(measure_divergence(served, candidate, tokens))
+        for shadow in shadows:
+            shadow.take_divergences(divergences)
+
+    def _count_kept_rows(self) -> int:
+        """Return how many rows of served logits each shadow may keep."""
+        return max(1, MAX_KEPT_BYTES // self._bytes_of_row // len(self._by_request))
+
+    # ---------------------------------------------------------------- ends
+    def end_served(self, served: Request, outcome: Outcome) -> Shadow | None:
+        """End the shadow of a served request that ends now, once it has predicted all of the text; return it."""
+        self._wanted.pop(served, None)
+        shadow = self._by_served.pop(served, None)
+        if shadow is not None:
+            shadow.served_ended = True
+            self._measure()
+            if outcome in ("error", "cancelled") or not shadow.is_behind:
+                self._end(shadow, None)
+        return shadow
+
+    def fail(self, request: Request) -> None:
+        """End the shadow whose request failed in a step."""
+        self._end(self._by_request[request], "failed")
+
+    def end_quarantined(self, instances: Collection[str]) -> None:
+        """End all shadows under instances that are in quarantine."""
+        self._wanted = {served: each for served, each in self._wanted.items() if each.cache.name not in instances}
+        for shadow in [each for each in self._by_request.values() if each.request.cache.name in instances]:
+            self._end(shadow, "failed")
+
+    def release_one(self) -> bool:
+        """End the shadow that was started last, for a served request that needs room; return False if there is none."""
+        if not self._by_request:
+            return False
+        self._end(next(reversed(self._by_request.values())), "room")
+        self._scheduler.mark_room_changed()
+        return True
+
+    def _end(self, shadow: Shadow, ended_early: EndedEarly | None) -> None:
+        """End a shadow. If its logits were not finite, it has failed, and nothing reuses its keys and values."""
+        request = shadow.request
+        assert request.seat is not None
+        self._measure()
+        if not shadow.is_finite:
+            ended_early = "failed"
+            request.cache.discard(request.seat)
+        self._by_served.pop(shadow.served, None)
+        del self._by_request[request]
+        self._records.append(shadow.make_record(ended_early))
+        request.cache.close(request.seat)
+        request.seat = None

@@ -1,0 +1,111 @@
+"""Drives roll-outs without an engine: sends them requests and results, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from config.settings import Settings
+from server.engine.ipc.messages import SamplingParams, Submit
+from server.engine.rollouts.rollouts import InstanceChoice, Rollouts
+from server.engine.rollouts.store import RolloutStore
+from server.records import Outcome, RequestFidelity, RequestRecord
+
+INSTANCES = {"small": {"kind": "paged", "kv_dtype": "int8"}, "window": {"kind": "sliding_window", "window": 64}}
+GOOD_KL, BAD_KL = 0.001, 0.8  # nats, in the mean
+
+
+class Clock:
+    """A clock that stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_fidelity(
+    kl: Sequence[float], *, served: str = "paged", candidate: str = "small", agreed: float = 1.0, **more: Any
+) -> RequestFidelity:
+    """Return a comparison of a request; `agreed`: share of its tokens with the same likeliest token."""
+    same = [i < round(agreed * len(kl)) for i in range(len(kl))]
+    values: dict[str, Any] = {
+        "rollout": None,
+        "rank": [1] * len(kl),
+        "served_bytes": 200,
+        "candidate_bytes": 120,
+    } | more
+    return RequestFidelity(served=served, candidate=candidate, kl=list(kl), agreed=same, **values)
+
+
+def make_record(
+    instance: str, *, rollout: str | None, reason: str = "default", outcome: Outcome = "length", **times: Any
+) -> RequestRecord:
+    """Return the record of a request that has ended."""
+    values: dict[str, Any] = {
+        "prompt_tokens": 10,
+        "cached_tokens": 0,
+        "miss": None,
+        "forked": False,
+        "generated_tokens": 11,
+        "drafted_tokens": 0,
+        "accepted_tokens": 0,
+        "preemptions": 0,
+        "kv_bytes": 1,
+        "kept_tokens": 1,
+        "dropped_tokens": 0,
+        "budget_tokens": None,
+        "compactions": 0,
+        "compaction_seconds": 0.0,
+        "queue_seconds": 0.0,
+        "prefill_seconds": 0.01,
+        "decode_seconds": 0.1,
+        "first_token_seconds": 0.01,
+        "total_seconds": 0.2,
+    }
+    return RequestRecord(instance=instance, reason=reason, outcome=outcome, rollout=rollout, **(values | times))
+
+
+class RolloutDriver:
+    """The roll-outs of a server that stands still, with an endless supply of requests."""
+
+    def __init__(
+        self, rng: random.Random, rollouts: Mapping[str, Any] | None = None, file: Path | None = None, **settings: Any
+    ) -> None:
+        self.clock = Clock()
+        self.rng = rng
+        self.settings = Settings(model="tiny", **({"strategies": INSTANCES, "rollouts": rollouts or {}} | settings))
+        self.rollouts = Rollouts(self.settings, RolloutStore(file), self.clock, self.clock)
+        self._number = 0
+
+    def choose(self, user: str | None = None, *, reason: str = "default", **more: Any) -> InstanceChoice:
+        """Send a request for which `paged` was chosen; return what roll-outs make of it."""
+        self._number += 1
+        options: dict[str, Any] = {"request_id": f"{self._number}-{self.rng.random()}", "conversation": user} | more
+        usable = options.pop("usable", lambda _: True)
+        submit = Submit(prompt=[1], sampling=SamplingParams(max_tokens=1), **options)
+        return self.rollouts.choose(more.pop("instance", "paged"), reason, submit, usable)
+
+    def serve(self, number: int, name: str = "r", *, kl: float = GOOD_KL, agreed: float = 1.0, **times: Any) -> None:
+        """Serve requests of all arms, whose shadows have a random divergence around `kl`, as far as it matters."""
+        for _ in range(number):
+            if self.show(name)["state"] not in ("shadow", "canary"):
+                return
+            choice = self.choose()
+            self.rollouts.observe(
+                [], [make_record(choice.instance, rollout=choice.rollout, reason=choice.reason, **times)]
+            )
+            if choice.shadow is not None:
+                values = [self.rng.expovariate(1 / kl) for _ in range(20)]
+                self.rollouts.observe([make_fidelity(values, candidate=choice.shadow, agreed=agreed)], [])
+
+    def show(self, name: str = "r") -> dict[str, Any]:
+        return next(each for each in self.rollouts.describe()["data"] if each["name"] == name)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass."""
+        self.clock.now += seconds
+        self.rollouts.update()

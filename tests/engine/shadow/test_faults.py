@@ -1,0 +1,74 @@
+"""Faults planted in every method of a candidate: the shadows end, and the requests that they repeat are answered."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from cache_strategies import plugins, registry
+from tests.engine.engine_driver import Driver, strategies
+from tests.engine.expected_tokens import Reference, random_prompt
+from tests.engine.isolation.faulty_strategies import KINDS
+from tests.engine.isolation.planted_faults import FAULTS, select
+
+COUNT = 6  # tokens of each answer
+ROUNDS = 3
+
+
+class Tolerant(Driver):
+    """A driver that checks the bookkeeping of the strategy without faults only."""
+
+    def check(self) -> None:
+        self.core.caches["good"].check_integrity()
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [EntryPoint(name, where, registry.ENTRY_POINT_GROUP) for name, where in KINDS.items()]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point for point in points if point.group == group])
+
+
+@pytest.mark.parametrize("what", select("ends", "nan", "none", "quiet", "stalls", "leaks", plain=True))
+def test_a_faulty_candidate_ends_no_request(tiny: Path, reference: Reference, what: str) -> None:
+    driver = Tolerant(
+        tiny,
+        strategies=strategies(
+            good={"kind": "paged", "block_size": 8},
+            bad={"kind": "faulty_hook" if FAULTS[what].hook else "faulty", "fault": what},
+        ),
+        max_seq_len=96,
+        max_num_batched_tokens=80,
+        strategy_timeout=0.1,
+    )
+    deadline = time.monotonic() + 30
+    started = 0
+    for turn in range(ROUNDS):
+        for i in range(4):
+            driver.submit(f"{turn} {i}", random_prompt(25, seed=i), COUNT, kv_cache="good")
+            if i % 2 and "bad" not in driver.core.isolation.quarantined:
+                driver.shadow(f"{turn} {i}", "bad")
+                started += 1
+        while driver.core.busy and time.monotonic() < deadline:
+            result = driver.core.step()
+            driver.steps.append(result)
+            for event in result.events:
+                driver._hear(event.message)
+            driver.check()
+    assert not driver.core.busy, "a shadow waits for ever"
+    for name, heard in driver.heard.items():
+        assert heard.failed is None, f"{name}: {heard.failed}"
+        assert heard.tokens == reference.greedy(random_prompt(25, seed=int(name.split()[1])), COUNT), name
+    ends = [fidelity.ended_early for fidelity in driver.fidelities]
+    assert 0 < len(ends) <= started
+    effect = FAULTS[what].effect
+    if effect in ("ends", "nan"):
+        assert set(ends) == {"failed"}
+    elif effect == "stalls":
+        assert set(ends) <= {"room", "failed"}
+    elif effect == "none":
+        assert set(ends) == {None}
+    faults = sum(step.report.failures.get("bad", 0) for step in driver.steps)
+    assert faults > 0 or effect != "ends"
