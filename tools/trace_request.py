@@ -51,7 +51,7 @@ BODY = {"prompt": "Once upon a time there was a", "max_tokens": 16, "temperature
 WARM_UP_REQUESTS = 3
 ROUNDS = 4  # traced requests of each kind
 TOKENS = range(4, 12)  # of the streamed tokens, those that are followed: neither the first nor the last
-ASIDE = {  # functions, methods of any class, or classes, called on the way, but neither with the body nor with the token
+ASIDE = {  # functions, methods of any class, or classes, called on the way but neither with the body nor the token
     "Arena.num_free_pages": "whether the step has freed memory, for requests that wait",
     "Arena.usage": "how full the memory is, for the rules that choose a strategy",
     "Batch.commit": "the tokens that this step entered into the caches, which were drawn before",

@@ -24,9 +24,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-EXACT_DEGREES = (
-    60  # up to this number of degrees of freedom, Student's t is inverted; above it, a series is exact enough
-)
+# Up to this number of degrees of freedom Student's t is inverted; above it, a series is exact enough
+EXACT_DEGREES = 60
 
 
 class Estimate(NamedTuple):

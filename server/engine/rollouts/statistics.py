@@ -27,9 +27,8 @@ from server.records import RequestFidelity, RequestRecord
 MAX_COMPARED = 2000  # number of compared requests that are kept: sums of each
 MAX_TOKENS = 20_000  # number of compared tokens whose KL divergence is kept, for percentiles
 MAX_SERVED = 1000  # number of served requests that are kept in each arm
-MAX_KL = (
-    100.0  # nats; stands for an infinite divergence in the lower end of a mean's interval: float32 ends near e^-103
-)
+# Nats; stands for an infinite divergence in the lower end of a mean's interval, as float32 ends near e^-103
+MAX_KL = 100.0
 
 _COMPARED = np.dtype(
     [
