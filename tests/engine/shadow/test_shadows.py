@@ -141,7 +141,9 @@ def test_answers_of_200_mixed_requests_are_equal_with_and_without_shadows(
 ) -> None:
     seed, answers = rng.random(), []
     for shadowed in (False, True):
-        driver = start(tiny, kv_memory=memory, deterministic=True, max_num_seqs=8, max_num_batched_tokens=64)
+        driver = start(
+            tiny, device="cpu", kv_memory=memory, deterministic=True, max_num_seqs=8, max_num_batched_tokens=64
+        )
         submit_mixed(driver, random.Random(seed), 200, shadowed=shadowed)
         driver.run(20_000)
         driver.assert_nothing_leaked()
