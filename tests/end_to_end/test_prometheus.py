@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import pytest
 
-from server.metrics.families import DISABLED, FAMILIES, QUARANTINED
+from server.metrics.families import DISABLED, FALLBACK_REQUESTS, FAMILIES, QUARANTINED
 from server.metrics.metric_family import MetricFamily
 from server.processes.supervisor import Targets
 from server.records import RequestRecord
@@ -43,6 +43,21 @@ max_num_batched_tokens = 48
 kv_memory = "2MiB"
 kv_overcommit = 4
 default_strategy = "paged"
+rollouts_file = "off"
+
+[rollouts.canary]
+from = "paged"
+to = "contiguous"
+shadow = "50%"
+canary = ["50%"]
+hold = 0
+guard = {min_requests = 1}
+
+[rollouts.rolled-back]
+from = "contiguous"
+to = "compressed"
+shadow = "100%"
+guard = {kl_mean = 1e-6}
 
 [strategies.paged]
 kind = "paged"
@@ -79,6 +94,13 @@ async def load(url: str) -> Told:
     told = Told()
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
         await asyncio.gather(*(client(http, number, told) for number in range(CLIENTS)))
+        draw = random.Random(CLIENTS)
+        short = {"model": "tiny", "max_tokens": 5, "ignore_eos": True, "n": 1, "explain": True}
+        while (await http.get("/v1/rollouts/rolled-back")).json()["state"] != "rolled_back":
+            prompt = [draw.randrange(2, 300) for _ in range(90)]
+            await ask(http, short | {"kv_cache": "contiguous", "prompt": prompt}, told)
+        while (await http.get("/v1/rollouts/canary")).json()["state"] != "canary":
+            await ask(http, short | {"kv_cache": "paged", "prompt": COMMON[:20]}, told)
         last = {"model": "tiny", "kv_cache": "paged", "prompt": COMMON[:40], "max_tokens": 1, "n": 1, "explain": True}
         await ask(http, last, told)  # whose prompt stays in memory, whatever had to go before
     return told
@@ -267,8 +289,8 @@ def test_responses_are_counted(seen: Seen) -> None:
 
 
 # ---------------------------------------------------------------- through Prometheus
-# Faults for which a strategy is put in quarantine or disabled are planted in tests/engine/isolation.
-UNMOVED = (QUARANTINED, DISABLED)
+# Faults for which a strategy is put in quarantine or disabled, or has a fallback, are planted in tests/engine.
+UNMOVED = (QUARANTINED, DISABLED, FALLBACK_REQUESTS)
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in UNMOVED], ids=lambda family: family.name)

@@ -14,9 +14,10 @@ from config.settings import Settings
 from kernels.selfcheck.op_db import OPS
 from server.metrics.exposition import Renderer
 from server.metrics.registry import Metrics
-from server.records import DeviceMemory, EngineInfo, EngineState, KVTokens, RequestRecord, StepReport
+from server.records import DeviceMemory, EngineInfo, EngineState, KVTokens, RequestFidelity, RequestRecord, StepReport
 
 INSTANCES = ("paged", "contiguous")
+PAIR = {"served": "paged", "candidate": "contiguous"}
 EMPTY = CacheUsage(0, 0, 0, 0, 0, 0, 0)
 ABOUT = EngineInfo(
     instances=[each for each in resolve_instances(Settings().strategies) if each.name in INSTANCES],
@@ -78,6 +79,12 @@ def labels_of(samples: Samples, name: str) -> Sequence[dict[str, str]]:
 
 def fake_state(**changes: Any) -> EngineState:
     return replace(IDLE, **changes)
+
+
+def fake_shadow(kl: list[float], agreed: list[bool], **changes: object) -> RequestFidelity:
+    values: dict[str, object] = {**PAIR, "rollout": "int8", "kl": kl, "agreed": agreed, "rank": [1] * len(kl)}
+    values |= {"served_bytes": 100, "candidate_bytes": 50}
+    return RequestFidelity(**(values | changes))  # type: ignore[arg-type]
 
 
 def fake_record(instance: str = "paged", outcome: str = "stop", **changes: object) -> RequestRecord:

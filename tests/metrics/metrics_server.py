@@ -13,7 +13,16 @@ from server.api.ops.monitoring import OPENMETRICS
 from server.metrics.families import MISS_REASON, OUTCOME, WAIT_REASON
 from server.metrics.registry import Metrics
 from server.records import Admission, Compaction, DeviceMemory, DraftRecord, KVTokens, StepPart
-from tests.metrics.fake_metrics import INSTANCES, exposition, fake_record, fake_state, fake_step, new_metrics
+from tests.metrics.fake_metrics import (
+    INSTANCES,
+    PAIR,
+    exposition,
+    fake_record,
+    fake_shadow,
+    fake_state,
+    fake_step,
+    new_metrics,
+)
 
 BUSY = fake_state(
     running=dict.fromkeys(INSTANCES, 2),
@@ -27,6 +36,8 @@ BUSY = fake_state(
     pool_untouched=0,
     pool_free=800,
     device_memory=DeviceMemory(used=5000, free=3000),
+    rollouts={"int8": ("canary", 0.1)},
+    shadow_pairs=[(PAIR["served"], PAIR["candidate"])],
     process_memory={"engine": 2000, "api": 1000, "supervisor": 500},
 )
 
@@ -58,6 +69,11 @@ def observe_everything(metrics: Metrics) -> None:
                 for reason in MISS_REASON.values or ()
             ],
             block_events=dict.fromkeys(INSTANCES, BlockEvents(1, (40.0,), (20.0,), (3.0,))),
+            shadows=[
+                fake_shadow([0.001, 0.02], [True, False], ended_early=early) for early in (None, "room", "failed")
+            ],
+            shadow_tokens=every,
+            rollbacks=["int8"],
             op_seconds=dict.fromkeys(OP_NAMES, 0.01 / len(OP_NAMES)),
         )
     )

@@ -7,9 +7,10 @@ import random
 
 import pytest
 
-from server.records import RequestFidelity
 from tests.metrics.fake_metrics import (
+    PAIR,
     fake_record,
+    fake_shadow,
     fake_state,
     fake_step,
     labels_of,
@@ -17,14 +18,6 @@ from tests.metrics.fake_metrics import (
     sample_value,
     scrape,
 )
-
-PAIR = {"served": "paged", "candidate": "contiguous"}
-
-
-def fake_shadow(kl: list[float], agreed: list[bool], **changes: object) -> RequestFidelity:
-    values: dict[str, object] = {**PAIR, "rollout": "int8", "kl": kl, "agreed": agreed, "rank": [1] * len(kl)}
-    values |= {"served_bytes": 100, "candidate_bytes": 50}
-    return RequestFidelity(**(values | changes))  # type: ignore[arg-type]
 
 
 def test_without_roll_outs_there_are_no_series() -> None:
