@@ -277,7 +277,9 @@ def test_idle_memory_that_is_not_freed_is_no_fault_of_others(
 ) -> None:
     server, client, load = small
     engine, instance = server.engine, get_instance(what)
-    assert ask(client, instance) == ask(client, "contiguous")
+    answer = ask(client, instance)
+    # If the request was preempted, its own blocks were idle, and the faults put its instance in quarantine
+    assert answer == ask(client, "contiguous") or answer.code == "strategy_quarantined"
     fault = f"cache strategy '{instance}' failed in reclaim()"
     eventually(lambda: fault in server.output.read_text())  # /metrics calls usage(), which may not return here
     load.assert_goes_on()
