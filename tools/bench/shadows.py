@@ -88,11 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def build(options: argparse.Namespace) -> Engine:
     """Build an engine with an instance for each share, and the candidate. Raises SettingsError."""
+    if options.model in SHAPES:
+        options.model = str(make_model(SHAPES[options.model], cache_folder(), print))
     names = {share: f"shadow-{share.rstrip('%').replace('.', '-')}" for share in options.shares}
     candidate = {"kind": "paged", "kv_dtype": "int8"} if options.candidate == "int8" else {"kind": options.candidate}
     forever = {"hold": 30 * 24 * 3600, "guard": dict.fromkeys(("kl_mean", "kl_p99", "top1"), "off")}
     flags: dict[str, Any] = {
-        "model": make_model(SHAPES[options.model], cache_folder(), print) if options.model in SHAPES else options.model,
+        "model": options.model,
         "kv_memory": options.kv_memory,
         "threads": options.threads,
         "device": options.device,
