@@ -31,7 +31,7 @@ RolloutAction = Literal["pause", "resume", "advance", "abort"]
 
 MAX_HISTORY = 100  # number of changes that are kept
 EVERY_REQUEST = 100  # up to this number of requests in a stage, the guard looks after each of them
-JUDGE_SECONDS = 0.1  # after that, it looks at most once in this time
+JUDGE_SECONDS = 0.5  # after that, it looks at most once in this time, as a look takes a millisecond
 REPORT_CONFIDENCE = 0.95  # of the intervals that are shown; a guard's own are wider
 
 
