@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
+
+
+def _refuse_bool(budget: object) -> object:
+    """Raise ValueError for true and false, which would count as 1 and 0."""
+    if isinstance(budget, bool):
+        raise ValueError(f"should be a number of tokens or a share of the text, not {str(budget).lower()}")
+    return budget
 
 
 def _check_token_budget(budget: int | float) -> int | float:
@@ -15,4 +22,4 @@ def _check_token_budget(budget: int | float) -> int | float:
     return budget
 
 
-TokenBudget = Annotated[int | float, AfterValidator(_check_token_budget)]
+TokenBudget = Annotated[int | float, BeforeValidator(_refuse_bool), AfterValidator(_check_token_budget)]

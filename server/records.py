@@ -107,7 +107,8 @@ class RequestRecord(msgspec.Struct, frozen=True):
     """A request that has ended. Times are in seconds, and None if the request ended before that phase did."""
 
     instance: str
-    # What chose the instance: "request", "header", "model", "rule <i>", "default" or "fallback of <instance>"
+    # What chose the instance: "request", "header", "model", "rule <i>", "default", "fallback of <instance>" or
+    # "rollout <name>: canary" (or complete)
     reason: str
     outcome: Outcome
     prompt_tokens: int
@@ -136,6 +137,8 @@ class RequestRecord(msgspec.Struct, frozen=True):
     fidelity_kl: float | None = None  # mean KL divergence of these tokens, nats; None: none was compared
     fidelity_top1: float | None = None  # share of these tokens for which both have the same likeliest token
     fallback_of: str | None = None  # the instance that was chosen, if `instance` served the request in its place
+    # Equal for requests of a conversation, and for choices of a prompt; None: it counts in no arm of a roll-out
+    conversation: str | None = None
 
 
 class RequestFidelity(msgspec.Struct, frozen=True):

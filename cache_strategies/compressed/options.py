@@ -75,7 +75,10 @@ def make_scorer(name: str | None, options: CompressedOptions, layers: Sequence[L
             f"{where}every={options.every}: scorer {options.scorer!r} looks at the latest {scorer.num_queries} "
             "queries, more than there are from one boundary to the next: raise `every`, or let the scorer look at fewer"
         )
-    scorer.check_layers([spec for spec in layers if spec.window is None])
+    try:
+        scorer.check_layers([spec for spec in layers if spec.window is None])
+    except SettingsError as error:
+        raise SettingsError(f"{where}scorer: {error}") from None
     return scorer
 
 

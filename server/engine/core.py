@@ -212,7 +212,9 @@ class Core:
         Return events for clients.
         """
         output = self._commit_output(output)
-        shadow_logits, output = output.shadow_logits, output.without(self.shadows.requests)
+        # Not `self.shadows.requests`: a shadow has ended if the request that it repeats could not be committed
+        shadow_logits = output.shadow_logits
+        output = output.without({each.request for each in output.scheduled if each.request.is_shadow})
         output = self._move_non_finite(output)
         events: list[Event] = []
         for request in [s.request for s in output.scheduled]:
@@ -247,8 +249,6 @@ class Core:
         """
         num_free_pages = self.arena.num_free_pages
         failed_rows = output.batch.commit(output.count_entered_tokens())
-        if self.arena.num_free_pages > num_free_pages:  # strategies that drop keys free memory while requests run
-            self.scheduler.mark_room_changed()
         for row, compaction in output.batch.compactions.items():
             self._record_compaction(output.scheduled[row].request, compaction)
         failed = {output.scheduled[i].request: error for i, error in failed_rows}
@@ -261,6 +261,8 @@ class Core:
                     request.cache.crop(request.seat, request.seat.length)
                 except StrategyError as error:
                     failed[request] = error
+        if self.arena.num_free_pages > num_free_pages:  # keys were dropped, or slots of rejected drafts
+            self.scheduler.mark_room_changed()
         if not failed:
             return output
         self._end_failed([FailedRequest(*item) for item in failed.items()])
@@ -359,10 +361,11 @@ class Core:
 
     def _end_quarantined(self) -> None:
         """End all requests of an instance that has been put in quarantine."""
-        if self.isolation.has_new_quarantines:
-            self._end(self.isolation.collect_quarantined(list(self._requests.values())))
-            self.shadows.end_quarantined(self.isolation.quarantined)
-        self.isolation.suspend_quarantined()
+        while new := self.isolation.take_new_quarantines():  # a fallback may be at fault as requests are moved to it
+            self.rollouts.roll_back_candidates(new)
+            self._end(self.isolation.collect_quarantined(new, list(self._requests.values())))
+            self.shadows.end_quarantined(new)
+            self.isolation.suspend(new)
 
     def _end(self, ended: Sequence[Ended]) -> None:
         """End requests that isolation says have to end, unless they have ended already."""

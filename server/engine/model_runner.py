@@ -187,29 +187,37 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
                 "its requests end with an error" if error.instance in failed_before else "the step is repeated",
             )
             if error.instance in failed_before:
-                failed = [s.request for s in scheduled if s.request.cache.name == error.instance]
+                failed = _choose_failed(scheduled, error.instance)
                 # Before the others run, as a failed request may get another cache
-                scheduled = [s for s in scheduled if s.request.cache.name != error.instance]
+                scheduled = [s for s in scheduled if s.request not in failed]
                 yield RequestsFailed(failed, error.message, "strategy_failed")
+                scheduled = [s for s in scheduled if s.request.seat is not None]  # its shadow has ended, too
             failed_before.add(error.instance)
         else:
             yield RowsComputed(parts, output)
             return
 
 
+def _choose_failed(scheduled: Sequence[Scheduled], instance: str) -> list[Request]:
+    """Return the requests that end after repeated faults of an instance: only its shadows, as long as it has any."""
+    own = [s.request for s in scheduled if s.request.cache.name == instance]
+    return [request for request in own if request.is_shadow] or own
+
+
 def _run_one_by_one(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
     """Run each row as a separate step; requests whose rows fail again end with an error.
 
     A row is skipped, and left to the next step, if its seat changed because an earlier row's request failed: it then
-    has to compute shared blocks that the failed request was computing.
+    has to compute shared blocks that the failed request was computing. A shadow ends with the request that it repeats.
     """
     lengths = [_get_seat(s).length for s in scheduled]
     errors: list[Exception] = []
     all_failed = True
     for row, length in zip(scheduled, lengths, strict=True):
-        if _get_seat(row).length != length or not row.request.cache.ready(_get_seat(row)):
-            continue
+        seat = row.request.seat
         try:
+            if seat is None or seat.length != length or not row.request.cache.ready(seat):
+                continue
             yield from _run_together(runner, [row])
         except Exception as error:
             log.exception("a request's row failed again when run alone; the request ends, and others go on")

@@ -117,6 +117,7 @@ def make_request_record(
         first_token_seconds=between(times.arrived, times.first_token),
         total_seconds=now - times.arrived,
         rollout=request.rollout,
+        conversation=request.conversation,
         **({} if shadow is None else shadow.summarize()),
         fallback_of=request.fallback_of,
     )

@@ -79,11 +79,6 @@ class Isolation:
         return faults
 
     @property
-    def has_new_quarantines(self) -> bool:
-        """Whether instances were put in quarantine since suspend_quarantined()."""
-        return bool(self._new_quarantines)
-
-    @property
     def quarantined(self) -> Sequence[str]:
         return self._quarantine.list_quarantined()
 
@@ -220,10 +215,15 @@ class Isolation:
             self._new_quarantines[error.instance] = error
         return ended
 
-    def collect_quarantined(self, requests: Sequence[Request]) -> list[Ended]:
-        """Return those of all `requests` that end because their instance has been put in quarantine."""
+    def take_new_quarantines(self) -> Mapping[str, StrategyError]:
+        """Return the last faults of the instances that were put in quarantine since the last call, by instance."""
+        new, self._new_quarantines = self._new_quarantines, {}
+        return new
+
+    def collect_quarantined(self, new: Mapping[str, StrategyError], requests: Sequence[Request]) -> list[Ended]:
+        """Return those of all `requests` that end because their instances are among the `new` quarantines."""
         ended = []
-        for name, error in self._new_quarantines.items():
+        for name, error in new.items():
             served = f"; {self.fallbacks[name][0]!r} serves its requests" if self.fallbacks.get(name) else ""
             log.error("cache strategy %r is in quarantine%s; the last fault: %s", name, served, error.problem)
             self._probes.pop(name, None)
@@ -231,8 +231,7 @@ class Isolation:
             ended.append(Ended(own, f"{error}; the strategy is in quarantine", "strategy_quarantined"))
         return ended
 
-    def suspend_quarantined(self) -> None:
+    def suspend(self, names: Iterable[str]) -> None:
         """Free the memory of instances that have been put in quarantine, whose requests must have ended."""
-        for name in self._new_quarantines:
+        for name in names:
             self.caches[name].suspend()
-        self._new_quarantines.clear()

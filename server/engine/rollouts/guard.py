@@ -1,6 +1,7 @@
 """Decides from statistics and a guard's bounds whether a roll-out's candidate is too bad, good enough, or undecided.
 
-- It trips if the confidence interval of a figure lies wholly beyond its bound, from LEAST_REQUESTS requests on.
+- It trips if the confidence interval of a figure lies wholly beyond its bound, from LEAST_REQUESTS requests on, and for
+  errors from LEAST_FAILURES failures on. Requests of one conversation count as one there.
 - It passes a stage if there are `min_requests` requests, every figure that can be measured keeps its bound, and no
   interval lies wholly beyond one.
 
@@ -20,6 +21,7 @@ from server.engine.rollouts.statistics import ArmStatistics, FidelityStatistics
 
 GUARD_CONFIDENCE = 0.99
 LEAST_REQUESTS = 8  # a guard does not trip on fewer: a grossly broken candidate is found by this number
+LEAST_FAILURES = 2  # nor on one failed request, or on the failed requests of one conversation
 
 
 class GuardCheck(NamedTuple):
@@ -31,6 +33,8 @@ class GuardCheck(NamedTuple):
     bound: float
     requests: int  # number of requests from which it was computed
     smaller_is_better: bool = True
+    conversations: int | None = None  # of these requests, if those of one are alike; None: requests are independent
+    failures: int | None = None  # number of conversations with failed requests, if that is what is counted
 
     @property
     def is_beyond(self) -> bool:
@@ -46,7 +50,9 @@ class GuardCheck(NamedTuple):
     @property
     def verdict(self) -> Literal["tripped", "undecided", "within"]:
         if self.is_beyond:
-            return "tripped" if self.requests >= LEAST_REQUESTS else "undecided"
+            independent = self.requests if self.conversations is None else self.conversations
+            is_chance = independent < LEAST_REQUESTS or (self.failures is not None and self.failures < LEAST_FAILURES)
+            return "undecided" if is_chance else "tripped"
         return "within" if self.is_within else "undecided"
 
     def __str__(self) -> str:
@@ -140,8 +146,15 @@ def _check_arms(
     if canary is None:
         return
     if settings.errors is not None:
-        name, requests = "the share of failed requests", canary.totals["requests"]
-        yield GuardCheck("errors", name, canary.errors(GUARD_CONFIDENCE), settings.errors, requests)
+        yield GuardCheck(
+            "errors",
+            "the share of failed requests",
+            canary.errors(GUARD_CONFIDENCE),
+            _raise_by_baseline(settings.errors, baseline),
+            canary.totals["requests"],
+            conversations=canary.num_conversations,
+            failures=canary.num_failed_conversations,
+        )
     if baseline is None:
         return
     for key, name, bound, ours, theirs in (
@@ -163,8 +176,20 @@ def _check_arms(
         requests = min(len(ours), len(theirs))
         if bound is not None and _is_measured(key, canary, baseline):
             known = requests >= LEAST_REQUESTS
-            ratio = quantile_ratio(ours, theirs, 0.95, GUARD_CONFIDENCE) if known else Estimate(math.nan, 0.0, math.inf)
-            yield GuardCheck(key, name, ratio, bound, requests)
+            independent = canary.num_conversations, baseline.num_conversations
+            ratio = (
+                quantile_ratio(ours, theirs, 0.95, GUARD_CONFIDENCE, independent)
+                if known
+                else Estimate(math.nan, 0.0, math.inf)
+            )
+            yield GuardCheck(key, name, ratio, bound, requests, conversations=min(independent))
+
+
+def _raise_by_baseline(bound: float, baseline: ArmStatistics | None) -> float:
+    """Return the bound of errors, or the share of errors of the baseline if that is higher: both suffer then."""
+    if baseline is None or baseline.num_conversations < LEAST_REQUESTS:
+        return bound
+    return max(bound, baseline.errors(GUARD_CONFIDENCE).value)
 
 
 def _is_measured(key: str, canary: ArmStatistics, baseline: ArmStatistics) -> bool:

@@ -171,9 +171,18 @@ def _quantile_ranks(count: int, q: float, confidence: float) -> tuple[float | No
     return (low / count if low >= 1 else None), (high / count if high <= count else None)
 
 
-def quantile_ratio(samples: Floats, baseline: Floats, q: float, confidence: float) -> Estimate:
-    """Return the ratio of a quantile of two independent sets of positive samples."""
-    ours, theirs = (quantile(np.log(np.maximum(each, 1e-9)), q, confidence) for each in (samples, baseline))
+def quantile_ratio(
+    samples: Floats, baseline: Floats, q: float, confidence: float, independent: tuple[int, int] | None = None
+) -> Estimate:
+    """Return the ratio of a quantile of two independent sets of positive samples.
+
+    `independent` are the numbers of independent samples in both; None: all are.
+    """
+    counts = (len(samples), len(baseline)) if independent is None else independent
+    ours, theirs = (
+        quantile(np.log(np.maximum(each, 1e-9)), q, confidence, min(count, len(each)))
+        for each, count in zip((samples, baseline), counts, strict=True)
+    )
     difference = ours.value - theirs.value
     if math.isnan(difference):
         return Estimate(math.nan, 0.0, math.inf)

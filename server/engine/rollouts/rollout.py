@@ -99,11 +99,11 @@ class Rollout:
 
     # ---------------------------------------------------------------- samples
     def record_request(self, record: RequestRecord) -> None:
-        """Count a request of `from` that has ended in the arm that served it."""
+        """Count a request of `from` that has ended in the arm of the instance that was chosen for it."""
         if self.state != "canary":
             return
         arms = {self.settings.from_: self.baseline, self.settings.to: self.canary}
-        if (arm := arms.get(record.instance)) is not None:
+        if (arm := arms.get(record.fallback_of or record.instance)) is not None:
             arm.record(record)
             self._take_news()
 

@@ -19,7 +19,7 @@ from server.engine.ipc.messages import Submit
 from server.engine.rollouts.assignment import is_canary, is_shadowed
 from server.engine.rollouts.rollout import REPORT_CONFIDENCE, Rollout, RolloutAction
 from server.engine.rollouts.statistics import FidelityStatistics
-from server.engine.rollouts.store import DamagedFileError, RolloutStore, SavedRollout
+from server.engine.rollouts.store import DamagedFileError, FileInUseError, RolloutStore, SavedRollout
 from server.engine.scheduling.request import RequestError
 from server.records import RequestFidelity, RequestRecord
 
@@ -36,7 +36,13 @@ class InstanceChoice(NamedTuple):
     instance: str
     reason: str
     shadow: str | None = None  # None: it runs under `instance` only
-    rollout: str | None = None  # the roll-out to whose statistics the request belongs
+    rollout: str | None = None  # the roll-out that chose `instance` or `shadow`
+    is_counted: bool = False  # whether the request counts in an arm of that roll-out: it did not name its instance
+
+
+def find_conversation(submit: Submit) -> str:
+    """Return what is equal for requests that are served alike: without a conversation, all choices of a prompt."""
+    return submit.conversation or submit.sibling_of or submit.request_id
 
 
 class Rollouts:
@@ -52,6 +58,7 @@ class Rollouts:
         """Begin the roll-outs of the settings. `restore` replaces them by what a file knows about them."""
         self._declared = settings.rollouts
         self._strategies = settings.strategies
+        self._model = {name: getattr(settings, name) for name in ("model", "revision", "dtype", "weights")}
         self._rule_shadows = {f"rule {i}": rule.shadow for i, rule in enumerate(settings.rules) if rule.shadow}
         self._store, self._clock, self._wall = store, clock, wall
         self._pairs: dict[tuple[str, str], FidelityStatistics] = {}
@@ -65,20 +72,29 @@ class Rollouts:
 
     # ---------------------------------------------------------------- requests
     def choose(
-        self, instance: str, reason: str, submit: Submit, usable: Callable[[str], bool] = lambda _: True
+        self,
+        instance: str,
+        reason: str,
+        submit: Submit,
+        usable: Callable[[str], bool] = lambda _: True,
+        has_room: Callable[[str], bool] = lambda _: True,
     ) -> InstanceChoice:
         """Return the instance that serves a request for which `instance` was chosen, and its shadow.
 
-        `usable` tells whether an instance can get requests. A request that names its instance keeps it. If a
-        candidate is not usable while its roll-out is active, the roll-out is rolled back.
+        `usable` tells whether an instance can get requests, `has_room` whether it can ever hold this one. A request
+        that names its instance, or that the candidate cannot hold, keeps its instance. If a candidate is not usable
+        while its roll-out is active, the roll-out is rolled back.
         """
         if not submit.rollouts or not (self._by_from or self._rule_shadows):
             return InstanceChoice(instance, reason)
         shadow = self._rule_shadows.get(reason)
         is_named = reason in NAMED
         rollout = self._by_from.get(instance)
-        while rollout is not None and rollout.state == "complete" and not is_named and usable(rollout.settings.to):
-            instance, reason = rollout.settings.to, f"rollout {rollout.name}: complete"
+        while rollout is not None and rollout.state == "complete" and not is_named:
+            candidate = rollout.settings.to
+            if not (usable(candidate) and has_room(candidate)):
+                break
+            instance, reason = candidate, f"rollout {rollout.name}: complete"
             rollout = self._by_from.get(instance)
         name = None
         if rollout is not None and rollout.is_active:
@@ -86,18 +102,13 @@ class Rollouts:
             if not usable(candidate):
                 rollout.roll_back(f"instance {candidate!r} gets no requests after repeated faults")
                 self._save_changes()
-            elif not is_named and is_canary(name, self._find_conversation(submit), rollout.share):
+            elif not is_named and is_canary(name, find_conversation(submit), rollout.share) and has_room(candidate):
                 instance, reason = candidate, f"rollout {name}: canary"
             elif is_shadowed(name, submit.request_id, rollout.shadow_share):
                 shadow = candidate
         if shadow is not None and (shadow == instance or not usable(shadow)):
             shadow = None
-        return InstanceChoice(instance, reason, shadow, name)
-
-    @staticmethod
-    def _find_conversation(submit: Submit) -> str:
-        """Return what is equal for requests that are served alike: without a conversation, all choices of a prompt."""
-        return submit.conversation or submit.sibling_of or submit.request_id
+        return InstanceChoice(instance, reason, shadow, name, name is not None and not is_named)
 
     def observe(self, fidelities: Sequence[RequestFidelity], finished: Sequence[RequestRecord]) -> None:
         """Count comparisons and requests that have ended, and update all roll-outs. Call it in each step."""
@@ -109,7 +120,7 @@ class Rollouts:
 
     def record_request(self, record: RequestRecord) -> None:
         """Count a request that has ended in its arm of a roll-out, unless it named its instance."""
-        if record.rollout is None or record.reason in NAMED:
+        if record.rollout is None or record.conversation is None:
             return
         if (found := self._rollouts.get(record.rollout)) is not None:
             found.record_request(record)
@@ -119,7 +130,7 @@ class Rollouts:
         """Count a request that also ran under a candidate."""
         self._pairs.setdefault((fidelity.served, fidelity.candidate), FidelityStatistics()).record(fidelity)
         found = self._by_from.get(fidelity.served)
-        if found is not None and found.settings.to == fidelity.candidate:
+        if found is not None and found.name == fidelity.rollout and found.settings.to == fidelity.candidate:
             found.record_fidelity(fidelity)
             self._save_changes()
 
@@ -130,9 +141,20 @@ class Rollouts:
         for rollout in self._rollouts.values():
             rollout.update()
         self._save_changes()
-        if self._clock() - self._saved_at >= SAVE_SECONDS and any(r.has_news for r in self._rollouts.values()):
+        if self._clock() - self._saved_at >= SAVE_SECONDS and self._has_unsaved:
             self._saved_at = self._clock()
             self._store.write_later(self._collect())
+
+    @property
+    def _has_unsaved(self) -> bool:
+        return self._store.is_behind or any(rollout.has_news for rollout in self._rollouts.values())
+
+    def roll_back_candidates(self, quarantined: Collection[str]) -> None:
+        """Roll back the active roll-outs whose candidates have been put in quarantine: these get no requests."""
+        for rollout in self._rollouts.values():
+            if rollout.is_active and rollout.settings.to in quarantined:
+                rollout.roll_back(f"instance {rollout.settings.to!r} gets no requests after repeated faults")
+        self._save_changes()
 
     # ---------------------------------------------------------------- operators
     def start(self, name: str, settings: Mapping[str, Any], by: str) -> dict[str, Any]:
@@ -223,8 +245,11 @@ class Rollouts:
         try:
             saved = self._store.open()
             restored = {each.name: new for each in saved if (new := self._restore_one(each)) is not None}
+        except FileInUseError as error:
+            self._begin_paused(f"{error}; set rollouts_file to another file")
         except (DamagedFileError, ValueError, KeyError) as error:
-            self._begin_paused(error)
+            aside = self._store.set_aside()
+            self._begin_paused(f"it cannot be read ({error})" + (f" and is now {aside}" if aside is not None else ""))
         else:
             self._rollouts |= restored
             self._abort_conflicts(restored.keys() - self._declared.keys())
@@ -253,27 +278,29 @@ class Rollouts:
 
     def _abort_conflicts(self, started: set[str]) -> None:
         """Abort roll-outs of operators whose `from` a roll-out of the settings has now."""
+        kept = {n: r.settings for n, r in self._rollouts.items() if n not in started and r.holds_requests}
         for name in sorted(started):
             mine = self._rollouts[name]
-            others = {n: r.settings for n, r in self._rollouts.items() if n != name and r.holds_requests}
-            if mine.holds_requests:
-                try:
-                    check_rollouts(others | {name: mine.settings}, self._strategies)
-                except ValueError as error:
-                    mine.abort(str(error))
+            if not mine.holds_requests:
+                continue
+            try:
+                check_rollouts(kept | {name: mine.settings}, self._strategies)
+            except ValueError as error:
+                mine.abort(str(error))
+            else:
+                kept[name] = mine.settings
 
-    def _begin_paused(self, error: Exception) -> None:
-        aside = self._store.set_aside()
+    def _begin_paused(self, problem: str) -> None:
+        """Let the roll-outs of the settings wait for an operator, as their state is not known."""
         log.error(
-            "the file with the state of roll-outs, %s, cannot be read (%s)%s; roll-outs of the settings are paused and "
-            "serve no request until an operator resumes them; those started by an operator have to be started again",
+            "the file with the state of roll-outs, %s: %s; roll-outs of the settings are paused and serve no request "
+            "until an operator resumes them; those started by an operator have to be started again",
             self._store.path,
-            error,
-            f" and is now {aside}" if aside is not None else "",
+            problem,
         )
         for name in self._declared:
             self._rollouts[name] = self._make_declared(name)
-            self._rollouts[name].begin_paused("the file with its state was damaged: resume it, or abort it")
+            self._rollouts[name].begin_paused("the file with its state could not be read: resume it, or abort it")
 
     def _make_declared(self, name: str) -> Rollout:
         return self._make(name, self._declared[name], self._describe_declared(name))
@@ -288,9 +315,10 @@ class Rollouts:
         return self._declared[name].model_dump(mode="json") if name in self._declared else None
 
     def _describe_instances(self, settings: RolloutSettings) -> dict[str, Any]:
-        """Return the settings of a roll-out's instances that change answers, as JSON has them."""
+        """Return what a comparison of a roll-out's instances depends on, as JSON has it: their settings, the model."""
         names = (settings.from_, settings.to)
         described = {n: self._strategies[n].model_dump(mode="json", exclude={"floor", "limit"}) for n in names}
+        described["model"] = self._model
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(described))
         return plain
 
@@ -309,7 +337,7 @@ class Rollouts:
 
     def close(self) -> None:
         """Write what is new, and release the file: another engine may go on with the roll-outs."""
-        if any(rollout.has_news for rollout in self._rollouts.values()):
+        if self._has_unsaved:
             self._write_now()
         self._store.close()
 

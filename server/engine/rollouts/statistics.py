@@ -7,6 +7,7 @@ ones are overwritten. Totals count all. Knows neither the bounds of a guard nor 
 from __future__ import annotations
 
 import math
+import zlib
 from collections import Counter
 from typing import Any
 
@@ -42,7 +43,9 @@ _COMPARED = np.dtype(
     ]
 )
 _TOKEN = np.dtype([("kl", "<f4"), ("request", "<i4")])
-_SERVED = np.dtype([("first_token", "<f8"), ("inter_token", "<f8"), ("failed", "<f8")])  # NaN: unknown
+_SERVED = np.dtype(  # NaN: unknown
+    [("first_token", "<f8"), ("inter_token", "<f8"), ("failed", "<f8"), ("conversation", "<i8")]
+)
 
 
 class SavedSamples(msgspec.Struct, frozen=True):
@@ -189,15 +192,20 @@ class ArmStatistics:
         self.totals = Counter[str]()  # "requests" that were not cancelled, of which "failed"
 
     def record(self, record: RequestRecord) -> None:
-        """Add a request that has ended. One that its client cancelled says nothing about errors, and is left out."""
+        """Add a request that has ended. One that its client cancelled says nothing about errors, and is left out.
+
+        A request that a fallback served has failed under the instance of this arm, and has no times of it.
+        """
         if record.outcome == "cancelled":
             return
-        failed = record.outcome == "error"
+        is_moved = record.fallback_of is not None
+        failed = is_moved or record.outcome == "error"
         self.totals["requests"] += 1
         self.totals["failed"] += failed
         row = np.zeros(1, _SERVED)
-        first = math.nan if record.first_token_seconds is None else record.first_token_seconds
-        row[0] = (first, _mean_inter_token(record), failed)
+        first = math.nan if is_moved or record.first_token_seconds is None else record.first_token_seconds
+        between = math.nan if is_moved else _mean_inter_token(record)
+        row[0] = (first, between, failed, zlib.crc32((record.conversation or "").encode()))
         self._requests.append(row)
 
     @property
@@ -209,10 +217,23 @@ class ArmStatistics:
         """The mean time between tokens of each request with two or more."""
         return _known(self._requests.samples["inter_token"])
 
+    @property
+    def num_conversations(self) -> int:
+        """The number of conversations of the requests, which are alike within one; choices of a prompt are one."""
+        return len(np.unique(self._requests.samples["conversation"]))
+
+    @property
+    def num_failed_conversations(self) -> int:
+        """The number of conversations of which a request failed."""
+        samples = self._requests.samples
+        return len(np.unique(samples["conversation"][samples["failed"] > 0]))
+
     def errors(self, confidence: float) -> Estimate:
-        """Return the share of requests that failed."""
-        failed = self._requests.samples["failed"]
-        return wilson(float(failed.mean()) if len(failed) else 0.0, len(failed), confidence)
+        """Return the share of requests that failed. Its interval respects that those of a conversation are alike."""
+        samples = self._requests.samples
+        _, places, counts = np.unique(samples["conversation"], return_inverse=True, return_counts=True)
+        failed = np.bincount(places, weights=samples["failed"]).astype(np.float64)
+        return clustered_share(failed, counts.astype(np.float64), confidence)
 
     def describe(self, confidence: float) -> dict[str, Any]:
         """Return all figures for JSON."""

@@ -25,7 +25,7 @@ from server.models.files.user_cache import expand_user, user_state_dir
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 
 RolloutState = Literal["shadow", "canary", "complete", "rolled_back", "aborted"]
 
@@ -87,6 +87,10 @@ def choose_rollouts_file(setting: str | None, *identity: object) -> Path | None:
         return None
 
 
+class FileInUseError(Exception):
+    """Another server has the file open; the message says so."""
+
+
 class RolloutStore:
     """The file with the state of roll-outs. Without a path, or while it is not open, nothing is written."""
 
@@ -101,11 +105,14 @@ class RolloutStore:
         self._has_failed = False  # whether the last attempt to write failed, which is logged once
 
     def open(self) -> list[SavedRollout]:
-        """Return what the file contains, and begin to write to it. Raises DamagedFileError if it cannot be read."""
+        """Return what the file contains, and begin to write to it.
+
+        Raises DamagedFileError if it cannot be read, and FileInUseError if another server uses it.
+        """
         if self.path is None:
             return []
         if self.path.exists() and not self._take_lock():
-            return []
+            raise FileInUseError("another server uses it")
         self._is_open = True
         try:
             data = self.path.read_bytes()
@@ -138,11 +145,16 @@ class RolloutStore:
 
     def write_later(self, rollouts: Sequence[SavedRollout]) -> None:
         """Write the state in another thread: the engine does not wait for the disk."""
-        if not self._is_open or self._writing.locked():
-            return  # a slow disk: the next state is written instead
         self._number += 1
+        if not self._is_open or self._writing.locked():
+            return  # a slow disk: `is_behind` then says that a later state has to be written
         self._writer = threading.Thread(target=self._write, args=(rollouts, self._number), daemon=True)
         self._writer.start()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the file lacks the last state that was to be written, and that is not being written now."""
+        return self._is_open and self._written < self._number and not self._writing.locked()
 
     def _write(self, rollouts: Sequence[SavedRollout], number: int) -> None:
         with self._writing:

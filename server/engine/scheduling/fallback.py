@@ -49,10 +49,17 @@ class Fallbacks:
     def _can_serve(self, name: str, num_prompt_tokens: int, max_tokens: int) -> bool:
         try:
             self._isolation.check_admission(name)
-            cache, total = self._isolation.caches[name], num_prompt_tokens + max_tokens
-            bounded = num_prompt_tokens if cache.contract.unbounded else total
+        except RequestError:
+            return False
+        return self.has_room(name, num_prompt_tokens, max_tokens)
+
+    def has_room(self, name: str, num_prompt_tokens: int, max_tokens: int) -> bool:
+        """Return whether an instance can ever hold such a request, as the scheduler's `submit` checks."""
+        cache, total = self._isolation.caches[name], num_prompt_tokens + max_tokens
+        bounded = num_prompt_tokens if cache.contract.unbounded else total
+        try:
             return bounded <= self._scheduler.limits.max_seq_len and cache.bytes_for(total) <= cache.limit_bytes
-        except (RequestError, StrategyError):
+        except StrategyError:
             return False
 
     # ---------------------------------------------------------------- requests that were queued

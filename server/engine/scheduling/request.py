@@ -67,8 +67,7 @@ class Request:
     tokens: list[int]  # prompt and output
     sampling: SamplingParams
     cache: KVCache
-    # What chose the cache: "request", "header", "model", "rule <i>", "default" or "fallback of <instance>"
-    reason: str
+    reason: str  # what chose the cache, as in RequestRecord
     salt: Salt  # only sequences with an equal salt share cached tokens with this request
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
@@ -77,6 +76,7 @@ class Request:
     suspects: tuple[str, ...] = ()
     explain: bool = False  # whether the client gets this request's RequestRecord when it ends
     rollout: str | None = None  # the roll-out that chose the instance or a shadow; None: none did
+    conversation: str | None = None  # as in RequestRecord
     is_shadow: bool = False  # whether it only repeats another request under a candidate (engine/shadow)
     # All choices (n > 1) of the same prompt, this request included
     siblings: list[Request] = field(default_factory=list)

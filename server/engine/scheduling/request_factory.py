@@ -12,8 +12,9 @@ from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
 from cache_strategies.types import Salt
 from server.engine.ipc.messages import Submit
+from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.isolation import Isolation
-from server.engine.rollouts.rollouts import Rollouts
+from server.engine.rollouts.rollouts import Rollouts, find_conversation
 from server.engine.sampling.ngram_proposer import NgramProposer
 from server.engine.scheduling.fallback import Fallbacks, set_fallback_of
 from server.engine.scheduling.request import Request
@@ -59,8 +60,12 @@ class RequestFactory:
         `requests` are those that have not ended, among which are the other choices (n > 1) of its prompt.
         """
         by_rule, reason = self._selector.choose(message, self._arena.usage)
-        chosen, reason, shadow, rollout = self._rollouts.choose(by_rule, reason, message, self._isolation.usable)
-        name = self._fallbacks.choose(chosen, len(message.prompt), message.sampling.max_tokens)
+        size = len(message.prompt), message.sampling.max_tokens
+        choice = self._rollouts.choose(
+            by_rule, reason, message, self._isolation.usable, lambda name: self._fallbacks.has_room(name, *size)
+        )
+        chosen = choice.instance
+        name = self._fallbacks.choose(chosen, *size)
         cache = self._isolation.caches[name]
         speculation = self._scheduler.limits.resolve_speculation(message.speculation)
         request = Request(
@@ -68,12 +73,13 @@ class RequestFactory:
             list(message.prompt),
             message.sampling,
             cache,
-            reason,
+            choice.reason,
             Salt(message.caching.tenant, message.caching.cache_salt),
             priority=message.priority,
             caching=message.caching,
             explain=message.explain,
-            rollout=rollout,
+            rollout=choice.rollout,
+            conversation=find_conversation(message) if choice.is_counted else None,
             siblings=_find_siblings(worker, message, cache, requests),
         )
         if name != chosen:
@@ -83,9 +89,18 @@ class RequestFactory:
         if speculation.num_speculative_tokens and cache.contract.chunk_invariant:
             longest = min(request.max_total_tokens, self._scheduler.limits.max_seq_len)
             request.proposer = NgramProposer(speculation, longest)
-        if shadow is None or name != chosen or shadow in self._isolation.quarantined:
-            return NewRequest(request, None)
-        return NewRequest(request, self._isolation.caches[shadow])
+        return NewRequest(
+            request, None if choice.shadow is None or name != chosen else self._find_shadow(choice.shadow)
+        )
+
+    def _find_shadow(self, name: str) -> KVCache | None:
+        """Return the cache of a candidate; None if it is in quarantine. One whose quarantine is over is built anew."""
+        if name in self._isolation.quarantined:
+            try:
+                self._isolation.end_quarantine(name)
+            except StrategyError:
+                return None
+        return self._isolation.caches[name]
 
 
 def _find_siblings(worker: int, message: Submit, cache: KVCache, requests: RequestTable) -> list[Request]:

@@ -211,8 +211,9 @@ class Shadows:
         return shadow
 
     def fail(self, request: Request) -> None:
-        """End the shadow whose request failed in a step."""
-        self._end(self._by_request[request], "failed")
+        """End the shadow whose request failed in a step, unless it has ended with the one that it repeats."""
+        if (shadow := self._by_request.get(request)) is not None:
+            self._end(shadow, "failed")
 
     def end_quarantined(self, instances: Collection[str]) -> None:
         """End all shadows under instances that are in quarantine."""
@@ -220,11 +221,15 @@ class Shadows:
         for shadow in [each for each in self._by_request.values() if each.request.cache.name in instances]:
             self._end(shadow, "failed")
 
-    def release_one(self) -> bool:
-        """End the shadow that was started last, for a served request that needs room; return False if there is none."""
-        if not self._by_request:
+    def release_one(self, cache: KVCache | None = None) -> bool:
+        """End the shadow that was started last, for a served request that needs room; return False if there is none.
+
+        With a `cache`, which is at its limit, only shadows under that cache make room.
+        """
+        found = (each for each in reversed(self._by_request.values()) if cache is None or each.request.cache is cache)
+        if (shadow := next(found, None)) is None:
             return False
-        self._end(next(reversed(self._by_request.values())), "room")
+        self._end(shadow, "room")
         self._scheduler.mark_room_changed()
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ from server.records import Outcome, RequestFidelity, RequestRecord
 
 INSTANCES = {"small": {"kind": "paged", "kv_dtype": "int8"}, "window": {"kind": "sliding_window", "window": 64}}
 GOOD_KL, BAD_KL = 0.001, 0.8  # nats, in the mean
+
+
+NUMBERS = itertools.count()
 
 
 class Clock:
@@ -33,7 +37,7 @@ def make_fidelity(
     """Return a comparison of a request; `agreed`: share of its tokens with the same likeliest token."""
     same = [i < round(agreed * len(kl)) for i in range(len(kl))]
     values: dict[str, Any] = {
-        "rollout": None,
+        "rollout": "r",
         "rank": [1] * len(kl),
         "served_bytes": 200,
         "candidate_bytes": 120,
@@ -44,8 +48,9 @@ def make_fidelity(
 def make_record(
     instance: str, *, rollout: str | None, reason: str = "default", outcome: Outcome = "length", **times: Any
 ) -> RequestRecord:
-    """Return the record of a request that has ended."""
+    """Return the record of a request that has ended, of a conversation of its own."""
     values: dict[str, Any] = {
+        "conversation": f"conversation {next(NUMBERS)}",
         "prompt_tokens": 10,
         "cached_tokens": 0,
         "miss": None,
@@ -85,9 +90,9 @@ class RolloutDriver:
         """Send a request for which `paged` was chosen; return what roll-outs make of it."""
         self._number += 1
         options: dict[str, Any] = {"request_id": f"{self._number}-{self.rng.random()}", "conversation": user} | more
-        usable = options.pop("usable", lambda _: True)
+        usable, has_room = (options.pop(name, lambda _: True) for name in ("usable", "has_room"))
         submit = Submit(prompt=[1], sampling=SamplingParams(max_tokens=1), **options)
-        return self.rollouts.choose(more.pop("instance", "paged"), reason, submit, usable)
+        return self.rollouts.choose(more.pop("instance", "paged"), reason, submit, usable, has_room)
 
     def serve(self, number: int, name: str = "r", *, kl: float = GOOD_KL, agreed: float = 1.0, **times: Any) -> None:
         """Serve requests of all arms, whose shadows have a random divergence around `kl`, as far as it matters."""
@@ -95,12 +100,12 @@ class RolloutDriver:
             if self.show(name)["state"] not in ("shadow", "canary"):
                 return
             choice = self.choose()
-            self.rollouts.observe(
-                [], [make_record(choice.instance, rollout=choice.rollout, reason=choice.reason, **times)]
-            )
+            conversation = {} if choice.is_counted else {"conversation": None}
+            record = make_record(choice.instance, rollout=choice.rollout, reason=choice.reason, **times, **conversation)
+            self.rollouts.observe([], [record])
             if choice.shadow is not None:
                 values = [self.rng.expovariate(1 / kl) for _ in range(20)]
-                self.rollouts.observe([make_fidelity(values, candidate=choice.shadow, agreed=agreed)], [])
+                self.rollouts.observe([make_fidelity(values, candidate=choice.shadow, agreed=agreed, rollout=name)], [])
 
     def show(self, name: str = "r") -> dict[str, Any]:
         return next(each for each in self.rollouts.describe()["data"] if each["name"] == name)

@@ -41,7 +41,7 @@ def advance_to(driver: RolloutDriver, stage: int) -> None:
 
 # ---------------------------------------------------------------- which requests go where
 def test_without_roll_outs_every_request_stays(rng: random.Random) -> None:
-    assert RolloutDriver(rng).choose() == ("paged", "default", None, None)
+    assert RolloutDriver(rng).choose()[:4] == ("paged", "default", None, None)
 
 
 def test_first_a_share_of_the_requests_is_shadowed_and_none_is_served(driver: RolloutDriver) -> None:
@@ -81,14 +81,14 @@ def test_a_request_that_names_its_instance_keeps_it(driver: RolloutDriver, reaso
 
 def test_a_request_can_opt_out(driver: RolloutDriver) -> None:
     advance_to(driver, 3)
-    assert {driver.choose(rollouts=False) for _ in range(50)} == {("paged", "default", None, None)}
+    assert {driver.choose(rollouts=False)[:4] for _ in range(50)} == {("paged", "default", None, None)}
 
 
 def test_requests_of_a_rule_are_shadowed_without_a_roll_out(rng: random.Random) -> None:
     rules = [{"use": "paged", "shadow": "window", "min_prompt_tokens": 5}, {"use": "paged"}]
     driver = RolloutDriver(rng, rules=rules)
-    assert driver.choose(reason="rule 0") == ("paged", "rule 0", "window", None)
-    assert driver.choose(reason="rule 1") == ("paged", "rule 1", None, None)
+    assert driver.choose(reason="rule 0")[:3] == ("paged", "rule 0", "window")
+    assert driver.choose(reason="rule 1")[:3] == ("paged", "rule 1", None)
     assert driver.choose(reason="rule 0", rollouts=False).shadow is None
 
 
@@ -206,8 +206,58 @@ def test_a_slow_candidate_is_rolled_back(driver: RolloutDriver) -> None:
 def test_requests_that_name_their_instance_are_not_counted(driver: RolloutDriver) -> None:
     advance_to(driver, 1)
     for _ in range(20):
-        driver.rollouts.observe([], [make_record("small", rollout="r", reason="request", outcome="error")])
+        driver.rollouts.observe([], [make_record("small", rollout="r", outcome="error", conversation=None)])
     assert driver.show()["canary"]["requests"] == 0
+    assert not driver.choose(reason="request").is_counted
+    assert driver.choose().is_counted
+
+
+def test_what_a_fallback_of_the_candidate_served_counts_as_its_failure(driver: RolloutDriver) -> None:
+    advance_to(driver, 1)
+    for _ in range(10):
+        moved = make_record("paged", rollout="r", reason="fallback of small", fallback_of="small")
+        driver.rollouts.observe([], [moved])
+    assert driver.show()["state"] == "rolled_back"
+    assert driver.show()["canary"]["failed"] == driver.show()["canary"]["requests"] > 0
+    assert driver.show()["baseline"]["requests"] == 0
+
+
+def test_one_bad_request_or_conversation_does_not_roll_back(driver: RolloutDriver) -> None:
+    advance_to(driver, 1)
+    bad = {"outcome": "error", "conversation": "a prompt with eight choices"}
+    driver.rollouts.observe([], [make_record("small", rollout="r", **bad) for _ in range(8)])
+    for _ in range(8):
+        driver.rollouts.observe([], [make_record("small", rollout="r")])
+        assert driver.show()["state"] == "canary"
+    for _ in range(5):
+        driver.rollouts.observe([], [make_record("small", rollout="r", outcome="error")])
+    assert driver.show()["state"] == "rolled_back"
+
+
+def test_errors_of_both_arms_are_not_the_candidates_fault(driver: RolloutDriver) -> None:
+    advance_to(driver, 2)
+    for _ in range(100):
+        outcome = "error" if driver.rng.random() < 0.4 else "length"
+        arms = [make_record(name, rollout="r", outcome=outcome) for name in ("paged", "small")]
+        driver.rollouts.observe([], arms)
+    assert driver.show()["state"] == "canary"
+
+
+def test_a_request_that_the_candidate_cannot_hold_stays(driver: RolloutDriver) -> None:
+    advance_to(driver, 3)
+    assert driver.choose()[:2] == ("small", "rollout r: canary")
+    assert driver.choose(has_room=lambda name: name != "small")[:2] == ("paged", "default")
+    driver.rollouts.control("r", "advance", "key 1")
+    assert driver.choose()[:2] == ("small", "rollout r: complete")
+    assert driver.choose(has_room=lambda name: name != "small")[:2] == ("paged", "default")
+
+
+def test_a_candidate_in_quarantine_is_rolled_back_at_once(driver: RolloutDriver) -> None:
+    driver.rollouts.roll_back_candidates(["window"])
+    assert driver.show()["state"] == "shadow"
+    driver.rollouts.roll_back_candidates(["small"])
+    assert driver.show()["state"] == "rolled_back"
+    assert "gets no requests after repeated faults" in driver.show()["reason"]
 
 
 # ---------------------------------------------------------------- operators
@@ -235,7 +285,7 @@ def test_what_an_operator_did_is_in_the_log_and_the_history(
     assert [change["by"] for change in driver.show()["history"]] == [None, "key 1a2b", "key 3c4d"]
     assert "(by key 3c4d)" in caplog.text
     assert driver.rollouts.collect_rollbacks() == [], "an abort is no roll-back"
-    assert driver.choose() == ("paged", "default", None, None)
+    assert driver.choose()[:4] == ("paged", "default", None, None)
 
 
 @pytest.mark.parametrize("action", ["pause", "resume", "advance", "abort"])

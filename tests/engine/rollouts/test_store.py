@@ -105,7 +105,7 @@ def test_a_missing_instance_aborts(rng: random.Random, file: Path) -> None:
     after = start(rng, file, {}, strategies={})
     assert after.show("mine")["state"] == "aborted"
     assert "the settings have no instance 'small' any more" in after.show("mine")["reason"]
-    assert after.choose() == ("paged", "default", None, None)
+    assert after.choose()[:4] == ("paged", "default", None, None)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 9, "rollouts": []}', b"\xff\xfe"])
@@ -146,7 +146,8 @@ def test_two_servers_do_not_overwrite_each_others_state(
     advance_to(first, 2)
     second = start(rng, file)
     assert "another server keeps its roll-outs in" in caplog.text
-    assert second.show()["state"] == "shadow"
+    assert second.show()["paused"], "its state is not known: the candidate may have been rolled back"
+    assert not file.with_name("rollouts.json.damaged").exists()
     second.rollouts.control("r", "abort", "key 1")
     stop(first)
     stop(second)
@@ -169,3 +170,37 @@ def test_a_full_disk_stops_nothing(
     driver.rollouts.control("r", "pause", "key 1")
     stop(driver)
     assert start(rng, file).show()["paused"]
+
+
+def test_what_a_full_disk_kept_back_is_written_later(
+    rng: random.Random, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = start(rng, file)
+    advance_to(driver, 2)
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("server.engine.rollouts.store._replace", fail)
+        driver.rollouts.roll_back_candidates(["small"])
+        driver.wait(5)
+    driver.wait(5)
+    stop(driver)
+    assert start(rng, file).show()["state"] == "rolled_back"
+
+
+def test_only_what_hinders_a_roll_out_of_the_settings_is_aborted(rng: random.Random, file: Path) -> None:
+    before = start(rng, file, {})
+    before.rollouts.start("aaa", ROLLOUT | {"from": "contiguous"}, "key 1")
+    before.rollouts.start("zzz", ROLLOUT, "key 1")
+    stop(before)
+    after = start(rng, file)  # whose settings have a roll-out from paged
+    assert [after.show(name)["state"] for name in ("aaa", "zzz", "r")] == ["shadow", "aborted", "shadow"]
+
+
+def test_another_model_begins_anew(rng: random.Random, file: Path) -> None:
+    before = start(rng, file)
+    advance_to(before, 4)
+    stop(before)
+    assert start(rng, file, dtype="float16").show()["state"] == "shadow"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 from cache_strategies import plugins, registry
+from cache_strategies.base import Plan, Row
+from server.engine.model_runner import ModelRunner, StepOutput
+from server.engine.scheduling.step import Scheduled
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 from tests.engine.isolation.faulty_strategies import KINDS
@@ -72,3 +76,82 @@ def test_a_faulty_candidate_ends_no_request(tiny: Path, reference: Reference, wh
         assert set(ends) == {None}
     faults = sum(step.report.failures.get("bad", 0) for step in driver.steps)
     assert faults > 0 or effect != "ends"
+
+
+@pytest.mark.parametrize("what", select("ends", "nan", plain=True))
+def test_a_faulty_instance_ends_its_requests_and_their_shadows_only(
+    tiny: Path, reference: Reference, what: str
+) -> None:
+    driver = Tolerant(
+        tiny,
+        strategies=strategies(
+            good={"kind": "paged", "block_size": 8},
+            bad={"kind": "faulty_hook" if FAULTS[what].hook else "faulty", "fault": what},
+        ),
+        max_seq_len=96,
+        max_num_batched_tokens=80,
+        strategy_timeout=0.1,
+    )
+    for i in range(4):
+        driver.submit(f"good {i}", random_prompt(25, seed=i), COUNT, kv_cache="good")
+        heard = driver.submit(f"bad {i}", random_prompt(25, seed=i), COUNT, kv_cache="bad")
+        if heard.failed is None:
+            driver.shadow(f"bad {i}", "good")
+    deadline = time.monotonic() + 30
+    while driver.core.busy and time.monotonic() < deadline:
+        result = driver.core.step()
+        driver.steps.append(result)
+        for event in result.events:
+            driver._hear(event.message)
+        driver.check()
+    assert not driver.core.busy
+    assert not len(driver.core.shadows)
+    for i in range(4):
+        assert driver.heard[f"good {i}"].tokens == reference.greedy(random_prompt(25, seed=i), COUNT)
+        assert driver.heard[f"bad {i}"].failed is not None
+
+
+def test_a_request_whose_row_fails_alone_takes_its_shadow_along(
+    tiny: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(tiny, strategies=strategies(a={"kind": "paged", "block_size": 8}, b={"kind": "paged"}))
+    for name in ("good", "bad"):
+        driver.submit(name, random_prompt(25, seed=len(name)), COUNT, kv_cache="a")
+        driver.shadow(name, "b")
+    driver.step()
+    execute = ModelRunner.execute
+
+    def fail(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> StepOutput:
+        if any(each.request.key[1] == "bad" and not each.request.is_shadow for each in scheduled):
+            raise ValueError("planted")
+        return execute(runner, scheduled)
+
+    monkeypatch.setattr(ModelRunner, "execute", fail)
+    driver.run()
+    assert driver.heard["bad"].failed is not None
+    assert driver.heard["good"].failed is None
+    assert driver.heard["good"].tokens == reference.greedy(random_prompt(25, seed=4), COUNT)
+    assert not len(driver.core.shadows)
+
+
+def test_a_fault_that_only_shadows_meet_ends_no_request_of_the_candidate(
+    tiny: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(tiny, strategies=strategies(a={"kind": "paged", "block_size": 8}, b={"kind": "paged"}))
+    driver.submit("own", random_prompt(25, seed=1), COUNT, kv_cache="b")
+    driver.submit("shadowed", random_prompt(25, seed=2), COUNT, kv_cache="a")
+    driver.shadow("shadowed", "b")
+    inner = driver.core.isolation.caches["b"].inner
+    plan = inner.plan
+
+    def fail(rows: Sequence[Row]) -> Plan:
+        if any(row.seat.salt is not None and row.seat.salt.shadow for row in rows):
+            raise ValueError("planted")
+        return plan(rows)
+
+    monkeypatch.setattr(inner, "plan", fail)
+    driver.run()
+    for seed, name in ((1, "own"), (2, "shadowed")):
+        assert driver.heard[name].failed is None
+        assert driver.heard[name].tokens == reference.greedy(random_prompt(25, seed=seed), COUNT)
+    assert [each.ended_early for each in driver.fidelities] == ["failed"]
