@@ -33,7 +33,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast test-metal prometheus test-slow test-clients test-kvpress check check-metal format bench bench-peers load fuzz chaos soak clean
+.PHONY: help install serve test test-fast test-metal prometheus test-slow test-clients test-kvpress check check-metal format bench bench-peers validate compare load fuzz chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -83,6 +83,12 @@ bench: $(VENV)/.base  ## measure every figure that has a goal (ARGS="--rows deco
 
 bench-peers: $(VENV)/.base  ## install llama.cpp and vLLM by themselves, and measure them beside kvmux (ARGS=--help)
 	$(PY) -m tools.bench.peers --pip-args "$(PIP_ARGS)" $(ARGS)
+
+validate: $(VENV)/.base  ## build llama.cpp by itself, and compare its results with those of every strategy (ARGS=--help)
+	$(PY) -m tools.validation --pip-args "$(PIP_ARGS)" $(ARGS)
+
+compare: $(VENV)/.with-evaluate  ## compare all strategies under load in an HTML report; needs `make prometheus` (ARGS=--help)
+	$(PY) -m tools.comparison $(ARGS)
 
 load: $(VENV)/.with-load  ## load a running server (URL) for 30 seconds
 	$(VENV)/bin/locust -f loadtest/locustfile.py --headless --only-summary --host $(URL) \

@@ -13,13 +13,14 @@ from pathlib import Path
 from rich.console import Console
 
 from server.profiling.running import sigterm_as_ctrl_c
-from tools.bench.peers.install import Installer, InstallError
-from tools.bench.peers.measure import measure_servers
+from tools.bench.peers.measure import PeerMeasurement, measure_servers
 from tools.bench.peers.report import PeerReport, as_json, as_text
-from tools.bench.peers.servers import ServerProgram, prepare_kvmux, prepare_llama_cpp, prepare_vllm
+from tools.bench.peers.servers import prepare_kvmux, prepare_llama_cpp, prepare_vllm
 from tools.bench.peers.workloads import DEFAULT_WORKLOADS, WORKLOADS
 from tools.bench.table.documents import BENCHMARKS, update_section
 from tools.bench.table.models import QWEN, cache_folder, make_model
+from tools.peers.installer import Installer, InstallError
+from tools.peers.programs import ServerProgram
 
 DESCRIPTION = """\
 Installs llama.cpp (built from source) and vLLM (its build for CPUs), each in a folder and an environment of its own,
@@ -69,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         try:
             report = run(options, show_status)
-            if options.docs:
+            if options.docs and report.complete:
                 update_section(options.docs / BENCHMARKS, MARKED, as_text(report))
         except (OSError, ValueError) as error:
             print(f"make bench-peers: {error}", file=sys.stderr)
@@ -79,11 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(as_text(report))
     if options.json:
         options.json.write_text(json.dumps(as_json(report), indent=2) + "\n")
-    return 0
+    return 0 if report.complete else INTERRUPTED
 
 
 def run(options: argparse.Namespace, show_status: Callable[[str], None]) -> PeerReport:
-    """Install and measure what the options name. Raises OSError."""
+    """Install and measure what the options name; Ctrl-C ends it with what was measured so far. Raises OSError."""
     date = datetime.now().astimezone()
     model = make_model(QWEN, options.models, show_status)
     programs, missing = [prepare_kvmux(model)], dict[str, str]()
@@ -94,8 +95,15 @@ def run(options: argparse.Namespace, show_status: Callable[[str], None]) -> Peer
         except InstallError as error:
             missing[name] = str(error)
     workloads = [name for name in WORKLOADS if name in options.rows]
-    measurements = list(measure_servers(programs, workloads, options.turns, show_status))
-    return PeerReport(date, options.turns, workloads, programs, missing, measurements)
+    measurements, complete = list[PeerMeasurement](), False
+    try:
+        for measurement in measure_servers(programs, workloads, options.turns, show_status):
+            measurements.append(measurement)
+        complete = True
+    except KeyboardInterrupt:  # also SIGTERM
+        if not measurements:
+            raise
+    return PeerReport(date, options.turns, workloads, programs, missing, measurements, complete)
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from server.profiling.background_load import Neighbours
 from server.profiling.running import RunError
-from tools.bench.peers.servers import ServerProgram, StartedServer, run_program
 from tools.bench.peers.workloads import adapt_row, compute_needs, group_workloads, list_rows, run_workload
 from tools.bench.table.goals import BenchmarkRow
 from tools.bench.table.limits import compute_limit
 from tools.bench.table.runs import WorkloadRun, compute_value, measure_speeds
+from tools.peers.programs import ServerProgram, StartedServer, run_program
 
 
 @dataclass(frozen=True)

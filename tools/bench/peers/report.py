@@ -12,10 +12,10 @@ import psutil
 
 from server.profiling.background_load import BUSY_THRESHOLD
 from tools.bench.peers.measure import PeerMeasurement
-from tools.bench.peers.servers import ServerProgram
 from tools.bench.peers.workloads import compute_needs
 from tools.bench.table.goals import LOWER_IS_BETTER, BenchmarkRow
 from tools.bench.table.report import DISTURBED_MARK, format_number, read_processor_name
+from tools.peers.programs import ServerProgram
 
 NO_PORT = 0  # as shown in commands
 MAX_REASON = 300  # characters
@@ -31,6 +31,7 @@ class PeerReport:
     programs: Sequence[ServerProgram]
     missing: Mapping[str, str]  # reasons why servers could not be installed, by their names
     measurements: Sequence[PeerMeasurement]
+    complete: bool = True  # False: it was interrupted
 
     def find(self, server: str, row: BenchmarkRow) -> list[PeerMeasurement]:
         return [each for each in self.measurements if each.server == server and each.row == row]
@@ -88,6 +89,8 @@ def compute_share(each: PeerMeasurement) -> float | None:
 
 def _format_notes(report: PeerReport) -> list[str]:
     notes = [f"- {name} could not be installed: {_shorten(reason)}" for name, reason in report.missing.items()]
+    if not report.complete:
+        notes.append("- interrupted: some rows were not measured, or in fewer turns")
     # one workload has several rows, all of which have its reason
     reasons = {(each.server, each.row.workload, each.reason) for each in report.measurements if each.reason}
     notes += [f"- {server}, workload {work}: {_shorten(reason)}" for server, work, reason in sorted(reasons)]

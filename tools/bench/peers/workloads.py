@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from loadtest.bench.workloads import NAMED_WORKLOADS
 from server.profiling.running import RunError, run_bench
-from tools.bench.peers.servers import ServerNeeds
 from tools.bench.table.goals import DEFAULT_STRATEGY, ROWS, BenchmarkRow, Measure
 from tools.bench.table.models import QWEN
 from tools.bench.table.runs import Results
+from tools.peers.programs import ServerNeeds
 
 WORKLOADS = ("a", "b", "c8", "c16", "e1", "e8", "e16", "f", "g")
 DEFAULT_WORKLOADS = ("a", "b", "c8", "e8", "e16", "f")

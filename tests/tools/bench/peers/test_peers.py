@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -19,16 +19,19 @@ from loadtest.bench.workloads import NAMED_WORKLOADS, Drawn
 from server.profiling.running import RunError
 from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench.peers import __main__ as command
-from tools.bench.peers import install, measure, servers, workloads
-from tools.bench.peers.install import Installer, InstallError
+from tools.bench.peers import measure, workloads
 from tools.bench.peers.measure import PeerMeasurement, measure_servers
 from tools.bench.peers.report import PeerReport, as_json, as_text, format_cell
-from tools.bench.peers.servers import ServerNeeds, ServerProgram, StartCommand, prepare_kvmux, run_program
+from tools.bench.peers.servers import prepare_kvmux
 from tools.bench.peers.workloads import compute_needs, list_rows, run_workload
 from tools.bench.table.documents import BENCHMARKS, replace_section
 from tools.bench.table.goals import BenchmarkRow
 from tools.bench.table.limits import Speeds
 from tools.bench.table.report import DISTURBED_MARK
+from tools.peers import installer as installing
+from tools.peers import programs
+from tools.peers.installer import Installer, InstallError
+from tools.peers.programs import ServerNeeds, ServerProgram, StartCommand, run_program
 
 SPEEDS = Speeds(20e9, 1e12)
 
@@ -59,9 +62,9 @@ def fail(name: str, code: str) -> ServerProgram:
 @pytest.mark.usefixtures("short")
 def test_kvmux_is_measured_beside_a_server_that_does_not_start(folder: Path) -> None:
     others = find_children()  # of tests before
-    programs = [prepare_kvmux(folder / SMALL_SHAPE.name), fail("broken", "print('no such model'); raise SystemExit(3)")]
+    compared = [prepare_kvmux(folder / SMALL_SHAPE.name), fail("broken", "print('no such model'); raise SystemExit(3)")]
     told: list[str] = []
-    found = list(measure_servers(programs, ["a", "e8"], 2, told.append))
+    found = list(measure_servers(compared, ["a", "e8"], 2, told.append))
     ours = [each for each in found if each.server == "kvmux"]
     assert {(each.row.workload, each.row.measure) for each in ours} == {
         ("a", "decode"),
@@ -101,8 +104,8 @@ def test_a_workload_has_an_end(folder: Path) -> None:
 @pytest.mark.alone
 def test_a_server_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     others = find_children()  # of tests before
-    monkeypatch.setattr(servers, "STOP_TIMEOUT", 0.5)
-    monkeypatch.setattr(servers, "START_TIMEOUT", 3.0)
+    monkeypatch.setattr(programs, "STOP_TIMEOUT", 0.5)
+    monkeypatch.setattr(programs, "START_TIMEOUT", 3.0)
     code = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
@@ -175,11 +178,11 @@ def test_an_installation_that_fails_is_done_again(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(InstallError, match=r"a step failed: .*out of luck"):
             installer.ensure(fail_step, "1.0")
-        assert not (installer.folder / install.MARK).exists()
+        assert not (installer.folder / installing.MARK).exists()
 
 
 def test_a_step_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "STEP_TIMEOUT", 0.2)
+    monkeypatch.setattr(installing, "STEP_TIMEOUT", 0.2)
     installer = make_installer(tmp_path)
     installer.folder.mkdir()
     with pytest.raises(InstallError, match=r"sleeping took more than 0\.2 seconds"):
@@ -204,8 +207,8 @@ def measurement(server: str, row: BenchmarkRow = ROW, **more: Any) -> PeerMeasur
 
 
 def make_report(*found: PeerMeasurement, missing: dict[str, str] | None = None) -> PeerReport:
-    programs = [fail("kvmux", ""), replace(fail("llama.cpp", ""), start_for_each_workload=True)]
-    return PeerReport(datetime(2026, 1, 2).astimezone(), 2, ["c8", "e8"], programs, missing or {}, found)
+    compared = [fail("kvmux", ""), replace(fail("llama.cpp", ""), start_for_each_workload=True)]
+    return PeerReport(datetime(2026, 1, 2).astimezone(), 2, ["c8", "e8"], compared, missing or {}, found)
 
 
 def test_a_cell_is_the_median_of_the_turns() -> None:
@@ -252,6 +255,22 @@ def test_the_command_reports_servers_that_are_missing(
     assert "- vllm could not be installed: vllm: nothing there" in printed
     assert printed.strip() in document.read_text()
     assert set(json.loads(file.read_text())["not_installed"]) == {"llama.cpp", "vllm"}
+
+
+def test_an_interrupted_run_shows_what_it_has_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(programs: object, *rest: object) -> Iterator[PeerMeasurement]:
+        yield measurement("kvmux")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "PEERS", {})
+    monkeypatch.setattr(command, "make_model", lambda shape, folder, show_status: folder)
+    monkeypatch.setattr(command, "measure_servers", interrupted)
+    file = tmp_path / "it.json"
+    assert command.main(["--peers", "--json", str(file), "--folder", str(tmp_path)]) == command.INTERRUPTED
+    assert "- interrupted: some rows were not measured" in capsys.readouterr().out
+    assert len(json.loads(file.read_text())["measurements"]) == 1
 
 
 def test_the_committed_document_has_a_place_for_the_tables() -> None:

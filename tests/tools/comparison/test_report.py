@@ -1,0 +1,111 @@
+"""The report is one page of valid HTML that loads nothing and shows hostile names as text."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.tools.comparison.test_record import make_result
+from tools.comparison.plan import Cell, Load, Plan
+from tools.comparison.record import Record
+from tools.comparison.report import format_number, make_page
+from tools.comparison.results import Comparison
+
+VOID = {"meta", "br", "path", "use", "rect", "line", "link", "img"}
+HOSTILE = "<script>alert(1)</script>"
+
+
+class Page(HTMLParser):
+    """Reads a page: its tags have to be closed in order; collects attributes and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: set[str] = set()
+        self.links: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.add(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def fidelity(name: str, kl: float) -> dict[str, object]:
+    text = {"kl_nats": kl, "top1_agreement": 1 - kl, "perplexity": 5.0}
+    return {"name": name, "exact": not kl, "text": text}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Comparison:
+    plan = Plan(("paged", "small"), (64, 128), (1, 4), 8, 5.0, 2, 0)
+    record = Record.open(tmp_path / "it", {}, restart=False)
+    for cell in plan.cells():
+        faster = 2.0 if cell.strategy == "paged" else 1.0
+        record.add(make_result(cell, (1 + cell.round) * faster, {HOSTILE: 1} if cell.load.batch == 4 else None))
+    strategies = [fidelity("paged", 0.0), fidelity("small", 0.002)]
+    record.set_fidelity({"64": {"strategies": strategies}, "128": {"error": f"no room {HOSTILE}"}})
+    facts = [("model", f"my {HOSTILE}"), ("kvmux", "1")]
+    date = datetime(2026, 1, 2).astimezone()
+    return Comparison(plan, record, date, 0.01, facts, [f"make compare {HOSTILE}"], {"paged": {"kind": HOSTILE}})
+
+
+def test_the_page_is_whole_and_loads_nothing(results: Comparison) -> None:
+    text = make_page(results)
+    page = Page(text)
+    assert "script" not in page.seen
+    assert not {"link", "img", "iframe", "object"} & page.seen
+    assert all(link.startswith("#") for link in page.links), "only within the page"
+    assert not re.search(r"url\((?!#)|@import", text)
+    # As text: title, heading, model, four failed cells, an evaluation's error, the command, options of a strategy
+    assert sum(HOSTILE in each for each in page.texts) == 3 + 4 + 1 + 1 + 1
+
+
+def test_the_page_has_every_figure(results: Comparison) -> None:
+    text = make_page(results)
+    assert "Incomplete" not in text
+    for load in (Load(64, 1), Load(128, 4)):
+        assert str(load) in text
+    assert "Missing:" in text, "the fidelity at 128 tokens"
+    assert "no room" in text
+    assert '<td class="number best">' in text
+    assert text.count("<svg") == 2
+    assert ">exact<" in text
+
+
+def test_a_page_tells_what_is_not_measured(results: Comparison) -> None:
+    results.record.results.pop(Cell(1, Load(64, 1), "small"))
+    assert "1 of 16 cells are not measured" in make_page(results)
+    results.record.results.clear()
+    results.record.fidelity = None
+    assert "16 of 16 cells" in make_page(results)
+
+
+def test_pages_of_equal_results_are_equal(results: Comparison) -> None:
+    assert make_page(results) == make_page(results)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (0.01234, "0.0123"), (12.345, "12.3"), (123.4, "123"), (12345, "12,345")]
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert format_number(value) == text

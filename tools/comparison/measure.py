@@ -1,0 +1,98 @@
+"""Loads a server cell by cell with the client of `kvmux bench`, and reads the figures of each from Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import httpx
+
+from loadtest.bench.client import open_client, read_server_info, send_completion
+from loadtest.bench.figures import Figures
+from loadtest.bench.types import Outcome
+from tools.comparison.figures import Interval, Series, read_figures
+from tools.comparison.plan import Cell, Plan
+from tools.comparison.record import CellResult
+from tools.prometheus import Prometheus
+
+SCRAPE_INTERVAL = "250ms"
+NOT_SUPPORTED = 409  # HTTP status of a strategy that keeps nothing to clear
+REQUESTS_PER_CLIENT = 2  # at least: the second request of a client finds what the first one left
+WARM_UP_TOKENS = 4  # of each answer before a load is measured
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What each client of a load sends: at least so many requests, for at least so long."""
+
+    requests: int
+    seconds: float
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class CellMeter:
+    """Measures cells on a running server that a running Prometheus scrapes."""
+
+    admin: httpx.Client  # of the server, with the token of its administration
+    prometheus: Prometheus
+    plan: Plan
+
+    def measure(self, cell: Cell) -> CellResult:
+        """Load the server and return the figures. Raises ServerError or httpx.HTTPError if it cannot be measured."""
+        self._clear_caches()
+        salt = self.plan.make_salt(cell)
+        # a few unmeasured requests with other prompts, so that no strategy pays for what comes first
+        self._load(cell, f"{salt}/warm-up", Effort(1, 0.0, WARM_UP_TOKENS))
+        begin = time.time()
+        outcomes = self._load(cell, salt, Effort(REQUESTS_PER_CLIENT, self.plan.seconds, self.plan.max_tokens))
+        end = time.time()
+        figures = Figures()
+        figures.add_round(outcomes)
+        interval = Interval(begin, end, figures.round_seconds[0])
+        found = read_figures(self.prometheus, self._find_series(cell), interval)
+        return CellResult(cell, interval, found, len(outcomes), figures.error_counts)
+
+    def _load(self, cell: Cell, salt: str, effort: Effort) -> list[Outcome]:
+        """Load the server, and wait until Prometheus has counted all requests that were served: /metrics is late."""
+        before = self._count_requests(cell)
+        outcomes = asyncio.run(self._send(cell, salt, effort))
+        served = sum(each.error is None for each in outcomes)
+        self.prometheus.wait(lambda: self._count_requests(cell) >= before + served, "the requests' metrics")
+        return outcomes
+
+    def _count_requests(self, cell: Cell) -> float:
+        """Return how many requests of a cell's strategy have ended, as Prometheus knows it."""
+        values = self.prometheus.query(f"sum(kvmux_requests_total{{{self._find_series(cell)}}})")
+        return sum(value for _, value in values)
+
+    def _find_series(self, cell: Cell) -> Series:
+        url = self.admin.base_url
+        return Series(cell.strategy, f"{url.host}:{url.port}")
+
+    def _clear_caches(self) -> None:
+        """Remove what earlier cells have left in the caches, so that no cell has to evict it."""
+        for strategy in self.plan.strategies:
+            answer = self.admin.post(f"/v1/kv_cache/{strategy}/clear", json={})
+            if answer.status_code != NOT_SUPPORTED:
+                answer.raise_for_status()
+
+    async def _send(self, cell: Cell, salt: str, effort: Effort) -> list[Outcome]:
+        """Let each client of a load send one request after another; return the outcomes of all."""
+        async with open_client(str(self.admin.base_url)) as client:
+            server = await read_server_info(client)
+            requests = self.plan.make_requests(server.vocabulary, cell.load, salt)
+            outcomes: list[Outcome] = []
+            end = time.monotonic() + effort.seconds
+
+            async def send_all() -> None:
+                sent = 0
+                while sent < effort.requests or time.monotonic() < end:
+                    request = next(requests)._replace(max_tokens=effort.max_tokens)
+                    body = {"kv_cache": cell.strategy}
+                    outcomes.append(await send_completion(client, server.listing.model, request, body))
+                    sent += 1
+
+            await asyncio.gather(*(send_all() for _ in range(cell.load.batch)))
+            return outcomes

@@ -1,0 +1,107 @@
+"""Computes predictions and greedy texts of a GGUF file with `kvmux serve`, over HTTP, under each strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cache_strategies.registry import list_kinds
+from server.models.files.directory import locate
+from server.profiling.running import run_server
+from server.text.tokenizer import Tokenizer
+from tools.strategies_file import format_strategies
+from tools.validation.predictions import GreedyText, Predictions, strip_end
+
+TIMEOUT = 600.0  # seconds of a request
+
+# Options with which a strategy drops or rounds something within a window of the text; the name is the instance's.
+INSTANCES: Mapping[str, Mapping[str, Any]] = {
+    "paged_int8": {"kind": "paged", "kv_dtype": "int8"},
+    "sliding_window_quarter": {"kind": "sliding_window", "window": 0.25},
+    "compressed_half": {"kind": "compressed", "budget": 0.5, "every": 64},
+    "streaming_quarter": {"kind": "streaming", "window": 0.25, "every": 64},
+    "quest_quarter": {"kind": "quest", "budget": 0.25, "min_tokens": 32, "block_size": 8},
+}
+EXACT_KINDS = ("paged", "contiguous", "mirrored")
+
+
+@dataclass(frozen=True)
+class KvmuxServer:
+    """A running `kvmux serve`, with a client of it."""
+
+    http: httpx.Client
+    model: str
+    strategies: Mapping[str, bool]  # whether each instance promises to be exact, by name
+
+    def predict(self, strategy: str, windows: Sequence[Sequence[int]]) -> Predictions:
+        """Predict the second half of each window, as the log-probabilities of a prompt."""
+        log_probs: list[float] = []
+        likeliest: list[frozenset[int]] = []
+        choices = self._complete(strategy, windows, {"max_tokens": 1, "prompt_logprobs": 1})
+        for window, choice in zip(windows, choices, strict=True):
+            scores = choice["prompt_logprobs"]
+            for i in range(len(window) // 2 + 1, len(window)):
+                log_probs.append(scores[i][str(window[i])]["logprob"])
+                likeliest.append(frozenset(int(token) for token, each in scores[i].items() if each["rank"] == 1))
+        return Predictions.from_log_probs(log_probs, likeliest)
+
+    def continue_greedily(
+        self, strategy: str, prompts: Sequence[Sequence[int]], max_tokens: int, eos_ids: frozenset[int]
+    ) -> list[GreedyText]:
+        """Return the greedy continuation of each prompt, computed in one batch."""
+        body = {"max_tokens": max_tokens, "temperature": 0, "logprobs": 2, "return_token_ids": True}
+        texts = []
+        for choice in self._complete(strategy, prompts, body | {"return_tokens_as_token_ids": True}):
+            ranked = [sorted(each.values(), reverse=True) for each in choice["logprobs"]["top_logprobs"]]
+            margins = [best - second for best, second, *_ in ranked]
+            texts.append(GreedyText(strip_end(choice["token_ids"], eos_ids), margins))
+        return texts
+
+    def _complete(self, strategy: str, prompts: Sequence[Sequence[int]], body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the choices of a request for all prompts, in their order."""
+        request = {"model": self.model, "kv_cache": strategy, "prompt": [list(each) for each in prompts]} | body
+        answer = self.http.post("/v1/completions", json=request).raise_for_status().json()
+        choices: list[dict[str, Any]] = sorted(answer["choices"], key=lambda choice: choice["index"])
+        return choices
+
+
+@contextmanager
+def serve(file: Path, dtype: str, threads: int, window: int, scratch: Path) -> Iterator[KvmuxServer]:
+    """Serve a GGUF file under every kind of strategy until the block ends. Raises RunError if it does not start."""
+    config = scratch / "kvmux.toml"
+    config.write_text(make_config(window))
+    flags = ["--config", str(config), "--model", str(file), "--dtype", dtype, "--threads", str(threads)]
+    size = ["--max-seq-len", str(window + 1), "--kv-memory", "1GiB", "--log-level", "warning"]
+    with ExitStack() as stack:
+        url = stack.enter_context(run_server([*flags, *size])).url
+        http = stack.enter_context(httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False))
+        model = http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        listed = http.get("/v1/kv_cache").raise_for_status().json()["data"]
+        yield KvmuxServer(http, model, {each["name"]: each["contract"]["exact"] for each in listed})
+
+
+def tokenize(file: Path, text: str) -> list[int]:
+    """Return the tokens of a text, by the tokenizer that kvmux reads from a GGUF file."""
+    ids: list[int] = Tokenizer.from_directory(locate(str(file))).backend.encode(text).ids
+    return ids
+
+
+def make_config(window: int) -> str:
+    """Return the settings file: an instance of each kind, plug-ins' too, with options that fit windows of this length.
+
+    Kinds that are neither exact nor in INSTANCES have their default options.
+    """
+    known = {*EXACT_KINDS, *(each["kind"] for each in INSTANCES.values())}
+    others = sorted(set(list_kinds()) - known)
+    instances: dict[str, Mapping[str, Any]] = {name: {"kind": name} for name in (*EXACT_KINDS, *others)}
+    instances |= INSTANCES
+    fitted = {
+        name: {option: int(value * window) if option == "window" else value for option, value in options.items()}
+        for name, options in instances.items()
+    }
+    return format_strategies(fitted)

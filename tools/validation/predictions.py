@@ -1,0 +1,114 @@
+"""What a model predicts of the tokens of a text, and how far two programs agree on it.
+
+A text is cut into windows of equal length. As in llama.cpp's `perplexity`, the first half of a window is only read, and
+the tokens of the second half are predicted. Knows neither of the programs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+NEAR_TIE = 0.05  # nats between the two likeliest tokens, below which rounding may decide which of them comes first
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The predictions of all positions of a text by one program, in order."""
+
+    log_probs: FloatArray  # [positions]: of the token that follows, in nats
+    likeliest: Sequence[frozenset[int]]  # [positions]: the likeliest token, or several if they are equally likely
+    perplexity: float
+    is_upper_bound: npt.NDArray[np.bool_] | None = None  # [positions]: the log-probability is at most that; None: equal
+
+    @classmethod
+    def from_log_probs(cls, log_probs: Sequence[float], likeliest: Sequence[frozenset[int]]) -> Predictions:
+        """Return predictions whose log-probabilities are all exact."""
+        array = np.array(log_probs)
+        return cls(array, likeliest, math.exp(-float(array.mean())))
+
+
+class GreedyText(NamedTuple):
+    """The greedy continuation of a prompt, without the token that ends the text.
+
+    `margins` are the nats between the two likeliest tokens of each step; empty for a program that does not report them.
+    """
+
+    token_ids: Sequence[int]
+    margins: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The agreement of one program or strategy with another one that computed the same text."""
+
+    positions: int
+    perplexity: float
+    perplexity_ratio: float  # 1: equal
+    mean_difference: float  # of log-probabilities, absolute, in nats
+    max_difference: float
+    same_top: float  # share of positions with the same likeliest token
+
+    @classmethod
+    def between(cls, own: Predictions, other: Predictions) -> Agreement:
+        """Compare predictions of the same positions. Where `other` knows an upper bound, only exceeding it counts."""
+        assert len(own.log_probs) == len(other.log_probs), "predictions of different positions"
+        differences = own.log_probs - other.log_probs
+        if other.is_upper_bound is not None:
+            differences[other.is_upper_bound] = np.maximum(differences[other.is_upper_bound], 0)
+        differences = np.abs(differences)
+        same = [bool(a & b) for a, b in zip(own.likeliest, other.likeliest, strict=True)]
+        return cls(
+            len(same),
+            own.perplexity,
+            own.perplexity / other.perplexity,
+            float(differences.mean()),
+            float(differences.max()),
+            sum(same) / len(same),
+        )
+
+
+@dataclass(frozen=True)
+class GreedyAgreement:
+    """The agreement of greedy texts with those of another program, from the same prompts."""
+
+    texts: int
+    equal_texts: int
+    tokens: int  # of the other program's texts
+    equal_tokens: int  # before the first difference of each text
+    unexplained: int  # first differences where the two likeliest tokens were not a near tie
+
+    @classmethod
+    def between(cls, own: Sequence[GreedyText], other: Sequence[GreedyText]) -> GreedyAgreement:
+        """Compare texts by the first token in which they differ; `own` have margins."""
+        equal = [count_equal(a.token_ids, b.token_ids) for a, b in zip(own, other, strict=True)]
+        differing = [
+            (text, at)
+            for text, of_other, at in zip(own, other, equal, strict=True)
+            if list(text.token_ids) != list(of_other.token_ids)
+        ]
+        # where one text has ended and the other has not, the end of the text was the other candidate
+        unexplained = [at for text, at in differing if at >= len(text.margins) or text.margins[at] >= NEAR_TIE]
+        return cls(
+            len(equal),
+            len(equal) - len(differing),
+            sum(len(text.token_ids) for text in other),
+            sum(equal),
+            len(unexplained),
+        )
+
+
+def strip_end(token_ids: Sequence[int], eos_ids: frozenset[int]) -> Sequence[int]:
+    """Return the tokens of a text without the token that ends it: not every program counts it among them."""
+    return token_ids[:-1] if token_ids and token_ids[-1] in eos_ids else token_ids
+
+
+def count_equal(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the number of leading tokens that two texts have in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
