@@ -13,14 +13,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import get_args
 
-from rich.console import Console
-
 from server.profiling.running import RunError, sigterm_as_ctrl_c
 from tools.bench.table.documents import BENCHMARKS, TABLES, update_performance_doc, update_section
 from tools.bench.table.goals import ROWS, Group
 from tools.bench.table.models import SHAPES, cache_folder
 from tools.bench.table.report import BenchmarkReport, as_json, as_text
 from tools.bench.table.runs import RunOptions, measure_rows
+from tools.status_line import status_line
 
 DESCRIPTION = """\
 Starts `kvmux serve` once for each model and weight format, sends it load over HTTP, and compares the figures with
@@ -52,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.docs and len(rows) < len(ROWS):
         parser.error("--docs: the documents show all rows; leave --rows and --model out")
     date = datetime.now().astimezone()
-    with sigterm_as_ctrl_c(), Console(stderr=True).status("starting") as status:
+    with sigterm_as_ctrl_c(), status_line() as show_status:
         try:
             effort = RunOptions(options.rounds, options.attempts, options.models)
-            results = measure_rows(rows, effort, status.update)
+            results = measure_rows(rows, effort, show_status)
             report = BenchmarkReport(date, sorted(results, key=lambda each: rows.index(each.row)))
             if options.docs:
                 update_section(options.docs / BENCHMARKS, TABLES, as_text(report))
-                update_performance_doc(options.docs, options.models, status.update)
+                update_performance_doc(options.docs, options.models, show_status)
         except (RunError, OSError) as error:
             print(f"make bench: {error}", file=sys.stderr)
             return FAILED

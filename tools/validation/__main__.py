@@ -11,14 +11,13 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from rich.console import Console
-
 from server.profiling.running import RunError, sigterm_as_ctrl_c
 from server.version import get_version
 from tools.bench.table.documents import update_section
 from tools.bench.table.models import cache_folder
 from tools.peers.installer import Installer, InstallError
 from tools.peers.llama_cpp import INSTALLED_VERSION, LLAMA_CPP, LLAMA_CPP_VERSION, convert_model, install_llama_cpp
+from tools.status_line import status_line
 from tools.validation.files import Effort, FileValidation
 from tools.validation.report import ValidationReport, as_json, as_text
 from tools.validation.subjects import SUBJECTS, make_subject
@@ -56,13 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--texts, --max-tokens and --threads should be at least 1")
     if options.docs and {*options.only, *options.matrix_types} < {*SUBJECTS, *MATRIX_TYPES}:
         parser.error("--docs: the document shows all models and types; leave --only and --matrix-types out")
-    with sigterm_as_ctrl_c(), Console(stderr=True).status("starting") as status:
-
-        def show_status(text: str) -> None:
-            status.update(text)
-            if not status.console.is_terminal:  # where no line can be replaced, such as in a log
-                print(text, file=sys.stderr, flush=True)
-
+    with sigterm_as_ctrl_c(), status_line() as show_status:
         try:
             report = run(options, show_status)
             if options.docs:

@@ -25,8 +25,26 @@ ROUNDS = 3
 class Tolerant(Driver):
     """A driver that checks the bookkeeping of the strategy without faults only."""
 
+    @classmethod
+    def with_fault(cls, directory: Path, what: str) -> Tolerant:
+        """Return a driver with two instances: `good`, and `bad` with a planted fault."""
+        kinds = strategies(
+            good={"kind": "paged", "block_size": 8},
+            bad={"kind": "faulty_hook" if FAULTS[what].hook else "faulty", "fault": what},
+        )
+        return cls(directory, strategies=kinds, max_seq_len=96, max_num_batched_tokens=80, strategy_timeout=0.1)
+
     def check(self) -> None:
         self.core.caches["good"].check_integrity()
+
+    def run_until(self, deadline: float) -> None:
+        """Step until no request is left, or the monotonic clock shows `deadline`."""
+        while self.core.busy and time.monotonic() < deadline:
+            result = self.core.step()
+            self.steps.append(result)
+            for event in result.events:
+                self._hear(event.message)
+            self.check()
 
 
 @pytest.fixture(autouse=True)
@@ -37,16 +55,7 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("what", select("ends", "nan", "none", "quiet", "stalls", "leaks", plain=True))
 def test_a_faulty_candidate_ends_no_request(tiny: Path, reference: Reference, what: str) -> None:
-    driver = Tolerant(
-        tiny,
-        strategies=strategies(
-            good={"kind": "paged", "block_size": 8},
-            bad={"kind": "faulty_hook" if FAULTS[what].hook else "faulty", "fault": what},
-        ),
-        max_seq_len=96,
-        max_num_batched_tokens=80,
-        strategy_timeout=0.1,
-    )
+    driver = Tolerant.with_fault(tiny, what)
     deadline = time.monotonic() + 30
     started = 0
     for turn in range(ROUNDS):
@@ -55,12 +64,7 @@ def test_a_faulty_candidate_ends_no_request(tiny: Path, reference: Reference, wh
             if i % 2 and "bad" not in driver.core.isolation.quarantined:
                 driver.shadow(f"{turn} {i}", "bad")
                 started += 1
-        while driver.core.busy and time.monotonic() < deadline:
-            result = driver.core.step()
-            driver.steps.append(result)
-            for event in result.events:
-                driver._hear(event.message)
-            driver.check()
+        driver.run_until(deadline)
     assert not driver.core.busy, "a shadow waits for ever"
     for name, heard in driver.heard.items():
         assert heard.failed is None, f"{name}: {heard.failed}"
@@ -82,28 +86,13 @@ def test_a_faulty_candidate_ends_no_request(tiny: Path, reference: Reference, wh
 def test_a_faulty_instance_ends_its_requests_and_their_shadows_only(
     tiny: Path, reference: Reference, what: str
 ) -> None:
-    driver = Tolerant(
-        tiny,
-        strategies=strategies(
-            good={"kind": "paged", "block_size": 8},
-            bad={"kind": "faulty_hook" if FAULTS[what].hook else "faulty", "fault": what},
-        ),
-        max_seq_len=96,
-        max_num_batched_tokens=80,
-        strategy_timeout=0.1,
-    )
+    driver = Tolerant.with_fault(tiny, what)
     for i in range(4):
         driver.submit(f"good {i}", random_prompt(25, seed=i), COUNT, kv_cache="good")
         heard = driver.submit(f"bad {i}", random_prompt(25, seed=i), COUNT, kv_cache="bad")
         if heard.failed is None:
             driver.shadow(f"bad {i}", "good")
-    deadline = time.monotonic() + 30
-    while driver.core.busy and time.monotonic() < deadline:
-        result = driver.core.step()
-        driver.steps.append(result)
-        for event in result.events:
-            driver._hear(event.message)
-        driver.check()
+    driver.run_until(time.monotonic() + 30)
     assert not driver.core.busy
     assert not len(driver.core.shadows)
     for i in range(4):

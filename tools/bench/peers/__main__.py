@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from rich.console import Console
-
 from server.profiling.running import sigterm_as_ctrl_c
 from tools.bench.peers.measure import PeerMeasurement, measure_servers
 from tools.bench.peers.report import PeerReport, as_json, as_text
@@ -21,6 +19,7 @@ from tools.bench.table.documents import BENCHMARKS, update_section
 from tools.bench.table.models import QWEN, cache_folder, make_model
 from tools.peers.installer import Installer, InstallError
 from tools.peers.programs import ServerProgram
+from tools.status_line import status_line
 
 DESCRIPTION = """\
 Installs llama.cpp (built from source) and vLLM (its build for CPUs), each in a folder and an environment of its own,
@@ -61,13 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--turns should be at least 1")
     if options.docs and (set(options.peers) < PEERS.keys() or not set(DEFAULT_WORKLOADS) <= set(options.rows)):
         parser.error("--docs: the document shows all servers and rows; leave --peers and --rows out")
-    with sigterm_as_ctrl_c(), Console(stderr=True).status("starting") as status:
-
-        def show_status(text: str) -> None:
-            status.update(text)
-            if not status.console.is_terminal:  # where no line can be replaced, such as in a log
-                print(text, file=sys.stderr, flush=True)
-
+    with sigterm_as_ctrl_c(), status_line() as show_status:
         try:
             report = run(options, show_status)
             if options.docs and report.complete:
