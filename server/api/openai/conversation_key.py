@@ -46,5 +46,5 @@ def get_chat_beginning(messages: Sequence[Message]) -> list[list[str]]:
 
 
 def get_prompt_beginning(prompt: str | list[int]) -> str | list[int]:
-    """Return the beginning of a completion's prompt, which stays the same while the text grows."""
+    """Return the beginning of a completion's prompt, which stays the same while a text grows that is longer."""
     return prompt[: PREFIX_CHARACTERS if isinstance(prompt, str) else PREFIX_TOKENS]

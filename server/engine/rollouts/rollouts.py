@@ -55,7 +55,7 @@ class Rollouts:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Begin the roll-outs of the settings. `restore` replaces them by what a file knows about them."""
+        """Make the roll-outs of the settings. They begin with `restore`, which has to be called once."""
         self._declared = settings.rollouts
         self._strategies = settings.strategies
         self._model = {name: getattr(settings, name) for name in ("model", "revision", "dtype", "weights")}
@@ -64,10 +64,7 @@ class Rollouts:
         self._pairs: dict[tuple[str, str], FidelityStatistics] = {}
         self._saved_at = clock()
         self._by_from: dict[str, Rollout] = {}  # those to which requests are subject, by their `from`
-        self._rollouts: dict[str, Rollout] = {}
-        for name in self._declared:
-            self._rollouts[name] = self._make_declared(name)
-            self._rollouts[name].begin("declared in the settings", None)
+        self._rollouts: dict[str, Rollout] = {name: self._make_declared(name) for name in self._declared}
         self._index()
 
     # ---------------------------------------------------------------- requests
@@ -239,8 +236,8 @@ class Rollouts:
     def restore(self) -> None:
         """Continue where the file says that roll-outs were, and write to it from now on.
 
-        A roll-out whose settings or instances have changed begins anew. If the file is damaged, nobody knows whether a
-        candidate had been rolled back: those of the settings then wait, paused, without any effect on answers.
+        A roll-out whose settings or instances have changed begins anew. If the file cannot be read, a candidate may
+        have been rolled back: the roll-outs of the settings then wait, paused, without any effect on answers.
         """
         try:
             saved = self._store.open()
@@ -251,6 +248,8 @@ class Rollouts:
             aside = self._store.set_aside()
             self._begin_paused(f"it cannot be read ({error})" + (f" and is now {aside}" if aside is not None else ""))
         else:
+            for name in [name for name in self._declared if name not in restored]:
+                self._rollouts[name].begin("declared in the settings", None)
             self._rollouts |= restored
             self._abort_conflicts(restored.keys() - self._declared.keys())
         self._index()

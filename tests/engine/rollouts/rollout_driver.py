@@ -84,6 +84,7 @@ class RolloutDriver:
         self.rng = rng
         self.settings = Settings(model="tiny", **({"strategies": INSTANCES, "rollouts": rollouts or {}} | settings))
         self.rollouts = Rollouts(self.settings, RolloutStore(file), self.clock, self.clock)
+        self.rollouts.restore()
         self._number = 0
 
     def choose(self, user: str | None = None, *, reason: str = "default", **more: Any) -> InstanceChoice:

@@ -20,9 +20,7 @@ def file(tmp_path: Path) -> Path:
 
 def start(rng: random.Random, file: Path, rollouts: dict[str, Any] | None = None, **settings: Any) -> RolloutDriver:
     """Start a server that finds the file; the one before must have stopped."""
-    driver = RolloutDriver(rng, {"r": ROLLOUT} if rollouts is None else rollouts, file, **settings)
-    driver.rollouts.restore()
-    return driver
+    return RolloutDriver(rng, {"r": ROLLOUT} if rollouts is None else rollouts, file, **settings)
 
 
 def stop(driver: RolloutDriver) -> None:
@@ -204,3 +202,13 @@ def test_another_model_begins_anew(rng: random.Random, file: Path) -> None:
     advance_to(before, 4)
     stop(before)
     assert start(rng, file, dtype="float16").show()["state"] == "shadow"
+
+
+def test_a_restart_does_not_log_a_new_beginning(
+    rng: random.Random, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        stop(start(rng, file))
+        assert caplog.text.count("none -> shadow: declared in the settings") == 1
+        assert [each["to"] for each in start(rng, file).show()["history"]] == ["shadow"]
+    assert caplog.text.count("none -> shadow: declared in the settings") == 1
