@@ -6,7 +6,7 @@ why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,14 @@ from tests.engine.engine_driver import Driver
 from tests.models.random_models import CONFIGS, save_random_model
 
 STRATEGIES = ("contiguous", "paged", "sliding_window")
+# Instances that keep or read fewer bytes of a text, with options that make a difference after PROMPT tokens
+READ_LESS: Mapping[str, Mapping[str, Any]] = {
+    "int8": {"kind": "paged", "kv_dtype": "int8"},
+    "compressed": {"kind": "compressed", "budget": 24, "every": 32, "recent": 4, "sinks": 2},
+    "by_head": {"kind": "compressed", "budget": 24, "every": 32, "recent": 4, "sinks": 2, "by_head": True},
+    "streaming": {"kind": "streaming", "window": 16, "every": 32, "sinks": 2},
+    "quest": {"kind": "quest", "budget": 16, "min_tokens": 16, "block_size": 4},
+}
 LAYERS = (2, 5)
 SEQUENCES = 3
 PROMPT = 40  # tokens of each
@@ -61,6 +69,13 @@ BUDGETS = {  # by whose operations they are
     # Five of a layer's keep what is not finite from queries that may not see it; a step's check the addresses, once,
     # with four more of them for a ring, as no token may overwrite another of its row.
     "reference": Budget(Cost(dispatched=110, tensors=48, calls=10), Cost(dispatched=196, tensors=137, calls=3)),
+}
+READ_LESS_BUDGETS = {  # with kernels; what is more than with `paged` makes addresses, and with quest chooses blocks
+    "int8": BUDGETS["kernels"],
+    "compressed": Budget(Cost(dispatched=0, tensors=0, calls=5), Cost(dispatched=22, tensors=6, calls=3)),
+    "by_head": Budget(Cost(dispatched=4, tensors=0, calls=5), Cost(dispatched=18, tensors=6, calls=3)),
+    "streaming": Budget(Cost(dispatched=0, tensors=0, calls=5), Cost(dispatched=22, tensors=6, calls=3)),
+    "quest": Budget(Cost(dispatched=12, tensors=1, calls=6), Cost(dispatched=50, tensors=9, calls=3)),
 }
 STRATEGY = Budget(Cost(dispatched=8, tensors=0, calls=2), Cost(dispatched=8, tensors=0, calls=0))  # a further one
 
@@ -103,7 +118,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 @contextmanager
 def decoding(directory: Path, *strategies: str, kernels: str = "auto", sequences: int = SEQUENCES) -> Iterator[Driver]:
     """Return an engine some steps after its prompts, with sequences under all strategies."""
-    driver = Driver(directory, kernels=kernels, strategies={name: {"kind": name} for name in strategies})
+    driver = Driver(
+        directory, kernels=kernels, strategies={name: READ_LESS.get(name, {"kind": name}) for name in strategies}
+    )
     for i in range(sequences):
         driver.submit(str(i), [5 + i] * PROMPT, max_tokens=60, kv_cache=strategies[i % len(strategies)])
     for _ in range(1 + WARM):
@@ -178,6 +195,42 @@ def test_weights_and_keys_are_read_once(models: dict[int, Path], strategy: str) 
         with driver.core.tracer.record(OpCounter()) as counter:
             driver.core.step()
     assert least <= counter.bytes.total() <= most
+
+
+@pytest.mark.parametrize("name", READ_LESS)
+def test_a_step_that_reads_less_costs_few_operations_more(models: dict[int, Path], name: str) -> None:
+    ours, backend = spent(models, name)
+    if backend == "kernels":
+        assert ours.layer <= READ_LESS_BUDGETS[name].layer
+        assert ours.step <= READ_LESS_BUDGETS[name].step
+
+
+@pytest.mark.parametrize("name", READ_LESS)
+def test_what_is_not_kept_or_not_chosen_is_not_read(models: dict[int, Path], name: str) -> None:
+    c = config(LAYERS[0])
+    vectors = LAYERS[0] * 2 * c.num_key_value_heads  # keys and values of a token
+    token_bytes = FLOAT * vectors * c.head_dim
+    read, tokens = dict[str, int](), dict[str, int]()
+    for each in ("paged", name):
+        with decoding(models[LAYERS[0]], each) as driver:
+            kept = driver.core.isolation.caches[each].count_tokens().kept
+            tokens[each] = kept + SEQUENCES  # the new ones, too
+            with driver.core.tracer.record(OpCounter()) as counter:
+                driver.core.step()
+            read[each] = counter.bytes.total()
+    saved = read["paged"] - read[name]
+    if name == "int8":
+        number_bytes = FLOAT * c.head_dim - (c.head_dim + FLOAT)  # a byte for each number, and a scale
+        assert saved == vectors * number_bytes * (tokens[name] + SEQUENCES)  # those that are written count again
+    elif name == "quest":
+        options = READ_LESS[name]
+        summaries = -(-tokens[name] // options["block_size"])  # a vector for keys and one for values in each block
+        assert saved >= token_bytes * (
+            tokens[name] - SEQUENCES * (options["budget"] + options["block_size"]) - summaries
+        )
+    else:
+        assert tokens[name] < tokens["paged"]
+        assert saved == token_bytes * (tokens["paged"] - tokens[name])
 
 
 def bounds(driver: Driver) -> tuple[int, int]:
