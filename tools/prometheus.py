@@ -22,7 +22,7 @@ import httpx
 from server.profiling.running import RunError
 
 UNPACKED = Path(__file__).parent.parent / ".tools" / "usr" / "bin"
-PATIENCE = 30.0  # seconds for what takes one on an idle machine
+TIMEOUT = 30.0  # seconds for what takes one on an idle machine
 
 Labels = dict[str, str]
 
@@ -66,11 +66,11 @@ class Prometheus:
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
     def wait(self, until: Callable[[], bool], what: str) -> None:
-        """Wait for a condition. Raises RunError after PATIENCE."""
-        end = time.monotonic() + PATIENCE
+        """Wait for a condition. Raises RunError after TIMEOUT."""
+        end = time.monotonic() + TIMEOUT
         while not until():
             if time.monotonic() > end:
-                raise RunError(f"waited in vain for {what}")
+                raise RunError(f"timed out after {TIMEOUT:g} s waiting for {what}")
             time.sleep(0.1)
 
     def wait_for_scrapes(self, number: int) -> None:
@@ -108,16 +108,20 @@ def run_prometheus(folder: Path, config: Mapping[str, Any], flags: Sequence[str]
         process = subprocess.Popen([program, *files, "--web.listen-address=127.0.0.1:0", *flags], stderr=output)
     try:
         url = f"http://{_wait_for_address(process, log)}"
-        with httpx.Client(base_url=url, timeout=PATIENCE, trust_env=False) as client:
+        with httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False) as client:
             yield Prometheus(client)
     finally:
         process.terminate()
-        process.wait(PATIENCE)
+        try:
+            process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _wait_for_address(process: subprocess.Popen[bytes], log: Path) -> str:
     """Return the host and port of a Prometheus, once it is ready."""
-    end = time.monotonic() + PATIENCE
+    end = time.monotonic() + TIMEOUT
     while time.monotonic() < end and process.poll() is None:
         text = log.read_text()
         address = re.search(r'"?Listening on"? address=(\S+)', text)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,12 +92,15 @@ def start_process(command: Sequence[str], **how: Any) -> Iterator[subprocess.Pop
 
 
 @contextmanager
-def run_server(flags: Sequence[str]) -> Iterator[RunningServer]:
-    """Run `kvmux serve` with these flags on a free port until the block ends. Raises RunError if it does not start."""
+def run_server(flags: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[RunningServer]:
+    """Run `kvmux serve` with these flags on a free port until the block ends. Raises RunError if it does not start.
+
+    `env` are its environment variables; None: those of this process.
+    """
     command = [sys.executable, "-m", "server", "serve", "--port", "0", *flags]
     with tempfile.TemporaryDirectory() as folder, (said := Path(folder) / "log").open("w") as log:
         began = time.monotonic()
-        with start_process(command, stdout=log, stderr=subprocess.STDOUT) as process:
+        with start_process(command, stdout=log, stderr=subprocess.STDOUT, env=env) as process:
             url = _wait_until_ready(process, said, began + START_TIMEOUT)
             yield RunningServer(url, psutil.Process(process.pid), time.monotonic() - began)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import secrets
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -22,6 +24,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from cache_strategies.registry import list_kinds
 from config.errors import SettingsError
 from config.settings import Settings, StrategySettings, load_settings
+from config.sources import ENV_PREFIX
 from loadtest.bench.client import ServerError
 from loadtest.listing import ListingError
 from server.evaluation.command import select_strategies
@@ -52,11 +55,12 @@ examples:
 """
 
 REPORT = "report.html"
+RETENTION = "100y"  # of Prometheus' data: figures can be asked for again at any time
 MORE_STRATEGIES = ("paged:kv_dtype=int8", "compressed:budget=0.25")  # beside every kind with its default options
 USER_ERROR, INTERRUPTED = 2, 130  # exit statuses
 USER_ERRORS = (SettingsError, RecordError, RunError, ServerError, ListingError, PromQLError, httpx.HTTPError, OSError)
 # Settings of a file that do not concern a comparison: who may do what, and which requests an instance gets.
-LEFT_OUT = {
+EXCLUDED_SETTINGS = {
     "strategies",
     "default_strategy",
     "rules",
@@ -83,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"make compare: {error}", file=sys.stderr)
             return USER_ERROR
         except KeyboardInterrupt:  # also SIGTERM; the started processes have ended by now
-            print(f"make compare: interrupted; the same command goes on from {options.out}", file=sys.stderr)
+            command = "the same command, without --restart," if options.restart else "the same command"
+            print(f"make compare: interrupted; {command} goes on from {options.out}", file=sys.stderr)
             return INTERRUPTED
     print(page)
     return 0
@@ -109,10 +114,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=_positive, default=64, metavar="N", help="tokens of an answer (default: 64)")
     add("--seconds", type=float, default=5.0, metavar="S", help="length of a measurement (default: 5)")
     add("--rounds", type=_positive, default=3, metavar="N", help="measurements of each cell (default: 3)")
-    add("--seed", type=int, default=0, metavar="N", help="of the random prompts (default: 0)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random prompts (default: 0)")
     add("--max-kl", type=float, default=0.01, metavar="X", help="nats per token that advice allows (default: 0.01)")
     add("--no-fidelity", action="store_true", help="do not measure the fidelity, as for models with random weights")
-    add("--out", type=Path, default=Path("comparison"), metavar="FOLDER", help="for results (default: comparison)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("comparison"),
+        metavar="FOLDER",
+        help="folder of the results (default: %(default)s)",
+    )
     add("--restart", action="store_true", help="forget what an earlier run has measured in that folder")
     settings = parser.add_argument_group("settings of the server, as for `kvmux serve`")
     settings.add_argument("--config", type=Path, metavar="FILE", help="settings file, with instances of your own")
@@ -154,12 +165,15 @@ class Setup:
         }
 
     def instances(self) -> dict[str, dict[str, Any]]:
-        """Return kind and options of each strategy, by name."""
-        return {name: {"kind": each.kind, **each.options} for name, each in self.strategies.items()}
+        """Return kind, share of the memory and options of each strategy, by name."""
+        return {
+            name: {"kind": each.kind, "floor": each.floor, "limit": each.limit, **each.options}
+            for name, each in self.strategies.items()
+        }
 
     def server_settings(self) -> dict[str, Any]:
         """Return the settings of the server that were given or that the plan needs, without strategies and secrets."""
-        given = self.settings.model_dump(mode="json", exclude_unset=True, exclude=LEFT_OUT)
+        given = self.settings.model_dump(mode="json", exclude_unset=True, exclude=EXCLUDED_SETTINGS)
         size = {"max_seq_len": self.plan.context + 1, "max_num_seqs": max(self.plan.batches)}
         return given | size | {"default_strategy": next(iter(self.strategies)), "rollouts_file": "off"}
 
@@ -168,22 +182,27 @@ def compare(options: argparse.Namespace) -> Path:
     """Measure what is not measured yet; return the report's path. Raises the errors that `main` prints."""
     find_tool("prometheus")
     setup = make_setup(options)
-    record = Record.open(options.out, setup.describe(), restart=options.restart)
+    record, page = Record.open(options.out, setup.describe(), restart=options.restart), options.out / REPORT
+    lengths = [] if options.no_fidelity else [n for n in setup.plan.prompt_lengths if record.lacks_fidelity(n)]
     with make_progress_bar() as bars:
-        cells = list(setup.plan.cells())
-        task = bars.add_task("starting", total=len(cells) + (not options.no_fidelity))
+        num_cells = len(list(setup.plan.cells()))
+        task = bars.add_task("starting", total=num_cells + len(lengths))
 
         def show_status(text: str) -> None:
             bars.update(task, description=text)
 
-        for done in iter_measured(setup, record, options.out, show_status):
-            bars.update(task, completed=done)
-        if not options.no_fidelity and record.fidelity is None:
-            record.set_fidelity(evaluate(make_evaluate_flags(options, setup), setup.plan.prompt_lengths, show_status))
-        bars.update(task, completed=len(cells) + (not options.no_fidelity), description="writing the report")
-        page: Path = options.out / REPORT
-        page.write_text(make_page(make_results(setup, record, options)))
-    return page
+        try:
+            for done in iter_measured(setup, record, options.out, show_status):
+                bars.update(task, completed=done)
+            for length in lengths:
+                show_status(f"fidelity at {length:,} tokens")
+                total = length + setup.plan.max_tokens
+                record.set_fidelity(length, evaluate(make_evaluate_flags(options, setup), total))
+                bars.advance(task)
+        finally:
+            if record.results:
+                page.write_text(make_page(make_results(setup, record, options)), encoding="utf-8")
+    return Path(page)
 
 
 def make_setup(options: argparse.Namespace) -> Setup:
@@ -213,11 +232,18 @@ def iter_measured(setup: Setup, record: Record, out: Path, show_status: Callable
     config.write_text(format_settings(setup.server_settings()) + format_strategies(setup.instances()))
     with ExitStack() as stack:
         show_status("starting the server")
-        url = stack.enter_context(run_server(["--config", str(config), "--admin-token", token])).url
+        # The settings have what the environment said; there it would beat what this plan needs
+        env = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
+        url = stack.enter_context(run_server(["--config", str(config), "--admin-token", token], env)).url
         target = url.removeprefix("http://")
-        prometheus = stack.enter_context(run_prometheus(folder, make_config(target, SCRAPE_INTERVAL)))
+        scraping = make_config(target, SCRAPE_INTERVAL)
+        prometheus = stack.enter_context(
+            run_prometheus(folder, scraping, [f"--storage.tsdb.retention.time={RETENTION}"])
+        )
         admin = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {token}"}, trust_env=False)
         meter = CellMeter(stack.enter_context(admin), prometheus, setup.plan)
+        listed = admin.get("/v1/kv_cache").raise_for_status().json()["data"]
+        record.set_exact({each["name"]: each["contract"]["exact"] for each in listed if "contract" in each})
         for cell in left:
             show_status(f"round {cell.round + 1}: {cell.load}, {cell.strategy}")
             record.add(meter.measure(cell))
@@ -231,10 +257,10 @@ def format_settings(settings: Mapping[str, Any]) -> str:
 
 def make_evaluate_flags(options: argparse.Namespace, setup: Setup) -> list[str]:
     """Return the flags of `kvmux evaluate` for the same model and strategies."""
-    given = {name: getattr(options, name) for name in ("dtype", "device", "threads", "weights", "kv_memory")}
-    flags = [*(("--config", str(options.config)) if options.config else ()), "--model", setup.settings.model]
-    for name, value in given.items():
-        flags += [] if value is None else [f"--{name.replace('_', '-')}", value]
+    flags = []
+    for name in ("config", "model", "dtype", "device", "threads", "weights", "kv_memory"):
+        value = getattr(options, name)
+        flags += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     for name in setup.wanted:
         flags += ["--strategy", name]
     return flags
@@ -246,13 +272,13 @@ def make_results(setup: Setup, record: Record, options: argparse.Namespace) -> C
     facts = [
         ("model", setup.settings.model_name or Path(setup.settings.model).name),
         *describe_versions().items(),
-        ("machine", f"{read_processor_name()}, {torch.get_num_threads()} threads of torch"),
+        ("machine", read_processor_name()),
         ("settings", ", ".join(f"{name}={value}" for name, value in setup.server_settings().items())),
         ("answers", f"{plan.max_tokens} tokens each"),
         ("measurement", f"{plan.seconds:g} seconds or more, in each of {plan.rounds} rounds"),
         ("seed", str(plan.seed)),
     ]
-    command = " ".join(["make compare", *([f'ARGS="{" ".join(sys.argv[1:])}"'] if sys.argv[1:] else [])])
+    command = "make compare" + (f' ARGS="{shlex.join(sys.argv[1:])}"' if sys.argv[1:] else "")
     date = datetime.now().astimezone()
     return Comparison(plan, record, date, options.max_kl, facts, [command], setup.instances())
 

@@ -2,7 +2,7 @@
 
 The rules are the ones that a person would use. Among the strategies that change no answer, the fastest is the first
 choice. Among all whose fidelity is within a bound, the one with the least memory is the choice if memory is short. A
-difference of speeds counts only if the ranges of the rounds do not overlap. Knows nothing of how figures are measured.
+difference of speeds counts only if the ranges of the rounds are 2 % apart. Knows nothing of how figures are measured.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Candidate:
     """A strategy under one load; a figure is None if it could not be measured."""
 
     name: str
+    exact: bool  # whether it promises to drop and round nothing
     speed: Summary | None  # output tokens a second
     memory: Summary | None  # MiB of KV memory of running requests
     ttft: Summary | None  # ms
@@ -60,7 +61,7 @@ def advise(load: Load, candidates: Sequence[Candidate], max_kl: float) -> Advice
 
 def choose_exact(candidates: Sequence[Candidate]) -> Choice | None:
     """Choose the fastest exact strategy; of those whose speeds overlap with its own, the one with least memory."""
-    exact = [each for each in candidates if each.fidelity and each.fidelity.exact]
+    exact = [each for each in candidates if each.exact]
     if not exact:
         return None
     fastest = max(exact, key=_speed)
@@ -79,20 +80,23 @@ def choose_exact(candidates: Sequence[Candidate]) -> Choice | None:
 def choose_small(candidates: Sequence[Candidate], exact: Choice | None, max_kl: float) -> Choice | None:
     """Choose the strategy with the least memory among those within `max_kl` that take less than the exact choice."""
     base = next((each for each in candidates if exact and each.name == exact.strategy), None)
-    close = [
-        each
-        for each in candidates
-        if each.fidelity is not None and each.fidelity.kl <= max_kl and (base is None or _memory(each) < _memory(base))
-    ]
+    close = [each for each in candidates if is_close(each, max_kl) and (base is None or _memory(each) < _memory(base))]
     if not close:
         return None
     best = min(close, key=_memory)
-    assert best.fidelity is not None, "filtered above"
-    changed = f"KL {best.fidelity.kl:.2g} nats, {best.fidelity.same_top:.1%} of tokens unchanged"
+    changed = "no answer changes"
+    if not best.exact and best.fidelity is not None:
+        same = f"the same likeliest token at {best.fidelity.same_top:.1%} of positions"
+        changed = f"KL {best.fidelity.kl:.2g} nats, {same}"
     if base is None:
         return Choice(best.name, f"{_memory(best):,.1f} MiB at {_speed(best):,.0f} tokens/s; {changed}")
     saved, kept = _memory(best) / _memory(base), _speed(best) / _speed(base)
     return Choice(best.name, f"{saved:.0%} of the memory of {base.name} at {kept:.0%} of its speed; {changed}")
+
+
+def is_close(candidate: Candidate, max_kl: float) -> bool:
+    """Return whether a strategy is exact, or within a bound of KL divergence; not if that was not measured."""
+    return candidate.exact or (candidate.fidelity is not None and candidate.fidelity.kl <= max_kl)
 
 
 def find_dominated(candidates: Sequence[Candidate]) -> dict[str, str]:
@@ -119,6 +123,9 @@ def is_faster(one: Candidate, other: Candidate) -> bool:
 
 
 def _closer(one: Candidate, other: Candidate) -> bool:
+    """Return whether `one` is at least as close to exact caching; what an exact strategy rounds in sums is no loss."""
+    if one.exact or other.exact:
+        return one.exact
     return one.fidelity is not None and (other.fidelity is None or one.fidelity.kl <= other.fidelity.kl)
 
 

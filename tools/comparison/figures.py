@@ -1,4 +1,4 @@
-"""The figures of a cell, each as a PromQL query, and their summary over the rounds.
+"""Reads the figures of a cell from Prometheus, each by a PromQL query, and summarizes them over the rounds.
 
 Every figure is a query at a time after the load, over the seconds since a scrape before it. The queries are kept with
 the values, so that anybody can put them to the same Prometheus again.

@@ -23,7 +23,7 @@ WARM_UP_TOKENS = 4  # of each answer before a load is measured
 
 
 @dataclass(frozen=True)
-class Effort:
+class LoadOptions:
     """What each client of a load sends: at least so many requests, for at least so long."""
 
     requests: int
@@ -44,9 +44,9 @@ class CellMeter:
         self._clear_caches()
         salt = self.plan.make_salt(cell)
         # a few unmeasured requests with other prompts, so that no strategy pays for what comes first
-        self._load(cell, f"{salt}/warm-up", Effort(1, 0.0, WARM_UP_TOKENS))
+        self._load(cell, f"{salt}/warm-up", LoadOptions(1, 0.0, WARM_UP_TOKENS))
         begin = time.time()
-        outcomes = self._load(cell, salt, Effort(REQUESTS_PER_CLIENT, self.plan.seconds, self.plan.max_tokens))
+        outcomes = self._load(cell, salt, LoadOptions(REQUESTS_PER_CLIENT, self.plan.seconds, self.plan.max_tokens))
         end = time.time()
         figures = Figures()
         figures.add_round(outcomes)
@@ -54,18 +54,20 @@ class CellMeter:
         found = read_figures(self.prometheus, self._find_series(cell), interval)
         return CellResult(cell, interval, found, len(outcomes), figures.error_counts)
 
-    def _load(self, cell: Cell, salt: str, effort: Effort) -> list[Outcome]:
+    def _load(self, cell: Cell, salt: str, options: LoadOptions) -> list[Outcome]:
         """Load the server, and wait until Prometheus has counted all requests that were served: /metrics is late."""
-        before = self._count_requests(cell)
-        outcomes = asyncio.run(self._send(cell, salt, effort))
+        self.prometheus.wait(lambda: self._count_served(cell) is not None, "the metrics of the server")
+        before = self._count_served(cell) or 0
+        outcomes = asyncio.run(self._send(cell, salt, options))
         served = sum(each.error is None for each in outcomes)
-        self.prometheus.wait(lambda: self._count_requests(cell) >= before + served, "the requests' metrics")
+        self.prometheus.wait(lambda: (self._count_served(cell) or 0) >= before + served, "the metrics of all requests")
         return outcomes
 
-    def _count_requests(self, cell: Cell) -> float:
-        """Return how many requests of a cell's strategy have ended, as Prometheus knows it."""
-        values = self.prometheus.query(f"sum(kvmux_requests_total{{{self._find_series(cell)}}})")
-        return sum(value for _, value in values)
+    def _count_served(self, cell: Cell) -> float | None:
+        """Return how many requests of a cell's strategy have ended well; None if Prometheus does not know it now."""
+        series = f'{self._find_series(cell)},outcome=~"stop|length"'
+        found = self.prometheus.query(f"sum(kvmux_requests_total{{{series}}})")
+        return found[0][1] if found else None
 
     def _find_series(self, cell: Cell) -> Series:
         url = self.admin.base_url
@@ -78,18 +80,18 @@ class CellMeter:
             if answer.status_code != NOT_SUPPORTED:
                 answer.raise_for_status()
 
-    async def _send(self, cell: Cell, salt: str, effort: Effort) -> list[Outcome]:
+    async def _send(self, cell: Cell, salt: str, options: LoadOptions) -> list[Outcome]:
         """Let each client of a load send one request after another; return the outcomes of all."""
         async with open_client(str(self.admin.base_url)) as client:
             server = await read_server_info(client)
             requests = self.plan.make_requests(server.vocabulary, cell.load, salt)
             outcomes: list[Outcome] = []
-            end = time.monotonic() + effort.seconds
+            end = time.monotonic() + options.seconds
 
             async def send_all() -> None:
                 sent = 0
-                while sent < effort.requests or time.monotonic() < end:
-                    request = next(requests)._replace(max_tokens=effort.max_tokens)
+                while sent < options.requests or time.monotonic() < end:
+                    request = next(requests)._replace(max_tokens=options.max_tokens)
                     body = {"kv_cache": cell.strategy}
                     outcomes.append(await send_completion(client, server.listing.model, request, body))
                     sent += 1

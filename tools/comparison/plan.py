@@ -1,4 +1,4 @@
-"""What a comparison measures: strategies, loads, rounds, and how it is asked for on the command line.
+"""Defines what a comparison measures: strategies, loads and rounds.
 
 A load is a prompt length and a batch size. A cell is one measurement: a load under a strategy in a round. Prompts of a
 round begin alike by half of their tokens, as with a common system prompt, so that caches have something to find.
@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def context(self) -> int:
-        """The tokens of the longest prompt and its answer."""
+        """The number of tokens of the longest prompt and its answer."""
         return max(self.prompt_lengths) + self.max_tokens
 
     def cells(self) -> Iterator[Cell]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from tools.comparison.results import Comparison
 # Okabe and Ito's colours, which people with colour blindness tell apart; markers tell strategies apart without colour.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8C7A00", "#7F7F7F")
 MARKERS = "osD^vP*Xh"  # one more than colours, so that no two of many strategies look alike
-INK = "#808080"  # of axes and text: readable on a light page and on a dark one
+INK = "#808081"  # of axes and text; replaced by the page's own colour, which may be light or dark
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "kvmux",  # the same ids for the same plot
@@ -42,7 +43,7 @@ def draw_fidelity(results: Comparison) -> str:
         for row in axes:
             row[0].set_ylabel("KL from exact, nats per token")
 
-    return _draw(2, len(loads), draw)
+    return _draw("fidelity", 2, len(loads), draw)
 
 
 def _scatter_fidelity(axes: Axes, results: Comparison, load: Load, figure: str) -> None:
@@ -74,7 +75,7 @@ def draw_growth(results: Comparison) -> str:
         axes[0][0].set_ylabel("tokens/s")
         axes[1][0].set_ylabel("time to the first token, ms")
 
-    return _draw(2, len(lengths), draw)
+    return _draw("growth", 2, len(lengths), draw)
 
 
 def _plot_batches(axes: Axes, results: Comparison, length: int, figure: str) -> None:
@@ -88,18 +89,25 @@ def _plot_batches(axes: Axes, results: Comparison, length: int, figure: str) -> 
     axes.set_ylim(bottom=0)
 
 
-def _draw(rows: int, columns: int, draw: Callable[[Sequence[Sequence[Axes]]], None]) -> str:
-    """Return a grid of plots with one legend, as an SVG element without background."""
+def _draw(name: str, rows: int, columns: int, draw: Callable[[Sequence[Sequence[Axes]]], None]) -> str:
+    """Return a grid of plots with one legend, as an SVG element without background; its ids begin with `name`."""
     with mpl.rc_context(STYLE):
         drawing = Drawing(figsize=(COLUMN_INCHES * columns + 0.6, ROW_INCHES * rows + 0.6), layout="constrained")
         axes = drawing.subplots(rows, columns, squeeze=False)
         draw(axes.tolist())
+        entries: dict[str, Any] = {}  # a strategy may have no value in some plots
         for each in axes.flat:
             each.set_facecolor("none")
             each.grid(alpha=0.25)
-        handles, labels = axes.flat[0].get_legend_handles_labels()
-        drawing.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels) or 1), frameon=False)
+            handles, labels = each.get_legend_handles_labels()
+            entries |= {str(label): handle for label, handle in zip(labels, handles, strict=True)}
+        columns_of_legend = max(1, min(4, len(entries)))
+        drawing.legend(
+            list(entries.values()), list(entries), loc="outside lower center", ncols=columns_of_legend, frameon=False
+        )
         drawing.patch.set_alpha(0.0)
         text = io.StringIO()
         drawing.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue().partition("<svg")[1] + text.getvalue().partition("<svg")[2]
+    _, tag, rest = text.getvalue().partition("<svg")
+    own_ids = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", tag + rest)
+    return own_ids.replace(INK, "currentColor")

@@ -1,7 +1,7 @@
 """Keeps what a comparison has measured so far in a folder, so that it goes on after an interruption.
 
 The folder has plan.json (what is compared, by which versions), cells.jsonl (a line for each measured cell),
-fidelity.json, and the data of Prometheus.
+fidelity.json, contracts.json (which strategies promise to be exact), and the data of Prometheus.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from tools.comparison.figures import Interval, Reading
 from tools.comparison.plan import Cell, Load
 
-PLAN, CELLS, FIDELITY = "plan.json", "cells.jsonl", "fidelity.json"
+PLAN, CELLS, FIDELITY, CONTRACTS = "plan.json", "cells.jsonl", "fidelity.json", "contracts.json"
 
 
 class RecordError(Exception):
@@ -39,7 +39,8 @@ class Record:
 
     folder: Path
     results: dict[Cell, CellResult] = field(default_factory=dict)
-    fidelity: dict[str, Any] | None = None  # the report of `kvmux evaluate` for each prompt length
+    fidelity: dict[str, Any] = field(default_factory=dict)  # reports of `kvmux evaluate`, by prompt length as text
+    exact: dict[str, bool] = field(default_factory=dict)  # whether each strategy promises to drop and round nothing
 
     @classmethod
     def open(cls, folder: Path, description: Mapping[str, Any], *, restart: bool) -> Record:
@@ -48,9 +49,9 @@ class Record:
         Raises RecordError if it is another comparison than `description`, and OSError.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        plan, cells, fidelity = folder / PLAN, folder / CELLS, folder / FIDELITY
+        plan, *others = (folder / name for name in (PLAN, CELLS, FIDELITY, CONTRACTS))
         if restart:
-            for file in (plan, cells, fidelity):
+            for file in (plan, *others):
                 file.unlink(missing_ok=True)
         if not plan.exists():
             plan.write_text(json.dumps(description, indent=2) + "\n")
@@ -60,12 +61,11 @@ class Record:
                 raise RecordError(
                     f"{folder} has another comparison (see {PLAN} there): give another folder by --out, or --restart"
                 )
-            lines = cells.read_text().splitlines() if cells.exists() else []
-            results = [_read_cell(json.loads(line)) for line in lines]
-            found = json.loads(fidelity.read_text()) if fidelity.exists() else None
+            results = [_read_cell(json.loads(line)) for line in _read_whole_lines(folder / CELLS)]
+            fidelity, exact = (_read_object(folder / name) for name in (FIDELITY, CONTRACTS))
         except (ValueError, KeyError, TypeError) as error:
             raise RecordError(f"{folder} has a damaged file ({error}): measure again with --restart") from None
-        return cls(folder, {each.cell: each for each in results}, found)
+        return cls(folder, {each.cell: each for each in results}, fidelity, exact)
 
     def add(self, result: CellResult) -> None:
         """Add a measured cell. Raises OSError."""
@@ -73,10 +73,32 @@ class Record:
         with (self.folder / CELLS).open("a") as lines:
             lines.write(json.dumps(_write_cell(result)) + "\n")
 
-    def set_fidelity(self, fidelity: dict[str, Any]) -> None:
-        """Set the fidelity of all strategies. Raises OSError."""
-        self.fidelity = fidelity
-        (self.folder / FIDELITY).write_text(json.dumps(fidelity) + "\n")
+    def set_fidelity(self, length: int, report: dict[str, Any]) -> None:
+        """Set the fidelity of all strategies at a prompt length. Raises OSError."""
+        self.fidelity[str(length)] = report
+        (self.folder / FIDELITY).write_text(json.dumps(self.fidelity) + "\n")
+
+    def lacks_fidelity(self, length: int) -> bool:
+        """Return whether the fidelity at a prompt length was not measured, or without success."""
+        return "error" in self.fidelity.get(str(length), {"error": "not measured"})
+
+    def set_exact(self, exact: dict[str, bool]) -> None:
+        """Set which strategies promise to be exact. Raises OSError."""
+        self.exact = exact
+        (self.folder / CONTRACTS).write_text(json.dumps(exact) + "\n")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text())) if file.exists() else {}
+
+
+def _read_whole_lines(file: Path) -> list[str]:
+    """Return the lines of a file; one that was not written to its end is removed, so that the next line is whole."""
+    text = file.read_text() if file.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        file.write_text(whole)
+    return whole.splitlines()
 
 
 def _write_cell(result: CellResult) -> dict[str, Any]:

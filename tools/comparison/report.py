@@ -54,14 +54,15 @@ def make_page(results: Comparison) -> str:
     total = len(list(plan.cells()))
     first = next(iter(record.results.values()), None)
     width = COLUMN_INCHES * len(plan.prompt_lengths)
-    return environment.from_string(TEMPLATE.read_text()).render(
+    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         model=dict(results.facts)["model"],
         date=results.date.date().isoformat(),
         missing=total - len(record.results),
         total=total,
         max_kl=f"{results.max_kl:g}",
         advice=results.advice(),
-        fidelity_plot=Markup(draw_fidelity(results)),
+        has_fidelity=results.has_fidelity,
+        fidelity_plot=Markup(draw_fidelity(results)) if results.has_fidelity else "",
         growth_plot=Markup(draw_growth(results)),
         plot_width=f"{width * PIXELS_PER_INCH:.0f}px",
         plot_min_width=f"{min(width, MIN_PLOT_INCHES) * PIXELS_PER_INCH:.0f}px",
@@ -133,16 +134,17 @@ class FidelityRow:
 def _iter_fidelity_rows(results: Comparison) -> Iterator[FidelityRow]:
     by_length = [results.fidelity(length) for length in results.plan.prompt_lengths]
     for name in results.plan.strategies:
-        yield FidelityRow(name, [_format_fidelity(each.get(name)) for each in by_length])
+        is_exact = results.record.exact.get(name, False)
+        yield FidelityRow(name, [_format_fidelity(each.get(name), is_exact=is_exact) for each in by_length])
 
 
-def _format_fidelity(fidelity: StrategyFidelity | None) -> tuple[str, str]:
+def _format_fidelity(fidelity: StrategyFidelity | None, *, is_exact: bool) -> tuple[str, str]:
     if fidelity is None:
-        return MISSING, ""
-    return "exact" if fidelity.exact else f"{fidelity.kl:.2g}", f"{fidelity.same_top:.1%}"
+        return "exact" if is_exact else MISSING, ""
+    return "exact" if is_exact else f"{fidelity.kl:.2g}", f"{fidelity.same_top:.1%}"
 
 
 def _iter_fidelity_errors(results: Comparison) -> Iterator[str]:
-    for length, report in (results.record.fidelity or {}).items():
+    for length, report in results.record.fidelity.items():
         if "error" in report:
             yield f"fidelity at {length} tokens: {report['error']}"

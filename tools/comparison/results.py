@@ -1,4 +1,4 @@
-"""All results of a comparison, as the report shows them: summaries over the rounds, fidelity and advice."""
+"""Puts together the results of a comparison: summaries over the rounds, fidelity and advice."""
 
 from __future__ import annotations
 
@@ -47,11 +47,18 @@ class Comparison:
         """Return the fidelity of strategies at a prompt length, by name."""
         return read_fidelity(self.record.fidelity, length)
 
+    @property
+    def has_fidelity(self) -> bool:
+        """Whether the fidelity was measured at any prompt length."""
+        return any(self.fidelity(length) for length in self.plan.prompt_lengths)
+
     def candidates(self, load: Load) -> list[Candidate]:
+        """Return all strategies with what advice on a load depends on."""
         fidelity = self.fidelity(load.prompt_tokens)
         return [
             Candidate(
                 name,
+                self.record.exact.get(name, False),
                 self.summarize("tokens_per_second", load, name),
                 self.summarize("kv_memory", load, name),
                 self.summarize("ttft_p50", load, name),
@@ -62,4 +69,5 @@ class Comparison:
         ]
 
     def advice(self) -> list[Advice]:
+        """Return the advice on each load."""
         return [advise(load, self.candidates(load), self.max_kl) for load in self.plan.loads]

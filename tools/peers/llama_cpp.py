@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import tarfile
 from pathlib import Path
@@ -60,18 +61,26 @@ def find_program(folder: Path, name: str) -> Path:
 
 
 def llama_cpp_source(folder: Path) -> Path:
+    """Return the folder of llama.cpp's source within the package's."""
     return folder / "source" / "vendor" / "llama.cpp"
 
 
 def convert_model(installer: Installer, model: Path, matrix_type: str, pre_tokenizer: str) -> Path:
-    """Return the model as a GGUF file, which is written once. Raises InstallError and OSError.
+    """Return the model as a GGUF file, which is written once for each state of its files. Raises InstallError, OSError.
 
     `matrix_type` is bf16, f16 or q8_0; `pre_tokenizer` is llama.cpp's name for how the tokenizer splits texts.
     """
-    file = installer.folder / f"{model.name}.{matrix_type}.gguf"
+    file = installer.folder / f"{model.name}-{_compute_digest(model)}.{matrix_type}.gguf"
     if not file.exists():
         partial, script = file.with_suffix(".partial"), Path(__file__).with_name("convert_to_gguf.py")
         arguments = [str(llama_cpp_source(installer.folder)), str(model), str(partial), matrix_type, pre_tokenizer]
         installer.run(f"converting the model to {matrix_type}", [str(installer.python), str(script), *arguments])
         partial.rename(file)
     return file
+
+
+def _compute_digest(model: Path) -> str:
+    """Return a text that changes with the files of a model."""
+    files = [(file.name, file.stat()) for file in sorted(model.iterdir()) if file.is_file()]
+    state = "".join(f"{name} {stat.st_size} {stat.st_mtime_ns}\n" for name, stat in files)
+    return hashlib.sha256(state.encode()).hexdigest()[:8]

@@ -93,6 +93,7 @@ def run_program(program: ServerProgram, needs: ServerNeeds) -> Iterator[StartedS
 
 
 def find_free_port() -> int:
+    """Return the number of a port that no program uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
+import httpx
+
 from server.profiling.running import RunError, sigterm_as_ctrl_c
 from server.version import get_version
 from tools.bench.table.documents import update_section
 from tools.bench.table.models import cache_folder
-from tools.peers.installer import Installer, InstallError
+from tools.peers.installer import Installer, InstallError, parse_folder, peers_folder
 from tools.peers.llama_cpp import INSTALLED_VERSION, LLAMA_CPP, LLAMA_CPP_VERSION, convert_model, install_llama_cpp
 from tools.status_line import status_line
-from tools.validation.files import Effort, FileValidation
+from tools.validation.files import FileValidation, ValidationOptions
 from tools.validation.report import ValidationReport, as_json, as_text
 from tools.validation.subjects import SUBJECTS, make_subject
 
@@ -26,7 +28,7 @@ DESCRIPTION = """\
 Builds llama.cpp from source, converts the embedded model and a random one of Qwen2.5-0.5B's shape to GGUF, and computes
 these files with both programs. Compared are the perplexity of a text, the log-probability of each of its tokens, and
 greedy texts, under each cache strategy. What is built is kept for the next time. The exit status is 1 if a strategy
-that drops and rounds nothing differs by more than 0.5 % in perplexity."""
+that drops and rounds nothing differs by more than 0.5 % in perplexity, or if the tokenizers differ."""
 
 DOCUMENT, MARK = "validation.md", "make validate"
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130  # exit statuses
@@ -44,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--matrix-types", nargs="+", choices=MATRIX_TYPES, default=list(MATRIX_TYPES), help="GGUF files (default: all)")
     add("--texts", type=int, default=20, metavar="N", help="greedy texts (default: 20)")
     add("--max-tokens", type=int, default=64, metavar="N", help="tokens of a greedy text (default: 64)")
-    add("--threads", type=int, default=os.cpu_count() or 1, help="of each program (default: all processors)")
-    add("--folder", type=Path, default=cache_folder().parent / "peers", help="of llama.cpp (default: the user's cache)")
-    add("--models", type=Path, default=cache_folder(), help="folder of the random model (default: the user's cache)")
+    add("--threads", type=int, default=os.cpu_count() or 1, help="threads of each program (default: all processors)")
+    add("--folder", type=parse_folder, default=peers_folder(), help="folder of llama.cpp (default: the user's cache)")
+    add("--models", type=parse_folder, default=cache_folder(), help="folder of models (default: in the user's cache)")
     add("--pip-args", default="", help="further arguments of pip, such as an index with torch's builds for CPUs")
     add("--json", type=Path, metavar="FILE", help="write all figures to this file as JSON")
     add("--docs", type=Path, metavar="FOLDER", help=f"write the tables into {DOCUMENT} of this folder")
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 update_section(options.docs / DOCUMENT, MARK, as_text(report))
             if options.json:
                 options.json.write_text(json.dumps(as_json(report), indent=2) + "\n")
-        except (OSError, ValueError, RunError, InstallError) as error:
+        except (OSError, ValueError, RunError, InstallError, httpx.HTTPError) as error:
             print(f"make validate: {error}", file=sys.stderr)
             return USER_ERROR
         except KeyboardInterrupt:  # also SIGTERM; the started processes have ended by now
@@ -76,13 +78,13 @@ def run(options: argparse.Namespace, show_status: ShowStatus) -> ValidationRepor
     date = datetime.now().astimezone()
     installer = Installer(options.folder / "llama.cpp", shlex.split(options.pip_args), show_status)
     installer.ensure(install_llama_cpp, INSTALLED_VERSION)
-    effort = Effort(options.texts, options.max_tokens, options.threads)
+    how = ValidationOptions(options.texts, options.max_tokens, options.threads)
     files = []
     for name in options.only:
         subject = make_subject(name, options.models, show_status)
         for matrix_type in options.matrix_types:
             file = convert_model(installer, subject.directory, matrix_type, subject.pre_tokenizer)
-            files.append(FileValidation(subject, file, matrix_type, installer.folder, effort, show_status).run())
+            files.append(FileValidation(subject, file, matrix_type, installer.folder, how, show_status).run())
     return ValidationReport(date, get_version(), f"llama.cpp of {LLAMA_CPP} {LLAMA_CPP_VERSION}", files)
 
 

@@ -19,7 +19,7 @@ PROMPT_TOKENS = 32  # of a greedy text
 
 
 @dataclass(frozen=True)
-class Effort:
+class ValidationOptions:
     """The greedy texts to compare, and the threads of each program."""
 
     texts: int
@@ -44,7 +44,7 @@ class FileValidation:
     file: Path
     matrix_type: str
     llama_cpp: Path  # folder of llama.cpp
-    effort: Effort
+    options: ValidationOptions
     show_status: Callable[[str], None]
 
     def run(self) -> ValidatedFile:
@@ -56,14 +56,14 @@ class FileValidation:
             rows = [self._compare_llama_cpp(each, base) for each in results]
             for dtype in DTYPES:
                 self._show(f"starting kvmux, {dtype}")
-                with serve(self.file, dtype, self.effort.threads, self.subject.window, scratch) as server:
+                with serve(self.file, dtype, self.options.threads, self.subject.window, scratch) as server:
                     rows += self._compare_kvmux(server, dtype, base)
         return ValidatedFile(
             self.subject.directory.name,
             self.matrix_type,
             self.subject.num_windows,
             self.subject.window,
-            self.effort.texts,
+            self.options.texts,
             count_equal(tokenize(self.file, self.subject.text), self._join_windows(base)),
             len(self._join_windows(base)),
             rows,
@@ -83,22 +83,22 @@ class FileValidation:
         prompts: list[Sequence[int]] = []
         for cache_type in CACHE_TYPES:
             self._show(f"llama.cpp, {cache_type}")
-            program = LlamaCpp(self.llama_cpp, self.file, self.effort.threads, cache_type)
+            program = LlamaCpp(self.llama_cpp, self.file, self.options.threads, cache_type)
             predicted = program.predict(text, self.subject.window, self.subject.num_windows, scratch)
             prompts = prompts or self.choose_prompts(predicted)
-            texts = program.continue_greedily(prompts, self.effort.max_tokens, self.subject.eos_ids)
+            texts = program.continue_greedily(prompts, self.options.max_tokens, self.subject.eos_ids)
             yield LlamaCppResults(cache_type, predicted, texts)
 
     def choose_prompts(self, text: LlamaCppText) -> list[Sequence[int]]:
         """Return the prompts of the greedy texts: parts of the text, at equal distances."""
         tokens = [token for window in text.windows for token in window]
-        step = (len(tokens) - PROMPT_TOKENS) // self.effort.texts
-        return [tokens[i * step : i * step + PROMPT_TOKENS] for i in range(self.effort.texts)]
+        step = (len(tokens) - PROMPT_TOKENS) // self.options.texts
+        return [tokens[i * step : i * step + PROMPT_TOKENS] for i in range(self.options.texts)]
 
     def _compare_llama_cpp(self, own: LlamaCppResults, base: LlamaCppResults) -> ValidatedRow:
         agreement = Agreement.between(own.text.predictions, base.text.predictions)
         greedy = None if own is base else GreedyAgreement.between(own.greedy, base.greedy)
-        exact = own.cache_type != "q8_0"
+        exact = own.cache_type == "f32"
         return ValidatedRow("llama.cpp", own.cache_type, "-", exact, agreement, greedy)
 
     # ---------------------------------------------------------------- kvmux
@@ -108,7 +108,7 @@ class FileValidation:
         for name, exact in server.strategies.items():
             self._show(f"kvmux, {dtype}, {name}")
             agreement = Agreement.between(server.predict(name, windows), base.text.predictions)
-            greedy = server.continue_greedily(name, prompts, self.effort.max_tokens, eos_ids)
+            greedy = server.continue_greedily(name, prompts, self.options.max_tokens, eos_ids)
             yield ValidatedRow("kvmux", dtype, name, exact, agreement, GreedyAgreement.between(greedy, base.greedy))
 
     def _begin(self, window: Sequence[int], base: LlamaCppResults) -> list[int]:

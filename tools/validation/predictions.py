@@ -1,4 +1,4 @@
-"""What a model predicts of the tokens of a text, and how far two programs agree on it.
+"""Holds what a program predicts of the tokens of a text, and compares it with another program's predictions.
 
 A text is cut into windows of equal length. As in llama.cpp's `perplexity`, the first half of a window is only read, and
 the tokens of the second half are predicted. Knows neither of the programs.
@@ -82,11 +82,11 @@ class GreedyAgreement:
     equal_texts: int
     tokens: int  # of the other program's texts
     equal_tokens: int  # before the first difference of each text
-    unexplained: int  # first differences where the two likeliest tokens were not a near tie
+    num_clear_differences: int | None  # first differences that are no near tie; None: margins are not known
 
     @classmethod
     def between(cls, own: Sequence[GreedyText], other: Sequence[GreedyText]) -> GreedyAgreement:
-        """Compare texts by the first token in which they differ; `own` have margins."""
+        """Compare texts by the first token in which they differ."""
         equal = [count_equal(a.token_ids, b.token_ids) for a, b in zip(own, other, strict=True)]
         differing = [
             (text, at)
@@ -94,13 +94,14 @@ class GreedyAgreement:
             if list(text.token_ids) != list(of_other.token_ids)
         ]
         # where one text has ended and the other has not, the end of the text was the other candidate
-        unexplained = [at for text, at in differing if at >= len(text.margins) or text.margins[at] >= NEAR_TIE]
+        clear = [at for text, at in differing if at >= len(text.margins) or text.margins[at] >= NEAR_TIE]
+        has_margins = all(text.margins for text in own if text.token_ids)
         return cls(
             len(equal),
             len(equal) - len(differing),
             sum(len(text.token_ids) for text in other),
             sum(equal),
-            len(unexplained),
+            len(clear) if has_margins else None,
         )
 
 

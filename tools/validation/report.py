@@ -40,11 +40,11 @@ class ValidatedFile:
 
     @property
     def failures(self) -> list[str]:
-        """What is not as it should be: a sentence each."""
+        """Sentences on what is not as it should be."""
         found = [
             f"{row.program}, {row.dtype}, {row.strategy}: perplexity {row.agreement.perplexity_ratio - 1:+.2%}"
             for row in self.rows
-            if row.exact and abs(row.agreement.perplexity_ratio - 1) > EXACT_BOUND
+            if row.exact and not abs(row.agreement.perplexity_ratio - 1) <= EXACT_BOUND  # nor if it is not a number
         ]
         if self.equal_tokens < self.tokens:
             found.append(f"the tokenizers differ after {self.equal_tokens:,} of {self.tokens:,} tokens")
@@ -80,11 +80,11 @@ def format_file(file: ValidatedFile) -> str:
     positions = file.rows[0].agreement.positions
     lines = [
         f"**{file.model}, {file.matrix_type}**: {positions:,} positions in {file.windows} windows of {file.window:,} "
-        f"tokens, {file.prompts} greedy texts. Of {file.tokens:,} tokens both tokenizers make {file.equal_tokens:,} "
-        "equal.",
+        f"tokens, {file.prompts} greedy texts. The tokenizers agree on {file.equal_tokens:,} of {file.tokens:,} "
+        "tokens.",
         "",
-        "| program | numbers | strategy | perplexity | to llama.cpp | log-probability: mean, largest difference "
-        "| same likeliest token | greedy texts equal | greedy tokens equal | differ without a near tie |",
+        "| program | dtype | strategy | perplexity | to llama.cpp | log-probability: mean, largest difference "
+        "| same likeliest token | greedy texts equal | greedy tokens equal | clear differences |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
         *map(_format_row, file.rows),
     ]
@@ -109,7 +109,7 @@ def _iter_cells(row: ValidatedRow) -> Iterator[str]:
     else:
         yield f"{greedy.equal_texts} of {greedy.texts}"
         yield f"{greedy.equal_tokens / greedy.tokens:.1%}" if greedy.tokens else "-"
-        yield str(greedy.unexplained)
+        yield "-" if greedy.num_clear_differences is None else str(greedy.num_clear_differences)
 
 
 def _format_nats(value: float) -> str:

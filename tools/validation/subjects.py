@@ -1,4 +1,4 @@
-"""The models of a validation, each with the text that it predicts: stories that the embedded one was not trained on."""
+"""Makes the models of a validation, each with a text to predict: stories that the embedded one was not trained on."""
 
 from __future__ import annotations
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tools.comparison.advice import Candidate, advise
 from tools.comparison.fidelity import StrategyFidelity
 from tools.comparison.figures import Summary
 from tools.comparison.plan import Load
 
 LOAD = Load(512, 4)
-EXACT = StrategyFidelity(True, 0.0, 1.0, 5.0)
+EXACT = StrategyFidelity(0.0, 1.0, 5.0)
 
 
 def candidate(
@@ -21,11 +23,11 @@ def candidate(
     errors: int = 0,
 ) -> Candidate:
     summary = Summary(speed, speed - noise, speed + noise)
-    return Candidate(name, summary, Summary(memory, memory, memory), None, fidelity, errors)
+    return Candidate(name, fidelity is EXACT, summary, Summary(memory, memory, memory), None, fidelity, errors)
 
 
 def lossy(kl: float) -> StrategyFidelity:
-    return StrategyFidelity(False, kl, 0.95, 5.1)
+    return StrategyFidelity(kl, 0.95, 5.1)
 
 
 def test_the_fastest_exact_strategy_is_the_first_choice() -> None:
@@ -51,7 +53,9 @@ def test_the_smallest_within_the_bound_is_chosen_where_memory_is_short() -> None
     found = advise(LOAD, candidates, 0.01)
     assert found.small is not None
     assert found.small.strategy == "int8"
-    assert found.small.reason.startswith("50% of the memory of paged at 90% of its speed; KL 0.001 nats, 95.0%")
+    assert found.small.reason.startswith(
+        "50% of the memory of paged at 90% of its speed; KL 0.001 nats, the same likeliest token at 95.0%"
+    )
     wider = advise(LOAD, candidates, 0.05)
     assert wider.small is not None
     assert wider.small.strategy == "half"
@@ -59,7 +63,7 @@ def test_the_smallest_within_the_bound_is_chosen_where_memory_is_short() -> None
 
 
 def test_what_fails_or_was_not_measured_is_never_chosen() -> None:
-    unmeasured = Candidate("u", None, None, None, EXACT)
+    unmeasured = Candidate("u", True, None, None, None, EXACT)
     found = advise(LOAD, [candidate("a", 900, 1, errors=1), unmeasured, candidate("b", 10, 2)], 0.01)
     assert found.exact is not None
     assert found.exact.strategy == "b"
@@ -67,9 +71,21 @@ def test_what_fails_or_was_not_measured_is_never_chosen() -> None:
     assert (nothing.exact, nothing.small, nothing.dominated) == (None, None, {})
 
 
-def test_without_fidelity_no_strategy_counts_as_exact() -> None:
-    found = advise(LOAD, [candidate("a", 100, 8, None)], 0.01)
-    assert (found.exact, found.small) == (None, None)
+def test_without_fidelity_only_exact_strategies_are_advised() -> None:
+    exact = replace(candidate("paged", 100, 8), fidelity=None)
+    small = replace(candidate("contiguous", 50, 4), fidelity=None)
+    found = advise(LOAD, [exact, small, candidate("lossy", 200, 1, None)], 0.01)
+    assert found.exact is not None
+    assert found.exact.strategy == "paged"
+    assert found.small is not None
+    assert found.small.strategy == "contiguous"
+    assert found.small.reason.endswith("no answer changes")
+
+
+def test_a_lossy_strategy_beats_no_exact_one() -> None:
+    found = advise(LOAD, [candidate("paged", 100, 8), candidate("unused", 200, 4, lossy(0.0))], 0.01)
+    assert found.dominated == {}
+    assert advise(LOAD, [candidate("paged", 300, 4), candidate("unused", 200, 4, lossy(0.0))], 0.01).dominated
 
 
 def test_a_strategy_is_beaten_by_one_that_is_better_in_everything() -> None:

@@ -137,11 +137,13 @@ def test_settings_of_a_file_are_used_but_secrets(tmp_path: Path) -> None:
     file = tmp_path / "kvmux.toml"
     file.write_text(
         'api_keys = ["a-long-secret"]\nmax_num_batched_tokens = 64\n[strategies.mine]\nkind = "compressed"\n'
+        'limit = "25%"\n'
         "scorer_options = {width = 3}\n"
     )
     parser = command.make_parser()
     setup = command.make_setup(parser.parse_args(["--config", str(file), "--strategies", "mine", "paged"]))
-    assert setup.instances()["mine"] == {"kind": "compressed", "scorer_options": {"width": 3}}
+    mine = {"kind": "compressed", "floor": "0%", "limit": "25%", "scorer_options": {"width": 3}}
+    assert setup.instances()["mine"] == mine
     text = command.format_settings(setup.server_settings())
     assert "max_num_batched_tokens = 64" in text
     assert "secret" not in text

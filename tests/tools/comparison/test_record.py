@@ -48,10 +48,13 @@ def test_a_comparison_goes_on(tmp_path: Path) -> None:
     first, second, *_ = PLAN.cells()
     record.add(make_result(first, errors={"HTTP 503": 2}))
     record.add(make_result(second, None))
-    record.set_fidelity({"128": {"strategies": []}})
+    record.set_fidelity(128, {"strategies": []})
+    record.set_fidelity(256, {"error": "no room"})
+    record.set_exact({"a": True})
     again = Record.open(tmp_path / "it", DESCRIPTION, restart=False)
     assert again.results == {first: make_result(first, errors={"HTTP 503": 2}), second: make_result(second, None)}
-    assert again.fidelity == {"128": {"strategies": []}}
+    assert [again.lacks_fidelity(length) for length in (64, 128, 256)] == [True, False, True]
+    assert again.exact == {"a": True}
     assert not Record.open(tmp_path / "it", DESCRIPTION, restart=True).results
     assert not Record.open(tmp_path / "it", DESCRIPTION, restart=False).results
 
@@ -65,9 +68,21 @@ def test_another_comparison_is_refused(tmp_path: Path) -> None:
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     Record.open(tmp_path, DESCRIPTION, restart=False)
-    (tmp_path / CELLS).write_text('{"round": 0')
+    (tmp_path / CELLS).write_text('{"round": 0\n')
     with pytest.raises(RecordError, match="measure again with --restart"):
         Record.open(tmp_path, DESCRIPTION, restart=False)
+
+
+def test_a_line_that_was_not_written_to_its_end_is_measured_again(tmp_path: Path) -> None:
+    record = Record.open(tmp_path, DESCRIPTION, restart=False)
+    first, second, *_ = PLAN.cells()
+    record.add(make_result(first))
+    with (tmp_path / CELLS).open("a") as lines:
+        lines.write('{"round": 0, "pro')
+    again = Record.open(tmp_path, DESCRIPTION, restart=False)
+    assert again.results.keys() == {first}
+    again.add(make_result(second))
+    assert Record.open(tmp_path, DESCRIPTION, restart=False).results.keys() == {first, second}
 
 
 # -------------------------------------------------------------------- figures

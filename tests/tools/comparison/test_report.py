@@ -26,21 +26,26 @@ class Page(HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.seen: set[str] = set()
+        self.ids: list[str] = []
         self.links: list[str] = []
         self.texts: list[str] = []
         self.feed(text)
         self.close()
         assert not self.open
+        assert len(set(self.ids)) == len(self.ids)
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def note(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.seen.add(tag)
         self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "action")]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.note(tag, attrs)
         if tag not in VOID:
             self.open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.add(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+        self.note(tag, attrs)
 
     def handle_endtag(self, tag: str) -> None:
         if tag not in VOID:
@@ -52,7 +57,7 @@ class Page(HTMLParser):
 
 def fidelity(name: str, kl: float) -> dict[str, object]:
     text = {"kl_nats": kl, "top1_agreement": 1 - kl, "perplexity": 5.0}
-    return {"name": name, "exact": not kl, "text": text}
+    return {"name": name, "text": text}
 
 
 @pytest.fixture
@@ -63,7 +68,9 @@ def results(tmp_path: Path) -> Comparison:
         faster = 2.0 if cell.strategy == "paged" else 1.0
         record.add(make_result(cell, (1 + cell.round) * faster, {HOSTILE: 1} if cell.load.batch == 4 else None))
     strategies = [fidelity("paged", 0.0), fidelity("small", 0.002)]
-    record.set_fidelity({"64": {"strategies": strategies}, "128": {"error": f"no room {HOSTILE}"}})
+    record.set_fidelity(64, {"strategies": strategies})
+    record.set_fidelity(128, {"error": f"no room {HOSTILE}"})
+    record.set_exact({"paged": True, "small": False})
     facts = [("model", f"my {HOSTILE}"), ("kvmux", "1")]
     date = datetime(2026, 1, 2).astimezone()
     return Comparison(plan, record, date, 0.01, facts, [f"make compare {HOSTILE}"], {"paged": {"kind": HOSTILE}})
@@ -96,8 +103,12 @@ def test_a_page_tells_what_is_not_measured(results: Comparison) -> None:
     results.record.results.pop(Cell(1, Load(64, 1), "small"))
     assert "1 of 16 cells are not measured" in make_page(results)
     results.record.results.clear()
-    results.record.fidelity = None
-    assert "16 of 16 cells" in make_page(results)
+    results.record.fidelity.clear()
+    page = make_page(results)
+    assert "16 of 16 cells" in page
+    assert "The fidelity was not measured" in page
+    assert page.count("<svg") == 1
+    Page(page)
 
 
 def test_pages_of_equal_results_are_equal(results: Comparison) -> None:

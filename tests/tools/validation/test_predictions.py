@@ -55,7 +55,9 @@ def test_a_greedy_text_differs_without_a_near_tie() -> None:
     found = GreedyAgreement.between(ours, theirs)
     assert (found.texts, found.equal_texts) == (4, 1)
     assert (found.tokens, found.equal_tokens) == (11, 3 + 1 + 2 + 2)
-    assert found.unexplained == 2
+    assert found.num_clear_differences == 2
+    without = [GreedyText(each.token_ids) for each in ours]
+    assert GreedyAgreement.between(without, theirs).num_clear_differences is None
 
 
 def test_the_beginning_that_two_texts_share() -> None:

@@ -17,7 +17,7 @@ from tools.bench.table.documents import replace_section
 from tools.peers.installer import Installer, InstallError
 from tools.validation import __main__ as command
 from tools.validation import files
-from tools.validation.files import Effort, FileValidation
+from tools.validation.files import FileValidation, ValidationOptions
 from tools.validation.kvmux import EXACT_KINDS, INSTANCES, make_config
 from tools.validation.llama_cpp import LlamaCpp, LlamaCppText
 from tools.validation.predictions import Agreement, GreedyAgreement, GreedyText, Predictions
@@ -67,7 +67,9 @@ def test_every_strategy_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setattr(files, "CACHE_TYPES", ("f32",))
     monkeypatch.setattr(files, "DTYPES", ("float32",))
     said: list[str] = []
-    checked = FileValidation(subject, subject.directory, "f16", tmp_path, Effort(3, 12, 1), said.append).run()
+    checked = FileValidation(
+        subject, subject.directory, "f16", tmp_path, ValidationOptions(3, 12, 1), said.append
+    ).run()
     assert checked.equal_tokens == checked.tokens == 256
     assert not checked.failures
     first, *rows = checked.rows
@@ -79,7 +81,7 @@ def test_every_strategy_is_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: P
             assert row.agreement.max_difference < 1e-3, row
             assert row.agreement.same_top == 1
             assert row.greedy is not None
-            assert row.greedy.unexplained == 0
+            assert row.greedy.num_clear_differences == 0
     lossy = {row.strategy: row.agreement.mean_difference for row in rows if not row.exact}
     # quest reads a part of the keys only while it decodes, and a prompt is computed exactly
     assert all(lossy[name] > 1e-4 for name in ("paged_int8", "sliding_window_quarter", "compressed_half")), lossy
@@ -108,6 +110,7 @@ def test_only_exact_strategies_have_a_bound() -> None:
     assert not make_file(make_row("paged", 1 + EXACT_BOUND / 2), make_row("w", 1.5, exact=False)).failures
     (failure,) = make_file(make_row("paged", 1 - 2 * EXACT_BOUND)).failures
     assert failure == "tiny, f16: kvmux, float32, paged: perplexity -1.00%"
+    assert make_file(make_row("paged", float("nan"))).failures
     (failure,) = make_file(equal_tokens=60).failures
     assert "the tokenizers differ after 60 of 100 tokens" in failure
 

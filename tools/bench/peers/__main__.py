@@ -17,7 +17,7 @@ from tools.bench.peers.servers import prepare_kvmux, prepare_llama_cpp, prepare_
 from tools.bench.peers.workloads import DEFAULT_WORKLOADS, WORKLOADS
 from tools.bench.table.documents import BENCHMARKS, update_section
 from tools.bench.table.models import QWEN, cache_folder, make_model
-from tools.peers.installer import Installer, InstallError
+from tools.peers.installer import Installer, InstallError, parse_folder, peers_folder
 from tools.peers.programs import ServerProgram
 from tools.status_line import status_line
 
@@ -48,10 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"workloads of `kvmux bench` (default: {' '.join(DEFAULT_WORKLOADS)})",
     )
     add("--turns", type=int, default=2, help="times that each server is started and measured (default: 2)")
-    add(
-        "--folder", type=Path, default=cache_folder().parent / "peers", help="of servers (default: in the user's cache)"
-    )
-    add("--models", type=Path, default=cache_folder(), help="folder of the model (default: in the user's cache)")
+    add("--folder", type=parse_folder, default=peers_folder(), help="folder of servers (default: in the user's cache)")
+    add("--models", type=parse_folder, default=cache_folder(), help="folder of models (default: in the user's cache)")
     add("--pip-args", default="", help="further arguments of pip, such as an index with torch's builds for CPUs")
     add("--json", type=Path, metavar="FILE", help="write all measurements to this file as JSON")
     add("--docs", type=Path, metavar="FOLDER", help=f"write the tables into {BENCHMARKS} of this folder")
