@@ -21,7 +21,7 @@ class Accounting:
         self._bytes_per_token = bytes_per_token
 
     def count_usage(self, seats: Iterable[PagedSeat], pinned: Iterable[int], reserved: int, limit: int) -> CacheUsage:
-        """Return the memory by use; `reserved` are the bytes of all blocks."""
+        """Return the memory by use; `reserved` are the bytes of all blocks. Idle blocks count in full, with padding."""
         filled, num_seats = Counter[int](), 0
         for seat in seats:
             num_seats += 1
@@ -29,7 +29,7 @@ class Accounting:
                 filled[block] = max(filled[block], min(max(seat.length - i * self._block_size, 0), self._block_size))
         tokens = self._count_tokens(filled)[0]
         used = self._count_bytes(self._count_tokens(filled | Counter(dict.fromkeys(pinned, self._block_size))))
-        idle = self._count_bytes([n * self._block_size for n in self._pool.num_idle_by_group])
+        idle = self._pool.idle_bytes
         return CacheUsage(num_seats, tokens, reserved, used, idle, reserved - used - idle, limit)
 
     def _count_tokens(self, filled: Mapping[int, int]) -> Sequence[int]:

@@ -127,10 +127,6 @@ class BlockPool:
         return len(self._eviction_queue)
 
     @property
-    def num_idle_by_group(self) -> Sequence[int]:
-        return self._num_idle
-
-    @property
     def idle_bytes(self) -> int:
         """The bytes of all idle blocks."""
         return sum(map(mul, self._num_idle, self._block_bytes))

@@ -10,10 +10,10 @@ import torch
 
 from cache_strategies import registry
 from cache_strategies.arena import Arena
-from cache_strategies.base import Row
+from cache_strategies.base import KVCache, Row, Seat
 from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
-from cache_strategies.types import NO_SALT, CacheUsage, Geometry
+from cache_strategies.types import NO_SALT, Geometry
 from config.settings import StrategySettings
 from kernels.reference.backend import ReferenceOps
 from kernels.types import LayerSpec
@@ -59,8 +59,8 @@ def gemma_3_4b(*, has_windows: bool) -> list[LayerSpec]:
     return [full if i % 6 == 5 or not has_windows else full._replace(window=1024) for i in range(34)]
 
 
-def usage_of(layers: Sequence[LayerSpec], length: int) -> CacheUsage:
-    """Return the memory of one text after a prefill in rows of 512 tokens, of which nothing is computed."""
+def prefill(layers: Sequence[LayerSpec], length: int) -> tuple[KVCache, Seat]:
+    """Return a cache and the seat of one text after a prefill in rows of 512 tokens, of which nothing is computed."""
     instances = registry.resolve_instances({"it": StrategySettings(kind="paged")})
     geometry = Geometry(layers, torch.bfloat16, 1, length, 512)
     page, pages = registry.page_bytes(instances, geometry), registry.sequence_pages(instances, geometry)
@@ -75,15 +75,25 @@ def usage_of(layers: Sequence[LayerSpec], length: int) -> CacheUsage:
         assert usage.used + usage.wasted <= cache.bytes_for(length)
         cache.commit(cache.plan([Row(seat, len(row))]), [row])
     cache.check_integrity()
-    return cache.usage()
+    return cache, seat
 
 
 def test_gemma_3_takes_about_a_quarter_of_the_memory_of_a_long_text() -> None:
-    windows, full = (usage_of(gemma_3_4b(has_windows=has_windows), 8192) for has_windows in (True, False))
+    caches = [prefill(gemma_3_4b(has_windows=has_windows), 8192)[0] for has_windows in (True, False)]
+    windows, full = (cache.usage() for cache in caches)
     assert windows.tokens == full.tokens == 8192
     assert full.used == full.reserved
     assert windows.used / full.used == pytest.approx(0.257, abs=1e-3)
-    assert (windows.used + windows.wasted) / full.used == pytest.approx(0.263, abs=1e-3)  # with padding
+    assert (windows.used + windows.wasted) / full.used == pytest.approx(0.261, abs=1e-3)  # with padding
+
+
+def test_idle_blocks_are_idle_with_their_padding() -> None:
+    cache, seat = prefill(gemma_3_4b(has_windows=True), 2048)
+    assert cache.usage().wasted > 0, "padding"
+    cache.close(seat)
+    usage = cache.usage()
+    assert (usage.used, usage.wasted) == (0, 0)
+    assert usage.idle == usage.reserved > 0
 
 
 @models
