@@ -18,8 +18,6 @@ from typing import Any
 
 import httpx
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from cache_strategies.registry import list_kinds
 from config.errors import SettingsError
@@ -27,7 +25,7 @@ from config.settings import Settings, StrategySettings, load_settings
 from config.sources import ENV_PREFIX
 from loadtest.bench.client import ServerError
 from loadtest.listing import ListingError
-from server.evaluation.command import select_strategies
+from server.evaluation.command import make_progress_bar, select_strategies
 from server.models.files.directory import resolve_model_settings
 from server.profiling.running import RunError, run_server, sigterm_as_ctrl_c
 from server.version import get_version
@@ -57,6 +55,7 @@ examples:
 REPORT = "report.html"
 RETENTION = "100y"  # of Prometheus' data: figures can be asked for again at any time
 MORE_STRATEGIES = ("paged:kv_dtype=int8", "compressed:budget=0.25")  # beside every kind with its default options
+SERVER_FLAGS = ("model", "dtype", "device", "threads", "weights", "kv_memory")  # settings that are flags here, too
 USER_ERROR, INTERRUPTED = 2, 130  # exit statuses
 USER_ERRORS = (SettingsError, RecordError, RunError, ServerError, ListingError, PromQLError, httpx.HTTPError, OSError)
 # Settings of a file that do not concern a comparison: who may do what, and which requests an instance gets.
@@ -127,8 +126,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--restart", action="store_true", help="forget what an earlier run has measured in that folder")
     settings = parser.add_argument_group("settings of the server, as for `kvmux serve`")
     settings.add_argument("--config", type=Path, metavar="FILE", help="settings file, with instances of your own")
-    for flag in ("--model", "--dtype", "--device", "--threads", "--weights", "--kv-memory"):
-        settings.add_argument(flag)
+    for name in SERVER_FLAGS:
+        settings.add_argument(f"--{name.replace('_', '-')}")
     return parser
 
 
@@ -182,7 +181,8 @@ def compare(options: argparse.Namespace) -> Path:
     """Measure what is not measured yet; return the report's path. Raises the errors that `main` prints."""
     find_tool("prometheus")
     setup = make_setup(options)
-    record, page = Record.open(options.out, setup.describe(), restart=options.restart), options.out / REPORT
+    record = Record.open(options.out, setup.describe(), restart=options.restart)
+    page: Path = options.out / REPORT
     lengths = [] if options.no_fidelity else [n for n in setup.plan.prompt_lengths if record.lacks_fidelity(n)]
     with make_progress_bar() as bars:
         num_cells = len(list(setup.plan.cells()))
@@ -202,13 +202,12 @@ def compare(options: argparse.Namespace) -> Path:
         finally:
             if record.results:
                 page.write_text(make_page(make_results(setup, record, options)), encoding="utf-8")
-    return Path(page)
+    return page
 
 
 def make_setup(options: argparse.Namespace) -> Setup:
     """Return what is to be compared. Raises SettingsError."""
-    names = ("model", "dtype", "device", "threads", "weights", "kv_memory")
-    flags = {name: value for name in names if (value := getattr(options, name)) is not None}
+    flags = {name: value for name in SERVER_FLAGS if (value := getattr(options, name)) is not None}
     settings = resolve_model_settings(load_settings(options.config, flags))
     wanted = options.strategies or [*list_kinds(), *MORE_STRATEGIES]
     strategies = select_strategies(settings, wanted)
@@ -258,7 +257,7 @@ def format_settings(settings: Mapping[str, Any]) -> str:
 def make_evaluate_flags(options: argparse.Namespace, setup: Setup) -> list[str]:
     """Return the flags of `kvmux evaluate` for the same model and strategies."""
     flags = []
-    for name in ("config", "model", "dtype", "device", "threads", "weights", "kv_memory"):
+    for name in ("config", *SERVER_FLAGS):
         value = getattr(options, name)
         flags += [] if value is None else [f"--{name.replace('_', '-')}", str(value)]
     for name in setup.wanted:
@@ -286,11 +285,6 @@ def make_results(setup: Setup, record: Record, options: argparse.Namespace) -> C
 def describe_versions() -> dict[str, str]:
     """Return the versions on which figures depend, by name."""
     return {"kvmux": get_version(), "torch": torch.__version__, "Python": platform.python_version()}
-
-
-def make_progress_bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(file=sys.stderr))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ class Candidate:
     exact: bool  # whether it promises to drop and round nothing
     speed: Summary | None  # output tokens a second
     memory: Summary | None  # MiB of KV memory of running requests
-    ttft: Summary | None  # ms
     fidelity: StrategyFidelity | None
     errors: int = 0
 

@@ -61,7 +61,6 @@ class Comparison:
                 self.record.exact.get(name, False),
                 self.summarize("tokens_per_second", load, name),
                 self.summarize("kv_memory", load, name),
-                self.summarize("ttft_p50", load, name),
                 fidelity.get(name),
                 sum(self.count_errors(load, name).values()),
             )

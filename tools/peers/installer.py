@@ -21,11 +21,6 @@ STEP_TIMEOUT = 3600.0  # seconds that a step may take; two cores build llama.cpp
 LOG_LINES = 4  # last lines of a failed step's output that its error message has
 
 
-def peers_folder() -> Path:
-    """Return the default folder of other servers, in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvmux" / "peers"
-
-
 def parse_folder(text: str) -> Path:
     """Return the absolute path of a folder: the steps of an installation run in another one."""
     return Path(text).expanduser().absolute()

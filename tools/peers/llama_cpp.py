@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import tarfile
 from pathlib import Path
 
 import torch
 
+from server.engine.info import compute_digest
 from tools.peers.installer import Installer
 
 LLAMA_CPP, LLAMA_CPP_VERSION = "llama-cpp-python", "0.3.36"  # its source package contains llama.cpp
@@ -70,17 +70,10 @@ def convert_model(installer: Installer, model: Path, matrix_type: str, pre_token
 
     `matrix_type` is bf16, f16 or q8_0; `pre_tokenizer` is llama.cpp's name for how the tokenizer splits texts.
     """
-    file = installer.folder / f"{model.name}-{_compute_digest(model)}.{matrix_type}.gguf"
+    file = installer.folder / f"{model.name}-{compute_digest(matrix_type, model)}.{matrix_type}.gguf"
     if not file.exists():
         partial, script = file.with_suffix(".partial"), Path(__file__).with_name("convert_to_gguf.py")
         arguments = [str(llama_cpp_source(installer.folder)), str(model), str(partial), matrix_type, pre_tokenizer]
         installer.run(f"converting the model to {matrix_type}", [str(installer.python), str(script), *arguments])
         partial.rename(file)
     return file
-
-
-def _compute_digest(model: Path) -> str:
-    """Return a text that changes with the files of a model."""
-    files = [(file.name, file.stat()) for file in sorted(model.iterdir()) if file.is_file()]
-    state = "".join(f"{name} {stat.st_size} {stat.st_mtime_ns}\n" for name, stat in files)
-    return hashlib.sha256(state.encode()).hexdigest()[:8]

@@ -74,8 +74,8 @@ class Scheduler:
         self._refused: set[Request] = set()  # waiting requests for which open() of their strategy last returned no seat
         self._num_arrivals = 0
         self._room_changes = 0  # counts the times when memory or a seat may have become free
-        # Ends what no request needs, of one cache or (None) of any; returns whether it did
-        self.release_spare: Callable[[KVCache | None], bool] = lambda cache: False
+        # Ends what no request needs, to make room for a request of a cache; returns whether it did
+        self.release_spare: Callable[[KVCache], bool] = lambda cache: False
 
     # ---------------------------------------------------------------- add and remove requests
     def submit(self, request: Request) -> None:
@@ -213,7 +213,7 @@ class Scheduler:
         if not num_tokens:
             return
         while not cache.grow(seat, num_tokens):
-            if self.release_spare(cache if cache.at_limit else None):
+            if self.release_spare(cache):
                 continue
             victim = self._find_victim(request, step)
             if victim is None:
@@ -330,7 +330,7 @@ class Scheduler:
         if self._can_run(request, self.running):
             try:
                 request.seat = _open_seat(request)
-                while request.seat is None and self.release_spare(request.cache if request.cache.at_limit else None):
+                while request.seat is None and self.release_spare(request.cache):
                     request.seat = _open_seat(request)
                 if request.seat is None:
                     self._refused.add(request)

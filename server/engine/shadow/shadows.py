@@ -221,15 +221,15 @@ class Shadows:
         for shadow in [each for each in self._by_request.values() if each.request.cache.name in instances]:
             self._end(shadow, "failed")
 
-    def release_one(self, cache: KVCache | None = None) -> bool:
-        """End the shadow that was started last, for a served request that needs room; return False if there is none.
+    def release_one(self, cache: KVCache) -> bool:
+        """End the shadow that was started last, for a served request of `cache` that needs room.
 
-        With a `cache`, which is at its limit, only shadows under that cache make room.
+        If the cache is at its limit, only its own shadows make room. Return False if there is none.
         """
-        found = (each for each in reversed(self._by_request.values()) if cache is None or each.request.cache is cache)
-        if (shadow := next(found, None)) is None:
+        shadows = [each for each in self._by_request.values() if not cache.at_limit or each.request.cache is cache]
+        if not shadows:
             return False
-        self._end(shadow, "room")
+        self._end(shadows[-1], "room")
         self._scheduler.mark_room_changed()
         return True
 

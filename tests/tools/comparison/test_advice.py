@@ -23,7 +23,7 @@ def candidate(
     errors: int = 0,
 ) -> Candidate:
     summary = Summary(speed, speed - noise, speed + noise)
-    return Candidate(name, fidelity is EXACT, summary, Summary(memory, memory, memory), None, fidelity, errors)
+    return Candidate(name, fidelity is EXACT, summary, Summary(memory, memory, memory), fidelity, errors)
 
 
 def lossy(kl: float) -> StrategyFidelity:
@@ -63,7 +63,7 @@ def test_the_smallest_within_the_bound_is_chosen_where_memory_is_short() -> None
 
 
 def test_what_fails_or_was_not_measured_is_never_chosen() -> None:
-    unmeasured = Candidate("u", True, None, None, None, EXACT)
+    unmeasured = Candidate("u", True, None, None, EXACT)
     found = advise(LOAD, [candidate("a", 900, 1, errors=1), unmeasured, candidate("b", 10, 2)], 0.01)
     assert found.exact is not None
     assert found.exact.strategy == "b"

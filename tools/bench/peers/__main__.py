@@ -16,8 +16,8 @@ from tools.bench.peers.report import PeerReport, as_json, as_text
 from tools.bench.peers.servers import prepare_kvmux, prepare_llama_cpp, prepare_vllm
 from tools.bench.peers.workloads import DEFAULT_WORKLOADS, WORKLOADS
 from tools.bench.table.documents import BENCHMARKS, update_section
-from tools.bench.table.models import QWEN, cache_folder, make_model
-from tools.peers.installer import Installer, InstallError, parse_folder, peers_folder
+from tools.bench.table.models import QWEN, cache_folder, make_model, peers_folder
+from tools.peers.installer import Installer, InstallError, parse_folder
 from tools.peers.programs import ServerProgram
 from tools.status_line import status_line
 

@@ -111,6 +111,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvmux" / "benchmarks"
 
 
+def peers_folder() -> Path:
+    """Return the default folder of other servers, beside that of the models."""
+    return cache_folder().parent / "peers"
+
+
 def make_model(shape: ModelShape, folder: Path, show_status: Callable[[str], None]) -> Path:
     """Return the model's directory in `folder`, made if it is not there. Raises OSError."""
     directory = folder / shape.name
