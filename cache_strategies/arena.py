@@ -11,7 +11,7 @@ the pages it has.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Protocol
@@ -253,13 +253,20 @@ class Arena:
 
     def can_allocate(self, owner: str, pages: int) -> bool:
         """Return whether an owner could allocate `pages` single pages if idle ones were reclaimed. Changes nothing."""
+        return pages <= self.count_available_pages(owner)
+
+    def count_available_pages(self, owner: str) -> int:
+        """Return how many single pages an owner could allocate if idle ones were reclaimed; negative beyond its limit.
+
+        Changes nothing.
+        """
         share = self._shares[owner]
         others = [s for s in self._shares.values() if s is not share]
         own_idle = share.owner.idle_pages()
         free = self._num_free + own_idle + sum(s.num_reclaimable for s in others)
         promised = sum(max(0, s.floor - s.held) for s in others)
-        enough = pages <= free and free + self.num_untouched_pages - pages >= promised
-        return enough and share.held - own_idle + pages <= share.max_pages
+        unpromised = free + self.num_untouched_pages - promised
+        return min(free, unpromised, share.max_pages - share.held + own_idle)
 
     def has_room_for_sequence(self, owner: str, pages: int) -> bool:
         """Return whether an owner could surely allocate a further sequence of so many pages, in blocks of its size.
@@ -313,6 +320,11 @@ class Arena:
 
     def num_held_pages(self, owner: str) -> int:
         return self._shares[owner].held
+
+    def mark_owners(self) -> tuple[NDArray[np.uint8], Mapping[int, str]]:
+        """Return (the mark of each page, as a copy; the owners' names by mark); others are FREE and UNTOUCHED."""
+        names = {share.mark: name for name, share in self._shares.items()}
+        return np.frombuffer(self._marks, np.uint8).copy(), names
 
     def capacity(self, owner: str) -> int:
         """Return the number of pages that an owner could hold if all others shrank to their floors."""

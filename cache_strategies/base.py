@@ -388,3 +388,11 @@ class Inspectable(Protocol):
 
     def inspect(self) -> dict[str, Any]:
         """Return the open seats, and the numbers of blocks by state, as JSON."""
+
+
+@runtime_checkable
+class PageMarking(Protocol):
+    """A cache that knows more about its pages than that they are in use."""
+
+    def mark_pages(self, states: Tensor) -> None:
+        """Write a `PageState` for each page that the cache holds into `states` (uint8, by page of the arena)."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
+from torch import Tensor
 
 from cache_strategies.base import CacheSetup, Plan
 from cache_strategies.block_table import TableOptions, TableSeat
@@ -31,6 +32,7 @@ from cache_strategies.types import (
     CacheUsage,
     Geometry,
     Miss,
+    PageState,
     Salt,
     SaltScope,
     count_reusable_tokens,
@@ -225,6 +227,10 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
 
     def blocks(self) -> Blocks:
         return super().blocks()._replace(idle=len(self._idle))
+
+    def mark_pages(self, states: Tensor) -> None:
+        for block in self._idle:
+            states[block : block + self.store.pages_per_block] = PageState.IDLE
 
     def collect_block_events(self) -> BlockEvents | None:
         return self._block_metrics.collect()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal, NamedTuple
 
 import torch
@@ -101,6 +102,18 @@ class Blocks(NamedTuple):
     pending: int = 0  # blocks in use that can be found by hash, but are not computed yet
     pinned: int = 0
     idle: int = 0
+
+
+class PageState(IntEnum):
+    """What an arena page is used for; of several states that apply, the last in this list."""
+
+    FREE = 0
+    UNTOUCHED = 1  # the operating system has not provided its memory yet
+    IDLE = 2  # kept for reuse, and freed when memory is needed
+    IN_USE = 3  # of one sequence
+    SHARED = 4  # of several sequences
+    PENDING = 5  # one sequence computes it, and others may wait for it
+    PINNED = 6
 
 
 class BlockEvents(NamedTuple):

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import Field, field_validator
+from torch import Tensor
 
 from cache_strategies.base import CacheSetup
 from cache_strategies.block_table import BlockTableCache, TableOptions, resolve_kv_dtype
@@ -36,6 +37,7 @@ from cache_strategies.types import (
     Blocks,
     CacheUsage,
     Geometry,
+    PageState,
     Pin,
     PinError,
     Salt,
@@ -251,6 +253,11 @@ class PagedBase(BlockTableCache[PagedSeat]):
 
     def blocks(self) -> Blocks:
         return self._accounting.count_blocks(self.seats, self.pinned.blocks, len(self.pending))
+
+    def mark_pages(self, states: Tensor) -> None:
+        self.pool.mark_pages(states.numpy())
+        states[list(self._pages(block for block, _ in self.pending.items()))] = PageState.PENDING
+        states[list(self.pinned_pages())] = PageState.PINNED
 
     def collect_block_events(self) -> BlockEvents | None:
         return self._block_metrics.collect()

@@ -11,6 +11,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import mul
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.paged.block_metrics import BlockMetrics
 from cache_strategies.paged.prefix_index import BlockHash, PrefixIndex
@@ -142,6 +145,10 @@ class BlockPool:
 
     def __len__(self) -> int:
         return len(self._ref_counts)
+
+    def mark_pages(self, states: NDArray[np.uint8]) -> None:
+        """Write the state of all blocks into `states`, by page: idle, in use, or shared by several references."""
+        self._ref_counts.mark_pages(states)
 
     def check_integrity(self, references: Mapping[int, int]) -> None:
         """Assert that the bookkeeping is consistent; `references` has the callers' number of references by block."""

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cache_strategies.arena import Arena
+from cache_strategies.types import PageState
+
+STATE_BY_COUNT = np.array([PageState.IDLE, PageState.IN_USE, PageState.SHARED], np.uint8)  # the last: 2 and more
 
 
 class RefCounts:
@@ -86,6 +92,16 @@ class RefCounts:
 
     def __len__(self) -> int:
         return len(self._counts)
+
+    def mark_pages(self, states: NDArray[np.uint8]) -> None:
+        """Write the state of all blocks into `states`, by page: idle, in use, or shared by several references."""
+        counts = self._counts
+        if self._pages:  # some blocks do not have one part
+            counts = {page: count for block, count in counts.items() for page in self.pages(block)}
+        first_pages = np.fromiter(counts, np.int64, len(counts))
+        found = STATE_BY_COUNT[np.minimum(np.fromiter(counts.values(), np.int64, len(counts)), 2)]
+        for offset in range(self._run):
+            states[first_pages + offset] = found
 
     def check_integrity(self, references: Mapping[int, int], idle: int) -> None:
         """Assert that the counts equal `references` (by block), and that exactly `idle` blocks have no reference."""
