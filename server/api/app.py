@@ -24,7 +24,7 @@ from server.api.http.middleware import (
 )
 from server.api.openai import chat, completions, models, tokenize
 from server.api.openai.generation_job import Deadlines, RequestLimits, Serving
-from server.api.ops import admin, rollouts
+from server.api.ops import admin, live, rollouts
 from server.api.ops.monitoring import Observations, health_router, kv_cache_router, metrics_router
 from server.api.ops.request_log import EndedRequest, log_request
 from server.api.ops.tracing import Tracing, make_tracing
@@ -42,12 +42,13 @@ def create_app(
     client: EngineClient,
     tokenizer: TokenizerBase,
     observations: Observations,
+    live_state: live.LiveState,
     metrics_port: int | None = None,
 ) -> FastAPI:
     """Return the HTTP application. Raises SettingsError for settings that cannot be used.
 
     While it runs, `client` stays connected to the engine and sends it the counts of `observations`, and the processes
-    of `tokenizer` run.
+    of `tokenizer` run. `live_state` is what clients watch under /v1/live.
     `metrics_port` is the port of /metrics, if it has one of its own.
     """
     tracing = make_tracing(settings.otlp_traces_endpoint)
@@ -74,6 +75,7 @@ def create_app(
     add_routers(app, settings, client, tokenizer)
     app.include_router(health_router(client))
     app.include_router(metrics_router(client, observations))
+    app.include_router(live.router(live_state), dependencies=[make_security_dependency("admin token")])
     return app
 
 

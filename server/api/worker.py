@@ -25,6 +25,7 @@ from config.sizes import parse_bytes
 from server.api.app import create_app
 from server.api.http.connection import make_connection_class
 from server.api.http.errors import ApiError
+from server.api.ops.live import LiveState
 from server.api.ops.monitoring import Observations
 from server.engine.ipc.client import EngineClient
 from server.logs import hide_exception_messages
@@ -81,9 +82,10 @@ class ApiServer(uvicorn.Server):
         self._beat = beat
         self._drain_seconds = settings.drain_seconds
         observations = Observations(client)
+        self._live_state = LiveState(client)
         metrics_port = None if metrics_socket is None else metrics_socket.getsockname()[1]
         config = uvicorn.Config(
-            create_app(settings, client, tokenizer, observations, metrics_port),
+            create_app(settings, client, tokenizer, observations, self._live_state, metrics_port),
             loop="uvloop",
             http=make_connection_class(
                 settings.max_header_bytes, settings.header_timeout, settings.body_timeout, observations.count_response
@@ -129,6 +131,7 @@ class ApiServer(uvicorn.Server):
             retry_after=self._client.estimate_retry_after(),
         )
         asyncio.get_running_loop().call_later(self._drain_seconds, self._client.fail_all, error)
+        self._live_state.stop()  # those streams would never end
         await super().shutdown(sockets)
 
 

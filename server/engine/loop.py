@@ -26,7 +26,6 @@ from server.engine.info import (
     summarize_engine,
 )
 from server.engine.ipc.messages import (
-    ANSWER_TTL,
     Answer,
     Cancel,
     Command,
@@ -38,8 +37,10 @@ from server.engine.ipc.messages import (
     Question,
     Submit,
     ToEngine,
+    get_answer_ttl,
 )
 from server.engine.ipc.server import EngineServer, WorkerDisconnected
+from server.engine.live import describe_live
 from server.engine.profiling.profiler import Profiler
 from server.engine.scheduling.request import RequestError
 from server.records import EngineInfo, EngineState, RequestRecord, StepReport
@@ -91,7 +92,7 @@ class Loop:
         self._info = make_engine_info(engine, restarts)
         self._observer = make_observer(self._info)
         self._processes = ProcessMemory()
-        # Latest answer to each question of the API workers, reused for ANSWER_TTL seconds
+        # Latest answer to each question of the API workers, reused until it expires
         self._answers: dict[Question, Answer] = {}
         self._profiler = Profiler(engine.core.tracer, engine.device.tensors, summarize_engine(engine))
         self._stopping = False
@@ -150,12 +151,12 @@ class Loop:
         return []
 
     def _answer(self, query_id: int, payload: Question | Command) -> Answer:
-        """Return the answer to a question or command. Answers to questions are reused for ANSWER_TTL seconds."""
+        """Return the answer to a question or command. Answers to questions are reused until they expire."""
         if not isinstance(payload, str):
             self._answers.clear()  # kept answers are dropped: a command may change them
             return self._compute_answer(query_id, payload)
         cached = self._answers.get(payload)
-        if cached is None or cached.created_at + ANSWER_TTL <= monotonic():
+        if cached is None or cached.created_at + get_answer_ttl(payload) <= monotonic():
             cached = self._answers[payload] = self._compute_answer(query_id, payload)
         return msgspec.structs.replace(cached, query_id=query_id)
 
@@ -182,6 +183,8 @@ class Loop:
                 return msgspec.json.encode(self._core.rollouts.describe())
             case "fidelity":
                 return msgspec.json.encode(self._core.rollouts.describe_fidelity())
+            case "live":
+                return msgspec.json.encode(describe_live(self._engine))
             case "metrics":
                 return self._observer.snapshot(read_engine_state(self._core, self._processes.read_resident_bytes()))
         return msgspec.json.encode(run_command(self._core, payload))

@@ -55,6 +55,12 @@ def snapshot_of(value: float) -> bytes:
     )
 
 
+def live_state_of(owner: int, num_cells: int = 200) -> bytes:
+    """Return the live state of an engine in which all cells are those of one owner."""
+    cells = {"pages_per_cell": 1, "owners": bytes([owner] * num_cells), "states": bytes([3] * num_cells)}
+    return msgspec.json.encode({"object": "live", "cells": cells, "requests": {f"0/{owner}": {"id": str(owner)}}})
+
+
 class FakeEngine:
     """Serves `path` while used as a context manager. Keeps the messages that it received."""
 
@@ -78,6 +84,7 @@ class FakeEngine:
             "metrics": snapshot_of(1.0),
             "rollouts": b'{"object": "list", "data": [{"name": "int8", "state": "canary"}]}',
             "fidelity": b'{"object": "list", "data": []}',
+            "live": live_state_of(1),
         }
         self.dated = False  # whether answers have the time they were made at; others are queried again each time
         self.refusal: Failed | None = None  # of commands

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config.settings import Settings
 from server.api.http.errors import ApiError, make_error_response, make_headers_error, to_api_error
+from server.api.http.local_access import find_local_refusal
 from server.api.ops.request_log import CLIENT_CLOSED_REQUEST, EndedRequest
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Hello
@@ -40,6 +41,7 @@ MIN_BYTES_PER_SECOND = 2**14
 ADMIN_PREFIX = "/v1/kv_cache/"
 PROFILE_PATH = "/v1/profile"
 ROLLOUTS_PATH = "/v1/rollouts"
+LIVE_PATH = "/v1/live"
 FIDELITY_PATH = "/v1/fidelity"
 READING_METHODS = ("GET", "HEAD")
 API_PREFIX = "/v1"
@@ -55,6 +57,7 @@ UNVERSIONED_ROUTES = (
     "/settings",
     "/rollouts",
     "/fidelity",
+    "/live",
 )
 
 
@@ -301,8 +304,9 @@ class AuthenticationMiddleware:
     """Middleware that checks API keys, other tokens and ports, before any part of a body is read.
 
     An API key opens the paths of API_KEY_PREFIXES; the admin token opens only the administration of caches, roll-outs
-    and profiles, and what describes roll-outs; the metrics key opens /metrics. Without API keys every request is let
-    in; without an admin token there is no administration. With a `metrics_port`, /metrics is only on that port; /health
+    and profiles, the live view, and what describes roll-outs; the metrics key opens /metrics. Without API keys every
+    request is let in; without an admin token there is no administration, and only clients on this machine may watch
+    the live view. With a `metrics_port`, /metrics is only on that port; /health
     and /ready are on both ports.
     """
 
@@ -334,6 +338,10 @@ class AuthenticationMiddleware:
         if _is_administration(scope):
             if self._admin_token is None:
                 return ApiError(403, "administration is off: start the server with an admin_token", code="admin_off")
+            return _check_token(sent, [self._admin_token], "the admin token")
+        if scope["path"].startswith(LIVE_PATH):
+            if self._admin_token is None:
+                return find_local_refusal(scope)
             return _check_token(sent, [self._admin_token], "the admin token")
         if scope["path"].startswith(API_KEY_PREFIXES) and self._api_keys is not None:
             return _check_token(sent, (*self._api_keys, *self._get_reading_tokens(scope)), "an API key of this server")

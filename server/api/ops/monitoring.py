@@ -1,7 +1,7 @@
 """Endpoints for operators: /health, /ready, /version, /metrics, and the engine's description of caches and settings.
 
-The engine's answer to a question is fetched at most once in ANSWER_TTL seconds: however many clients poll, it gets one
-query a second from this process. The engine sends metrics as a snapshot, which this process writes as text, so that no
+An answer of the engine is reused until it expires: however many clients poll, it gets one query of each kind a second
+from this process. The engine sends metrics as a snapshot, which this process writes as text, so that no
 step of the engine waits for it. Knows neither the contents of answers nor any metric by name.
 """
 
@@ -19,7 +19,7 @@ from fastapi import APIRouter, Header, Response
 
 from server.api.http.errors import make_error_responses
 from server.engine.ipc.client import EngineClient, EngineLost, EngineRefused
-from server.engine.ipc.messages import ANSWER_TTL, Answer, Observed, Question
+from server.engine.ipc.messages import Answer, Observed, Question, get_answer_ttl
 from server.metrics.exposition import Renderer
 from server.version import get_version
 
@@ -84,7 +84,7 @@ class Observations:
 
 # ---------------------------------------------------------------- the engine's answers
 class CachedAnswer:
-    """Caches the engine's answer to one question for ANSWER_TTL seconds; calls `before_query` before each query."""
+    """Caches the engine's answer to one question until it expires; calls `before_query` before each query."""
 
     def __init__(
         self, client: EngineClient, question: Question, before_query: Callable[[], None] = lambda: None
@@ -98,7 +98,7 @@ class CachedAnswer:
         self._query_task: asyncio.Task[None] | None = None
 
     async def get(self) -> Answer:
-        """Return the engine's answer to the question, at most ANSWER_TTL seconds old.
+        """Return the engine's answer to the question, at most `get_answer_ttl` seconds old.
 
         Raises EngineLost without an engine, and EngineRefused if the engine refuses, which is cached, too.
         """
@@ -124,7 +124,7 @@ class CachedAnswer:
         self._before_query()
         epoch = self._client.epoch
         self._answer = await self._client.send_query(self._question)
-        self._expires_at, self._epoch = self._answer.created_at + ANSWER_TTL, epoch
+        self._expires_at, self._epoch = self._answer.created_at + get_answer_ttl(self._question), epoch
 
 
 def kv_cache_router(client: EngineClient) -> APIRouter:

@@ -164,8 +164,14 @@ Command = Inspect | Clear | PinPrefix | Unpin | Share | StartRollout | ControlRo
 
 
 # Questions are answered with JSON, except "metrics": with an encoded `server.metrics` Snapshot
-Question = Literal["kv_cache", "settings", "metrics", "rollouts", "fidelity"]
+Question = Literal["kv_cache", "settings", "metrics", "rollouts", "fidelity", "live"]
 ANSWER_TTL = 1.0  # seconds after its computation for which an answer to a question is reused
+LIVE_ANSWER_TTL = 0.45  # the same for the question "live", which clients ask twice a second
+
+
+def get_answer_ttl(question: Question) -> float:
+    """Return the seconds after its computation for which an answer to a question is reused."""
+    return LIVE_ANSWER_TTL if question == "live" else ANSWER_TTL
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):

@@ -1,0 +1,155 @@
+"""The live state of the server over HTTP: once, or as server-sent events twice a second, with what has changed.
+
+The events of a stream are `snapshot` (the whole state), `change` (what differs from the event before) and
+`unavailable` (the engine is away; a snapshot follows). `AuthenticationMiddleware` in server/api/http/middleware.py
+decides which clients may watch. Knows of the state's contents only how cells are encoded (server/engine/live.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Response
+from fastapi.responses import StreamingResponse
+
+from server.api.http.errors import ApiError, make_error_responses
+from server.api.http.middleware import LIVE_PATH
+from server.api.ops.monitoring import CachedAnswer
+from server.engine.ipc.client import EngineClient, EngineLost, EngineRefused
+from server.engine.ipc.messages import Answer
+
+INTERVAL = 0.5  # seconds between two events of a stream
+MAX_STREAMS = 32  # maximum number of open streams in this process: each takes some milliseconds twice a second
+CHUNK = 64  # number of cells that are compared, and sent, together
+HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would collect events
+
+State = Mapping[str, Any]  # the engine's answer to the question "live"
+
+
+class LiveState:
+    """The engine's live state, decoded once for all streams of this process, until the server stops."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.stopping = asyncio.Event()
+        self.num_streams = 0
+        self._answers = CachedAnswer(client, "live")
+        self._decoded: tuple[Answer, State] | None = None
+
+    async def get_answer(self) -> Answer:
+        """Return the latest state in JSON. Raises EngineLost without an engine, EngineRefused if it refuses."""
+        return await self._answers.get()
+
+    async def get(self) -> State:
+        """Return the latest state. Raises as `get_answer`."""
+        answer = await self._answers.get()
+        if self._decoded is None or self._decoded[0] is not answer:
+            self._decoded = answer, msgspec.json.decode(answer.body)
+        return self._decoded[1]
+
+    def stop(self) -> None:
+        """End all streams, so that the server need not wait for them."""
+        self.stopping.set()
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Yield events until the server stops."""
+        self.num_streams += 1
+        try:
+            last: State | None = None
+            while not self.stopping.is_set():
+                event, last = await self._make_event(last)
+                yield event
+                try:
+                    await asyncio.wait_for(self.stopping.wait(), INTERVAL)
+                except TimeoutError:
+                    continue
+        finally:
+            self.num_streams -= 1
+
+    async def _make_event(self, last: State | None) -> tuple[bytes, State | None]:
+        """Return (the next event after the state `last`, the state that it leads to: None if there is none)."""
+        try:
+            state = await self.get()
+        except EngineLost as error:
+            return encode_event("unavailable", {"message": str(error), "retry_after": error.retry_after}), None
+        except EngineRefused as error:
+            return encode_event("unavailable", {"message": error.error.message, "retry_after": 0.0}), None
+        change = None if last is None else make_change(last, state)
+        return encode_event("snapshot", state) if change is None else encode_event("change", change), state
+
+
+def router(live: LiveState) -> APIRouter:
+    routes = APIRouter(prefix=LIVE_PATH, tags=["live"], responses=make_error_responses(401, 403, 429, 503))
+
+    @routes.get("")
+    async def show() -> Response:
+        """Show what the server holds and does at this moment: memory, pages, instances and requests."""
+        return Response((await live.get_answer()).body, media_type="application/json", headers=HEADERS)
+
+    @routes.get("/events", response_class=StreamingResponse)
+    async def watch() -> StreamingResponse:
+        """Send the state as server-sent events: a `snapshot`, and a `change` every half second."""
+        if live.num_streams >= MAX_STREAMS:
+            message = f"{MAX_STREAMS} clients watch the live state already; close one of them, or poll {LIVE_PATH}"
+            raise ApiError(429, message, code="too_many_streams")
+        return StreamingResponse(live.stream(), media_type="text/event-stream", headers=HEADERS)
+
+    return routes
+
+
+# ---------------------------------------------------------------- events
+def encode_event(name: str, data: Any) -> bytes:
+    """Return a server-sent event: its name, and data in JSON, which has no line breaks."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), msgspec.json.encode(data))
+
+
+def make_change(old: State, new: State) -> dict[str, Any] | None:
+    """Return what has to be changed in `old` to get `new`; None if it has other cells.
+
+    `patch` is a JSON merge patch (RFC 7396) of all but the contents of cells; `cells` are runs of cells with changes:
+    the number of the first, then the owners and the states of the run in base64.
+    """
+    old_cells, new_cells = dict(old["cells"]), dict(new["cells"])
+    before, after = pop_cell_bytes(old_cells), pop_cell_bytes(new_cells)
+    if old_cells != new_cells or len(before[0]) != len(after[0]):
+        return None
+    patch = make_merge_patch({**old, "cells": {}}, {**new, "cells": {}})
+    runs = [
+        [first, *(base64.b64encode(each[first:end]).decode() for each in after)]
+        for first, end in find_runs(before, after)
+    ]
+    return {"patch": patch, "cells": runs}
+
+
+def pop_cell_bytes(cells: dict[str, Any]) -> tuple[bytes, bytes]:
+    """Remove the owners and the states from a description of cells, and return them."""
+    return base64.b64decode(cells.pop("owners")), base64.b64decode(cells.pop("states"))
+
+
+def find_runs(old: Sequence[bytes], new: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Return the runs [first, end) of whole chunks in which any of some byte strings differ from those before."""
+    runs: list[tuple[int, int]] = []
+    for first in range(0, len(new[0]), CHUNK):
+        end = min(first + CHUNK, len(new[0]))
+        if all(a[first:end] == b[first:end] for a, b in zip(old, new, strict=True)):
+            continue
+        if runs and runs[-1][1] == first:
+            first, _ = runs.pop()
+        runs.append((first, end))
+    return runs
+
+
+def make_merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON merge patch (RFC 7396) that turns `old` into `new`, which must have no null."""
+    patch: dict[str, Any] = dict.fromkeys(key for key in old if key not in new)
+    for key, value in new.items():
+        before = old.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            if nested := make_merge_patch(before, value):
+                patch[key] = nested
+        elif before != value:
+            patch[key] = value
+    return patch

@@ -1,0 +1,274 @@
+"""The live state over HTTP: its changes add up to the whole, and only operators or this machine may watch it."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx
+import pytest
+
+from server.api.http.local_access import find_local_refusal, is_loopback
+from server.api.ops import live
+from server.api.ops.live import find_runs, make_change, make_merge_patch
+from server.engine.ipc.messages import Failed
+from tests.api.conftest import ADMIN_TOKEN, Api, running_api
+from tests.api.fake_engine import FakeEngine, generates, live_state_of
+from tests.api.payloads import error_of
+
+ADMIN = {"authorization": f"Bearer {ADMIN_TOKEN}"}
+PATHS = ("/v1/live", "/v1/live/events", "/live")
+
+
+@pytest.fixture(scope="module")
+def open_api() -> Iterator[Api]:
+    """Without an admin token, so that only this machine may watch."""
+    with running_api(admin_token=None) as api:
+        yield api
+
+
+@pytest.fixture(scope="module")
+def open_engine(open_api: Api) -> Iterator[FakeEngine]:
+    with FakeEngine(open_api.socket_path, generates([100])) as engine:
+        open_api.await_ready()
+        yield engine
+
+
+# ---------------------------------------------------------------- a client that follows the changes
+def read_events(response: httpx.Response) -> Iterator[tuple[str, Any]]:
+    """Yield (name, data) of each server-sent event."""
+    name = ""
+    for line in response.iter_lines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield name, json.loads(line.removeprefix("data: "))
+
+
+def merge(target: Any, patch: Any) -> Any:
+    """Return `target` after a JSON merge patch, by the pseudocode of RFC 7396."""
+    if not isinstance(patch, dict):
+        return patch
+    merged = dict(target) if isinstance(target, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            merged.pop(name, None)
+        else:
+            merged[name] = merge(merged.get(name), value)
+    return merged
+
+
+def apply_change(state: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state after a `change`, as a client computes it."""
+    cells = dict(state["cells"])
+    arrays = [bytearray(base64.b64decode(cells[name])) for name in ("owners", "states")]
+    for first, *runs in change["cells"]:
+        for array, run in zip(arrays, map(base64.b64decode, runs), strict=True):
+            array[first : first + len(run)] = run
+    cells |= {n: base64.b64encode(a).decode() for n, a in zip(("owners", "states"), arrays, strict=True)}
+    merged: dict[str, Any] = merge({**state, "cells": {}}, change["patch"])
+    return {**merged, "cells": cells}
+
+
+# ---------------------------------------------------------------- contents
+def test_it_is_what_the_engine_describes(engine: FakeEngine, http: httpx.Client) -> None:
+    response = http.get("/v1/live", headers=ADMIN)
+    assert response.content == engine.answers["live"]
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["cache-control"] == "no-store"
+
+
+def test_a_stream_begins_with_a_snapshot_and_goes_on_with_changes(engine: FakeEngine, api: Api) -> None:
+    with httpx.stream("GET", f"{api.url}/v1/live/events", headers=ADMIN, timeout=20) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = read_events(response)
+        name, state = next(events)
+        assert (name, state) == ("snapshot", json.loads(engine.answers["live"]))
+        assert next(events) == ("change", {"patch": {}, "cells": []})
+        engine.answers["live"] = live_state_of(2)
+        while state != json.loads(engine.answers["live"]):
+            name, change = next(events)
+            assert name == "change"
+            state = apply_change(state, change)
+
+
+def test_other_cells_are_sent_as_a_snapshot(engine: FakeEngine, api: Api) -> None:
+    with httpx.stream("GET", f"{api.url}/v1/live/events", headers=ADMIN, timeout=20) as response:
+        events = read_events(response)
+        next(events)
+        engine.answers["live"] = live_state_of(2, num_cells=7)
+        while (event := next(events))[0] == "change":
+            assert event[1] == {"patch": {}, "cells": []}
+        assert event == ("snapshot", json.loads(engine.answers["live"]))
+
+
+def test_random_changes_lead_to_the_new_state() -> None:
+    rng = random.Random(seed := random.randrange(2**32))
+    print(f"seed {seed}")
+    for _ in range(200):
+        old, new = draw_state(rng), draw_state(rng)
+        change = make_change(old, new)
+        assert change is not None
+        assert apply_change(old, json.loads(json.dumps(change))) == new
+
+
+def draw_state(rng: random.Random, num_cells: int = 300) -> dict[str, Any]:
+    cells = {
+        name: base64.b64encode(bytes(rng.random() < 0.004 for _ in range(num_cells))).decode()
+        for name in ("owners", "states")
+    }
+    return {**draw_object(rng, 3), "cells": {"pages_per_cell": 2, **cells}}
+
+
+def draw_object(rng: random.Random, depth: int) -> dict[str, Any]:
+    def draw_value() -> Any:
+        if depth and rng.random() < 0.5:
+            return draw_object(rng, depth - 1)
+        return rng.choice([0, 1, True, "x", [1, {"a": 2}], []])
+
+    return {name: draw_value() for name in "abcd" if rng.random() < 0.6}
+
+
+def test_runs_cover_what_differs_and_little_else() -> None:
+    old = bytes(1000)
+    new = bytearray(old)
+    new[130] = new[140] = new[200] = new[999] = 1
+    assert find_runs([old], [bytes(new)]) == [(128, 256), (960, 1000)]
+    assert find_runs([old], [old]) == []
+    assert make_merge_patch({"a": {"b": 1}}, {"a": {"b": 1}}) == {}
+
+
+def test_watchers_are_told_that_the_engine_is_away_and_get_a_snapshot_of_the_next() -> None:
+    with running_api() as api, httpx.stream("GET", f"{api.url}/v1/live/events", headers=ADMIN, timeout=20) as response:
+        events = read_events(response)
+        name, data = next(events)
+        assert (name, data.keys()) == ("unavailable", {"message", "retry_after"})
+        with FakeEngine(api.socket_path, generates([])) as engine:
+            while (event := next(events))[0] == "unavailable":
+                pass
+            assert event == ("snapshot", json.loads(engine.answers["live"]))
+            engine.refused_questions = Failed("", 500, "the engine failed to answer")
+            while (event := next(events))[0] == "change":
+                pass
+            assert event == ("unavailable", {"message": "the engine failed to answer", "retry_after": 0.0})
+
+
+# ---------------------------------------------------------------- streams
+def test_streams_end_with_the_server_and_do_not_delay_it() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def watch(url: str) -> None:
+        with httpx.stream("GET", f"{url}/v1/live/events", headers=ADMIN, timeout=20) as response:
+            for _ in read_events(response):
+                begun.set()
+        ended.set()
+
+    with running_api(drain_seconds=30) as api:
+        watcher = threading.Thread(target=watch, args=(api.url,))
+        watcher.start()
+        assert begun.wait(10)
+        stopped_at = time.monotonic()
+    assert time.monotonic() - stopped_at < 10
+    assert ended.wait(10)
+    watcher.join()
+
+
+def test_a_client_that_leaves_makes_room_for_another(
+    engine: FakeEngine, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "MAX_STREAMS", 2)
+    url = f"{api.url}/v1/live/events"
+    with contextlib.ExitStack() as stack:
+        responses = [stack.enter_context(httpx.stream("GET", url, headers=ADMIN, timeout=20)) for _ in range(2)]
+        watchers = [read_events(response) for response in responses]  # a discarded one would close its response
+        assert [next(events)[0] for events in watchers] == ["snapshot", "snapshot"]
+        refused = httpx.get(url, headers=ADMIN)
+        assert refused.status_code == 429
+        assert error_of(refused)["code"] == "too_many_streams"
+    deadline = time.monotonic() + 10
+    while True:
+        with httpx.stream("GET", url, headers=ADMIN, timeout=20) as response:
+            if response.status_code == 200:
+                break
+        assert time.monotonic() < deadline, "streams whose clients have left still count"
+        time.sleep(0.05)
+
+
+# ---------------------------------------------------------------- who may watch
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("token", [None, "Bearer", "Bearer wrong", f"Basic {ADMIN_TOKEN}"])
+def test_with_an_admin_token_it_is_needed_on_this_machine_too(
+    engine: FakeEngine, http: httpx.Client, path: str, token: str | None
+) -> None:
+    refused = http.get(path, headers={} if token is None else {"authorization": token})
+    assert refused.status_code == 401
+    assert error_of(refused)["code"] == "invalid_api_key"
+
+
+def test_an_api_key_does_not_open_it() -> None:
+    with running_api(api_keys=["sk-one"]) as api:
+        assert httpx.get(f"{api.url}/v1/live", headers={"authorization": "Bearer sk-one"}).status_code == 401
+
+
+OWN = [
+    {},
+    {"host": "localhost:8000"},
+    {"host": "127.0.0.1"},
+    {"host": "[::1]:8000", "origin": "http://[::1]:8000"},
+    {"host": "localhost:1", "origin": "http://localhost:1", "sec-fetch-site": "same-origin"},
+    {"sec-fetch-site": "none"},
+]
+FOREIGN = [
+    {"host": "evil.example"},
+    {"host": "evil.example:8000"},
+    {"host": "localhost.evil.example"},
+    {"host": "127.0.0.1.evil.example"},
+    {"host": "192.168.1.7:8000"},
+    {"host": "0.0.0.0:8000"},
+    {"host": "user@evil.example"},
+    {"host": ""},
+    {"origin": "http://evil.example"},
+    {"host": "localhost:8000", "origin": "http://localhost:9000"},
+    {"origin": "null"},
+    {"sec-fetch-site": "cross-site"},
+    {"sec-fetch-site": "same-site"},
+    {"x-forwarded-for": "10.0.0.1"},
+    {"x-forwarded-for": "127.0.0.1"},
+    {"forwarded": "for=127.0.0.1"},
+    {"via": "1.1 proxy"},
+    {"x-real-ip": "10.0.0.1"},
+    {"x-forwarded-host": "localhost"},
+]
+
+
+@pytest.mark.parametrize("headers", OWN)
+def test_without_an_admin_token_this_machine_may_watch(
+    open_api: Api, open_engine: FakeEngine, headers: dict[str, str]
+) -> None:
+    assert httpx.get(f"{open_api.url}/v1/live", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("headers", FOREIGN)
+def test_without_an_admin_token_nothing_else_may(
+    open_api: Api, open_engine: FakeEngine, headers: dict[str, str], path: str
+) -> None:
+    refused = httpx.get(f"{open_api.url}{path}", headers=headers)
+    assert refused.status_code == 403
+    assert error_of(refused)["code"] == "local_only"
+
+
+def test_another_address_of_this_machine_is_not_loopback(open_api: Api, open_engine: FakeEngine) -> None:
+    scope = {"type": "http", "headers": [(b"host", b"localhost")], "client": ("10.1.2.3", 5)}
+    assert find_local_refusal(scope) is not None
+    assert find_local_refusal({**scope, "client": None}) is not None
+    assert find_local_refusal({**scope, "client": ("::1", 5)}) is None
+    assert find_local_refusal({**scope, "client": ("127.9.9.9", 5)}) is None
+    assert is_loopback("::ffff:127.0.0.1")
+    assert not is_loopback("::ffff:10.0.0.1")
