@@ -75,7 +75,7 @@ def create_app(
     add_routers(app, settings, client, tokenizer)
     app.include_router(health_router(client))
     app.include_router(metrics_router(client, observations))
-    app.include_router(live.router(live_state), dependencies=[make_security_dependency("admin token")])
+    app.include_router(live.router(live_state, client), dependencies=[make_security_dependency("admin token")])
     return app
 
 

@@ -13,7 +13,18 @@ from cache_strategies.types import Pin, PinError, Salt, SaltScope
 from config.sizes import share_to_bytes
 from server.engine.core import Core
 from server.engine.info import describe_share, describe_tokens
-from server.engine.ipc.messages import Clear, Command, ControlRollout, Inspect, PinPrefix, Share, StartRollout, Unpin
+from server.engine.ipc.messages import (
+    Abort,
+    Clear,
+    Command,
+    ControlRollout,
+    Failed,
+    Inspect,
+    PinPrefix,
+    Share,
+    StartRollout,
+    Unpin,
+)
 from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.guard import GuardedCache
 from server.engine.scheduling.request import RequestError
@@ -29,10 +40,20 @@ def run_command(core: Core, command: Command) -> dict[str, Any]:
             return core.rollouts.start(name, settings, by)
         case ControlRollout(name, action, by):
             return core.rollouts.control(name, action, by)
+        case Abort(worker, request_id):
+            return _abort(core, worker, request_id)
     try:
         return _run_command(core, command)
     except StrategyError as error:
         raise RequestError(500, str(error), code="strategy_failed") from error
+
+
+def _abort(core: Core, worker: int, request_id: str) -> dict[str, Any]:
+    # Not a status after which clients try again
+    error = Failed(request_id, 410, "the request was ended by an operator of the server", "ended_by_operator")
+    if not core.cancel(worker, request_id, error=error):
+        raise RequestError(404, f"there is no request {request_id!r}: it may have ended", code="not_found")
+    return {"id": request_id, "deleted": True}
 
 
 def _run_command(core: Core, command: Inspect | Clear | PinPrefix | Unpin | Share) -> dict[str, Any]:

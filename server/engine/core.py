@@ -22,7 +22,6 @@ from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.isolation import Ended, Isolation
 from server.engine.kv_memory import KVMemory
 from server.engine.model_runner import (
-    STEP_FAILED,
     ModelRunner,
     RequestsFailed,
     RowsComputed,
@@ -32,7 +31,7 @@ from server.engine.model_runner import (
 from server.engine.rollouts.rollouts import Rollouts
 from server.engine.sampling.sampler import Sampler, SampleResult, SamplerInput
 from server.engine.scheduling.fallback import Fallbacks
-from server.engine.scheduling.request import Request, RequestError
+from server.engine.scheduling.request import Request, make_rejection
 from server.engine.scheduling.request_factory import RequestFactory
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.selection import Selector
@@ -121,14 +120,8 @@ class Core:
         try:
             request, shadow = self._factory.make(worker, message, self._requests)
             self._queue(request)
-        except RequestError as error:
-            return Event(worker, error.to_message(message.request_id))
-        except StrategyError as error:
-            return Event(worker, Failed(message.request_id, 500, error.message, "strategy_failed"))
         except Exception as error:
-            log.exception("a request could not be queued; other requests go on")
-            failed = Failed(message.request_id, 500, STEP_FAILED.format(type(error).__name__), "request_failed")
-            return Event(worker, failed)
+            return Event(worker, make_rejection(message.request_id, error))
         self._requests[request.key] = request
         if shadow is not None:
             self.shadows.want(request, shadow, request.rollout)
@@ -145,11 +138,18 @@ class Core:
             self.isolation.begin(request)
             request.siblings.append(request)
 
-    def cancel(self, worker: int, request_id: str, outcome: Outcome = "cancelled") -> None:
-        """End a request and free its memory; do nothing if it has already ended."""
+    def cancel(self, worker: int, request_id: str, outcome: Outcome = "cancelled", error: Failed | None = None) -> bool:
+        """End a request and free its memory, if it has not already ended; return whether it had not.
+
+        Its client gets the `error`, if there is one, after the next step.
+        """
         request = self._requests.get((worker, request_id))
-        if request is not None:
-            self._remove(request, outcome)
+        if request is None:
+            return False
+        self._remove(request, outcome)
+        if error is not None:
+            self._late_events.append(Event(worker, error))
+        return True
 
     def cancel_worker(self, worker: int) -> None:
         """Cancel all requests of an API worker that has disconnected."""

@@ -10,7 +10,7 @@ import pytest
 
 from cache_strategies.types import EVERYTHING, NO_SALT, Salt, SaltScope
 from server.engine.admin import run_command
-from server.engine.ipc.messages import Clear, Inspect, PinPrefix, Share, Unpin
+from server.engine.ipc.messages import Abort, Clear, Inspect, PinPrefix, Share, Unpin
 from server.engine.scheduling.request import RequestError
 from tests.cache_strategies.cache_driver import find_cached
 from tests.engine.engine_driver import Driver, strategies
@@ -232,3 +232,21 @@ def test_clear_takes_a_tenant_one_of_its_salts_or_everything(
     driver.run()
     run_command(driver.core, Clear("paged", *scope))
     assert [salt for salt in SALTS if not cached(driver, salt)] == [*cleared]
+
+
+def test_a_request_that_is_ended_frees_its_memory_and_hears_an_error(tiny: Path) -> None:
+    driver = Driver(tiny, **SETTINGS)
+    ended, other = (driver.submit(name, PROMPT, 9, kv_cache="paged") for name in ("ended", "other"))
+    waiting = driver.submit("waiting", PROMPT, 9, kv_cache="contiguous")
+    driver.step(), driver.step()
+    for name in ("ended", "waiting"):
+        assert run_command(driver.core, Abort(0, name)) == {"id": name, "deleted": True}
+        with pytest.raises(RequestError) as refused:
+            run_command(driver.core, Abort(0, name))
+        assert (refused.value.status, refused.value.code) == (404, "not_found")
+    driver.run()
+    for events in (ended, waiting):
+        assert events.failed is not None
+        assert (events.failed.status, events.failed.code) == (410, "ended_by_operator")
+    assert (other.finish_reason, len(other.tokens)) == ("length", 9)
+    driver.assert_nothing_leaked()

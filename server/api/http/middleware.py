@@ -360,10 +360,10 @@ class AuthenticationMiddleware:
 
 
 def _is_administration(scope: Scope) -> bool:
-    """Return whether a request needs the admin token: it changes or inspects caches, records, or changes a roll-out."""
+    """Return whether a request needs the admin token: for caches, for profiles, or to change roll-outs or requests."""
     path = scope["path"]
-    changes_rollout = path.startswith(ROLLOUTS_PATH) and scope["method"] not in READING_METHODS
-    return changes_rollout or path.startswith((ADMIN_PREFIX, PROFILE_PATH))
+    changes = path.startswith((ROLLOUTS_PATH, LIVE_PATH)) and scope["method"] not in READING_METHODS
+    return changes or path.startswith((ADMIN_PREFIX, PROFILE_PATH))
 
 
 def _check_token(authorization: str, allowed: Iterable[str], what: str) -> ApiError | None:

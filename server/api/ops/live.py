@@ -20,7 +20,7 @@ from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.middleware import LIVE_PATH
 from server.api.ops.monitoring import CachedAnswer
 from server.engine.ipc.client import EngineClient, EngineLost, EngineRefused
-from server.engine.ipc.messages import Answer
+from server.engine.ipc.messages import Abort, Answer
 
 INTERVAL = 0.5  # seconds between two events of a stream
 MAX_STREAMS = 32  # maximum number of open streams in this process: each takes some milliseconds twice a second
@@ -81,8 +81,8 @@ class LiveState:
         return encode_event("snapshot", state) if change is None else encode_event("change", change), state
 
 
-def router(live: LiveState) -> APIRouter:
-    routes = APIRouter(prefix=LIVE_PATH, tags=["live"], responses=make_error_responses(401, 403, 429, 503))
+def router(live: LiveState, client: EngineClient) -> APIRouter:
+    routes = APIRouter(prefix=LIVE_PATH, tags=["live"], responses=make_error_responses(401, 403, 404, 429, 503))
 
     @routes.get("")
     async def show() -> Response:
@@ -96,6 +96,11 @@ def router(live: LiveState) -> APIRouter:
             message = f"{MAX_STREAMS} clients watch the live state already; close one of them, or poll {LIVE_PATH}"
             raise ApiError(429, message, code="too_many_streams")
         return StreamingResponse(live.stream(), media_type="text/event-stream", headers=HEADERS)
+
+    @routes.delete("/requests/{worker}/{request_id}")
+    async def end_request(worker: int, request_id: str) -> Response:
+        """End a request, by its key in the live state; its client gets an error. Needs the admin token."""
+        return Response(await client.query(Abort(worker, request_id)), media_type="application/json")
 
     return routes
 

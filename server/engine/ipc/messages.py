@@ -146,6 +146,13 @@ class ControlRollout(msgspec.Struct, tag=True, frozen=True):
     by: str
 
 
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """Ends a request of any API worker on an operator's order: its client gets an error."""
+
+    worker: int
+    request_id: str
+
+
 class Profile(msgspec.Struct, tag=True, frozen=True):
     """Records the next `steps` steps with torch's profiler, for at most `seconds` seconds; the answer is the trace."""
 
@@ -160,7 +167,7 @@ class Observed(msgspec.Struct, tag=True, frozen=True):
     memory_bytes: int
 
 
-Command = Inspect | Clear | PinPrefix | Unpin | Share | StartRollout | ControlRollout
+Command = Inspect | Clear | PinPrefix | Unpin | Share | StartRollout | ControlRollout | Abort
 
 
 # Questions are answered with JSON, except "metrics": with an encoded `server.metrics` Snapshot

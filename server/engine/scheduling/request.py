@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections.abc import Collection, Sequence
@@ -14,6 +15,9 @@ from server.engine.isolation.errors import StrategyError
 if TYPE_CHECKING:
     from cache_strategies.base import KVCache, Seat
     from cache_strategies.types import Salt
+
+
+log = logging.getLogger(__name__)
 
 
 class RequestError(Exception):
@@ -34,6 +38,19 @@ class RequestError(Exception):
     def to_message(self, request_id: str = "") -> Failed:
         """Return the error as a message for the API worker."""
         return Failed(request_id, self.status, self.message, self.code, self.param, self.retry_after)
+
+
+def make_rejection(request_id: str, error: Exception) -> Failed:
+    """Return the message for the client whose request could not be queued because of `error`; log an unexpected one."""
+    match error:
+        case RequestError():
+            return error.to_message(request_id)
+        case StrategyError():
+            return Failed(request_id, 500, error.message, "strategy_failed")
+    log.error("a request could not be queued; other requests go on", exc_info=error)
+    name = type(error).__name__
+    message = f"queueing this request failed ({name}); the server's log has the cause; other requests go on"
+    return Failed(request_id, 500, message, "request_failed")
 
 
 class DraftProposer(Protocol):

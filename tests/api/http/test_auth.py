@@ -225,7 +225,8 @@ def test_openapi_has_the_keys_that_routes_need(locked: httpx.Client, http: httpx
     document = (locked if keys else http).get("/openapi.json").json()
     for name, operation in operations(document):
         path = name.split()[1]
-        administers = path.startswith(("/v1/kv_cache/", "/v1/profile")) or name.startswith("post /v1/rollouts")
+        administers = name.startswith("post /v1/rollouts")
+        administers |= path.startswith(("/v1/kv_cache/", "/v1/profile", "/v1/live"))
         scheme = "admin token" if administers else "API key"
         keyed = keys and path.startswith(("/v1/", "/tokenize", "/detokenize", "/apply-template"))
         expected = [{scheme: []}] if administers or keyed else None

@@ -17,7 +17,7 @@ import pytest
 from server.api.http.local_access import find_local_refusal, is_loopback
 from server.api.ops import live
 from server.api.ops.live import find_runs, make_change, make_merge_patch
-from server.engine.ipc.messages import Failed
+from server.engine.ipc.messages import Abort, Failed, Query
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, generates, live_state_of
 from tests.api.payloads import error_of
@@ -198,6 +198,26 @@ def test_a_client_that_leaves_makes_room_for_another(
                 break
         assert time.monotonic() < deadline, "streams whose clients have left still count"
         time.sleep(0.05)
+
+
+# ---------------------------------------------------------------- ending a request
+def test_an_operator_ends_a_request_by_its_key(engine: FakeEngine, http: httpx.Client) -> None:
+    assert http.delete("/v1/live/requests/3/cmpl-1-0-0", headers=ADMIN).json() == {"obeyed": True}
+    (query,) = engine.all(Query)
+    assert query.payload == Abort(3, "cmpl-1-0-0")
+    engine.refusal = Failed("", 404, "there is no request 'x'", code="not_found")
+    assert http.delete("/v1/live/requests/3/x", headers=ADMIN).status_code == 404
+    assert http.delete("/v1/live/requests/x/x", headers=ADMIN).status_code == 400
+
+
+def test_nothing_is_ended_without_the_admin_token(
+    engine: FakeEngine, http: httpx.Client, open_api: Api, open_engine: FakeEngine
+) -> None:
+    open_engine.begin_again(generates([]))
+    assert http.delete("/v1/live/requests/0/x").status_code == 401
+    refused = httpx.delete(f"{open_api.url}/v1/live/requests/0/x")
+    assert error_of(refused)["code"] == "admin_off"
+    assert not engine.all(Query) + open_engine.all(Query)
 
 
 # ---------------------------------------------------------------- who may watch
