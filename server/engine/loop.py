@@ -10,7 +10,7 @@ import queue
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -64,6 +64,10 @@ class StepObserver(Protocol):
 
     def snapshot(self, state: EngineState) -> bytes:
         """Return all metrics, with the engine's state as gauges, encoded for API workers."""
+        ...
+
+    def describe_totals(self) -> Mapping[str, Any]:
+        """Return what was counted by instance since the engine's start, as JSON, for the live state."""
         ...
 
 
@@ -184,7 +188,8 @@ class Loop:
             case "fidelity":
                 return msgspec.json.encode(self._core.rollouts.describe_fidelity())
             case "live":
-                return msgspec.json.encode(describe_live(self._engine))
+                totals = self._observer.describe_totals()
+                return msgspec.json.encode(describe_live(self._engine) | {"totals": totals})
             case "metrics":
                 return self._observer.snapshot(read_engine_state(self._core, self._processes.read_resident_bytes()))
         return msgspec.json.encode(run_command(self._core, payload))

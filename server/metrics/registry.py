@@ -38,6 +38,18 @@ from server.records import (
 )
 
 WAIT_REASONS: tuple[WaitReason, ...] = get_args(WaitReason)
+# What the live state counts by instance since the engine's start, by its names there
+LIVE_COUNTERS: Mapping[str, MetricFamily[Any]] = {
+    "prompt_tokens": f.PROMPT_TOKENS,
+    "cached_tokens": f.CACHED_TOKENS,
+    "generated_tokens": f.GENERATION_TOKENS,
+    "preemptions": f.PREEMPTIONS,
+    "evicted_bytes": f.KV_EVICTED,
+}
+LIVE_HISTOGRAMS: Mapping[str, MetricFamily[Histogram]] = {
+    "time_to_first_token": f.FIRST_TOKEN_TIME,
+    "inter_token_latency": f.INTER_TOKEN_LATENCY,
+}
 
 
 class Metrics:
@@ -258,6 +270,23 @@ class Metrics:
         for places, width in self._alias_sums:
             numbers.extend(map(sum, zip(*(self._numbers[at : at + width] for at in places), strict=True)))
         return msgspec.msgpack.encode(Snapshot(self._encoded_families, numbers.tobytes()))
+
+    def describe_totals(self) -> dict[str, Any]:
+        """Return what was counted by instance, and the upper bounds (in seconds) of histograms, as JSON.
+
+        A histogram has a number for each bound and one for what is above all; numbers are not cumulative.
+        """
+        totals: dict[str, dict[str, Any]] = {}
+        for name in self._instances:
+            totals[name] = {key: int(self._read(family, 1, name)[0]) for key, family in LIVE_COUNTERS.items()}
+            for key, family in LIVE_HISTOGRAMS.items():
+                totals[name][key] = [int(n) for n in self._read(family, len(family.buckets) + 1, name)]
+        return {"bounds": {key: family.buckets for key, family in LIVE_HISTOGRAMS.items()}, "instances": totals}
+
+    def _read(self, family: MetricFamily[Any], count: int, *labels: str) -> Sequence[float]:
+        """Return the first numbers of a series."""
+        place = self._offsets[family, labels]
+        return self._numbers[place : place + count]
 
     def _set_instance_gauges(self, name: str, state: EngineState) -> None:
         usage = state.usage[name]

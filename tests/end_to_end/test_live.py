@@ -13,10 +13,18 @@ import openai
 import pytest
 
 from tests.api.ops.test_live import apply_change, read_events
-from tests.end_to_end.server_process import PATIENCE, Server, eventually, serving
+from tests.end_to_end.server_process import PATIENCE, Server, eventually, metric, serving
 
 TOKEN = "an-operators-secret-token"
 ADMIN = {"authorization": f"Bearer {TOKEN}"}
+
+TOTALS = {  # names in the live state, and those of the metrics that count the same
+    "prompt_tokens": "kvmux_prompt_tokens_total",
+    "cached_tokens": "kvmux_prompt_tokens_cached_total",
+    "generated_tokens": "kvmux_generation_tokens_total",
+    "preemptions": "kvmux_num_preemptions_total",
+    "evicted_bytes": "kvmux_kv_cache_evicted_bytes_total",
+}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +72,14 @@ def test_changes_add_up_under_load(server: Server) -> None:
         latest = read_live(server)
         assert state["cells"] == latest["cells"]
         assert state["instances"] == latest["instances"]
+        assert state["totals"] == latest["totals"]
+        text = server.metrics()
+        for strategy, totals in latest["totals"]["instances"].items():
+            for total, name in TOTALS.items():
+                assert totals[total] == metric(text, name, strategy=strategy)
+            for histogram in ("time_to_first_token", "inter_token_latency"):
+                assert sum(totals[histogram]) == metric(text, f"kvmux_{histogram}_seconds_count", strategy=strategy)
+                assert len(totals[histogram]) == len(latest["totals"]["bounds"][histogram]) + 1
 
 
 def test_an_operator_ends_a_request_that_streams(server: Server) -> None:
