@@ -22,22 +22,32 @@ class Accounting:
 
     def count_usage(self, seats: Iterable[PagedSeat], pinned: Iterable[int], reserved: int, limit: int) -> CacheUsage:
         """Return the memory by use; `reserved` are the bytes of all blocks. Idle blocks count in full, with padding."""
-        filled, num_seats = Counter[int](), 0
+        num_groups, num_seats = len(self._bytes_per_token), 0
+        full: list[set[int]] = [set() for _ in range(num_groups)]  # by group: blocks without a free slot
+        partial: list[dict[int, int]] = [{} for _ in range(num_groups)]  # by group: tokens in others, by block
         for seat in seats:
             num_seats += 1
-            for i, block in iter_blocks(seat):
-                filled[block] = max(filled[block], min(max(seat.length - i * self._block_size, 0), self._block_size))
-        tokens = self._count_tokens(filled)[0]
-        used = self._count_bytes(self._count_tokens(filled | Counter(dict.fromkeys(pinned, self._block_size))))
-        idle = self._pool.idle_bytes
+            num_full, rest = divmod(seat.length, self._block_size)
+            full[0].update(seat.blocks[:num_full])
+            full_windowed = ({block for i, block in held.items() if i < num_full} for held in seat.windowed)
+            for group, blocks in enumerate(full_windowed, 1):
+                full[group] |= blocks
+            last = seat.blocks[num_full] if num_full < len(seat.blocks) else None
+            for group, block in enumerate((last, *(held.get(num_full) for held in seat.windowed))):
+                if block is not None:
+                    partial[group][block] = max(rest, partial[group].get(block, 0))
+        tokens = self._count_tokens(full, partial)[0]
+        for block in pinned:
+            full[self._pool.group(block)].add(block)
+        used, idle = self._count_bytes(self._count_tokens(full, partial)), self._pool.idle_bytes
         return CacheUsage(num_seats, tokens, reserved, used, idle, reserved - used - idle, limit)
 
-    def _count_tokens(self, filled: Mapping[int, int]) -> Sequence[int]:
-        """Return the number of tokens in blocks, by group; `filled` has the number in each block."""
-        counts = [0] * len(self._bytes_per_token)
-        for block, n in filled.items():
-            counts[self._pool.group(block)] += n
-        return counts
+    def _count_tokens(self, full: Sequence[set[int]], partial: Sequence[Mapping[int, int]]) -> Sequence[int]:
+        """Return the number of tokens in blocks, by group; a block may be full for one seat, and not for another."""
+        return [
+            len(blocks) * self._block_size + sum(n for block, n in others.items() if block not in blocks)
+            for blocks, others in zip(full, partial, strict=True)
+        ]
 
     def _count_bytes(self, tokens: Sequence[int]) -> int:
         """Return the bytes of numbers of tokens, given by group."""
@@ -45,10 +55,15 @@ class Accounting:
 
     def count_blocks(self, seats: Iterable[PagedSeat], pinned: Collection[int], pending: int) -> Blocks:
         """Return the numbers of blocks by state, without those that take no memory."""
-        references = Counter(block for seat in seats for _, block in iter_blocks(seat) if self._pool.pages(block))
+        references = Counter[int]()
+        for seat in seats:
+            references.update(seat.blocks)
+            for held in seat.windowed:
+                references.update(held.values())
+        counts = [n for block, n in references.items() if block >= 0]  # others have no pages
         return Blocks(
-            in_use=len(references),
-            shared=sum(1 for n in references.values() if n > 1),
+            in_use=len(counts),
+            shared=sum(1 for n in counts if n > 1),
             pending=pending,
             pinned=len(pinned),
             idle=self._pool.num_idle,
