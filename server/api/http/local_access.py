@@ -35,11 +35,11 @@ def find_local_refusal(scope: Scope) -> ApiError | None:
 
 def _find_reason(scope: Scope) -> str | None:
     headers = Headers(scope=scope)
+    if proxied := [name for name in PROXY_HEADERS if name in headers]:
+        return f"this request came through a proxy (header {proxied[0]})"
     client = scope.get("client")
     if client is None or not is_loopback(client[0]):
         return "this request comes from another one"
-    if proxied := [name for name in PROXY_HEADERS if name in headers]:
-        return f"this request came through a proxy (header {proxied[0]})"
     host = headers.get("host", "")
     if not is_loopback(urlsplit(f"//{host}").hostname or ""):
         return "the header Host is not localhost"
