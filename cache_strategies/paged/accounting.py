@@ -29,9 +29,8 @@ class Accounting:
             num_seats += 1
             num_full, rest = divmod(seat.length, self._block_size)
             full[0].update(seat.blocks[:num_full])
-            full_windowed = ({block for i, block in held.items() if i < num_full} for held in seat.windowed)
-            for group, blocks in enumerate(full_windowed, 1):
-                full[group] |= blocks
+            for group, held in enumerate(seat.windowed, 1):
+                full[group].update(block for i, block in held.items() if i < num_full)
             last = seat.blocks[num_full] if num_full < len(seat.blocks) else None
             for group, block in enumerate((last, *(held.get(num_full) for held in seat.windowed))):
                 if block is not None:

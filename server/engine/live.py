@@ -7,6 +7,7 @@ request. Computed only when it is asked for: while no client watches, it costs n
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from time import monotonic, time
 from typing import Any
 
@@ -34,7 +35,8 @@ def describe_live(engine: Engine) -> dict[str, Any]:
     core = engine.core
     scheduler = core.scheduler
     listed = [*scheduler.running, *scheduler.waiting][:MAX_LISTED_REQUESTS]
-    waiting = scheduler.count_waiting()
+    running = Counter(request.cache.name for request in scheduler.running)
+    waiting = Counter(request.cache.name for request in scheduler.waiting)
     return {
         "object": "live",
         "created": round(time(), 3),
@@ -49,8 +51,8 @@ def describe_live(engine: Engine) -> dict[str, Any]:
             info.name: {
                 "kind": info.kind,
                 **describe_instance(core, core.isolation.caches[info.name], engine.max_seq_len),
-                "running": sum(request.cache.name == info.name for request in scheduler.running),
-                "waiting": sum(count for (name, _), count in waiting.items() if name == info.name),
+                "running": running[info.name],
+                "waiting": waiting[info.name],
             }
             for info in engine.instances
         },
