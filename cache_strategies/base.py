@@ -3,7 +3,8 @@
 One `KVCache` serves ALL sequences of one instance. A request opens a seat in it; the tokens of a seat that enter in a
 step form a row; the rows of an instance become a plan, which says where each layer's keys are stored, or computes the
 layer's attention itself. Within a step only `commit` changes the cache's state, so that a failed step can be repeated.
-open, grow, crop, fork, discard and close change it between steps. The data in these calls is in types.py.
+open, grow, crop, fork, discard and close change it between steps. The data in these calls is in types.py. What only
+some strategies can do, such as pinning, is in features.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Generic, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
@@ -20,7 +21,6 @@ from typing_extensions import TypeVar  # with `default`, which typing.TypeVar ha
 
 from cache_strategies.arena import Arena
 from cache_strategies.types import (
-    EVERYTHING,
     NO_SALT,
     BlockEvents,
     Blocks,
@@ -28,9 +28,7 @@ from cache_strategies.types import (
     Contract,
     Geometry,
     Miss,
-    Pin,
     Salt,
-    SaltScope,
     SeatShape,
 )
 from kernels.ops import KVLocation, Ops, QueryTap
@@ -352,47 +350,3 @@ class KVCache(ABC, Generic[SeatT]):
 
     def check_integrity(self) -> None:
         """Assert that the internal bookkeeping is consistent. Called between steps (setting `check_integrity`)."""
-
-
-# ---------------------------------------------------------------- optional features of a strategy
-@runtime_checkable
-class Clearing(Protocol):
-    """A cache whose idle memory can be freed by an operator."""
-
-    def clear(self, scope: SaltScope = EVERYTHING) -> int:
-        """Remove the pins of the salts in a scope, and free their idle memory; return the number of bytes freed.
-
-        Memory in use stays until its sequences end, but later sequences cannot reuse it.
-        """
-
-
-@runtime_checkable
-class Pinning(Protocol):
-    """A cache in which prefixes can be pinned."""
-
-    def pin(self, tokens: Sequence[int], *, salt: Salt, ttl: float) -> Pin:
-        """Pin the longest cached prefix of `tokens` for `ttl` seconds.
-
-        Raises PinError if no block of it is cached, or if the longest sequence would no longer fit into the memory.
-        """
-
-    def unpin(self, pin_id: str) -> bool:
-        """Remove a pin; return whether there was a pin with that id."""
-
-    def pins(self) -> Sequence[Pin]: ...
-
-
-@runtime_checkable
-class Inspectable(Protocol):
-    """A cache that can list its seats and blocks."""
-
-    def inspect(self) -> dict[str, Any]:
-        """Return the open seats, and the numbers of blocks by state, as JSON."""
-
-
-@runtime_checkable
-class PageMarking(Protocol):
-    """A cache that knows more about its pages than that they are in use."""
-
-    def mark_pages(self, states: Tensor) -> None:
-        """Write a `PageState` for each page that the cache holds into `states` (uint8, by page of the arena)."""

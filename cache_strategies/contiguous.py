@@ -19,9 +19,9 @@ from torch import Tensor
 
 from cache_strategies.base import CacheSetup, Plan
 from cache_strategies.block_table import TableOptions, TableSeat
+from cache_strategies.eviction.block_metrics import BlockMetrics
 from cache_strategies.eviction.lru import LRU
 from cache_strategies.eviction.queue import EvictionQueue
-from cache_strategies.paged.block_metrics import BlockMetrics
 from cache_strategies.single_block import SingleBlockCache
 from cache_strategies.types import (
     EVERYTHING,

@@ -263,7 +263,7 @@ def test_only_reference_and_loader_are_imported_as_kernels_by_others() -> None:
     giving = {
         "server.engine.build",
         "server.cli.doctor",
-        "cache_strategies.standalone",
+        "cache_strategies.adapters.standalone",
         "cache_strategies.eviction.replay",
     }
     for name, file in modules().items():

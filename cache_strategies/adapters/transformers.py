@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.configuration_utils import PreTrainedConfig
 
+from cache_strategies.adapters.standalone import build_standalone_cache
 from cache_strategies.base import Plan, Row, Seat
-from cache_strategies.standalone import build_standalone_cache
 from cache_strategies.types import CacheUsage, Geometry
 from kernels.types import LayerSpec
 

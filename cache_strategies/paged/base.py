@@ -19,10 +19,10 @@ from torch import Tensor
 from cache_strategies.base import CacheSetup
 from cache_strategies.block_table import BlockTableCache, TableOptions, resolve_kv_dtype
 from cache_strategies.eviction import load_policy
+from cache_strategies.eviction.block_metrics import BlockMetrics
 from cache_strategies.eviction.queue import EvictionQueue
 from cache_strategies.paged.accounting import Accounting, iter_blocks
 from cache_strategies.paged.block_copies import BlockCopies
-from cache_strategies.paged.block_metrics import BlockMetrics
 from cache_strategies.paged.block_pool import BlockPool
 from cache_strategies.paged.layer_groups import LayerLayout, divide_layers
 from cache_strategies.paged.pins import Pins

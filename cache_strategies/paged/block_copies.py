@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from cache_strategies.paged.block_metrics import BlockMetrics
+from cache_strategies.eviction.block_metrics import BlockMetrics
 from cache_strategies.paged.block_pool import BlockPool
 from kernels.ops import Ops
 from kernels.store import KVStore

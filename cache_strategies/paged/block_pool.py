@@ -14,8 +14,8 @@ from operator import mul
 import numpy as np
 from numpy.typing import NDArray
 
+from cache_strategies.eviction.block_metrics import BlockMetrics
 from cache_strategies.eviction.queue import EvictionQueue
-from cache_strategies.paged.block_metrics import BlockMetrics
 from cache_strategies.paged.prefix_index import BlockHash, PrefixIndex
 from cache_strategies.paged.ref_counts import RefCounts
 from cache_strategies.types import Miss, SaltScope

@@ -17,7 +17,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cache_strategies.base import Clearing, KVCache, PageMarking, Pinning, Plan, Row, Seat
+from cache_strategies.base import KVCache, Plan, Row, Seat
+from cache_strategies.features import Clearing, PageMarking, Pinning
 from cache_strategies.types import Geometry, PageState, Pin, PinError, Salt, SaltScope
 from config.settings import StrategySettings
 from kernels.ops import Ops

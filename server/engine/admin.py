@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from cache_strategies.base import Clearing, Inspectable, Pinning
+from cache_strategies.features import Clearing, Inspectable, Pinning
 from cache_strategies.types import Pin, PinError, Salt, SaltScope
 from config.sizes import share_to_bytes
 from server.engine.core import Core

@@ -16,7 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from cache_strategies.arena import FREE, UNTOUCHED
-from cache_strategies.base import KVCache, PageMarking
+from cache_strategies.base import KVCache
+from cache_strategies.features import PageMarking
 from cache_strategies.types import PageState
 from server.engine.build import Engine
 from server.engine.core import Core

@@ -8,7 +8,7 @@ import pytest
 
 from cache_strategies import registry
 from cache_strategies.base import CacheSetup
-from cache_strategies.paged.block_metrics import MAX_SAMPLES, BlockMetrics
+from cache_strategies.eviction.block_metrics import MAX_SAMPLES, BlockMetrics
 from cache_strategies.types import NO_SALT, BlockEvents, Blocks
 from tests.cache_strategies.cache_driver import BLOCK, enter, make_cache, make_paged, open_seat, read_prompt
 from tests.cache_strategies.eviction.test_queue import Clock

@@ -7,7 +7,8 @@ from collections import Counter
 import pytest
 import torch
 
-from cache_strategies.base import KVCache, PageMarking
+from cache_strategies.base import KVCache
+from cache_strategies.features import PageMarking
 from cache_strategies.types import NO_SALT, PageState
 from kernels.types import LayerSpec
 from tests.cache_strategies.cache_driver import LAYER, enter, make_cache, make_paged, open_seat, read_prompt

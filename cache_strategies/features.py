@@ -1,0 +1,57 @@
+"""The optional features of a strategy: protocols that a subclass of `KVCache` implements by having their methods.
+
+The server and the plug-in kit see by isinstance() whether an instance has a feature. All methods are called between
+steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from cache_strategies.types import EVERYTHING, Pin, Salt, SaltScope
+
+
+@runtime_checkable
+class Clearing(Protocol):
+    """A cache whose idle memory can be freed by an operator."""
+
+    def clear(self, scope: SaltScope = EVERYTHING) -> int:
+        """Remove the pins of the salts in a scope, and free their idle memory; return the number of bytes freed.
+
+        Memory in use stays until its sequences end, but later sequences cannot reuse it.
+        """
+
+
+@runtime_checkable
+class Pinning(Protocol):
+    """A cache in which prefixes can be pinned."""
+
+    def pin(self, tokens: Sequence[int], *, salt: Salt, ttl: float) -> Pin:
+        """Pin the longest cached prefix of `tokens` for `ttl` seconds.
+
+        Raises PinError if no block of it is cached, or if the longest sequence would no longer fit into the memory.
+        """
+
+    def unpin(self, pin_id: str) -> bool:
+        """Remove a pin; return whether there was a pin with that id."""
+
+    def pins(self) -> Sequence[Pin]: ...
+
+
+@runtime_checkable
+class Inspectable(Protocol):
+    """A cache that can list its seats and blocks."""
+
+    def inspect(self) -> dict[str, Any]:
+        """Return the open seats, and the numbers of blocks by state, as JSON."""
+
+
+@runtime_checkable
+class PageMarking(Protocol):
+    """A cache that knows more about its pages than that they are in use."""
+
+    def mark_pages(self, states: Tensor) -> None:
+        """Write a `PageState` for each page that the cache holds into `states` (uint8, by page of the arena)."""
