@@ -32,6 +32,7 @@ from cache_strategies.types import (
     CacheUsage,
     Geometry,
     Miss,
+    PageInfo,
     PageState,
     Salt,
     SaltScope,
@@ -231,6 +232,16 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
     def mark_pages(self, states: Tensor) -> None:
         for block in self._idle:
             states[block : block + self.store.pages_per_block] = PageState.IDLE
+
+    def describe_page(self, page: int) -> PageInfo | None:
+        first_pages = range(page - self.store.pages_per_block + 1, page + 1)
+        lengths = {seat.blocks[0]: seat.length for seat in self.seats}
+        lengths |= {block: len(idle.tokens) for block, idle in self._idle.items()}
+        block = next((block for block in lengths if block in first_pages), None)
+        if block is None:
+            return None
+        age, idle_seconds = self._block_metrics.measure(block)
+        return PageInfo(0, lengths[block], int(block not in self._idle), 0, age, idle_seconds, None)
 
     def collect_block_events(self) -> BlockEvents | None:
         return self._block_metrics.collect()

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from cache_strategies.types import EVERYTHING, Pin, Salt, SaltScope
+from cache_strategies.types import EVERYTHING, CachedPrefix, PageInfo, Pin, Salt, SaltScope
 
 
 @runtime_checkable
@@ -55,3 +55,33 @@ class PageMarking(Protocol):
 
     def mark_pages(self, states: Tensor) -> None:
         """Write a `PageState` for each page that the cache holds into `states` (uint8, by page of the arena)."""
+
+
+@runtime_checkable
+class PageDescribing(Protocol):
+    """A cache that knows what is in a page."""
+
+    def describe_page(self, page: int) -> PageInfo | None:
+        """Return what is known about a page of the arena; None if the page has no block of this cache."""
+
+
+@runtime_checkable
+class PrefixListing(Protocol):
+    """A cache that can list the prefixes that later sequences would find, as a tree."""
+
+    def list_prefixes(self, limit: int) -> tuple[Sequence[CachedPrefix], int]:
+        """Return up to `limit` nodes of the tree, parents before their children, and the number of nodes left out.
+
+        Nodes with pins, in use or with hits come before others, and these by their latest use. The parent of a node
+        that is returned is returned, too.
+        """
+
+    def pin_prefix(self, prefix_id: str, *, ttl: float) -> Pin:
+        """Pin all tokens up to the end of a cached prefix, as pin() does. Raises PinError, also for an unknown id."""
+
+    def drop_prefix(self, prefix_id: str) -> int | None:
+        """Drop a node and all nodes after it from the cache, and the pins that end with them.
+
+        Return the number of bytes freed, or None for an unknown id. Memory in use stays until its sequences end, but
+        later sequences cannot reuse it, nor what these sequences compute from now on.
+        """

@@ -116,6 +116,18 @@ class PageState(IntEnum):
     PINNED = 6
 
 
+class PageInfo(NamedTuple):
+    """What a cache knows about one of its pages, by the block that the page is a part of."""
+
+    first_token: int | None  # number of tokens before those of the block in its sequences; None: unknown
+    num_tokens: int | None  # number of computed tokens in the block; None: unknown
+    references: int  # number of sequences that use the block
+    num_pins: int  # number of pins that keep it in memory
+    age: float | None  # seconds since the block was allocated, or got its hash; None: unknown
+    idle: float | None  # seconds since the block was last used; None: it is in use or pinned
+    prefix: str | None  # id of the cached prefix that ends with the block, as in `CachedPrefix`; None: it has none
+
+
 class BlockEvents(NamedTuple):
     """The events of an instance's blocks since the last collect_block_events(). Times are in seconds, as in vLLM."""
 
@@ -155,3 +167,24 @@ class Pin(NamedTuple):
     num_bytes: int
     salt: Salt
     expires: float  # time at which the pin expires, in seconds on the monotonic clock
+
+
+class CachedPrefix(NamedTuple):
+    """A node in the tree of an instance's cached prefixes: tokens that follow those of the node's parent.
+
+    A node has as many tokens as possible. It ends where sequences go on differently, where a pin ends, and where the
+    number of references or hits changes. A node without a parent begins a sequence, or, if `first_token` is not 0, the
+    tokens before it are not cached: then it cannot be reused until they are computed again.
+    """
+
+    id: str  # identifies all tokens up to the end of the node, and the salt; no other instance has the same id
+    parent: str | None  # id of the node before it
+    salt: Salt
+    first_token: int  # number of tokens before the node
+    num_tokens: int
+    num_bytes: int
+    references: int  # number of sequences that use it
+    hits: int  # number of times that open() found all tokens up to its end; at least those of each node after it
+    age: float  # seconds since its last tokens could first be found
+    idle: float | None  # seconds since its last tokens were used; None: they are in use or pinned
+    pins: Sequence[str] = ()  # ids of the pins that end with it

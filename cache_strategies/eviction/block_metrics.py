@@ -49,6 +49,11 @@ class BlockMetrics:
         """Record that a shared block was copied before a write (copy-on-write)."""
         self._copies += 1
 
+    def measure(self, key: Key) -> tuple[float, float | None]:
+        """Return the seconds since a block was allocated, and since it became idle (None: it is in use)."""
+        now, idle_since = self._clock(), self._idle_since.get(key)
+        return now - self._allocated_at[key], None if idle_since is None else now - idle_since
+
     def collect(self) -> BlockEvents | None:
         """Return the block events since the last call, and clear them; None if there were none."""
         if not (self._lifetimes or self._reuse_gaps or self._copies):

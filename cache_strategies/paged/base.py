@@ -2,7 +2,7 @@
 
 The base class of `PagedCache`, which opens and advances the seats. Combines `BlockPool` (reference counts, prefix index
 and eviction), `BlockHasher`, `PendingBlocks` (blocks that one seat computes and others wait for), `BlockCopies` (copies
-before a write), `WindowedBlocks` (those of layers with a window) and `Pins`.
+before a write), `WindowedBlocks` (those of layers with a window), `Pins` and `PrefixTree`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from cache_strategies.paged.block_pool import BlockPool
 from cache_strategies.paged.layer_groups import LayerLayout, divide_layers
 from cache_strategies.paged.pins import Pins
 from cache_strategies.paged.prefix_index import BlockHash, BlockHasher, PendingBlocks
+from cache_strategies.paged.prefix_tree import PrefixTree, find_prefix, list_path, list_subtree
 from cache_strategies.paged.ref_counts import RefCounts
 from cache_strategies.paged.seat import PagedSeat
 from cache_strategies.paged.windowed_blocks import WindowedBlocks
@@ -35,8 +36,10 @@ from cache_strategies.types import (
     KEEPS_EVERYTHING,
     BlockEvents,
     Blocks,
+    CachedPrefix,
     CacheUsage,
     Geometry,
+    PageInfo,
     PageState,
     Pin,
     PinError,
@@ -84,7 +87,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
         self._block_metrics = BlockMetrics(setup.clock)
         eviction_queue = EvictionQueue(load_policy(options.eviction), setup.clock)
         group_bytes = [n * self._part_bytes for n in parts]
-        self.pool = BlockPool(ref_counts, eviction_queue, self._block_metrics, group_bytes)
+        self.pool = BlockPool(ref_counts, eviction_queue, self._block_metrics, group_bytes, self.layout.widest_group)
         self.pending = PendingBlocks[PagedSeat]()
         self.pinned = Pins(setup.clock)
         self._ttl = math.inf if options.ttl is None else options.ttl
@@ -182,7 +185,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
             num_freed += self.pool.evict() // page_bytes
         return num_freed
 
-    # ---------------------------------------------------------------- retention and pins
+    # ---------------------------------------------------------------- retention, pins and dropped prefixes
     def retain(self, seat: PagedSeat, *, priority: int, ttl: float | None) -> None:
         seat.priority, seat.ttl = priority, self._ttl if ttl is None else ttl
 
@@ -197,8 +200,18 @@ class PagedBase(BlockTableCache[PagedSeat]):
         return (before - self.setup.arena.num_held_pages(self.name)) * self.setup.arena.page_bytes
 
     def pin(self, tokens: Sequence[int], *, salt: Salt, ttl: float) -> Pin:
-        hashes = self._hash_blocks(tokens, salt)
-        num_blocks, found = self._find_prefix(hashes, len(tokens), computed=True)
+        return self._pin(self._hash_blocks(tokens, salt), ttl)
+
+    def pin_prefix(self, prefix_id: str, *, ttl: float) -> Pin:
+        hashes = self.pool.list_hashes()
+        last = find_prefix(hashes, prefix_id)
+        if last is None:
+            raise PinError(f"there is no cached prefix {prefix_id!r}: it may have been evicted")
+        return self._pin(list_path(hashes, last), ttl)
+
+    def _pin(self, hashes: Sequence[BlockHash], ttl: float) -> Pin:
+        """Pin the longest cached prefix of a sequence with these hashes."""
+        num_blocks, found = self._find_prefix(hashes, len(hashes) * self.block_size, computed=True)
         blocks = found[:num_blocks] if self._stores_by_group[0] else []
         blocks += self.windowed.list_before(hashes, num_blocks)
         if not blocks:
@@ -212,7 +225,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
         for block in blocks:
             self.pool.incref(block)
         num_bytes = len(self._pages(blocks)) * self.setup.arena.page_bytes
-        return self.pinned.add(blocks, num_blocks * self.block_size, num_bytes, salt, ttl)
+        return self.pinned.add(blocks, hashes[num_blocks - 1], num_blocks * self.block_size, num_bytes, ttl)
 
     def unpin(self, pin_id: str) -> bool:
         blocks = self.pinned.remove(pin_id)
@@ -226,9 +239,33 @@ class PagedBase(BlockTableCache[PagedSeat]):
     def pinned_pages(self) -> set[int]:
         return self._pages(self.pinned.blocks)
 
+    def drop_prefix(self, prefix_id: str) -> int | None:
+        hashes = self.pool.list_hashes()
+        last = find_prefix(hashes, prefix_id)
+        if last is None:
+            return None
+        before = self.setup.arena.num_held_pages(self.name)
+        dropped = list_subtree(hashes, self._make_tree().find_first(last))
+        blocks = {block: None for each in dropped if (block := self.pool.find(each)) is not None}
+        for pin_id in self.pinned.find_by_prefix({each.prefix for each in dropped}):
+            self.unpin(pin_id)
+        for seat in self.seats:
+            if any(block in blocks for _, block in iter_blocks(seat)):
+                seat.salt = None
+        for block in blocks:
+            self.pool.unpublish(block)
+        return (before - self.setup.arena.num_held_pages(self.name)) * self.setup.arena.page_bytes
+
     def _pages(self, blocks: Iterable[int]) -> set[int]:
         first_pages = (page for block in blocks for page in self.pool.pages(block))
         return {page for first in first_pages for page in range(first, first + self._part_pages)}
+
+    # ---------------------------------------------------------------- reports
+    def list_prefixes(self, limit: int) -> tuple[Sequence[CachedPrefix], int]:
+        return self._make_tree().list_nodes(limit)
+
+    def _make_tree(self) -> PrefixTree:
+        return PrefixTree(self.pool, self.pinned, self.block_size)
 
     def inspect(self) -> dict[str, Any]:
         seats = [
@@ -258,6 +295,30 @@ class PagedBase(BlockTableCache[PagedSeat]):
         self.pool.mark_pages(states.numpy())
         states[list(self._pages(block for block, _ in self.pending.items()))] = PageState.PENDING
         states[list(self.pinned_pages())] = PageState.PINNED
+
+    def describe_page(self, page: int) -> PageInfo | None:
+        block = self.pool.find_block(page)
+        if block is None:
+            return None
+        block_hash, num_pins = self.pool.find_hash(block), self.pinned.blocks.get(block, 0)
+        first_token, num_tokens = self._locate(block, block_hash)
+        references = self.pool.count_references(block, self.pinned.blocks)
+        if block_hash is None:
+            return PageInfo(first_token, num_tokens, references, num_pins, None, None, None)
+        age, idle = self.pool.measure(block_hash)
+        return PageInfo(first_token, num_tokens, references, num_pins, age, idle, block_hash.prefix_id)
+
+    def _locate(self, block: int, block_hash: BlockHash | None) -> tuple[int | None, int | None]:
+        """Return the number of tokens before a block in its sequences, and of those in it; None if no seat has it."""
+        size, owner = self.block_size, self.pending.owner(block)
+        if block_hash is not None and owner is None:
+            return block_hash.depth * size, size
+        seats = self.seats if owner is None else [owner]  # those that wait count the tokens as theirs already
+        found = [(i, seat.length - i * size) for seat in seats for i, each in iter_blocks(seat) if each == block]
+        if not found:
+            return None, None
+        i, num_tokens = max(found)
+        return i * size, min(max(num_tokens, 0), size)
 
     def collect_block_events(self) -> BlockEvents | None:
         return self._block_metrics.collect()

@@ -30,12 +30,13 @@ class BlockPool:
         eviction_queue: EvictionQueue,
         block_metrics: BlockMetrics,
         block_bytes: Sequence[int],
+        tree_group: int = 0,
     ) -> None:
-        """Make a pool of blocks that take `block_bytes` bytes, by group."""
+        """Make a pool of blocks that take `block_bytes` bytes, by group; those of `tree_group` form the prefix tree."""
         self._ref_counts = ref_counts
         self._eviction_queue = eviction_queue
         self._block_metrics = block_metrics
-        self._index = PrefixIndex()
+        self._index = PrefixIndex(tree_group)
         self._block_bytes = block_bytes
         self._num_idle = [0] * len(block_bytes)  # by group
 
@@ -77,6 +78,10 @@ class BlockPool:
         """Return whether a block has a reference: it is not idle."""
         return self._ref_counts.is_used(block)
 
+    def count_references(self, block: int, pins: Mapping[int, int]) -> int:
+        """Return the number of references to a block, without those of pins, whose numbers are in `pins`."""
+        return self._ref_counts.count(block) - pins.get(block, 0)
+
     def is_shared(self, block: int) -> bool:
         """Return whether a block has more than one reference."""
         return self._ref_counts.is_shared(block)
@@ -92,6 +97,9 @@ class BlockPool:
     # ---------------------------------------------------------------- hashes
     def find(self, block_hash: BlockHash) -> int | None:
         return self._index.find(block_hash)
+
+    def find_hash(self, block: int) -> BlockHash | None:
+        return self._index.find_hash(block)
 
     def has_hash(self, block: int) -> bool:
         return block in self._index
@@ -121,6 +129,34 @@ class BlockPool:
                 assert block is not None
                 self.unpublish(block)
 
+    def record_hit(self, block_hash: BlockHash) -> None:
+        """Count a sequence that found all blocks of a prefix, the last of them with this hash."""
+        self._index.record_hit(block_hash.prefix)
+
+    def count_hits(self, block_hash: BlockHash) -> int:
+        """Return the number of hits that ended with a prefix, and are not counted with a longer one."""
+        return self._index.count_hits(block_hash.prefix)
+
+    def list_hashes(self) -> Sequence[BlockHash]:
+        """Return the hashes of the blocks of all groups."""
+        return self._index.list_hashes()
+
+    def list_tree(self) -> Sequence[BlockHash]:
+        """Return the hashes of the blocks of the group that forms the tree."""
+        return self._index.list_tree()
+
+    def count_bytes(self, hashes: Sequence[BlockHash]) -> int:
+        """Return the bytes of blocks in the tree, and of those of other groups at the same positions."""
+        num_bytes = len(hashes) * self._block_bytes[self._index.tree_group]
+        for group, size in enumerate(self._block_bytes):
+            if size and group != self._index.tree_group:
+                num_bytes += size * sum(self.find(each._replace(group=group)) is not None for each in hashes)
+        return num_bytes
+
+    def measure(self, block_hash: BlockHash) -> tuple[float, float | None]:
+        """Return the seconds since a block got its hash, and since it became idle (None: it is in use)."""
+        return self._block_metrics.measure(block_hash)
+
     def find_miss_reason(self, block_hash: BlockHash) -> Miss:
         return self._index.find_miss_reason(block_hash)
 
@@ -145,6 +181,10 @@ class BlockPool:
 
     def __len__(self) -> int:
         return len(self._ref_counts)
+
+    def find_block(self, page: int) -> int | None:
+        """Return the block that a page is a part of; None if there is none. Takes time proportional to all blocks."""
+        return self._ref_counts.find_block(page)
 
     def mark_pages(self, states: NDArray[np.uint8]) -> None:
         """Write the state of all blocks into `states`, by page: idle, in use, or shared by several references."""

@@ -49,12 +49,14 @@ class PagedCache(PagedBase):
             seat.ttl = 0.0  # close() must not prolong the time for which the found blocks are kept
             self.close(seat)
             return None
-        for block_hash in hashes[num_blocks : len(found)]:
+        for block_hash in reversed(hashes[num_blocks : len(found)]):  # each one's hits go to the block before it
             self._free_unusable(block_hash)
         for i in range(num_blocks, len(hashes)):
             if not self._is_cached(hashes[i]):
                 self.pool.publish(hashes[i], blocks[i])
                 self.pending.add(blocks[i], seat)
+        if num_blocks:
+            self.pool.record_hit(hashes[num_blocks - 1])
         return seat
 
     def close(self, seat: PagedSeat) -> None:

@@ -63,6 +63,12 @@ class LayerLayout:
         return len(self.groups) > 1
 
     @property
+    def widest_group(self) -> int:
+        """The number of the group that keeps most tokens: the first, unless it has no parts."""
+        windows = [0 if group.window is None else group.window for group in self.groups]
+        return 0 if self.groups[0].parts else windows.index(max(windows))
+
+    @property
     def parts(self) -> Sequence[Sequence[int]]:
         """The parts of all groups, in order."""
         return [part for group in self.groups for part in group.parts]

@@ -1,5 +1,7 @@
 """Finds blocks by their tokens: the hashes of blocks, the index from hash to block, and blocks yet to be computed.
 
+A prefix is all tokens up to the end of a block, with their salt. In each group of layers it ends with another block.
+
 Knows neither memory nor reference counts, nor what a seat contains.
 """
 
@@ -17,12 +19,33 @@ from cache_strategies.types import Miss, Salt
 MAX_EVICTED_HASHES = 1 << 16  # maximum number of evicted blocks whose hashes are kept, to explain later misses
 
 
+Prefix = tuple[bytes, Salt]  # the `content` and the salt of a BlockHash
+
+
 class BlockHash(NamedTuple):
     """A block's hash, which covers all tokens up to its end, the salt of the sequences that may share it, its group."""
 
     content: bytes  # sha256 of parent hash and tokens; not Python's hash(), which can collide (GHSA-rm76-4mrf-v9r8)
     salt: Salt
     group: int = 0  # number of the group of layers whose keys and values are in the block
+    # Both follow from `content`, so that hashes with equal contents are equal
+    parent: bytes = b""  # the content of the block before it
+    depth: int = -1  # number of blocks before it; -1: no block, but the parent of first blocks
+
+    @property
+    def prefix(self) -> Prefix:
+        """The prefix that ends with the block."""
+        return self[:2]
+
+    @property
+    def parent_prefix(self) -> Prefix:
+        """The prefix that ends with the block before it."""
+        return self.parent, self.salt
+
+    @property
+    def prefix_id(self) -> str:
+        """A short name of the prefix: 32 hexadecimal digits."""
+        return hashlib.blake2b(self.content + repr(self.salt).encode(), digest_size=16).hexdigest()
 
 
 class BlockHasher:
@@ -44,7 +67,8 @@ class BlockHasher:
         """
         if min(tokens) < 0:
             return None
-        return BlockHash(hashlib.sha256(parent.content + array("q", tokens).tobytes()).digest(), parent.salt)
+        content = hashlib.sha256(parent.content + array("q", tokens).tobytes()).digest()
+        return BlockHash(content, parent.salt, 0, parent.content, parent.depth + 1)
 
     def hash_blocks(self, tokens: Sequence[int], salt: Salt) -> Iterator[BlockHash]:
         """Yield the hashes of a sequence's full blocks, up to the first block with an embedding; computed lazily."""
@@ -58,9 +82,14 @@ class BlockHasher:
 
 
 class PrefixIndex:
-    """Maps block hashes to blocks and back, and remembers the hashes of evicted blocks."""
+    """Maps block hashes to blocks and back, counts hits, and remembers the hashes of evicted blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, tree_group: int = 0) -> None:
+        """Make an empty index; the blocks of `tree_group` form the tree of prefixes, in which hits are counted."""
+        self.tree_group = tree_group
+        # Number of hits that ended with each prefix. Those that went on to a block that is gone count with the block
+        # before it, so that the hits of a prefix are the sum of these numbers in its subtree.
+        self._hits: dict[Prefix, int] = {}
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
         self._salts_by_content: dict[tuple[bytes, int], set[Salt]] = {}  # by content hash and group: salts of blocks
@@ -89,6 +118,8 @@ class PrefixIndex:
             salts.remove(block_hash.salt)
             if not salts:
                 del self._salts_by_content[key]
+            if block_hash.group == self.tree_group and (hits := self._hits.pop(block_hash.prefix, 0)):
+                self._add_hits(block_hash.parent_prefix, hits)
         return block_hash
 
     def evict(self, block_hash: BlockHash) -> int:
@@ -100,6 +131,22 @@ class PrefixIndex:
             self._evicted.popitem(last=False)
         return block
 
+    # ---------------------------------------------------------------- hits
+    def record_hit(self, prefix: Prefix) -> None:
+        """Count a sequence that found all blocks of a prefix."""
+        self._add_hits(prefix, 1)
+
+    def count_hits(self, prefix: Prefix) -> int:
+        """Return the number of hits that ended with a prefix, and are not counted with a longer one."""
+        return self._hits.get(prefix, 0)
+
+    def _add_hits(self, prefix: Prefix, hits: int) -> None:
+        """Count hits with a prefix, if its block is in the tree."""
+        content, salt = prefix
+        if salt in self._salts_by_content.get((content, self.tree_group), ()):
+            self._hits[prefix] = self._hits.get(prefix, 0) + hits
+
+    # ---------------------------------------------------------------- reports
     def find_miss_reason(self, block_hash: BlockHash) -> Miss:
         """Return why the index has no block for a hash: evicted, cached under another salt, or never cached."""
         if block_hash in self._evicted:
@@ -109,6 +156,10 @@ class PrefixIndex:
 
     def list_hashes(self) -> Sequence[BlockHash]:
         return list(self._block_by_hash)
+
+    def list_tree(self) -> Sequence[BlockHash]:
+        """Return the hashes of the blocks that form the tree."""
+        return [block_hash for block_hash in self._block_by_hash if block_hash.group == self.tree_group]
 
     def __contains__(self, block: int) -> bool:
         return block in self._hash_by_block
@@ -120,6 +171,7 @@ class PrefixIndex:
         assert {block: block_hash for block_hash, block in self._block_by_hash.items()} == self._hash_by_block
         assert sum(map(len, self._salts_by_content.values())) == len(self._block_by_hash)
         assert not self._evicted.keys() & self._block_by_hash.keys()
+        assert self._hits.keys() <= {block_hash.prefix for block_hash in self.list_tree()}
 
 
 class PendingBlocks(Generic[SeatT]):

@@ -74,6 +74,10 @@ class RefCounts:
         self._counts[block] -= 1
         return not self._counts[block]
 
+    def count(self, block: int) -> int:
+        """Return the number of references to a block."""
+        return self._counts[block]
+
     def is_used(self, block: int) -> bool:
         """Return whether a block has a reference."""
         return self._counts[block] > 0
@@ -92,6 +96,11 @@ class RefCounts:
 
     def __len__(self) -> int:
         return len(self._counts)
+
+    def find_block(self, page: int) -> int | None:
+        """Return the block that a page is a part of; None if there is none. Takes time proportional to all blocks."""
+        first_pages = range(page - self._run + 1, page + 1)
+        return next((block for block in self._counts if any(first in first_pages for first in self.pages(block))), None)
 
     def mark_pages(self, states: NDArray[np.uint8]) -> None:
         """Write the state of all blocks into `states`, by page: idle, in use, or shared by several references."""

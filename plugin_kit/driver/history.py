@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row, Seat
-from cache_strategies.features import Clearing, PageMarking, Pinning
-from cache_strategies.types import Geometry, PageState, Pin, PinError, Salt, SaltScope
+from cache_strategies.features import Clearing, Pinning, PrefixListing
+from cache_strategies.types import Geometry, Pin, PinError, Salt, SaltScope
 from config.settings import StrategySettings
 from kernels.ops import Ops
 from kernels.types import LayerSpec
 from plugin_kit.driver.failing_ops import FailingOps, InjectedError
+from plugin_kit.driver.features import EVERY_NODE, check_drop, check_features
 from plugin_kit.driver.reference import attention
 from plugin_kit.driver.steps import turn
 from plugin_kit.driver.texts import rotate
@@ -33,7 +34,6 @@ from server.engine.batch import Batch, RowInput
 
 LAYERS = (LayerSpec(1, 2, 4, 4, scale=1.0, rotate=rotate), LayerSpec(2, 2, 4, 4, window=6, scale=2.0, rotate=rotate))
 LONGEST = 20
-MARKS = set(PageState) - {PageState.FREE, PageState.UNTOUCHED}  # states of pages that a cache holds
 REPEATED = 1e-5  # of its norm, by which a key may differ that was rotated and rounded several times
 
 
@@ -221,6 +221,21 @@ class History:
             with contextlib.suppress(PinError):
                 self.pins.append((sitter.cache, sitter.cache.pin(sitter.ids(0, LONGEST), salt=sitter.salt, ttl=ttl)))
 
+    def pin_prefix(self, which: int, chosen: int, ttl: float) -> None:
+        """Pin a cached prefix, in a cache that can do so."""
+        cache_ = self.world.caches[self._name(which)]
+        if not isinstance(cache_, PrefixListing) or not isinstance(cache_, Pinning):
+            return
+        if prefixes := cache_.list_prefixes(EVERY_NODE)[0]:
+            with contextlib.suppress(PinError):
+                self.pins.append((cache_, cache_.pin_prefix(prefixes[chosen % len(prefixes)].id, ttl=ttl)))
+
+    def drop_prefix(self, which: int, chosen: int) -> None:
+        """Drop a cached prefix, in a cache that can do so."""
+        cache_ = self.world.caches[self._name(which)]
+        if isinstance(cache_, PrefixListing) and (prefixes := cache_.list_prefixes(EVERY_NODE)[0]):
+            check_drop(cache_, cache_, prefixes, prefixes[chosen % len(prefixes)].id)
+
     def unpin(self, which: int) -> None:
         """Remove a pin."""
         cache_, pin = self.pins.pop(which % len(self.pins))
@@ -341,24 +356,7 @@ class History:
             assert min(usage) >= 0, f"usage() has a negative number: {usage}"
             seats = sum(sitter.cache is cache_ for sitter in self.sitters)
             assert usage.seats == seats, f"usage(): seats is {usage.seats}, and {seats} are open"
-            if isinstance(cache_, PageMarking):
-                self._check_marked_pages(name, cache_)
-
-    def _check_marked_pages(self, name: str, cache_: PageMarking) -> None:
-        """Assert that a cache marks pages of its own only, and as idle and pinned those that it names elsewhere."""
-        unmarked = 255
-        states = torch.full((self.pages,), unmarked, dtype=torch.uint8)
-        cache_.mark_pages(states)
-        marks, names = self.arena.mark_owners()
-        own = torch.from_numpy(marks == next(mark for mark, owner in names.items() if owner == name))
-        assert not (states[~own] != unmarked).any(), "mark_pages() marked pages that the cache does not hold"
-        known = {int(state) for state in states[own]} - {unmarked}
-        assert known <= MARKS, f"mark_pages() wrote {sorted(known - MARKS)}, which are no states of held pages"
-        cache = self.world.caches[name]
-        num_idle, expected = int((states == PageState.IDLE).sum()), cache.idle_pages()
-        assert num_idle == expected, f"mark_pages() marked {num_idle} pages as idle, and idle_pages() is {expected}"
-        pinned = set(torch.nonzero(states == PageState.PINNED).flatten().tolist())
-        assert pinned == set(cache.pinned_pages()), "mark_pages() and pinned_pages() name different pages"
+            check_features(cache_)
 
     def check_progress(self) -> None:
         """Assert that in each cache with open seats one of them is ready."""

@@ -40,6 +40,9 @@ def draw_operation(history: History, rng: random.Random) -> Operation:
         begin_like, common, salt = rng.randrange(100), rng.randint(0, 16), rng.choice(SALTS)
         text = f"open {times} seats (common={common}, salt={salt.tenant!r}, max_cached={most})"
         return Operation(text, lambda: history.open(which, begin_like, common, rest, salt, most, times))
+    if any_ < 0.25:
+        chosen = rng.randrange(100)
+        return Operation("drop a cached prefix", lambda: history.drop_prefix(which, chosen))
     if any_ < 0.6:
         seed, fails = rng.randrange(2**16), rng.random() < 0.3
         text = f"{'a step that fails once' if fails else 'a step'} (seed {seed})"

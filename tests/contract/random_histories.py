@@ -90,6 +90,15 @@ class Histories(RuleBasedStateMachine):
     def pin(self, which: int, ttl: float) -> None:
         self.history.pin(which, ttl)
 
+    @precondition(lambda self: self.history.sitters)
+    @rule(which=st.integers(0, 99), chosen=st.integers(0, 99), ttl=st.sampled_from([1e-9, 1e9]))
+    def pin_prefix(self, which: int, chosen: int, ttl: float) -> None:
+        self.history.pin_prefix(which, chosen, ttl)
+
+    @rule(which=st.integers(0, 99), chosen=st.integers(0, 99))
+    def drop_prefix(self, which: int, chosen: int) -> None:
+        self.history.drop_prefix(which, chosen)
+
     @precondition(lambda self: self.history.pins)
     @rule(which=st.integers(0, 99))
     def unpin(self, which: int) -> None:

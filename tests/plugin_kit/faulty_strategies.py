@@ -17,7 +17,7 @@ from cache_strategies.single_block import SingleBlockCache
 from cache_strategies.sliding_window import SlidingWindowCache, WindowOptions
 from cache_strategies.streaming.cache import StreamingCache
 from cache_strategies.streaming.options import StreamingOptions
-from cache_strategies.types import KEEPS_EVERYTHING, NO_SALT, CacheUsage, Geometry, Salt
+from cache_strategies.types import KEEPS_EVERYTHING, NO_SALT, CachedPrefix, CacheUsage, Geometry, PageInfo, Salt
 from kernels.types import LayerSpec
 from tests.contract.kinds.hooked import HookedCache, HookedOptions, HookedPlan
 from tests.contract.kinds.random_drop import DropOptions, RandomDropCache
@@ -281,6 +281,43 @@ class SaltBlind(PagedCache):
 
     def open(self, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> Any:
         return super().open(tokens, max_cached=max_cached)
+
+
+class ParentsLast(PagedCache):
+    """Lists children before their parents."""
+
+    interface_version = 2
+
+    def list_prefixes(self, limit: int) -> tuple[Sequence[CachedPrefix], int]:
+        prefixes, omitted = super().list_prefixes(limit)
+        return prefixes[::-1], omitted
+
+
+class LosesHits(PagedCache):
+    """Counts a hit with the longest prefix that was found, and with no prefix of it."""
+
+    interface_version = 2
+
+    def list_prefixes(self, limit: int) -> tuple[Sequence[CachedPrefix], int]:
+        prefixes, omitted = super().list_prefixes(limit)
+        parents = {each.parent for each in prefixes}
+        return [each._replace(hits=int(each.id not in parents)) for each in prefixes], omitted
+
+
+class DropsNothing(PagedCache):
+    """Keeps what an operator wants to be dropped."""
+
+    interface_version = 2
+
+    def drop_prefix(self, prefix_id: str) -> int | None:
+        return 0
+
+
+class KnowsAllPages(SoundCache):
+    """Describes pages that it does not hold."""
+
+    def describe_page(self, page: int) -> PageInfo | None:
+        return PageInfo(None, None, 0, 0, None, None, None)
 
 
 # ---------------------------------------------------------------- calls
