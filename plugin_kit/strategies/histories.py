@@ -129,6 +129,8 @@ def _ask(guard: GuardedCache, readings: Sequence[Reading], layers: Sequence[Laye
     guard.idle_pages()
     guard.pinned_pages()
     guard.collect_block_events()
+    guard.list_prefixes(LONGEST)
+    guard.describe_page(0)
     guard.bytes_for(LONGEST)
     for reading in readings:
         guard.retain(reading.seat, priority=1, ttl=None)

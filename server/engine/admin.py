@@ -6,9 +6,10 @@ Knows the core, roll-outs and the optional protocols of a cache; neither sockets
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from cache_strategies.features import Clearing, Inspectable, Pinning
+from cache_strategies.features import Clearing, Inspectable, Pinning, PrefixListing
 from cache_strategies.types import Pin, PinError, Salt, SaltScope
 from config.sizes import share_to_bytes
 from server.engine.core import Core
@@ -18,8 +19,11 @@ from server.engine.ipc.messages import (
     Clear,
     Command,
     ControlRollout,
+    DescribePage,
+    DropPrefix,
     Failed,
     Inspect,
+    PinCachedPrefix,
     PinPrefix,
     Share,
     StartRollout,
@@ -27,7 +31,11 @@ from server.engine.ipc.messages import (
 )
 from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.guard import GuardedCache
+from server.engine.live.pages import describe_page
 from server.engine.scheduling.request import RequestError
+
+# What an instance lacks that does not support a command; for others: pins
+FEATURES = {Clear: "clearing", PinCachedPrefix: "listing prefixes", DropPrefix: "listing prefixes"}
 
 
 def run_command(core: Core, command: Command) -> dict[str, Any]:
@@ -42,6 +50,8 @@ def run_command(core: Core, command: Command) -> dict[str, Any]:
             return core.rollouts.control(name, action, by)
         case Abort(worker, request_id):
             return _abort(core, worker, request_id)
+        case DescribePage(page):
+            return describe_page(core, page)
     try:
         return _run_command(core, command)
     except StrategyError as error:
@@ -56,7 +66,9 @@ def _abort(core: Core, worker: int, request_id: str) -> dict[str, Any]:
     return {"id": request_id, "deleted": True}
 
 
-def _run_command(core: Core, command: Inspect | Clear | PinPrefix | Unpin | Share) -> dict[str, Any]:
+def _run_command(
+    core: Core, command: Inspect | Clear | PinPrefix | PinCachedPrefix | DropPrefix | Unpin | Share
+) -> dict[str, Any]:
     cache = core.isolation.caches.get(command.instance)
     if cache is None:
         names = ", ".join(core.caches)
@@ -70,22 +82,34 @@ def _run_command(core: Core, command: Inspect | Clear | PinPrefix | Unpin | Shar
             freed = cache.call("clear", SaltScope(tenant, cache_salt))
             core.scheduler.mark_room_changed()
             return {"freed_bytes": freed}
-        case PinPrefix() if isinstance(cache.inner, Pinning):
-            return _pin(cache, command)
+        case PinPrefix(_, tokens, ttl, tenant, cache_salt) if isinstance(cache.inner, Pinning):
+            return _pin(cache, "pin", tokens, salt=Salt(tenant, cache_salt), ttl=ttl)
+        case PinCachedPrefix(_, prefix_id, ttl) if isinstance(cache.inner, PrefixListing):
+            return _pin(cache, "pin_prefix", prefix_id, ttl=ttl)
+        case DropPrefix(_, prefix_id) if isinstance(cache.inner, PrefixListing):
+            answer = _drop_prefix(cache, prefix_id)
+            core.scheduler.mark_room_changed()
+            return answer
         case Unpin(_, pin_id) if isinstance(cache.inner, Pinning):
             answer = _unpin(cache, pin_id)
             core.scheduler.mark_room_changed()
             return answer
-    feature = "clearing" if isinstance(command, Clear) else "pins"
+    feature = FEATURES.get(type(command), "pins")
     raise RequestError(409, f"strategy {cache.name!r} does not support {feature}", code="not_supported")
 
 
-def _pin(cache: GuardedCache, command: PinPrefix) -> dict[str, Any]:
+def _pin(cache: GuardedCache, method: str, what: Sequence[int] | str, **options: Any) -> dict[str, Any]:
     try:
-        salt = Salt(command.tenant, command.cache_salt)
-        return _format_pin(cache.call("pin", command.tokens, salt=salt, ttl=command.ttl))
+        return _format_pin(cache.call(method, what, **options))
     except PinError as error:
         raise RequestError(409, str(error), code="cannot_pin") from None
+
+
+def _drop_prefix(cache: GuardedCache, prefix_id: str) -> dict[str, Any]:
+    freed = cache.call("drop_prefix", prefix_id)
+    if freed is None:
+        raise RequestError(404, f"there is no cached prefix {prefix_id!r}: it may have been evicted", code="not_found")
+    return {"id": prefix_id, "freed_bytes": freed}
 
 
 def _unpin(cache: GuardedCache, pin_id: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import torch
 
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
+from cache_strategies.registry import Instance
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.device import device_memory
@@ -142,6 +143,18 @@ def describe_memory(arena: Arena) -> dict[str, int]:
     return {"bytes": arena.total_pages * arena.page_bytes, "usable_bytes": arena.num_usable_pages * arena.page_bytes}
 
 
+def describe_instance(core: Core, instance: Instance) -> dict[str, Any]:
+    """Return the kind, the state, and the memory and the tokens of an instance."""
+    name, cache = instance.name, core.isolation.caches[instance.name]
+    return {
+        "kind": instance.kind,
+        "state": "quarantined" if name in core.isolation.quarantined else "ok",
+        **describe_share(core.arena, name),
+        "usage": cache.usage()._asdict(),
+        **describe_tokens(cache.count_tokens()),
+    }
+
+
 def describe_caches(engine: Engine) -> list[dict[str, Any]]:
     """Return the instances for GET /v1/kv_cache, as docs/reference/api.md describes them.
 
@@ -156,13 +169,9 @@ def describe_caches(engine: Engine) -> list[dict[str, Any]]:
     return disabled + [
         {
             "name": d.name,
-            "kind": d.kind,
-            "state": "quarantined" if d.name in isolation.quarantined else "ok",
+            **describe_instance(engine.core, d),
             "options": d.options.model_dump(),
-            **describe_share(engine.core.arena, d.name),
             "contract": engine.core.caches[d.name].contract._asdict(),
-            "usage": engine.core.caches[d.name].usage()._asdict(),
-            **describe_tokens(isolation.caches[d.name].count_tokens()),
             "budget_tokens": isolation.caches[d.name].token_budget(engine.max_seq_len),
             "compactions": asdict(engine.core.compactions[d.name]),
         }

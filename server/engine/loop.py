@@ -35,12 +35,14 @@ from server.engine.ipc.messages import (
     Profile,
     Query,
     Question,
+    ReadingCommand,
     Submit,
     ToEngine,
     get_answer_ttl,
 )
 from server.engine.ipc.server import EngineServer, WorkerDisconnected
-from server.engine.live import describe_live
+from server.engine.live.prefixes import describe_prefixes
+from server.engine.live.state import describe_live
 from server.engine.profiling.profiler import Profiler
 from server.engine.scheduling.request import RequestError
 from server.records import EngineInfo, EngineState, RequestRecord, StepReport
@@ -157,7 +159,8 @@ class Loop:
     def _answer(self, query_id: int, payload: Question | Command) -> Answer:
         """Return the answer to a question or command. Answers to questions are reused until they expire."""
         if not isinstance(payload, str):
-            self._answers.clear()  # kept answers are dropped: a command may change them
+            if not isinstance(payload, ReadingCommand):
+                self._answers.clear()  # kept answers are dropped: the command may change them
             return self._compute_answer(query_id, payload)
         cached = self._answers.get(payload)
         if cached is None or cached.created_at + get_answer_ttl(payload) <= monotonic():
@@ -190,6 +193,8 @@ class Loop:
             case "live":
                 totals = self._observer.describe_totals()
                 return msgspec.json.encode(describe_live(self._engine) | {"totals": totals})
+            case "prefixes":
+                return msgspec.json.encode(describe_prefixes(self._core))
             case "metrics":
                 return self._observer.snapshot(read_engine_state(self._core, self._processes.read_resident_bytes()))
         return msgspec.json.encode(run_command(self._core, payload))

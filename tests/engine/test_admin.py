@@ -10,7 +10,8 @@ import pytest
 
 from cache_strategies.types import EVERYTHING, NO_SALT, Salt, SaltScope
 from server.engine.admin import run_command
-from server.engine.ipc.messages import Abort, Clear, Inspect, PinPrefix, Share, Unpin
+from server.engine.ipc.messages import Abort, Clear, DropPrefix, Inspect, PinCachedPrefix, PinPrefix, Share, Unpin
+from server.engine.live.prefixes import describe_prefixes
 from server.engine.scheduling.request import RequestError
 from tests.cache_strategies.cache_driver import find_cached
 from tests.engine.engine_driver import Driver, strategies
@@ -80,6 +81,28 @@ def test_a_pin_stays_until_it_is_let_go(tiny: Path) -> None:
     driver.assert_nothing_leaked()
 
 
+def test_a_prefix_is_pinned_and_dropped_by_its_id(tiny: Path) -> None:
+    driver = warm(tiny)
+    (node,) = describe_prefixes(driver.core)["instances"]["paged"]["prefixes"]
+    pin = run_command(driver.core, PinCachedPrefix("paged", node["id"], 100.0))
+    assert (pin["tokens"], pin["ttl"]) == (40, pytest.approx(100, abs=1))
+    driver.core.caches["paged"].reclaim(10_000)
+    assert cached(driver) == 36
+    freed = run_command(driver.core, DropPrefix("paged", node["id"]))
+    assert freed == {"id": node["id"], "freed_bytes": 10 * driver.core.arena.page_bytes}
+    assert cached(driver) == 0
+    assert run_command(driver.core, Inspect("paged"))["pins"] == []
+    driver.assert_nothing_leaked()
+
+
+def test_a_dropped_prefix_makes_room_for_those_who_wait(tiny: Path) -> None:
+    driver = warm(tiny)
+    changes = driver.core.scheduler._room_changes
+    (node,) = describe_prefixes(driver.core)["instances"]["paged"]["prefixes"]
+    run_command(driver.core, DropPrefix("paged", node["id"]))
+    assert driver.core.scheduler._room_changes > changes
+
+
 @pytest.mark.parametrize(
     ("command", "status", "told"),
     [
@@ -88,6 +111,10 @@ def test_a_pin_stays_until_it_is_let_go(tiny: Path) -> None:
         (Unpin("contiguous", "pin-9"), 409, "strategy 'contiguous' does not support pins"),
         (Clear("sliding_window", None), 409, "strategy 'sliding_window' does not support clearing"),
         (PinPrefix("paged", [1, 2, 3, 4, 5], "/", 9.0), 409, "no block of this prefix is cached"),
+        (PinCachedPrefix("paged", "abc", 9.0), 409, "there is no cached prefix 'abc'"),
+        (PinCachedPrefix("contiguous", "abc", 9.0), 409, "strategy 'contiguous' does not support listing prefixes"),
+        (DropPrefix("paged", "abc"), 404, "there is no cached prefix 'abc'"),
+        (DropPrefix("sliding_window", "abc"), 409, "does not support listing prefixes"),
         (Share("paged", "60%", "40%"), 400, "bytes, more than the limit"),
         (Share("paged", None, "0%"), 409, "the longest sequence of strategy 'paged'"),
         (Share("paged", "100%", None), 409, "would not fit"),

@@ -18,8 +18,10 @@ from server.engine.ipc.messages import (
     Answer,
     Cancel,
     Clear,
+    DescribePage,
     Failed,
     FromEngine,
+    Inspect,
     Query,
     Question,
     SamplingParams,
@@ -136,9 +138,9 @@ def test_the_metrics_count_what_the_loop_did(tiny: Path) -> None:
 
 
 def test_many_who_ask_often_cost_one_look_in_each_second(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Questions are answered from a cache for a second, errors too; a command in between clears it."""
+    """Questions are answered from a cache for a second, errors too; a command that changes something clears it."""
     looks, now = Counter[str](), [100.0]
-    for name in ("read_engine_state", "describe_caches"):
+    for name in ("read_engine_state", "describe_caches", "describe_prefixes"):
         look = getattr(loop_module, name)
         monkeypatch.setattr(
             loop_module, name, lambda *given, name=name, look=look: looks.update([name]) or look(*given)
@@ -173,9 +175,16 @@ def test_many_who_ask_often_cost_one_look_in_each_second(tiny: Path, monkeypatch
     now[0] += 0.1
     ask(*(Query(2 * n + i, what) for n in range(10) for i, what in enumerate(questions)))
     assert looks == {"read_engine_state": 2, "describe_caches": 2}
-    *_, last = ask(Query(1, "kv_cache"), Query(2, Clear("paged", None)), Query(3, "kv_cache"))
-    assert looks["describe_caches"] == 3
-    assert last.query_id == 3
+    ask(Query(1, "prefixes"), Query(2, Inspect("paged")), Query(3, DescribePage(0)), Query(4, "kv_cache"))
+    now[0] += 0.95
+    *_, last = ask(Query(1, "prefixes"), Query(2, "kv_cache"))
+    assert looks == {"read_engine_state": 2, "describe_caches": 2, "describe_prefixes": 1}, "commands that only read"
+    *_, last = ask(Query(1, "kv_cache"), Query(2, Clear("paged", None)), Query(3, "kv_cache"), Query(4, "prefixes"))
+    assert (looks["describe_caches"], looks["describe_prefixes"]) == (3, 2)
+    assert last.query_id == 4
+    now[0] += 1.95
+    ask(Query(1, "prefixes"))
+    assert looks["describe_prefixes"] == 2, "it is a large answer, and reused longer"
 
 
 class Status:

@@ -29,6 +29,7 @@ from server.engine.ipc.messages import (
     Profile,
     Query,
     Question,
+    ReadingCommand,
     RequestEvent,
     Submit,
     ToEngine,
@@ -224,7 +225,7 @@ class EngineClient:
             raise self._make_lost_error(f"the engine did not answer within {timeout:g} s; try again") from None
         finally:
             self._queries.pop(query_id, None)
-            if not isinstance(what, str | Profile):
+            if not isinstance(what, str | Profile | ReadingCommand):
                 self.epoch = object()
 
     def send_observed(self, observed: Observed) -> None:

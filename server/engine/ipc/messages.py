@@ -5,6 +5,7 @@ Plain msgspec structs, so both sides read them and neither needs the other's lib
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -97,6 +98,12 @@ class Inspect(msgspec.Struct, tag=True, frozen=True):
     instance: str
 
 
+class DescribePage(msgspec.Struct, tag=True, frozen=True):
+    """Asks for the owner, the state and the contents of one page of the KV memory, by its number."""
+
+    page: int
+
+
 class Clear(msgspec.Struct, tag=True, frozen=True):
     """Clears an instance's idle cached tokens: all of them, or only those of a tenant or a cache_salt."""
 
@@ -113,6 +120,21 @@ class PinPrefix(msgspec.Struct, tag=True, frozen=True):
     ttl: float
     tenant: str = ""
     cache_salt: str = ""
+
+
+class PinCachedPrefix(msgspec.Struct, tag=True, frozen=True):
+    """Pins a cached prefix by its id in the answer to the question "prefixes"."""
+
+    instance: str
+    prefix_id: str
+    ttl: float
+
+
+class DropPrefix(msgspec.Struct, tag=True, frozen=True):
+    """Removes a cached prefix, and all that continue it, from an instance's cache, by its id."""
+
+    instance: str
+    prefix_id: str
 
 
 class Unpin(msgspec.Struct, tag=True, frozen=True):
@@ -167,18 +189,31 @@ class Observed(msgspec.Struct, tag=True, frozen=True):
     memory_bytes: int
 
 
-Command = Inspect | Clear | PinPrefix | Unpin | Share | StartRollout | ControlRollout | Abort
+ReadingCommand = Inspect | DescribePage  # commands that change nothing, so that answers to questions stay right
+Command = (
+    ReadingCommand
+    | Clear
+    | PinPrefix
+    | PinCachedPrefix
+    | DropPrefix
+    | Unpin
+    | Share
+    | StartRollout
+    | ControlRollout
+    | Abort
+)
 
 
 # Questions are answered with JSON, except "metrics": with an encoded `server.metrics` Snapshot
-Question = Literal["kv_cache", "settings", "metrics", "rollouts", "fidelity", "live"]
+Question = Literal["kv_cache", "settings", "metrics", "rollouts", "fidelity", "live", "prefixes"]
 ANSWER_TTL = 1.0  # seconds after its computation for which an answer to a question is reused
-LIVE_ANSWER_TTL = 0.45  # the same for the question "live", which clients ask twice a second
+# The same for "live", which clients ask twice a second, and for "prefixes", whose answer is large
+ANSWER_TTLS: Mapping[Question, float] = {"live": 0.45, "prefixes": 2.0}
 
 
 def get_answer_ttl(question: Question) -> float:
     """Return the seconds after its computation for which an answer to a question is reused."""
-    return LIVE_ANSWER_TTL if question == "live" else ANSWER_TTL
+    return ANSWER_TTLS.get(question, ANSWER_TTL)
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):

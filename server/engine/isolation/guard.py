@@ -14,12 +14,15 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row, Seat
+from cache_strategies.features import PageDescribing, PrefixListing
 from cache_strategies.types import (
     NO_SALT,
     BlockEvents,
     Blocks,
+    CachedPrefix,
     CacheUsage,
     Geometry,
+    PageInfo,
     Salt,
     SeatShape,
     count_reusable_tokens,
@@ -351,6 +354,19 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
 
     def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
         return self.inner.visible_positions(length, spec)
+
+    def list_prefixes(self, limit: int) -> tuple[Sequence[CachedPrefix], int]:
+        """Return up to `limit` nodes of the tree of cached prefixes, and the number of others; after a fault, none."""
+        if not isinstance(self.inner, PrefixListing):
+            return (), 0
+        nothing: tuple[Sequence[CachedPrefix], int] = ((), 0)
+        return self._call_quietly("list_prefixes", nothing, limit, convert=results.to_prefixes)
+
+    def describe_page(self, page: int) -> PageInfo | None:
+        """Return what the strategy knows about one of its pages, if anything."""
+        if not isinstance(self.inner, PageDescribing):
+            return None
+        return self._call_quietly("describe_page", None, page, convert=results.to_page_info)
 
     def collect_block_events(self) -> BlockEvents | None:
         if "collect_block_events" not in self._overridden:

@@ -24,7 +24,18 @@ from server.records import KVTokens, Outcome
 log = logging.getLogger(__name__)
 
 # Methods whose faults are only counted, as no request needs what they return
-REPORTS = frozenset({"usage", "blocks", "count_dropped_tokens", "token_budget", "collect_block_events"})
+REPORTS = frozenset(
+    {
+        "usage",
+        "blocks",
+        "count_dropped_tokens",
+        "token_budget",
+        "collect_block_events",
+        "mark_pages",
+        "describe_page",
+        "list_prefixes",
+    }
+)
 NON_FINITE = "the logits of its rows are NaN or infinite, and the model's are finite otherwise"
 STRATEGY_TIMEOUT = 5.0  # default of the setting strategy_timeout, in seconds
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from cache_strategies.arena import Arena
 from cache_strategies.base import Plan, Row, Seat
-from cache_strategies.types import BlockEvents, Blocks, CacheUsage, Geometry, Miss
+from cache_strategies.types import BlockEvents, Blocks, CachedPrefix, CacheUsage, Geometry, Miss, PageInfo, Salt
 from kernels.arguments import MAX_INDEX, by_head
 from kernels.ops import KVLocation, QueryTap
 from kernels.types import Slots
+
+T = TypeVar("T")
 
 MAX_DESCRIPTION = 500  # maximum number of characters of a value or an error in a message
 MAX_NUMBER = 2**63  # numbers from here on cannot be sent
@@ -74,6 +76,62 @@ def to_events(found: object) -> BlockEvents | None:
 def to_pages(found: Iterable[int], num_pages: int) -> set[int]:
     """Return those of the pinned pages that are in an arena of `num_pages` pages."""
     return {page for page in found if 0 <= page < num_pages}
+
+
+def to_page_info(found: object) -> PageInfo:
+    """Return what describe_page() returned, with numbers."""
+    if not isinstance(found, PageInfo):
+        raise TypeError(f"it returned {describe(found)}, not a PageInfo or None")
+    return PageInfo(
+        _to_optional(_to_int, found.first_token),
+        _to_optional(_to_int, found.num_tokens),
+        _to_int(found.references),
+        _to_int(found.num_pins),
+        _to_optional(_to_seconds, found.age),
+        _to_optional(_to_seconds, found.idle),
+        _to_optional(_to_text, found.prefix),
+    )
+
+
+def to_prefixes(found: tuple[Iterable[object], int]) -> tuple[Sequence[CachedPrefix], int]:
+    """Return what list_prefixes() returned, with texts and numbers."""
+    prefixes, omitted = found
+    return [_to_prefix(each) for each in prefixes], _to_int(omitted)
+
+
+def _to_prefix(found: object) -> CachedPrefix:
+    if not isinstance(found, CachedPrefix):
+        raise TypeError(f"it returned {describe(found)}, not a CachedPrefix")
+    tenant, cache_salt, shadow = found.salt
+    return CachedPrefix(
+        _to_text(found.id),
+        _to_optional(_to_text, found.parent),
+        Salt(_to_text(tenant), _to_text(cache_salt), bool(shadow)),
+        _to_int(found.first_token),
+        _to_int(found.num_tokens),
+        _to_int(found.num_bytes),
+        _to_int(found.references),
+        _to_int(found.hits),
+        _to_seconds(found.age),
+        _to_optional(_to_seconds, found.idle),
+        [_to_text(pin_id) for pin_id in found.pins],
+    )
+
+
+def _to_optional(convert: Callable[[Any], T], found: Any) -> T | None:
+    return None if found is None else convert(found)
+
+
+def _to_text(found: object) -> str:
+    if not isinstance(found, str):
+        raise TypeError(f"it returned {describe(found)}, not a str")
+    return found
+
+
+def _to_seconds(found: Any) -> float:
+    if not math.isfinite(seconds := float(found)):
+        raise ValueError(f"it returned {describe(found)} seconds")
+    return seconds
 
 
 def _to_int(number: Any) -> int:

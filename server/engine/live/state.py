@@ -1,32 +1,23 @@
 """Describes what an engine holds and does at this moment, for GET /v1/live: pages, instances and requests.
 
 Everything in it changes while the server works; what is fixed or slow to compute is in info.py. Has no text of any
-request. Computed only when it is asked for: while no client watches, it costs nothing.
+request. It is computed only for a client that watches.
 """
 
 from __future__ import annotations
 
-import base64
 from collections import Counter
 from time import monotonic, time
 from typing import Any
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-
-from cache_strategies.arena import FREE, UNTOUCHED
 from cache_strategies.base import KVCache
-from cache_strategies.features import PageMarking
-from cache_strategies.types import PageState
 from server.engine.build import Engine
 from server.engine.core import Core
-from server.engine.info import describe_memory, describe_share, describe_tokens
+from server.engine.info import describe_instance, describe_memory
 from server.engine.isolation.errors import StrategyError
-from server.engine.isolation.guard import GuardedCache
+from server.engine.live.pages import describe_cells
 from server.engine.scheduling.request import Request
 
-MAX_CELLS = 2**14  # maximum number of cells in the grid of pages: beyond it, each cell stands for several pages
 MAX_LISTED_REQUESTS = 1000  # maximum number of requests in the list: the running ones first
 SHORTEST_TEXT = 256  # tokens of the shortest text for which it is computed how many more fit
 
@@ -49,13 +40,14 @@ def describe_live(engine: Engine) -> dict[str, Any]:
         },
         "cells": describe_cells(core),
         "instances": {
-            info.name: {
-                "kind": info.kind,
-                **describe_instance(core, core.isolation.caches[info.name], engine.max_seq_len),
-                "running": running[info.name],
-                "waiting": waiting[info.name],
+            each.name: {
+                **describe_instance(core, each),
+                "blocks": core.caches[each.name].blocks()._asdict(),
+                "fits": count_fitting_texts(core, core.caches[each.name], engine.max_seq_len),
+                "running": running[each.name],
+                "waiting": waiting[each.name],
             }
-            for info in engine.instances
+            for each in engine.instances
         },
         "num_running": len(scheduler.running),
         "num_waiting": len(scheduler.waiting),
@@ -64,63 +56,7 @@ def describe_live(engine: Engine) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------- pages
-def describe_cells(core: Core) -> dict[str, Any]:
-    """Return the pages of the arena: the owner and the state of each, or of every n-th if there are many.
-
-    `owners` and `states` are bytes in base64, one for each cell: the number of the owner in `instances`, from 1 on, or
-    0 if there is none; and a number in `state_names`.
-    """
-    marks, names = core.arena.mark_owners()
-    states = np.full(len(marks), PageState.IN_USE, np.uint8)
-    states[marks == FREE], states[marks == UNTOUCHED] = PageState.FREE, PageState.UNTOUCHED
-    for mark, name in names.items():
-        if (cache := core.isolation.caches.get(name)) is not None:
-            own = marks == mark
-            states[own] = read_page_states(cache, len(marks))[own]
-    step = -(-len(marks) // MAX_CELLS)
-    marks[marks == UNTOUCHED] = FREE
-    return {
-        "pages_per_cell": step,
-        "instances": [name for _, name in sorted(names.items())],
-        "state_names": [state.name.lower() for state in PageState],
-        "owners": encode_bytes(marks[::step]),
-        "states": encode_bytes(states[::step]),
-    }
-
-
-def read_page_states(cache: GuardedCache, num_pages: int) -> NDArray[np.uint8]:
-    """Return the `PageState` of each page as its owner knows it; in use if the owner tells nothing, or fails.
-
-    What is written about pages of other owners has to be ignored by the caller.
-    """
-    states = torch.full((num_pages,), int(PageState.IN_USE), dtype=torch.uint8)
-    if cache.is_suspended or not isinstance(cache.inner, PageMarking):
-        return states.numpy()
-    try:
-        cache.call("mark_pages", states)
-    except StrategyError:  # was reported by the guard; the pages may be marked in part
-        states.fill_(int(PageState.IN_USE))
-    return np.where(states.numpy() <= max(PageState), states.numpy(), PageState.IN_USE)
-
-
-def encode_bytes(values: NDArray[np.uint8]) -> str:
-    return base64.b64encode(values.tobytes()).decode()
-
-
 # ---------------------------------------------------------------- instances
-def describe_instance(core: Core, cache: GuardedCache, max_seq_len: int) -> dict[str, Any]:
-    """Return an instance's memory by use, its numbers of blocks and tokens, and how many more texts fit."""
-    return {
-        "state": "quarantined" if cache.name in core.isolation.quarantined else "ok",
-        "usage": cache.usage()._asdict(),
-        "blocks": cache.blocks()._asdict(),
-        **describe_share(core.arena, cache.name),
-        **describe_tokens(cache.count_tokens()),
-        "fits": count_fitting_texts(core, cache, max_seq_len),
-    }
-
-
 def count_fitting_texts(core: Core, cache: KVCache, max_seq_len: int) -> dict[str, int]:
     """Return how many more texts have room in an instance, by their number of tokens; empty if it does not say.
 

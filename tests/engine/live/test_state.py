@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from cache_strategies.paged.base import PagedBase
 from cache_strategies.types import PageState
-from server.engine import live
 from server.engine.admin import run_command
 from server.engine.ipc.messages import PinPrefix
-from server.engine.live import describe_live
+from server.engine.live import pages
+from server.engine.live import state as live_state
+from server.engine.live.state import describe_live
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
 
@@ -93,7 +94,7 @@ def test_a_large_arena_is_sampled(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
     driver.submit("one", PROMPT, 9, kv_cache="paged")
     driver.step()
     owners, states = read_cells(read_live(driver))
-    monkeypatch.setattr(live, "MAX_CELLS", 50)
+    monkeypatch.setattr(pages, "MAX_CELLS", 50)
     state = read_live(driver)
     step = state["cells"]["pages_per_cell"]
     assert step == -(-driver.core.arena.pages // 50)
@@ -103,7 +104,7 @@ def test_a_large_arena_is_sampled(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_many_requests_are_listed_in_part(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "MAX_LISTED_REQUESTS", 3)
+    monkeypatch.setattr(live_state, "MAX_LISTED_REQUESTS", 3)
     driver = Driver(tiny, **SETTINGS)
     for number in range(5):
         driver.submit(f"request {number}", PROMPT, 4)
