@@ -85,6 +85,7 @@ class FakeEngine:
             "rollouts": b'{"object": "list", "data": [{"name": "int8", "state": "canary"}]}',
             "fidelity": b'{"object": "list", "data": []}',
             "live": live_state_of(1),
+            "prefixes": b'{"object": "prefixes", "instances": {"paged": {"prefixes": [], "omitted": 0}}}',
         }
         self.dated = False  # whether answers have the time they were made at; others are queried again each time
         self.refusal: Failed | None = None  # of commands

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 from collections.abc import Iterator
@@ -80,6 +81,68 @@ def test_changes_add_up_under_load(server: Server) -> None:
             for histogram in ("time_to_first_token", "inter_token_latency"):
                 assert sum(totals[histogram]) == metric(text, f"kvmux_{histogram}_seconds_count", strategy=strategy)
                 assert len(totals[histogram]) == len(latest["totals"]["bounds"][histogram]) + 1
+
+
+# ---------------------------------------------------------------- prefixes
+def complete(server: Server, prompt: list[int]) -> int:
+    """Compute a prompt, and return how many of its tokens were cached."""
+    answer = server.complete(prompt=prompt, max_tokens=1, kv_cache="paged", cache_salt="tree")
+    cached: int = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached
+
+
+def read_tree(server: Server) -> dict[str, dict[str, Any]]:
+    """Return the nodes of this test's salt by id."""
+    answer = httpx.get(f"{server.url}/v1/live/prefixes", headers=ADMIN, timeout=PATIENCE).json()
+    assert answer["instances"]["paged"]["omitted"] == 0
+    nodes = answer["instances"]["paged"]["prefixes"]
+    return {each["id"]: each for each in nodes if each.get("cache_salt") == "tree"}
+
+
+def administer(server: Server, method: str, path: str, body: Any = None) -> httpx.Response:
+    return httpx.request(method, f"{server.url}/v1/kv_cache/{path}", json=body, headers=ADMIN, timeout=PATIENCE)
+
+
+def test_a_tree_of_two_prompts_is_shown_pinned_and_dropped(server: Server) -> None:
+    common = [5 + i % 40 for i in range(64)]
+    prompts = [[*common, *[token] * 40] for token in (50, 60)]
+    assert [complete(server, prompt) for prompt in prompts] == [0, 64]
+    administer(server, "POST", "contiguous/clear")  # a command, after which the tree is read anew
+    parent, *children = read_tree(server).values()
+    assert (parent["tokens"], parent["hits"], parent["pins"]) == (64, 1, [])
+    assert "parent" not in parent
+    assert [(each["parent"], each["first_token"], each["tokens"]) for each in children] == [(parent["id"], 64, 32)] * 2
+
+    pin = administer(server, "POST", "paged/pins", {"prefix": children[0]["id"], "ttl": 600}).json()
+    assert pin["tokens"] == 96
+    assert read_tree(server)[children[0]["id"]]["pins"] == [pin["id"]]
+    assert administer(server, "POST", "paged/clear", {"cache_salt": "another"}).json() == {"freed_bytes": 0}
+    assert pin["id"] in [each["id"] for each in administer(server, "GET", "paged").json()["pins"]]
+    assert read_tree(server)[children[0]["id"]]["pins"] == [pin["id"]]
+
+    tree, cells = read_tree(server), read_live(server)["cells"]
+    own = cells["instances"].index("paged") + 1
+    owners = base64.b64decode(cells["owners"])
+    pages = [read_page(server, page) for page in range(len(owners)) if owners[page] == own]
+    ends = [each for each in pages if each.get("prefix") in tree]
+    assert {(each["first_token"], each["num_pins"]) for each in ends} == {(32, 1), (64, 1), (64, 0)}
+    assert {each["owner"] for each in ends} == {"paged"}
+
+    dropped = administer(server, "DELETE", f"paged/prefixes/{children[0]['id']}").json()
+    assert (dropped["id"], dropped["freed_bytes"]) == (children[0]["id"], children[0]["bytes"])
+    assert children[0]["id"] not in read_tree(server)
+    assert complete(server, prompts[0]) == 64
+    administer(server, "DELETE", f"paged/prefixes/{parent['id']}")
+    assert read_tree(server) == {}
+    assert complete(server, prompts[1]) == 0
+    assert administer(server, "DELETE", f"paged/prefixes/{parent['id'][::-1]}").status_code == 404
+    assert administer(server, "DELETE", f"contiguous/prefixes/{parent['id']}").status_code == 409
+    assert administer(server, "POST", "paged/pins", {"prefix": "abc", "ttl": 1}).json()["error"]["code"] == "cannot_pin"
+
+
+def read_page(server: Server, page: int) -> dict[str, Any]:
+    found: dict[str, Any] = httpx.get(f"{server.url}/v1/live/pages/{page}", headers=ADMIN, timeout=PATIENCE).json()
+    return found
 
 
 def test_an_operator_ends_a_request_that_streams(server: Server) -> None:

@@ -1,4 +1,4 @@
-"""Administration of the caches (inspect, clear, pin prefixes, change shares of the memory), and profiles of steps.
+"""Administration of the caches (inspect, clear, pin and drop prefixes, change shares of the memory), and profiles.
 
 POST /v1/profile returns a Chrome trace of real steps, with a table of its times. The engine carries out the commands;
 `AuthenticationMiddleware` in server/api/http/middleware.py checks the admin token.
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from config.sizes import Share
 from server.api.http.api_keys import hash_api_key
-from server.api.http.errors import make_error_responses
-from server.api.http.json_body import Body
+from server.api.http.errors import ApiError, make_error_responses
+from server.api.http.json_body import Body, ReadAs
 from server.api.http.json_route import JsonRoute, StrictJsonRoute
 from server.api.http.middleware import ADMIN_PREFIX, PROFILE_PATH
 from server.api.openai.generation_job import RequestLimits, check_prompt
@@ -52,10 +53,19 @@ class ClearRequest(TenantBody):
 
 
 class PinRequest(TenantBody):
-    """Body of POST /v1/kv_cache/{instance}/pins: keeps a prompt's prefix cached for `ttl` seconds."""
+    """Body of POST /v1/kv_cache/{instance}/pins: keeps a prefix, or that of a prompt, cached for `ttl` seconds."""
 
-    prompt: Prompt
+    prompt: Annotated[Prompt | None, ReadAs.TOKEN_IDS] = None
+    prefix: str | None = Field(None, max_length=256, description="id of a cached prefix, instead of a prompt")
     ttl: float = Field(gt=0, le=MAX_PIN_SECONDS, description="seconds")
+
+    def check_fields(self) -> None:
+        """Raise ApiError unless there is a prompt or a prefix; the latter has a tenant and a cache_salt already."""
+        if (self.prompt is None) == (self.prefix is None):
+            raise ApiError(400, "prompt: send either a prompt or the id of a prefix", param="prompt")
+        for name in ("api_key", "cache_salt"):
+            if self.prefix is not None and getattr(self, name) is not None:
+                raise ApiError(400, f"{name}: leave it out, as the prefix says whose it is", param=name)
 
 
 class ShareRequest(Body):
@@ -91,6 +101,9 @@ def router(client: EngineClient, tokenizer: TokenizerBase, limits: RequestLimits
     @routes.post("/pins")
     async def pin(instance: str, body: PinRequest) -> Response:
         hello = client.get_hello()
+        body.check_fields()
+        if body.prompt is None:
+            return await send_command(messages.PinCachedPrefix(instance, body.prefix or "", body.ttl))
         limits.check_length(body.prompt, "prompt", hello.max_seq_len)
         prompt = body.prompt if isinstance(body.prompt, list) else await tokenizer.encode(body.prompt)
         check_prompt(prompt, 0, hello)
@@ -99,6 +112,10 @@ def router(client: EngineClient, tokenizer: TokenizerBase, limits: RequestLimits
     @routes.delete("/pins/{pin_id}")
     async def unpin(instance: str, pin_id: str) -> Response:
         return await send_command(messages.Unpin(instance, pin_id))
+
+    @routes.delete("/prefixes/{prefix_id}")
+    async def drop_prefix(instance: str, prefix_id: str) -> Response:
+        return await send_command(messages.DropPrefix(instance, prefix_id))
 
     return routes
 

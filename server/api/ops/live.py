@@ -1,8 +1,10 @@
 """The live state of the server over HTTP: once, or as server-sent events twice a second, with what has changed.
 
+Beside it: the cached prefixes, the contents of a page, and the end of a request.
+
 The events of a stream are `snapshot` (the whole state), `change` (what differs from the event before) and
 `unavailable` (the engine is away; a snapshot follows). `AuthenticationMiddleware` in server/api/http/middleware.py
-decides which clients may watch. Knows of the state's contents only how cells are encoded (server/engine/live.py).
+decides which clients may watch. Knows of the state's contents only how cells are encoded (server/engine/live/pages.py).
 """
 
 from __future__ import annotations
@@ -10,23 +12,24 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Path, Response
 from fastapi.responses import StreamingResponse
 
 from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.middleware import LIVE_PATH
 from server.api.ops.monitoring import CachedAnswer
 from server.engine.ipc.client import EngineClient, EngineLost, EngineRefused
-from server.engine.ipc.messages import Abort, Answer
+from server.engine.ipc.messages import Abort, Answer, DescribePage
 
 INTERVAL = 0.5  # seconds between two events of a stream
 MAX_STREAMS = 32  # maximum number of open streams in this process: each takes some milliseconds twice a second
 CHUNK = 64  # number of cells that are compared, and sent, together
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}  # nginx would collect events
 
+Number = Annotated[int, Path(ge=0, lt=2**63)]  # in a path; larger ones cannot be sent to the engine
 State = Mapping[str, Any]  # the engine's answer to the question "live"
 
 
@@ -83,6 +86,7 @@ class LiveState:
 
 def router(live: LiveState, client: EngineClient) -> APIRouter:
     routes = APIRouter(prefix=LIVE_PATH, tags=["live"], responses=make_error_responses(401, 403, 404, 429, 503))
+    prefixes = CachedAnswer(client, "prefixes")
 
     @routes.get("")
     async def show() -> Response:
@@ -97,8 +101,18 @@ def router(live: LiveState, client: EngineClient) -> APIRouter:
             raise ApiError(429, message, code="too_many_streams")
         return StreamingResponse(live.stream(), media_type="text/event-stream", headers=HEADERS)
 
+    @routes.get("/prefixes")
+    async def list_prefixes() -> Response:
+        """List the cached prefixes of each instance that can list them, as trees; up to two seconds old."""
+        return Response((await prefixes.get()).body, media_type="application/json", headers=HEADERS)
+
+    @routes.get("/pages/{page}")
+    async def describe_page(page: Number) -> Response:
+        """Describe a page of the KV memory: its owner, its state and what is in it."""
+        return Response(await client.query(DescribePage(page)), media_type="application/json", headers=HEADERS)
+
     @routes.delete("/requests/{worker}/{request_id}")
-    async def end_request(worker: int, request_id: str) -> Response:
+    async def end_request(worker: Number, request_id: str) -> Response:
         """End a request, by its key in the live state; its client gets an error. Needs the admin token."""
         return Response(await client.query(Abort(worker, request_id)), media_type="application/json")
 

@@ -148,7 +148,8 @@ def test_without_keys_any_header_will_do(api: Api, engine: FakeEngine, sent: str
 def test_a_key_does_not_administer_and_the_admin_token_needs_no_key(
     locked: httpx.Client, guarded_engine: FakeEngine
 ) -> None:
-    for method, path in (("GET", ""), ("PATCH", ""), ("POST", "/clear"), ("POST", "/pins"), ("DELETE", "/pins/1")):
+    routes = [("GET", ""), ("PATCH", ""), ("POST", "/clear"), ("POST", "/pins")]
+    for method, path in (*routes, ("DELETE", "/pins/1"), ("DELETE", "/prefixes/1")):
         answer = locked.request(method, f"/v1/kv_cache/paged{path}", headers=bearer(KEYS[0]))
         assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
     assert guarded_engine.received == []

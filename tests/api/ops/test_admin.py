@@ -8,7 +8,18 @@ import httpx
 import pytest
 
 from server.api.http.api_keys import get_tenant
-from server.engine.ipc.messages import Clear, Command, Failed, Inspect, PinPrefix, Query, Share, Unpin
+from server.engine.ipc.messages import (
+    Clear,
+    Command,
+    DropPrefix,
+    Failed,
+    Inspect,
+    PinCachedPrefix,
+    PinPrefix,
+    Query,
+    Share,
+    Unpin,
+)
 from tests.api.conftest import ADMIN_TOKEN
 from tests.api.fake_engine import FakeEngine
 
@@ -23,7 +34,10 @@ ROUTES: list[tuple[str, str, dict[str, Any] | None, Command]] = [
     ("POST", "/clear", {"api_key": ""}, Clear("paged", "")),
     ("POST", "/clear", {"api_key": "sk-1"}, Clear("paged", get_tenant("Bearer sk-1"))),
     ("POST", "/pins", {"prompt": [1, 2, 3], "ttl": 60}, PinPrefix("paged", [1, 2, 3], 60.0)),
+    ("POST", "/pins", {"prefix": "0a1b", "ttl": 60}, PinCachedPrefix("paged", "0a1b", 60.0)),
+    ("POST", "/pins", {"prefix": "0a1b", "prompt": None, "ttl": 60}, PinCachedPrefix("paged", "0a1b", 60.0)),
     ("DELETE", "/pins/pin-1", None, Unpin("paged", "pin-1")),
+    ("DELETE", "/prefixes/0a1b", None, DropPrefix("paged", "0a1b")),
 ]
 
 
@@ -68,6 +82,12 @@ def test_without_the_token_nothing_does(
         ("POST", "/pins", {"prompt": [1], "ttl": 0}, "ttl"),
         ("POST", "/pins", {"prompt": [1], "ttl": 1e9}, "ttl"),
         ("POST", "/pins", {"ttl": 1}, "prompt"),
+        ("POST", "/pins", {"prompt": [1], "prefix": "0a1b", "ttl": 1}, "prompt"),
+        ("POST", "/pins", {"prefix": "0a1b"}, "ttl"),
+        ("POST", "/pins", {"prefix": 3, "ttl": 1}, "prefix"),
+        ("POST", "/pins", {"prefix": "x" * 300, "ttl": 1}, "prefix"),
+        ("POST", "/pins", {"prefix": "0a1b", "ttl": 1, "api_key": "sk-1"}, "api_key"),
+        ("POST", "/pins", {"prefix": "0a1b", "ttl": 1, "cache_salt": "mine"}, "cache_salt"),
     ],
 )
 def test_bad_bodies_are_named(

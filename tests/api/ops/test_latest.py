@@ -90,6 +90,16 @@ def test_a_command_makes_what_was_known_old(dated: FakeEngine, http: httpx.Clien
     assert http.get("/v1/kv_cache").content == b"{}"
 
 
+def test_a_command_that_only_reads_leaves_what_was_known(dated: FakeEngine, http: httpx.Client) -> None:
+    admin = {"authorization": f"Bearer {ADMIN_TOKEN}"}
+    for path in ("/v1/live/prefixes", "/v1/kv_cache/paged", "/v1/live/pages/3", "/v1/live/prefixes"):
+        assert http.get(path, headers=admin).status_code == 200
+    assert asked(dated)["prefixes"] == 1
+    assert http.delete("/v1/kv_cache/paged/prefixes/0a", headers=admin).status_code == 200
+    assert http.get("/v1/live/prefixes", headers=admin).status_code == 200
+    assert asked(dated)["prefixes"] == 2
+
+
 def test_a_refusal_is_not_asked_for_again_either(
     api: Api, dated: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,13 +17,13 @@ import pytest
 from server.api.http.local_access import find_local_refusal, is_loopback
 from server.api.ops import live
 from server.api.ops.live import find_runs, make_change, make_merge_patch
-from server.engine.ipc.messages import Abort, Failed, Query
+from server.engine.ipc.messages import Abort, DescribePage, Failed, Query
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, generates, live_state_of
 from tests.api.payloads import error_of
 
 ADMIN = {"authorization": f"Bearer {ADMIN_TOKEN}"}
-PATHS = ("/v1/live", "/v1/live/events", "/live")
+PATHS = ("/v1/live", "/v1/live/events", "/v1/live/prefixes", "/v1/live/pages/1", "/live")
 
 
 @pytest.fixture(scope="module")
@@ -159,6 +159,29 @@ def test_watchers_are_told_that_the_engine_is_away_and_get_a_snapshot_of_the_nex
             assert event == ("unavailable", {"message": "the engine failed to answer", "retry_after": 0.0})
 
 
+# ---------------------------------------------------------------- prefixes and pages
+def test_prefixes_are_what_the_engine_lists(engine: FakeEngine, http: httpx.Client) -> None:
+    for path in ("/v1/live/prefixes", "/live/prefixes"):
+        response = http.get(path, headers=ADMIN)
+        assert response.content == engine.answers["prefixes"]
+        assert response.headers["content-type"] == "application/json"
+        assert response.headers["cache-control"] == "no-store"
+
+
+def test_a_page_is_described_by_its_number(engine: FakeEngine, http: httpx.Client) -> None:
+    assert http.get("/v1/live/pages/17", headers=ADMIN).json() == {"obeyed": True}
+    assert [query.payload for query in engine.all(Query)] == [DescribePage(17)]
+    engine.refusal = Failed("", 404, "there is no page 17", code="not_found")
+    refused = http.get("/v1/live/pages/17", headers=ADMIN)
+    assert (refused.status_code, error_of(refused)["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize("path", ["pages/x", "pages/-1", f"pages/{2**63}", "pages/1.5"])
+def test_a_page_that_is_no_number_is_refused(engine: FakeEngine, http: httpx.Client, path: str) -> None:
+    assert http.get(f"/v1/live/{path}", headers=ADMIN).status_code == 400
+    assert engine.all(Query) == []
+
+
 # ---------------------------------------------------------------- streams
 def test_streams_end_with_the_server_and_do_not_delay_it() -> None:
     begun, ended = threading.Event(), threading.Event()
@@ -206,7 +229,8 @@ def test_an_operator_ends_a_request_by_its_key(engine: FakeEngine, http: httpx.C
     assert list_aborts(engine) == [Abort(3, "cmpl-1-0-0")]
     engine.refusal = Failed("", 404, "there is no request 'x'", code="not_found")
     assert http.delete("/v1/live/requests/3/x", headers=ADMIN).status_code == 404
-    assert http.delete("/v1/live/requests/x/x", headers=ADMIN).status_code == 400
+    for worker in ("x", "-1", str(2**64)):
+        assert http.delete(f"/v1/live/requests/{worker}/x", headers=ADMIN).status_code == 400
 
 
 def list_aborts(engine: FakeEngine) -> list[Abort]:
