@@ -21,13 +21,7 @@ from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, 
 from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.isolation import Ended, Isolation
 from server.engine.kv_memory import KVMemory
-from server.engine.model_runner import (
-    ModelRunner,
-    RequestsFailed,
-    RowsComputed,
-    StepOutput,
-    run_step,
-)
+from server.engine.model_runner import ModelRunner, RequestsFailed, RowsComputed, StepOutput, run_step
 from server.engine.rollouts.rollouts import Rollouts
 from server.engine.sampling.sampler import Sampler, SampleResult, SamplerInput
 from server.engine.scheduling.fallback import Fallbacks
@@ -124,7 +118,7 @@ class Core:
             return Event(worker, make_rejection(message.request_id, error))
         self._requests[request.key] = request
         if shadow is not None:
-            self.shadows.want(request, shadow, request.rollout)
+            self.shadows.want(request, shadow)
         return None
 
     def _queue(self, request: Request) -> None:
@@ -190,6 +184,7 @@ class Core:
             rollbacks=self.rollouts.collect_rollbacks(),
         )
         preemption_events = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
+        late_events += (Event(*comparison) for comparison in self.shadows.collect_comparisons())
         self.rollouts.observe(report.shadows, totals.finished)
         return StepResult([*preemption_events, *step_events, *late_events], report, totals.finished)
 

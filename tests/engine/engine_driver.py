@@ -22,6 +22,7 @@ from server.engine.core import StepResult
 from server.engine.ipc.messages import (
     Admitted,
     Caching,
+    Compared,
     Explained,
     Failed,
     FromEngine,
@@ -33,6 +34,7 @@ from server.engine.ipc.messages import (
     Tokens,
 )
 from server.engine.scheduling.request import Request
+from server.engine.shadow.shadow import Wanted
 from server.records import RequestFidelity, RequestRecord
 
 WORKER = 0
@@ -49,6 +51,7 @@ class RequestEvents:
     admitted: Admitted | None = None
     failed: Failed | None = None
     explained: Explained | None = None
+    compared: list[Compared] = field(default_factory=list)
     first_step: int | None = None  # whose number the first word came in
     last_step: int | None = None
     preempted: int = 0  # times
@@ -67,6 +70,11 @@ class RequestEvents:
             assert self.failed is None
             assert self.explained is None, "explained twice"
             self.explained = message
+            return
+        if isinstance(message, Compared):
+            assert self.failed is None
+            assert not (self.compared and self.compared[-1].is_last), "compared more after the last"
+            self.compared.append(message)
             return
         assert not self.ended, "told more after the end"
         self.first_step = step if self.first_step is None else self.first_step
@@ -112,7 +120,7 @@ class Driver:
 
         The defaults are greedy sampling without an end token.
         """
-        names = ("kv_cache", "header", "alias", "priority", "explain", "sibling_of", "speculation")
+        names = ("kv_cache", "header", "alias", "priority", "explain", "sibling_of", "speculation", "reference")
         ours = {key: options.pop(key) for key in names if key in options}
         caching = {key: options.pop(key) for key in ("tenant", "cache_salt", "max_cached", "ttl") if key in options}
         ours["caching"] = Caching(**caching, priority=options.pop("kept", 0))
@@ -132,7 +140,7 @@ class Driver:
 
     def shadow(self, name: str, instance: str) -> None:
         """Let a request that waits also run under another instance."""
-        self.core.shadows.want(self.request(name), self.core.caches[instance], None)
+        self.core.shadows.want(self.request(name), Wanted(self.core.caches[instance]))
 
     def cancel(self, name: str, outcome: str = "cancelled") -> None:
         self.core.cancel(WORKER, name, outcome)
@@ -221,7 +229,7 @@ class Driver:
         return [request.key[1] for request in self.core.scheduler.waiting]
 
     def _hear(self, message: FromEngine) -> None:
-        assert isinstance(message, Admitted | Preempted | PromptScores | Tokens | Explained | Failed)
+        assert isinstance(message, Admitted | Preempted | PromptScores | Tokens | Explained | Compared | Failed)
         self.heard[message.request_id].hear(message, len(self.steps))
 
 

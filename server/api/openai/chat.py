@@ -153,7 +153,7 @@ def make_chat_chunks(delta: OutputDelta | None, generation: Generation[ChatReque
     if delta.finish_reason is None:
         return [*chunks, _make_chunk(delta, Delta(delta.text), generation)]
     if delta.text:
-        text = delta._replace(finish_reason=None, stop_reason=None, record=None)
+        text = delta._replace(finish_reason=None, stop_reason=None, record=None, comparison=None)
         chunks.append(_make_chunk(text, Delta(delta.text), generation))
         delta = delta._replace(text="", tokens=[], logprobs=[])
     return [*chunks, _make_chunk(delta, Delta(), generation)]

@@ -12,11 +12,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import msgspec
+
 from server.api.http.errors import ApiError, make_engine_error
 from server.api.openai.generation_job import B, Job, Serving
 from server.engine.ipc.client import Stream
 from server.engine.ipc.messages import (
     Admitted,
+    Compared,
     Explained,
     Failed,
     Preempted,
@@ -42,6 +45,8 @@ class OutputDelta(NamedTuple):
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token's id, that ended the text
     record: RequestRecord | None = None  # only in a choice's last delta, if the request has `explain`
+    # How far tokens of this delta, or of earlier ones, are from the reference, if the request has one
+    comparison: Compared | None = None
     num_tokens: int = 0  # number of its choice's tokens up to the end of this delta
     is_first: bool = False  # whether it is its choice's first delta
     is_first_of_all: bool = False  # whether it is the first delta of all choices
@@ -57,11 +62,29 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
             text="".join(part.text for part in parts),
             tokens=[token for part in parts for token in part.tokens],
             logprobs=[score for part in parts for score in part.logprobs],
+            comparison=merge_comparisons([part.comparison for part in parts if part.comparison is not None]),
             is_first=parts[0].is_first,
             is_first_of_all=parts[0].is_first_of_all,
         )
         for _, parts in sorted(by_choice.items())
     ]
+
+
+COMPARED_COLUMNS = ("indexes", "kl", "agreed", "rank")  # the lists of an event Compared
+
+
+def merge_comparisons(parts: Sequence[Compared]) -> Compared | None:
+    """Return one event with the tokens of all events of a choice; None if there is none."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    columns = {name: [value for part in parts for value in getattr(part, name)] for name in COMPARED_COLUMNS}
+    return msgspec.structs.replace(parts[-1], **columns)
+
+
+def cut_comparison(event: Compared, num_tokens: int) -> Compared:
+    """Return an event with only the tokens among the first `num_tokens`."""
+    count = sum(index < num_tokens for index in event.indexes)
+    return msgspec.structs.replace(event, **{name: getattr(event, name)[:count] for name in COMPARED_COLUMNS})
 
 
 def run(serving: Serving, job: Job[B]) -> Generation[B]:
@@ -97,7 +120,10 @@ class Generation(Generic[B]):
         self._wants_prompt_logprobs = job.submits[0].sampling.prompt_logprobs is not None  # the same for all
         self._shared: dict[tuple[str, int], Any] = {}  # what `share` has computed
         self._early_events: list[RequestEvent] = []  # events read while waiting for the admission of other choices
-        self._unexplained: dict[int, OutputDelta] = {}  # by choice: last delta, kept until the event Explained
+        # By choice: the last delta, kept until the events that come after the last tokens
+        self._last_deltas: dict[int, OutputDelta] = {}
+        # The choices whose last event Compared has not come
+        self._uncompared = {i for i, submit in enumerate(job.submits) if submit.reference is not None}
         self._waiting_deltas: list[OutputDelta] = []  # deltas that wait for log-probabilities of their prompt
         self._started_choices: set[int] = set()  # choices of which a delta was yielded
 
@@ -256,14 +282,39 @@ class Generation(Generic[B]):
         index = self._choice_by_request_id[event.request_id]
         if isinstance(event, Tokens):
             delta = self._make_delta(index, event)
+            if delta is not None and delta.finish_reason is not None:
+                self._last_deltas[index] = delta
+                return self._take_last(index)
             return [] if delta is None else self._take_ready([delta])
         if isinstance(event, PromptScores):
             self._prompt_logprobs[index] += event.logprobs
             waiting, self._waiting_deltas = self._waiting_deltas, []
             return self._take_ready(waiting)
         if isinstance(event, Explained):
-            return self._take_ready([self._unexplained.pop(index)._replace(record=event.record)])
+            self._last_deltas[index] = self._last_deltas[index]._replace(record=event.record)
+            return self._take_last(index)
+        if isinstance(event, Compared):
+            return self._take_compared(index, event)
         return []
+
+    def _take_compared(self, index: int, event: Compared) -> list[OutputDelta]:
+        """Return the deltas that can be sent after a comparison of tokens of a choice."""
+        output = self._outputs[index]
+        if output.finish_reason is not None:  # a stop string may have ended the text before the engine's last tokens
+            event = cut_comparison(event, output.num_tokens)
+        compared = OutputDelta(index, "", [], [], comparison=event, num_tokens=output.num_tokens)
+        deltas = self._take_ready([compared]) if event.indexes or event.ended_early else []
+        if event.is_last:
+            self._uncompared.discard(index)
+            deltas += self._take_last(index)
+        return deltas
+
+    def _take_last(self, index: int) -> list[OutputDelta]:
+        """Return the last delta of a choice as a list, empty until everything has come that belongs before it."""
+        delta = self._last_deltas.get(index)
+        if delta is None or index in self._uncompared or (self.job.submits[index].explain and delta.record is None):
+            return []
+        return self._take_ready([self._last_deltas.pop(index)])
 
     def _take_ready(self, deltas: list[OutputDelta]) -> list[OutputDelta]:
         """Return the deltas whose prompts' log-probabilities are complete, or not requested; keep the others."""
@@ -277,7 +328,7 @@ class Generation(Generic[B]):
         return ready
 
     def _make_delta(self, index: int, event: Tokens) -> OutputDelta | None:
-        """Return the delta of new tokens; None without text to show yet, or if the event Explained must come first."""
+        """Return the delta of new tokens; None without text to show yet."""
         output, submit, scores = self._outputs[index], self.job.submits[index], self._pending_logprobs[index]
         scores.extend(event.logprobs or ())
         released = output.push(event.tokens, event.finish_reason)
@@ -292,7 +343,7 @@ class Generation(Generic[B]):
         stop_reason: str | int | None = output.stop_reason
         if event.finish_reason == "stop" and stop_reason is None and event.tokens[-1] in submit.sampling.stop_token_ids:
             stop_reason = event.tokens[-1]
-        delta = OutputDelta(
+        return OutputDelta(
             index,
             released.text,
             released.tokens,
@@ -301,7 +352,3 @@ class Generation(Generic[B]):
             stop_reason,
             num_tokens=output.num_tokens,
         )
-        if submit.explain and delta.finish_reason is not None:
-            self._unexplained[index] = delta
-            return None
-        return delta

@@ -114,6 +114,7 @@ def make_job(
             sibling_of=f"{key}-{p}-0" if choice else None,
             conversation=conversation,
             rollouts=hints.rollouts,
+            reference=body.kv_cache_reference,
         )
         for p, (prompt, conversation) in enumerate(zip(prompts, conversations, strict=True))
         for choice in range(choices)

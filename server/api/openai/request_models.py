@@ -202,6 +202,12 @@ class CacheRequest(Body):
     kv_cache_ttl: float | None = Field(
         None, gt=0, description="seconds after which the blocks that the request leaves cached are evicted first"
     )
+    kv_cache_reference: str | None = Field(
+        None,
+        max_length=MAX_NAME_LENGTH,
+        description="name of an instance, usually an exact one, under which the text is computed as well: each choice "
+        "gets how far each of its tokens is from what that instance predicts",
+    )
     explain: bool = Field(False, description="add to each choice how it was served: instance, cached tokens, times")
     kv_cache_rollout: bool = Field(
         True,

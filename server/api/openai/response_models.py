@@ -36,6 +36,16 @@ class ShadowFidelity(Struct):
     top1: float | None  # share of tokens with the same likeliest token
 
 
+class TokenComparison(Struct):
+    """Extension of OpenAI's choices, with `kv_cache_reference`: how far tokens are from what that instance predicts."""
+
+    indexes: list[int]  # of the tokens in the choice's output, ascending
+    kl: list[float]  # KL(reference || instance that served the choice) at each token, nats
+    top1: list[bool]  # whether both have the same likeliest token
+    rank: list[int]  # rank of the token under the reference; 1: the likeliest
+    ended_early: Literal["room", "failed"] | UnsetType = UNSET  # why not all tokens were compared
+
+
 class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_bytes"}):
     """Extension of OpenAI's choices, with `explain: true`: how one choice was served, copied from its RequestRecord."""
 
@@ -68,6 +78,7 @@ class Choice(Struct, kw_only=True):
     stop_reason: str | int | UnsetType = UNSET  # as in vLLM
     token_ids: list[int] | UnsetType = UNSET
     kv_cache: Explanation | UnsetType = UNSET
+    kv_cache_comparison: TokenComparison | UnsetType = UNSET
 
 
 class CompletionChoice(Choice, kw_only=True):

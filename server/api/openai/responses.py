@@ -27,8 +27,10 @@ from server.api.openai.response_models import (
     KVCacheChoice,
     PromptTokensDetails,
     ShadowFidelity,
+    TokenComparison,
     Usage,
 )
+from server.engine.ipc.messages import Compared
 from server.records import RequestRecord
 
 ENCODER = msgspec.json.Encoder()
@@ -99,7 +101,8 @@ class ChunkEncoder(Generic[B]):
         self._generation = generation
         self._format = format
         body, sampling = generation.job.body, generation.job.submits[0].sampling
-        self._wants_text_only = sampling.logprobs is None and not (body.return_token_ids or body.continuous_usage)
+        has_more = body.return_token_ids or body.continuous_usage or body.kv_cache_reference is not None
+        self._wants_text_only = sampling.logprobs is None and not has_more
         self._text_surroundings: dict[int, tuple[bytes, bytes]] = {}  # by choice: JSON before and after the text
 
     def encode(self, deltas: Sequence[OutputDelta]) -> list[bytes]:
@@ -170,6 +173,8 @@ def set_choice_fields(choice: Choice, delta: OutputDelta, generation: Generation
         choice.stop_reason = delta.stop_reason
     if delta.record is not None:
         choice.kv_cache = make_explanation(delta.record)
+    if delta.comparison is not None:
+        choice.kv_cache_comparison = make_token_comparison(delta.comparison)
 
 
 def make_explanation(record: RequestRecord) -> Explanation:
@@ -178,6 +183,14 @@ def make_explanation(record: RequestRecord) -> Explanation:
     if record.fidelity_tokens:
         explanation.fidelity = ShadowFidelity(record.fidelity_tokens, record.fidelity_kl, record.fidelity_top1)
     return explanation
+
+
+def make_token_comparison(compared: Compared) -> TokenComparison:
+    """Return what a choice tells of the comparison of its tokens with the reference."""
+    comparison = TokenComparison(compared.indexes, compared.kl, compared.agreed, compared.rank)
+    if compared.ended_early is not None:
+        comparison.ended_early = compared.ended_early
+    return comparison
 
 
 def set_prompt_fields(target: CompletionChoice | ChatAnswer, choice: int, generation: Generation[B]) -> None:

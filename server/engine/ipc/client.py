@@ -21,6 +21,7 @@ from server.engine.ipc.messages import (
     Answer,
     Cancel,
     Command,
+    Compared,
     Explained,
     Failed,
     FromEngine,
@@ -74,9 +75,10 @@ class Stream:
     """The events of requests that were submitted together, until all have ended. Made by `EngineClient.stream`."""
 
     def __init__(self, submits: Iterable[Submit], send_cancel: Callable[[Cancel], None]) -> None:
-        self._wants_explanation = {submit.request_id: submit.explain for submit in submits}
-        self._running = set(self._wants_explanation)  # ids of requests whose last event was not read yet
-        # Ids of running requests that were stopped: only their Explained is still to be read
+        # By request id: the kinds of events of which the last one was not read yet; empty or absent: it has ended
+        self._awaited = {submit.request_id: find_awaited_events(submit) for submit in submits}
+        self._running = set(self._awaited)  # ids of requests whose last event was not read yet
+        # Ids of running requests that were stopped: only their Explained and Compared are still to be read
         self._stopped: set[str] = set()
         self._send_cancel = send_cancel
         self._events: deque[RequestEvent | Exception] = deque()
@@ -110,20 +112,21 @@ class Stream:
                 raise event
             if event.request_id not in self._running:  # it was cancelled
                 continue
-            if self._is_last(event):
+            if self._note_arrival(event):
                 self._running.remove(event.request_id)
             if not (event.request_id in self._stopped and isinstance(event, Tokens)):
                 return event
         return None
 
     def cancel(self, request_id: str, outcome: Literal["cancelled", "stop", "error"] = "cancelled") -> None:
-        """Stop one request: no more of its events are delivered, except its Explained if `outcome` is "stop".
+        """Stop one request: no more of its events are delivered, except Explained and Compared if `outcome` is "stop".
 
         Does nothing for a request that has ended.
         """
         if request_id not in self._running:
             return
-        if outcome == "stop" and self._wants_explanation[request_id]:
+        self._awaited[request_id].discard(Tokens)
+        if outcome == "stop" and self._awaited[request_id]:
             self._stopped.add(request_id)
         else:
             self._running.remove(request_id)
@@ -133,10 +136,15 @@ class Stream:
         for request_id in list(self._running):
             self.cancel(request_id, outcome)
 
-    def _is_last(self, event: RequestEvent) -> bool:
-        if isinstance(event, Tokens):
-            return event.finish_reason is not None and not self._wants_explanation[event.request_id]
-        return isinstance(event, Explained | Failed)
+    def _note_arrival(self, event: RequestEvent) -> bool:
+        """Note that an event was read; return whether it is its request's last."""
+        awaited = self._awaited[event.request_id]
+        match event:
+            case Failed():
+                awaited.clear()
+            case Explained() | Tokens(finish_reason=str()) | Compared(is_last=True):
+                awaited.discard(type(event))
+        return not awaited
 
     def put(self, event: RequestEvent | Exception) -> None:
         self._events.append(event)
@@ -146,6 +154,16 @@ class Stream:
     def fail(self, error: Exception) -> None:
         """Raise `error` in the reader of the events, after the events that have arrived."""
         self.put(error)
+
+
+def find_awaited_events(submit: Submit) -> set[type[RequestEvent]]:
+    """Return the kinds of events whose last one has to arrive before a request has ended without a failure."""
+    awaited: set[type[RequestEvent]] = {Tokens}
+    if submit.explain:
+        awaited.add(Explained)
+    if submit.reference is not None:
+        awaited.add(Compared)
+    return awaited
 
 
 class EngineClient:

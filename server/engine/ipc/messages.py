@@ -82,10 +82,15 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     # What is equal for all requests of a conversation, so that a roll-out serves them alike; empty: no conversation
     conversation: str = ""
     rollouts: bool = True  # whether a roll-out may choose the request's instance, or shadow it
+    # Instance under which the text is computed as well, to compare its tokens; Compared events follow
+    reference: str | None = None
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """Ends a request now and frees its memory; only an Explained may follow (after "stop"). Unknown ids are ignored."""
+    """Ends a request now and frees its memory. Unknown ids are ignored.
+
+    Only an Explained and Compared events may follow, after "stop".
+    """
 
     request_id: str
     # cancelled: the client does not wait any more; stop: the text reached a stop string; error: the API worker failed
@@ -299,6 +304,21 @@ class Explained(msgspec.Struct, tag=True, frozen=True):
     record: RequestRecord
 
 
+class Compared(msgspec.Struct, tag=True, frozen=True):
+    """How far output tokens of a request with a `reference` are from what that instance predicts; may be none.
+
+    These events may come later than the tokens, and end with one that `is_last`, unless the request fails.
+    """
+
+    request_id: str
+    indexes: list[int] = []  # of the tokens among the output tokens, ascending
+    kl: list[float] = []  # KL(reference || instance that serves the request) of each token, nats
+    agreed: list[bool] = []  # whether both have the same likeliest token
+    rank: list[int] = []  # rank of the token under the reference; 1: the likeliest
+    is_last: bool = False
+    ended_early: Literal["room", "failed"] | None = None  # why not all tokens were compared: no memory, or a failure
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """The request failed. `status` is the HTTP status of the response, if the response has not begun."""
 
@@ -320,5 +340,5 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     created_at: float = 0.0
 
 
-RequestEvent = Admitted | Preempted | PromptScores | Tokens | Explained | Failed
+RequestEvent = Admitted | Preempted | PromptScores | Tokens | Explained | Compared | Failed
 FromEngine = Hello | RequestEvent | Answer

@@ -1,4 +1,4 @@
-"""Makes the request of a message: chooses its strategy instance, a fallback of that and a candidate, sets up drafts.
+"""Makes the request of a message: chooses its strategy instance, a fallback and a shadow of it, sets up drafts.
 
 Knows the rules of the choice, roll-outs and the state of instances; neither the queue nor what becomes of a request.
 """
@@ -20,16 +20,17 @@ from server.engine.scheduling.fallback import Fallbacks, set_fallback_of
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.selection import Selector
+from server.engine.shadow.shadow import Wanted
 
 # The requests of an engine that have not ended, by API worker and the id that it gave the request
 RequestTable = Mapping[tuple[int, str], Request]
 
 
 class NewRequest(NamedTuple):
-    """A request, and the cache of the candidate instance under which it also runs; None: under none."""
+    """A request, and its shadow under a second instance; None: it has none."""
 
     request: Request
-    shadow: KVCache | None
+    shadow: Wanted | None
 
 
 class RequestFactory:
@@ -89,12 +90,15 @@ class RequestFactory:
         if speculation.num_speculative_tokens and cache.contract.chunk_invariant:
             longest = min(request.max_total_tokens, self._scheduler.limits.max_seq_len)
             request.proposer = NgramProposer(speculation, longest)
-        return NewRequest(
-            request, None if choice.shadow is None or name != chosen else self._find_shadow(choice.shadow)
-        )
+        if message.reference is not None:
+            reference = self._selector.check_name(message.reference, "kv_cache_reference", "kv_cache_reference")
+            return NewRequest(request, Wanted(self._find_shadow(reference), is_reference=True))
+        if choice.shadow is None or name != chosen:
+            return NewRequest(request, None)
+        return NewRequest(request, Wanted(self._find_shadow(choice.shadow), choice.rollout))
 
     def _find_shadow(self, name: str) -> KVCache | None:
-        """Return the cache of a candidate; None if it is in quarantine. One whose quarantine is over is built anew."""
+        """Return the cache of a second instance; None if it is in quarantine. After a quarantine it is built anew."""
         if name in self._isolation.quarantined:
             try:
                 self._isolation.end_quarantine(name)

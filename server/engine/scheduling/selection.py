@@ -27,21 +27,21 @@ class Selector:
         `kv_usage` is the share of the KV memory in use, 0 to 1. Raises RequestError for an unknown name.
         """
         sources = (
-            ("request", submit.kv_cache, "kv_cache"),
-            ("header", submit.header, None),
-            ("model", submit.alias, "model"),
+            ("request", submit.kv_cache, "kv_cache", "kv_cache"),
+            ("header", submit.header, "header X-KV-Cache", None),
+            ("model", submit.alias, "model", "model"),
         )
-        for reason, name, param in sources:
+        for reason, name, field, param in sources:
             if name is not None:
-                return self._check_name(name, reason, param), reason
+                return self.check_name(name, field, param), reason
         for i, rule in enumerate(self._rules):
             if matches(rule, len(submit.prompt), submit.priority, kv_usage):
                 return rule.use, f"rule {i}"
         return self._default, "default"
 
-    def _check_name(self, name: str, source: str, param: str | None) -> str:
+    def check_name(self, name: str, field: str, param: str | None) -> str:
+        """Return an instance's name, which a request gives in `field`. Raises RequestError for an unknown one."""
         if name not in self._names:
-            field = {"request": "kv_cache", "header": "header X-KV-Cache", "model": "model"}[source]
             message = f"{field}: there is no cache strategy {name!r}; there are {', '.join(sorted(self._names))}"
             raise RequestError(400, message, code="unknown_kv_cache", param=param)
         return name

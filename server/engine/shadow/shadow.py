@@ -1,7 +1,8 @@
-"""One shadow: a request that also runs under a candidate instance, fed with the tokens that the served instance drew.
+"""One shadow: a request that also runs under a second instance, fed with the tokens that the served instance drew.
 
-Keeps the served logits of tokens that the candidate has not predicted yet, since the candidate may lag behind: it
-computes the prompt later, and drafts are verified without it. Knows neither the scheduler nor where results are sent.
+The second instance is the candidate of a roll-out, or the reference to which a client wants a request compared. Keeps
+the served logits of tokens that it has not predicted yet, since it may lag behind: it computes the prompt later, and
+drafts are verified without it. Knows neither the scheduler nor where results are sent.
 """
 
 from __future__ import annotations
@@ -22,25 +23,43 @@ from server.records import RequestFidelity
 EndedEarly = Literal["room", "failed"]
 
 
+class Wanted(NamedTuple):
+    """A shadow that begins when its served request does."""
+
+    cache: KVCache | None  # of the second instance; None: it is in quarantine
+    rollout: str | None = None  # the roll-out for which the request is shadowed; None: a rule's, or a client's
+    is_reference: bool = False  # whether the client gets the divergence of each token from this instance
+
+
 class Comparable(NamedTuple):
     """Tokens that both instances have predicted, with the logits [V] of each."""
 
     served: list[Tensor]
-    candidate: list[Tensor]
+    shadow: list[Tensor]
     tokens: list[int]
+    indexes: list[int]  # of the tokens in the text
+
+
+class ComparedToken(NamedTuple):
+    """The divergence at one output token, by the token's index among them."""
+
+    output_index: int
+    divergence: Divergence
 
 
 @dataclass(eq=False, slots=True)
 class Shadow:
-    """A request that shadows a served one under a candidate instance, and the comparison so far."""
+    """A request that shadows a served one under a second instance, and the comparison so far."""
 
     served: Request
     request: Request  # the shadow's own; its `tokens` are the list of the served request
     served_cache: KVCache  # of the served request when the shadow began; a fallback may serve it later
-    rollout: str | None  # the roll-out for which the request is shadowed; None: a rule's
+    rollout: str | None  # as in `Wanted`
+    is_reference: bool = False
+    unsent: list[ComparedToken] = field(default_factory=list)  # of a reference: what the client has not got yet
     divergences: list[Divergence] = field(default_factory=list)  # of tokens at which both logits are finite
     is_finite: bool = True  # whether all logits were so far
-    unmeasured: Comparable = field(default_factory=lambda: Comparable([], [], []))
+    unmeasured: Comparable = field(default_factory=lambda: Comparable([], [], [], []))
     served_ended: bool = False
     num_idle_steps: int = 0  # number of steps since the shadow last had a row
     # Served logits [V] by the index of the token that they predict, in order; only those not compared yet
@@ -49,7 +68,7 @@ class Shadow:
 
     @property
     def is_behind(self) -> bool:
-        """Whether served logits wait for the candidate's."""
+        """Whether served logits wait for the second instance's."""
         return bool(self._kept or self._fresh)
 
     def count_computable_tokens(self, *, served_samples: bool) -> int:
@@ -83,15 +102,20 @@ class Shadow:
             served = self._kept.pop(token, None) if fresh is None else fresh.clone()
             if served is not None:
                 self.unmeasured.served.append(served)
-                self.unmeasured.candidate.append(row.clone())
+                self.unmeasured.shadow.append(row.clone())
                 self.unmeasured.tokens.append(self.served.tokens[token])
+                self.unmeasured.indexes.append(token)
 
     def take_divergences(self, divergences: Iterator[Divergence]) -> None:
         """Take the divergences of the unmeasured tokens, which come first."""
         taken = list(islice(divergences, len(self.unmeasured.tokens)))
         self.divergences += (each for each in taken if each.is_finite)
         self.is_finite &= all(each.is_finite for each in taken)
-        self.unmeasured = Comparable([], [], [])
+        if self.is_reference:
+            first = self.served.num_prompt_tokens
+            of_tokens = zip(self.unmeasured.indexes, taken, strict=True)
+            self.unsent += (ComparedToken(index - first, each) for index, each in of_tokens if each.is_finite)
+        self.unmeasured = Comparable([], [], [], [])
 
     def keep_served_logits(self, most: int) -> None:
         """Copy the step's served logits that could not be compared yet, and drop the oldest ones beyond `most`."""

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache
+from server.engine.ipc.messages import Compared
 from server.engine.isolation.errors import StrategyError
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.step import Scheduled
 from server.engine.shadow.divergence import measure_divergence
-from server.engine.shadow.shadow import EndedEarly, Shadow
+from server.engine.shadow.shadow import ComparedToken, EndedEarly, Shadow, Wanted
 from server.records import Outcome, RequestFidelity
 
 log = logging.getLogger(__name__)
@@ -31,17 +31,11 @@ BUDGET_SHARE = 4  # shadows compute at most this part (1/4) of max_num_batched_t
 MAX_KEPT_BYTES = 64 << 20  # of served logits that wait for candidates, over all shadows
 # So many tokens, over all shadows, are measured in one call: a call takes as long for one as for several
 MEASURED_TOGETHER = 32
+MEASURED_FOR_CLIENTS = 4  # the same if a client waits for the results
 MAX_UNMEASURED_BYTES = 16 << 20  # of the logits of either instance that wait for that
 MAX_IDLE_STEPS = (
     200  # steps without a row after which a shadow is dropped, since its request waits or its cache is stuck
 )
-
-
-class Wanted(NamedTuple):
-    """A shadow that begins when its served request does."""
-
-    cache: KVCache  # of the candidate
-    rollout: str | None
 
 
 class Shadows:
@@ -53,6 +47,7 @@ class Shadows:
         self._by_served: dict[Request, Shadow] = {}
         self._by_request: dict[Request, Shadow] = {}  # the same shadows by their own requests
         self._records: list[RequestFidelity] = []
+        self._comparisons: list[tuple[int, Compared]] = []  # for clients, each with its API worker
         self._bytes_of_row = 1  # of the logits [V] of one token
 
     def __len__(self) -> int:
@@ -63,10 +58,12 @@ class Shadows:
         """The requests of the shadows that have a seat."""
         return self._by_request.keys()
 
-    def want(self, served: Request, cache: KVCache, rollout: str | None) -> None:
-        """Let a request, which is queued, also run under the instance of `cache` once it begins."""
-        if cache is not served.cache and served.sampling.max_tokens:
-            self._wanted[served] = Wanted(cache, rollout)
+    def want(self, served: Request, wanted: Wanted) -> None:
+        """Let a request, which is queued, also run under a second instance once it begins."""
+        if wanted.cache is not None and wanted.cache is not served.cache and served.sampling.max_tokens:
+            self._wanted[served] = wanted
+        elif wanted.is_reference:
+            self._end_comparison(served, None if wanted.cache is not None else "failed")
 
     def get(self, served: Request) -> Shadow | None:
         """Return the shadow of a served request; None if it has none (any more)."""
@@ -77,6 +74,11 @@ class Shadows:
         records, self._records = self._records, []
         return records
 
+    def collect_comparisons(self) -> list[tuple[int, Compared]]:
+        """Return what clients get of comparisons with references since the last call, each with its API worker."""
+        comparisons, self._comparisons = self._comparisons, []
+        return comparisons
+
     # ---------------------------------------------------------------- a step
     def schedule(self, served_rows: Sequence[Scheduled]) -> list[Scheduled]:
         """Return the shadows' rows of a step, beside those of served requests."""
@@ -85,7 +87,7 @@ class Shadows:
         for shadow in [each for each in self._by_request.values() if each.served.cache is not each.served_cache]:
             self._end(shadow, None)  # a fallback serves the request now, from its beginning
         for request in [row.request for row in served_rows if row.request in self._wanted]:
-            self._start(request, *self._wanted.pop(request))
+            self._start(request, self._wanted.pop(request))
         limits = self._scheduler.limits
         used = sum(row.num_tokens + len(row.draft) for row in served_rows)
         budget = min(limits.max_num_batched_tokens // BUDGET_SHARE, limits.max_num_batched_tokens - used)
@@ -102,28 +104,32 @@ class Shadows:
                 rows.append(Scheduled(shadow.request, num_tokens, num_compared=num_compared))
         return rows
 
-    def _start(self, served: Request, cache: KVCache, rollout: str | None) -> None:
-        """Open a seat under the candidate for a request whose first row is in this step, if there is room."""
-        if cache is served.cache:
+    def _start(self, served: Request, wanted: Wanted) -> None:
+        """Open a seat under the second instance for a request whose first row is in this step, if there is room."""
+        cache = wanted.cache
+        assert cache is not None
+        if cache is served.cache:  # a fallback serves the request now
+            if wanted.is_reference:
+                self._end_comparison(served, None)
             return
         sampling = msgspec.structs.replace(served.sampling, logprobs=None, prompt_logprobs=None)
         salt = served.salt._replace(shadow=True)
         request = Request(served.key, served.tokens, sampling, cache, "shadow", salt, is_shadow=True)
         request.num_prompt_tokens = served.num_prompt_tokens
-        shadow = Shadow(served, request, served.cache, rollout)
+        shadow = Shadow(served, request, served.cache, wanted.rollout, wanted.is_reference)
         try:
             if not self._fits(request):
-                self._records.append(shadow.make_record("room"))
+                self._report(shadow, "room")
                 return
             request.seat = cache.open(served.tokens, salt=salt)
             if request.seat is not None:
                 # What it leaves in the cache is evicted before the tokens of served requests.
                 cache.retain(request.seat, priority=0, ttl=0.0)
         except StrategyError:
-            self._records.append(shadow.make_record("failed"))
+            self._report(shadow, "failed")
             return
         if request.seat is None:
-            self._records.append(shadow.make_record("room"))
+            self._report(shadow, "room")
             return
         self._by_served[served] = self._by_request[request] = shadow
 
@@ -173,8 +179,11 @@ class Shadows:
         for request, rows in logits.items():
             if (shadow := self._by_request.get(request)) is not None:
                 shadow.match(rows)
-        num_unmeasured = sum(len(shadow.unmeasured.tokens) for shadow in self._by_request.values())
-        if num_unmeasured >= min(MEASURED_TOGETHER, MAX_UNMEASURED_BYTES // self._bytes_of_row):
+        unmeasured = [shadow for shadow in self._by_request.values() if shadow.unmeasured.tokens]
+        is_awaited = any(shadow.is_reference for shadow in unmeasured)
+        together = MEASURED_FOR_CLIENTS if is_awaited else MEASURED_TOGETHER
+        num_unmeasured = sum(len(shadow.unmeasured.tokens) for shadow in unmeasured)
+        if num_unmeasured >= min(together, MAX_UNMEASURED_BYTES // self._bytes_of_row):
             self._measure()
         for shadow in list(self._by_request.values()):
             if not shadow.is_finite or (shadow.served_ended and not shadow.is_behind):
@@ -188,11 +197,15 @@ class Shadows:
         if not shadows:
             return
         served = torch.stack([row for each in shadows for row in each.unmeasured.served])
-        candidate = torch.stack([row for each in shadows for row in each.unmeasured.candidate])
+        second = torch.stack([row for each in shadows for row in each.unmeasured.shadow])
         tokens = [token for each in shadows for token in each.unmeasured.tokens]
-        divergences = iter(measure_divergence(served, candidate, tokens))
+        is_reference = [each.is_reference for each in shadows for _ in each.unmeasured.tokens]
+        divergences = iter(measure_divergence(served, second, tokens, is_reference))
         for shadow in shadows:
             shadow.take_divergences(divergences)
+            if shadow.unsent:
+                self._send_comparison(shadow.served, shadow.unsent)
+                shadow.unsent = []
 
     def _count_kept_rows(self) -> int:
         """Return how many rows of served logits each shadow may keep."""
@@ -201,7 +214,9 @@ class Shadows:
     # ---------------------------------------------------------------- ends
     def end_served(self, served: Request, outcome: Outcome) -> Shadow | None:
         """End the shadow of a served request that ends now, once it has predicted all of the text; return it."""
-        self._wanted.pop(served, None)
+        wanted = self._wanted.pop(served, None)
+        if wanted is not None and wanted.is_reference:
+            self._end_comparison(served, None)
         shadow = self._by_served.pop(served, None)
         if shadow is not None:
             shadow.served_ended = True
@@ -217,7 +232,12 @@ class Shadows:
 
     def end_quarantined(self, instances: Collection[str]) -> None:
         """End all shadows under instances that are in quarantine."""
-        self._wanted = {served: each for served, each in self._wanted.items() if each.cache.name not in instances}
+        for served, wanted in [*self._wanted.items()]:
+            assert wanted.cache is not None
+            if wanted.cache.name in instances:
+                del self._wanted[served]
+                if wanted.is_reference:
+                    self._end_comparison(served, "failed")
         for shadow in [each for each in self._by_request.values() if each.request.cache.name in instances]:
             self._end(shadow, "failed")
 
@@ -243,6 +263,24 @@ class Shadows:
             request.cache.discard(request.seat)
         self._by_served.pop(shadow.served, None)
         del self._by_request[request]
-        self._records.append(shadow.make_record(ended_early))
+        self._report(shadow, ended_early)
         request.cache.close(request.seat)
         request.seat = None
+
+    # ---------------------------------------------------------------- results
+    def _report(self, shadow: Shadow, ended_early: EndedEarly | None) -> None:
+        """Record the results of a shadow that has ended, or let the client know that there are no more."""
+        if shadow.is_reference:
+            self._end_comparison(shadow.served, ended_early)
+        else:
+            self._records.append(shadow.make_record(ended_early))
+
+    def _send_comparison(self, served: Request, tokens: Sequence[ComparedToken]) -> None:
+        worker, request_id = served.key
+        indexes = [each.output_index for each in tokens]
+        kl, agreed, rank = (list(column) for column in zip(*(each.divergence for each in tokens), strict=True))
+        self._comparisons.append((worker, Compared(request_id, indexes, kl, agreed, rank)))
+
+    def _end_comparison(self, served: Request, ended_early: EndedEarly | None) -> None:
+        worker, request_id = served.key
+        self._comparisons.append((worker, Compared(request_id, is_last=True, ended_early=ended_early)))

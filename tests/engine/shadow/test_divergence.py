@@ -48,10 +48,21 @@ def test_tokens_that_only_the_candidate_excludes_give_an_infinite_divergence() -
     assert not found.is_finite
 
 
-@pytest.mark.parametrize("broken", ["served", "candidate"])
+@pytest.mark.parametrize("broken", ["served", "shadow"])
 def test_logits_that_are_not_numbers_give_a_divergence_that_is_none(broken: str) -> None:
-    logits = {"served": torch.zeros(2, 3), "candidate": torch.zeros(2, 3)}
+    logits = {"served": torch.zeros(2, 3), "shadow": torch.zeros(2, 3)}
     logits[broken][1, 2] = math.nan
     first, second = measure_divergence(**logits, tokens=[0, 0])
     assert first.kl == 0.0
     assert math.isnan(second.kl)
+
+
+def test_the_divergence_of_a_token_may_be_from_the_shadow(rng: random.Random) -> None:
+    served, shadow = torch.randn(4, 9), torch.randn(4, 9)
+    tokens, flags = [3, 1, 8, 0], [True, False, True, False]
+    found = measure_divergence(served, shadow, tokens, flags)
+    plain, swapped = measure_divergence(served, shadow, tokens), measure_divergence(shadow, served, tokens)
+    assert [each.kl for each in found] == [
+        (s if flag else p).kl for flag, p, s in zip(flags, plain, swapped, strict=True)
+    ]
+    assert [each.rank for each in found] == [each.rank for each in plain]  # always under the shadow
