@@ -33,7 +33,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast test-metal prometheus test-slow test-clients test-kvpress check check-metal format bench bench-peers validate compare load fuzz chaos soak clean
+.PHONY: help install serve test test-fast test-metal prometheus chromium test-slow test-clients test-kvpress check check-metal format bench bench-peers validate compare load fuzz chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -54,6 +54,9 @@ test-metal: $(VENV)/.with-test  ## test the Metal kernels: emulated, and on a Ma
 	$(PY) -m pytest -m "not slow" tests/kernels tests/engine/test_metal.py tests/end_to_end/test_metal.py $(ARGS)
 
 prometheus: .tools/usr/bin/promtool  ## unpack Prometheus for the tests, on Debian and Ubuntu; without it some are skipped
+
+chromium:  ## install Debian's Chromium for the tests of the page at /ui; without it they are skipped
+	command -v chromium >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium; }
 
 test-slow: $(VENV)/.with-test  ## run all tests, with those that take minutes
 	$(PY) -m pytest $(ARGS)

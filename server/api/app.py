@@ -30,6 +30,7 @@ from server.api.ops.request_log import EndedRequest, log_request
 from server.api.ops.tracing import Tracing, make_tracing
 from server.engine.ipc.client import EngineClient
 from server.text.tokenizer import TokenizerBase, read_tokenizer_info
+from server.ui.files import mount_ui
 from server.version import get_version
 
 # Switches off FastAPI's own telemetry: it would add a span around ours, and record the messages of exceptions, which
@@ -76,6 +77,8 @@ def create_app(
     app.include_router(health_router(client))
     app.include_router(metrics_router(client, observations))
     app.include_router(live.router(live_state, client), dependencies=[make_security_dependency("admin token")])
+    if settings.ui:
+        mount_ui(app)
     return app
 
 

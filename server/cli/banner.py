@@ -30,6 +30,18 @@ Try it:
 
   curl {url}/v1/completions -H 'Content-Type: application/json' \\
     -d {body}
+{_format_page(url, settings)}"""
+
+
+def _format_page(url: str, settings: Settings) -> str:
+    """Return the lines about the page, empty if it is switched off."""
+    if not settings.ui:
+        return ""
+    access = "with the admin_token" if settings.admin_token else "on this machine only, without an admin_token"
+    return f"""
+Watch it ({access}):
+
+  {url}/ui
 """
 
 

@@ -43,6 +43,7 @@ PROFILE_PATH = "/v1/profile"
 ROLLOUTS_PATH = "/v1/rollouts"
 LIVE_PATH = "/v1/live"
 FIDELITY_PATH = "/v1/fidelity"
+DESCRIBING_PATHS = ("/v1/kv_cache", "/v1/settings")
 READING_METHODS = ("GET", "HEAD")
 API_PREFIX = "/v1"
 # Prefixes of the paths that need an API key; /tokenizer_info begins with one of them, too
@@ -304,10 +305,10 @@ class AuthenticationMiddleware:
     """Middleware that checks API keys, other tokens and ports, before any part of a body is read.
 
     An API key opens the paths of API_KEY_PREFIXES; the admin token opens only the administration of caches, roll-outs
-    and profiles, the live view, and what describes roll-outs; the metrics key opens /metrics. Without API keys every
-    request is let in; without an admin token there is no administration, and only clients on this machine may watch
-    the live view. With a `metrics_port`, /metrics is only on that port; /health
-    and /ready are on both ports.
+    and profiles, the live view, and what describes instances, settings and roll-outs; the metrics key opens /metrics.
+    Without API keys every request is let in; without an admin token there is no administration, and only clients on
+    this machine may watch the live view. With a `metrics_port`, /metrics is only on that port; /health and /ready are
+    on both ports.
     """
 
     def __init__(
@@ -348,9 +349,9 @@ class AuthenticationMiddleware:
         return None
 
     def _get_reading_tokens(self, scope: Scope) -> tuple[str, ...]:
-        """Return the tokens that open a path beside API keys: operators read roll-outs with the admin token, too."""
-        describes_rollouts = scope["path"].startswith((ROLLOUTS_PATH, FIDELITY_PATH))
-        return (self._admin_token,) if describes_rollouts and self._admin_token is not None else ()
+        """Return the tokens that open a path beside API keys: the admin token, where it only describes the server."""
+        describes = scope["path"].startswith((ROLLOUTS_PATH, FIDELITY_PATH)) or scope["path"] in DESCRIBING_PATHS
+        return (self._admin_token,) if describes and self._admin_token is not None else ()
 
     def _is_on_its_port(self, scope: Scope) -> bool:
         if self._metrics_port is None or scope["path"] in SHARED_PATHS:

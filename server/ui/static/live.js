@@ -1,0 +1,133 @@
+/**
+ * Follows GET /v1/live/events: the state of the server twice a second, and what is needed of the last minutes for rates.
+ *
+ * The stream is open only while a view uses it and the page is visible, so that a page in the background costs nothing.
+ */
+
+import { useEffect, useReducer } from "./vendor/hooks.js";
+import { sendForEvents } from "./api.js";
+
+const HISTORY_SECONDS = 330; // five minutes to draw, and the time before them over which the first rates are counted
+const RETRY_SECONDS = 2;
+
+/** Return `target` changed by a JSON merge patch (RFC 7396); unchanged parts stay the same objects. */
+export function applyMergePatch(target, patch) {
+  const result = { ...target };
+  for (const [key, value] of Object.entries(patch)) {
+    if (value === null) delete result[key];
+    else if (isObject(value) && isObject(result[key])) result[key] = applyMergePatch(result[key], value);
+    else result[key] = value;
+  }
+  return result;
+}
+
+const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);
+
+const decodeBytes = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+
+class Live {
+  state = null; // the answer of GET /v1/live, with cells.owners and cells.states as Uint8Array
+  status = "connecting"; // "open", "unavailable" (no engine, or no server) or "refused"
+  message = "";
+  history = []; // {time, totals, num_running, num_waiting}, oldest first
+  #listeners = new Set();
+  #abort = null; // of the open stream
+  #users = 0;
+
+  constructor() {
+    document.addEventListener("visibilitychange", () => this.#update());
+  }
+
+  /** Call `listener` after each change until the returned function is called. */
+  subscribe(listener) {
+    this.#listeners.add(listener);
+    this.#users += 1;
+    this.#update();
+    return () => {
+      this.#listeners.delete(listener);
+      this.#users -= 1;
+      setTimeout(() => this.#update()); // the next view may use it at once
+    };
+  }
+
+  /** Connect again, with the present token. */
+  restart() {
+    this.#abort?.abort();
+    this.#abort = null;
+    this.status = "connecting";
+    this.#notify();
+    this.#update();
+  }
+
+  #update() {
+    const wanted = this.#users > 0 && !document.hidden;
+    if (wanted && this.#abort === null) {
+      this.#abort = new AbortController();
+      this.#follow(this.#abort.signal);
+    } else if (!wanted && this.#abort !== null) {
+      this.#abort.abort();
+      this.#abort = null;
+    }
+  }
+
+  async #follow(signal) {
+    while (!signal.aborted) {
+      try {
+        for await (const { event, data } of sendForEvents("v1/live/events", { as: "admin", signal })) {
+          if (signal.aborted) return;
+          this.#receive(event, JSON.parse(data));
+        }
+      } catch (error) {
+        if (signal.aborted) return;
+        this.#fail(error.isRefusal ? "refused" : "unavailable", error.status ? error.message : "the server does not answer");
+        if (error.isRefusal) return; // until restart()
+      }
+      await new Promise((resolve) => setTimeout(resolve, RETRY_SECONDS * 1000));
+    }
+  }
+
+  #fail(status, message) {
+    Object.assign(this, { status, message });
+    this.#notify();
+  }
+
+  #receive(event, data) {
+    if (event === "unavailable") return this.#fail("unavailable", data.message);
+    this.state = event === "snapshot" ? decodeCells(data) : applyChange(this.state, data);
+    this.status = "open";
+    this.message = "";
+    const { created: time, totals, num_running, num_waiting } = this.state;
+    if (this.history.length && time < this.history.at(-1).time) this.history = []; // another engine
+    this.history.push({ time, totals, num_running, num_waiting });
+    while (this.history[0].time < time - HISTORY_SECONDS) this.history.shift();
+    this.#notify();
+  }
+
+  #notify() {
+    for (const listener of [...this.#listeners]) listener();
+  }
+}
+
+function decodeCells(state) {
+  const { owners, states } = state.cells;
+  return { ...state, cells: { ...state.cells, owners: decodeBytes(owners), states: decodeBytes(states) } };
+}
+
+function applyChange(state, { patch, cells }) {
+  const changed = applyMergePatch(state, patch);
+  const { owners, states } = changed.cells;
+  for (const [first, newOwners, newStates] of cells) {
+    owners.set(decodeBytes(newOwners), first);
+    states.set(decodeBytes(newStates), first);
+  }
+  return changed;
+}
+
+export const live = new Live();
+
+/** Return the live state's store; the component is drawn again after each change. */
+export function useLive() {
+  const [, redraw] = useReducer((count) => count + 1, 0);
+  useEffect(() => live.subscribe(redraw), []);
+  return live;
+}

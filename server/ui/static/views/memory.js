@@ -1,0 +1,315 @@
+/** The KV memory: its pages as a grid, by instance and state; what it is used for; and how much more has room. */
+
+import { sendJson } from "../api.js";
+import { Bar, colorClass, Figure, html, InstanceName, NUM_COLORS, useEffect, useLayoutEffect, useRef, useState, WithLive } from "../components.js";
+import { formatBytes, formatNumber, formatSeconds } from "../format.js";
+
+const STATE_TITLES = {
+  in_use: "in use, by one sequence",
+  shared: "shared by several sequences",
+  pinned: "pinned",
+  pending: "being computed, and others wait for it",
+  idle: "idle: kept for reuse, freed when needed",
+  free: "free",
+  untouched: "free, and not provided by the system yet",
+};
+const HOVER_DELAY = 120; // milliseconds for which the pointer rests on a page before its details are asked for
+
+export default function MemoryView() {
+  return html`<h2>Memory</h2><${WithLive}>${(state) => html`<${Memory} state=${state} />`}<//>`;
+}
+
+function Memory({ state }) {
+  const names = Object.keys(state.instances);
+  return html`
+    <${Overview} state=${state} />
+    <${Instances} state=${state} names=${names} />
+    <${Room} state=${state} names=${names} />
+    <${Pages} state=${state} names=${names} />
+  `;
+}
+
+/** Return the sum of one kind of memory over all instances. */
+const sumUsage = (state, kind) => Object.values(state.instances).reduce((sum, each) => sum + each.usage[kind], 0);
+
+function Overview({ state }) {
+  const { memory } = state;
+  const used = sumUsage(state, "used");
+  const idle = sumUsage(state, "idle");
+  const wasted = sumUsage(state, "wasted");
+  const free = Math.max(0, memory.bytes - used - idle - wasted);
+  const parts = [
+    { label: "weights", value: memory.weight_bytes, kind: "weights" },
+    { label: "used", value: used, kind: "used" },
+    { label: "idle", value: idle, kind: "idle" },
+    { label: "wasted", value: wasted, kind: "wasted" },
+    { label: "free", value: free, kind: "free" },
+  ];
+  const label = parts.map((part) => `${part.label} ${formatBytes(part.value)}`).join(", ");
+  return html`<section aria-label="Memory by use">
+    <${Bar} parts=${parts} total=${memory.weight_bytes + memory.bytes} label=${`Weights and KV memory: ${label}`} />
+    <dl class="figures">
+      ${parts.map((part) => html`<${Figure} key=${part.label} title=${html`<i class=${`swatch ${part.kind}`}></i>${part.label}`}>${formatBytes(part.value)}<//>`)}
+      <${Figure} title="KV memory" note=${memory.usable_bytes < memory.bytes ? `${formatBytes(memory.usable_bytes)} provided so far` : null}>${formatBytes(memory.bytes)}<//>
+      <${Figure} title="Requests">${formatNumber(state.num_running)} running, ${formatNumber(state.num_waiting)} waiting<//>
+    </dl>
+  </section>`;
+}
+
+function Instances({ state, names }) {
+  return html`<section>
+    <h3>By strategy</h3>
+    <div class="scroll" tabindex="0" role="group" aria-label="Memory by strategy">
+      <table>
+        <thead>
+          <tr>
+            <th scope="col">instance</th><th scope="col">kind</th><th scope="col">of its limit</th>
+            <th scope="col" class="number">used</th><th scope="col" class="number">idle</th><th scope="col" class="number">wasted</th>
+            <th scope="col" class="number">floor</th><th scope="col" class="number">limit</th>
+            <th scope="col" class="number">tokens kept</th><th scope="col" class="number">dropped</th>
+            <th scope="col" class="number">running</th><th scope="col" class="number">waiting</th>
+          </tr>
+        </thead>
+        <tbody>
+          ${names.map((name, index) => {
+            const each = state.instances[name];
+            const { used, idle, wasted } = each.usage;
+            const parts = [
+              { label: "used", value: used, kind: "solid", color: colorClass(index) },
+              { label: "idle", value: idle, kind: "faint", color: colorClass(index) },
+              { label: "wasted", value: wasted, kind: "wasted" },
+            ];
+            const marks = each.floor_bytes ? [{ label: `floor ${formatBytes(each.floor_bytes)}`, value: each.floor_bytes, kind: "floor" }] : [];
+            const label = `${formatBytes(used)} used and ${formatBytes(idle)} idle of ${formatBytes(each.limit_bytes)}`;
+            return html`<tr key=${name}>
+              <th scope="row"><${InstanceName} name=${name} index=${index} />${each.state !== "ok" && html` <strong class="bad">${each.state}</strong>`}</th>
+              <td>${each.kind}</td>
+              <td><${Bar} parts=${parts} marks=${marks} total=${each.limit_bytes} label=${label} /></td>
+              <td class="number">${formatBytes(used)}</td><td class="number">${formatBytes(idle)}</td><td class="number">${formatBytes(wasted)}</td>
+              <td class="number">${formatBytes(each.floor_bytes)}</td><td class="number">${formatBytes(each.limit_bytes)}</td>
+              <td class="number">${formatNumber(each.kept_tokens)}</td><td class="number">${formatNumber(each.dropped_tokens)}</td>
+              <td class="number">${formatNumber(each.running)}</td><td class="number">${formatNumber(each.waiting)}</td>
+            </tr>`;
+          })}
+        </tbody>
+      </table>
+    </div>
+  </section>`;
+}
+
+/** Shows how many more texts of a length fit, by strategy. */
+function Room({ state, names }) {
+  const lengths = [...new Set(names.flatMap((name) => Object.keys(state.instances[name].fits).map(Number)))].sort((a, b) => a - b);
+  const [chosen, setChosen] = useState(null);
+  if (!lengths.length) return null;
+  const index = chosen ?? Math.min(2, lengths.length - 1);
+  const length = lengths[Math.min(index, lengths.length - 1)];
+  const most = Math.max(1, ...names.map((name) => state.instances[name].fits[length] ?? 0));
+  return html`<section>
+    <h3>Room for more</h3>
+    <label class="slider">
+      Texts of <output>${formatNumber(length)}</output> tokens
+      <input type="range" min="0" max=${lengths.length - 1} value=${index} aria-valuetext=${`${length} tokens`} onInput=${(event) => setChosen(Number(event.target.value))} />
+    </label>
+    <dl class="room">
+      ${names.map((name, i) => {
+        const count = state.instances[name].fits[length];
+        return html`<div key=${name}>
+          <dt><${InstanceName} name=${name} index=${i} /></dt>
+          <dd>
+            <b>${formatNumber(count)}</b> more
+            <${Bar} parts=${[{ label: name, value: count ?? 0, kind: "solid", color: colorClass(i) }]} total=${most} label=${`${count ?? "unknown"} more texts of ${length} tokens fit`} />
+          </dd>
+        </div>`;
+      })}
+    </dl>
+    <p class="remark">If idle memory is freed, nothing is shared, and no other strategy takes the room.</p>
+  </section>`;
+}
+
+// ---------------------------------------------------------------- the grid of pages
+function Pages({ state, names }) {
+  const { cells } = state;
+  const [page, setPage] = useState(null);
+  const each = cells.pages_per_cell > 1 ? `Each square is the first of ${cells.pages_per_cell} pages` : "Each square is a page";
+  return html`<section>
+    <h3>Pages</h3>
+    <p class="remark">${each} of ${formatBytes(state.memory.page_bytes)}. Point at one, or go there with the arrow keys, for its details.</p>
+    <ul class="legend" aria-label="Colours and marks">
+      ${names.map((name, index) => html`<li key=${name}><${InstanceName} name=${name} index=${index} /></li>`)}
+      ${Object.entries(STATE_TITLES).map(([name, title]) => html`<li key=${name}><i class=${`cell ${name}`}></i>${title}</li>`)}
+    </ul>
+    <${Grid} cells=${cells} names=${names} selected=${page} onSelect=${setPage} />
+    <${PageDetails} cells=${cells} page=${page} />
+  </section>`;
+}
+
+/** Return how many pages are in each state, as a sentence for a screen reader. */
+function describeStates(cells) {
+  const counts = new Map();
+  for (const state of cells.states) counts.set(state, (counts.get(state) ?? 0) + 1);
+  return [...counts].map(([state, count]) => `${count * cells.pages_per_cell} ${cells.state_names[state]}`).join(", ");
+}
+
+/** Draws a canvas with a square for each cell; only cells that have changed are drawn again. */
+function Grid({ cells, names, selected, onSelect }) {
+  const canvas = useRef();
+  const drawn = useRef(null); // {layout, colors, owners, states, selected} of what the canvas shows
+  const [width, setWidth] = useState(0);
+  useLayoutEffect(() => {
+    const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
+    observer.observe(canvas.current.parentElement);
+    const scheme = matchMedia("(prefers-color-scheme: dark)");
+    const redraw = () => {
+      drawn.current = null;
+      setWidth((value) => value); // colours are read again at the next change
+    };
+    scheme.addEventListener("change", redraw);
+    return () => {
+      observer.disconnect();
+      scheme.removeEventListener("change", redraw);
+    };
+  }, []);
+  const count = cells.owners.length;
+  const layout = makeLayout(width, count);
+  useLayoutEffect(() => {
+    if (width) drawn.current = drawGrid(canvas.current, layout, cells, names, selected, drawn.current);
+  });
+  const find = (event) => {
+    const { left, top } = canvas.current.getBoundingClientRect();
+    const column = Math.floor((event.clientX - left) / layout.step);
+    const index = Math.floor((event.clientY - top) / layout.step) * layout.columns + column;
+    return column >= 0 && column < layout.columns && index >= 0 && index < count ? index : null;
+  };
+  const timer = useRef();
+  const point = (event) => {
+    const index = find(event);
+    clearTimeout(timer.current);
+    if (index !== null) timer.current = setTimeout(() => onSelect(index), HOVER_DELAY);
+  };
+  const move = (event) => {
+    const steps = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: layout.columns, ArrowUp: -layout.columns };
+    const target = { Home: 0, End: count - 1 }[event.key] ?? (event.key in steps ? (selected ?? -steps[event.key]) + steps[event.key] : null);
+    if (target === null) return;
+    event.preventDefault();
+    if (target >= 0 && target < count) onSelect(target);
+  };
+  return html`<div class="grid">
+    <canvas
+      ref=${canvas}
+      tabindex="0"
+      role="img"
+      aria-label=${`${count} pages: ${describeStates(cells)}`}
+      aria-describedby="page-details"
+      onPointerMove=${point}
+      onPointerLeave=${() => clearTimeout(timer.current)}
+      onPointerDown=${(event) => onSelect(find(event))}
+      onKeyDown=${move}
+    ></canvas>
+  </div>`;
+}
+
+/** Return the places of squares in a canvas of this width: large ones if there are few. */
+function makeLayout(width, count) {
+  const fitting = Math.sqrt((Math.max(1, width) * 320) / Math.max(1, count));
+  const step = Math.max(5, Math.min(18, Math.floor(fitting)));
+  const columns = Math.max(1, Math.floor(width / step));
+  return { step, columns, rows: Math.ceil(count / columns), width };
+}
+
+/** Return the colours of instances and states as the style sheet has them. */
+function readColors() {
+  const probe = document.createElement("i");
+  document.body.append(probe);
+  const read = (name) => {
+    probe.className = `probe ${name}`;
+    return getComputedStyle(probe).color;
+  };
+  const colors = {
+    owners: Array.from({ length: NUM_COLORS }, (_, index) => read(colorClass(index))),
+    free: read("free"),
+    mark: read("mark"),
+    selected: read("selected"),
+  };
+  probe.remove();
+  return colors;
+}
+
+function drawGrid(canvas, layout, cells, names, selected, before) {
+  const context = canvas.getContext("2d");
+  const isSame = before !== null && before.layout.width === layout.width && before.owners.length === cells.owners.length;
+  const colors = isSame ? before.colors : readColors();
+  if (!isSame) {
+    const scale = devicePixelRatio || 1;
+    Object.assign(canvas, { width: layout.columns * layout.step * scale, height: layout.rows * layout.step * scale });
+    Object.assign(canvas.style, { width: `${layout.columns * layout.step}px`, height: `${layout.rows * layout.step}px` });
+    context.scale(scale, scale);
+  }
+  const colorOf = cells.instances.map((name) => colors.owners[Math.max(0, names.indexOf(name)) % NUM_COLORS]);
+  for (let i = 0; i < cells.owners.length; i += 1) {
+    const wasSelected = isSame && (before.selected === i) !== (selected === i);
+    if (isSame && !wasSelected && before.owners[i] === cells.owners[i] && before.states[i] === cells.states[i]) continue;
+    drawCell(context, layout, i, cells.state_names[cells.states[i]], colorOf[cells.owners[i] - 1], colors, selected === i);
+  }
+  return { layout, colors, owners: cells.owners.slice(), states: cells.states.slice(), selected };
+}
+
+/** Draw one square: states differ by shape as well as by colour. */
+function drawCell(context, { step, columns }, index, state, color, colors, isSelected) {
+  const x = (index % columns) * step;
+  const y = Math.floor(index / columns) * step;
+  const size = step - 1;
+  context.clearRect(x, y, step, step);
+  context.globalAlpha = state === "idle" ? 0.35 : state === "untouched" ? 0.4 : 1;
+  context.fillStyle = color ?? colors.free;
+  if (state === "pending") context.fillRect(x, y + size / 2, size, size / 2);
+  else if (state === "untouched") context.fillRect(x + size / 3, y + size / 3, size / 3, size / 3);
+  else context.fillRect(x, y, size, size);
+  context.globalAlpha = 1;
+  context.fillStyle = colors.mark;
+  if (state === "shared") context.fillRect(x + size / 3, y + size / 3, size / 3, size / 3);
+  if (state === "pinned") context.fillRect(x, y + size / 3, size, size / 3);
+  if (isSelected) {
+    context.strokeStyle = colors.selected;
+    context.lineWidth = 2;
+    context.strokeRect(x + 1, y + 1, size - 2, size - 2);
+  }
+}
+
+/** Asks for the details of the selected page, and shows them. */
+function PageDetails({ cells, page }) {
+  const [details, setDetails] = useState(null);
+  const number = page === null ? null : page * cells.pages_per_cell;
+  useEffect(() => {
+    if (number === null) return undefined;
+    const abort = new AbortController();
+    sendJson(`v1/live/pages/${number}`, { as: "admin", signal: abort.signal }).then(setDetails, (error) => {
+      if (!abort.signal.aborted) setDetails({ page: number, error: error.message });
+    });
+    return () => abort.abort();
+  }, [number]);
+  return html`<p id="page-details" class="details" aria-live="polite">
+    ${number === null ? "No page is selected." : describePage(cells, page, number, details)}
+  </p>`;
+}
+
+function describePage(cells, index, number, details) {
+  const owner = cells.instances[cells.owners[index] - 1];
+  const state = cells.state_names[cells.states[index]];
+  const parts = [`Page ${formatNumber(number)}`, owner ?? "no owner", STATE_TITLES[state]];
+  if (details?.page === number) {
+    if (details.error) parts.push(details.error);
+    if (details.tokens !== undefined) parts.push(describeTokens(details));
+    if (details.references !== undefined) parts.push(`${details.references} references`);
+    if (details.num_pins) parts.push(`${details.num_pins} pins`);
+    if (details.age_seconds !== undefined) parts.push(`computed ${formatSeconds(details.age_seconds)} ago`);
+    if (details.idle_seconds !== undefined) parts.push(`idle for ${formatSeconds(details.idle_seconds)}`);
+    if (details.prefix) parts.push(`prefix ${details.prefix.slice(0, 8)}`);
+  }
+  return parts.join(" · ");
+}
+
+function describeTokens({ first_token: first, tokens }) {
+  if (first === undefined) return `${formatNumber(tokens)} tokens`;
+  return `tokens ${formatNumber(first)} to ${formatNumber(first + tokens - 1)} of its text`;
+}

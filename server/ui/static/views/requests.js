@@ -1,0 +1,95 @@
+/** The running and waiting requests: how far each is, under which strategy and why; an operator can end one. */
+
+import { html, InstanceName, useConfirm, useState, WithLive } from "../components.js";
+import { formatNumber, formatSeconds } from "../format.js";
+
+const PAGE = 50; // rows that are shown at once
+
+export default function RequestsView() {
+  const [dialog, confirm] = useConfirm();
+  return html`<h2>Requests</h2>
+    <${WithLive}>${(state) => html`<${Requests} state=${state} onEnd=${confirm} />`}<//>
+    ${dialog}`;
+}
+
+function Requests({ state, onEnd }) {
+  const names = Object.keys(state.instances);
+  const [filter, setFilter] = useState({ instance: "", state: "" });
+  const [first, setFirst] = useState(0);
+  const found = Object.entries(state.requests).filter(
+    ([, each]) => (!filter.instance || each.instance === filter.instance) && (!filter.state || each.state === filter.state),
+  );
+  const start = first < found.length ? first : 0;
+  const choose = (name) => (event) => setFilter({ ...filter, [name]: event.target.value });
+  const ask = (key, request) =>
+    onEnd({
+      title: "End this request?",
+      text: `${request.id} under ${request.instance}: its client gets an error, and its memory is free at once.`,
+      button: "End it",
+      method: "DELETE",
+      path: `v1/live/requests/${encodeURIComponent(key).replace("%2F", "/")}`,
+    });
+  return html`
+    <div class="fields">
+      <label>Strategy<select value=${filter.instance} onChange=${choose("instance")}>
+        <option value="">all</option>${names.map((name) => html`<option key=${name}>${name}</option>`)}
+      </select></label>
+      <label>State<select value=${filter.state} onChange=${choose("state")}>
+        <option value="">all</option><option>running</option><option>waiting</option>
+      </select></label>
+      <p class="count">${formatNumber(state.num_running)} running of at most ${formatNumber(state.max_num_seqs)}, ${formatNumber(state.num_waiting)} waiting</p>
+    </div>
+    ${found.length === 0
+      ? html`<p class="remark">No requests.</p>`
+      : html`<${Table} rows=${found.slice(start, start + PAGE)} names=${names} onEnd=${ask} />
+          <${Pager} start=${start} count=${found.length} listed=${Object.keys(state.requests).length} all=${state.num_running + state.num_waiting} onChange=${setFirst} />`}
+  `;
+}
+
+function Pager({ start, count, listed, all, onChange }) {
+  return html`<p class="buttons">
+    ${count > PAGE &&
+    html`<button type="button" disabled=${start === 0} onClick=${() => onChange(start - PAGE)}>Previous</button>
+      <button type="button" disabled=${start + PAGE >= count} onClick=${() => onChange(start + PAGE)}>Next</button>
+      <span>${formatNumber(start + 1)} to ${formatNumber(Math.min(start + PAGE, count))} of ${formatNumber(count)}</span>`}
+    ${all > listed && html`<span class="remark">${formatNumber(all - listed)} more requests are not listed.</span>`}
+  </p>`;
+}
+
+function Table({ rows, names, onEnd }) {
+  return html`<div class="scroll" tabindex="0" role="group" aria-label="Requests">
+    <table>
+      <thead>
+        <tr>
+          <th scope="col">request</th><th scope="col">state</th><th scope="col">strategy</th><th scope="col">why</th>
+          <th scope="col">prompt</th><th scope="col" class="number">cached</th><th scope="col" class="number">computed</th>
+          <th scope="col" class="number">generated</th><th scope="col" class="number">first token</th><th scope="col" class="number">age</th>
+          <th scope="col" class="number">preempted</th><th scope="col"><span class="hidden">actions</span></th>
+        </tr>
+      </thead>
+      <tbody>
+        ${rows.map(([key, request]) => {
+          const cached = request.cached_tokens ?? 0;
+          const prompt = Math.min(request.computed_tokens, request.prompt_tokens);
+          return html`<tr key=${key}>
+            <th scope="row" class="id" title=${request.id}>${request.id.slice(0, 12)}</th>
+            <td>${request.state}${request.priority ? `, priority ${request.priority}` : ""}</td>
+            <td><${InstanceName} name=${request.instance} index=${names.indexOf(request.instance)} /></td>
+            <td>${request.reason}</td>
+            <td>
+              <progress max=${request.prompt_tokens} value=${prompt} aria-label=${`prompt of ${request.id}`}></progress>
+              ${formatNumber(prompt)} of ${formatNumber(request.prompt_tokens)}
+            </td>
+            <td class="number">${formatNumber(cached)}</td>
+            <td class="number">${formatNumber(Math.max(0, prompt - cached))}</td>
+            <td class="number">${formatNumber(request.generated_tokens)} of ${formatNumber(request.max_tokens)}</td>
+            <td class="number">${formatSeconds(request.time_to_first_token)}</td>
+            <td class="number">${formatSeconds(request.seconds)}</td>
+            <td class="number">${formatNumber(request.preemptions)}</td>
+            <td><button type="button" aria-label=${`End ${request.id}`} onClick=${() => onEnd(key, request)}>End</button></td>
+          </tr>`;
+        })}
+      </tbody>
+    </table>
+  </div>`;
+}

@@ -1,0 +1,49 @@
+"""A server and a browser that all tests of the page share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+
+from tests.end_to_end.server_process import Server, serving
+from tests.end_to_end.ui.browser import running_chromium
+
+TOKEN = "an admin token of these tests"
+SETTINGS = f"""
+admin_token = "{TOKEN}"
+kv_memory = "48MiB"
+
+[strategies.paged]
+kind = "paged"
+floor = "10%"
+
+[strategies.int8]
+kind = "paged"
+kv_dtype = "int8"
+
+[strategies.window]
+kind = "sliding_window"
+window = 32
+
+[strategies.compressed]
+kind = "compressed"
+budget = 64
+"""
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    with running_chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Run a server of the embedded model with four strategies and an admin token."""
+    config: Path = tmp_path_factory.mktemp("ui") / "kvmux.toml"
+    config.write_text(SETTINGS)
+    with serving("--config", str(config)) as server:
+        yield server

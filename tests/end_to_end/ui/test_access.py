@@ -1,0 +1,77 @@
+"""Who may see what: the page itself has no data, and the server decides by the token that the page sends."""
+
+from __future__ import annotations
+
+import httpx
+from playwright.sync_api import Browser, expect
+
+from tests.end_to_end.server_process import Server, serving
+from tests.end_to_end.ui.browser import open_page
+from tests.end_to_end.ui.conftest import TOKEN
+
+REFUSED = "Failed to load resource: the server responded with a status of 40"
+
+
+def test_a_wrong_token_is_refused_and_the_right_one_opens_the_page(browser: Browser, server: Server) -> None:
+    with open_page(browser, server.url, allowed_errors=[REFUSED]) as page:
+        expect(page.get_by_role("alert")).to_contain_text("send the admin token")
+        page.get_by_role("button", name="Access").click()
+        page.get_by_label("Admin token").fill("a wrong token")
+        page.get_by_role("button", name="Use").click()
+        expect(page.get_by_role("alert")).to_contain_text("send the admin token")
+        page.get_by_role("button", name="Access").click()
+        page.get_by_label("Admin token").fill(TOKEN)
+        page.get_by_role("button", name="Use").click()
+        expect(page.locator("canvas")).to_be_visible()
+        assert TOKEN not in page.url
+        page.reload()
+        expect(page.locator("canvas")).to_be_visible()
+
+
+def test_tokens_are_sent_in_a_header_only(browser: Browser, server: Server) -> None:
+    addresses: list[str] = []
+    with open_page(browser, server.url, token=TOKEN) as page:
+        page.on("request", lambda request: addresses.append(request.url))
+        page.reload()
+        expect(page.locator("canvas")).to_be_visible()
+    assert any("/v1/live/events" in address for address in addresses)
+    assert not any(TOKEN.split()[0] in address or "token" in address for address in addresses)
+
+
+def test_without_an_admin_token_this_machine_sees_everything_and_changes_nothing(browser: Browser) -> None:
+    with serving("--kv-memory", "32MiB") as server:
+        server.complete(prompt=list(range(100, 300)), max_tokens=1)
+        with open_page(browser, server.url, fragment="prefixes", allowed_errors=[REFUSED]) as page:
+            page.get_by_role("button", name="Clear all").click()
+            page.get_by_role("button", name="Clear", exact=True).click()
+            expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("admin_token")
+        proxied = httpx.get(f"{server.url}/v1/live", headers={"X-Forwarded-For": "192.0.2.1"})
+        assert proxied.status_code == 403
+
+
+def test_the_page_can_be_switched_off() -> None:
+    with serving("--no-ui") as server:
+        assert (
+            server.get("/ui").status_code
+            == server.get("/ui/").status_code
+            == server.get("/ui/app.js").status_code
+            == 404
+        )
+        assert "Watch it" not in server.output.read_text()
+
+
+def test_files_have_strict_headers_and_nothing_else_is_served(server: Server) -> None:
+    redirect = server.get("/ui")
+    assert (redirect.status_code, redirect.headers["location"]) == (307, "ui/")
+    for path, kind in [("/ui/", "text/html"), ("/ui/app.js", "text/javascript"), ("/ui/style.css", "text/css")]:
+        answer = server.get(path)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"].startswith(kind)
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        again = httpx.get(server.url + path, headers={"If-None-Match": answer.headers["etag"]})
+        assert again.status_code == 304
+    for path in ["/ui/nothing.js", "/ui/../pyproject.toml", "/ui/%2e%2e/files.py", "/ui/..%2ffiles.py"]:
+        assert server.get(path).status_code in (400, 404), path
+    assert httpx.post(f"{server.url}/ui/").status_code == 405
