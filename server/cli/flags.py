@@ -41,6 +41,7 @@ GROUPS = {
         "vllm_metric_names",
         "list_strategies",
         "enable_tokenizer_info_endpoint",
+        "ui",
     ),
     "logs": ("log_level", "log_format", "log_prompts", "otlp_traces_endpoint"),
     "access": ("api_keys", "admin_token", "metrics_key", "cors_origins", "min_priority", "max_kv_cache_priority"),
