@@ -32,8 +32,8 @@ from rich.console import Console
 
 from server.api.ops import live
 from server.engine.ipc.client import EngineClient
-from server.engine.ipc.messages import LIVE_ANSWER_TTL, Answer
-from server.engine.live import encode_bytes
+from server.engine.ipc.messages import Answer, get_answer_ttl
+from server.engine.live.pages import encode_bytes
 from server.ui.files import mount_ui
 from tools.bench.table.models import SHAPES, cache_folder, make_model
 from tools.compare_checkouts import compute_interval
@@ -200,7 +200,7 @@ class MadeUpEngine:
     async def send_query(self, _: str) -> Answer:
         self._count += 1
         state = make_state(self._pages, self._requests, self._count)
-        return Answer(0, msgspec.json.encode(state), created_at=time.monotonic() - LIVE_ANSWER_TTL)
+        return Answer(0, msgspec.json.encode(state), created_at=time.monotonic() - get_answer_ttl("live"))
 
 
 def make_state(pages: int, requests: int, count: int) -> dict[str, Any]:

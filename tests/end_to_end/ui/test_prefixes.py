@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import random
 import re
 from typing import Any
@@ -63,14 +64,17 @@ def test_a_shared_beginning_is_pinned_unpinned_dropped_and_cleared(browser: Brow
 
 def test_the_details_of_a_page_are_shown(browser: Browser, server: Server) -> None:
     server.complete(prompt=[random.randrange(100, 1000) for _ in range(300)], max_tokens=1, kv_cache="paged")
-    details = [httpx.get(f"{server.url}/v1/live/pages/{number}", headers=ADMIN).json() for number in range(0, 1400, 7)]
-    known = next(each for each in details if each.get("owner") == "paged" and "prefix" in each)
+    cells = httpx.get(f"{server.url}/v1/live", headers=ADMIN).json()["cells"]
+    owners = base64.b64decode(cells["owners"])
+    numbers = [i for i, owner in enumerate(owners) if owner and cells["instances"][owner - 1] == "paged"]
+    details = [httpx.get(f"{server.url}/v1/live/pages/{number}", headers=ADMIN).json() for number in numbers]
+    known = next(each for each in reversed(details) if "prefix" in each)
     with open_page(browser, server.url, token=TOKEN) as page:
         canvas = page.locator("canvas")
         canvas.focus()
-        page.keyboard.press("Home")
-        for _ in range(known["page"]):
-            page.keyboard.press("ArrowRight")
+        page.keyboard.press("End")
+        for _ in range(len(owners) - 1 - known["page"]):
+            page.keyboard.press("ArrowLeft")
         text = page.locator("#page-details")
         expect(text).to_contain_text(f"Page {known['page']:,} · paged")
         last = known["first_token"] + known["tokens"] - 1
