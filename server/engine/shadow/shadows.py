@@ -95,7 +95,9 @@ class Shadows:
         rows: list[Scheduled] = []
         for shadow in list(self._by_request.values()):
             if len(served_rows) + len(rows) >= limits.max_num_seqs or budget <= 0:
-                break
+                if shadow.served_ended:  # whose client may wait for the comparison
+                    self._count_idle_step(shadow)
+                continue
             wanted = shadow.count_computable_tokens(served_samples=shadow.served in sampling)
             num_tokens = self._grow(shadow, min(wanted, budget))
             if num_tokens:
@@ -146,9 +148,7 @@ class Shadows:
         """Return the number of tokens of a shadow's next row, for which it has memory; 0: none in this step."""
         cache, seat = shadow.request.cache, shadow.request.seat
         assert seat is not None
-        shadow.num_idle_steps += 1
-        if shadow.num_idle_steps > MAX_IDLE_STEPS:
-            self._end(shadow, "room")
+        if not self._count_idle_step(shadow):
             return 0
         try:
             if wanted <= 0 or not cache.ready(seat):
@@ -162,6 +162,14 @@ class Shadows:
             return 0
         shadow.num_idle_steps = 0
         return num_tokens
+
+    def _count_idle_step(self, shadow: Shadow) -> bool:
+        """Count a step in which a shadow may have no row. Return False if there were too many, which ends it."""
+        shadow.num_idle_steps += 1
+        if shadow.num_idle_steps <= MAX_IDLE_STEPS:
+            return True
+        self._end(shadow, "room")
+        return False
 
     def add_served_logits(self, served: Request, logits: Tensor, rows: range) -> None:
         """Add the rows of a step's logits [K, V] from which the last tokens of a request's text were drawn."""

@@ -45,7 +45,7 @@ function View({ view, params }) {
     view.load().then((module) => setLoaded(() => module.default), setError);
   }, [view]);
   if (error) return html`<${Notice} kind="error">The view could not be loaded: ${error.message}<//>`;
-  return loaded ? html`<${loaded} params=${params} />` : html`<${Notice}>Loading…<//>`;
+  return loaded ? html`<${loaded} key=${params.toString()} params=${params} />` : html`<${Notice}>Loading…<//>`;
 }
 
 const STATUS = { open: "live", connecting: "connecting", unavailable: "no answer", refused: "no access" };

@@ -97,7 +97,8 @@ class Live {
     this.status = "open";
     this.message = "";
     const { created: time, totals, num_running, num_waiting } = this.state;
-    if (this.history.length && time < this.history.at(-1).time) this.history = []; // another engine
+    const last = this.history.at(-1);
+    if (last && (time < last.time || countTokens(totals) < countTokens(last.totals))) this.history = []; // another engine
     this.history.push({ time, totals, num_running, num_waiting });
     while (this.history[0].time < time - HISTORY_SECONDS) this.history.shift();
     this.#notify();
@@ -107,6 +108,10 @@ class Live {
     for (const listener of [...this.#listeners]) listener();
   }
 }
+
+/** Return the number of tokens that an engine has handled since its start. */
+const countTokens = (totals) =>
+  Object.values(totals.instances).reduce((sum, each) => sum + each.prompt_tokens + each.generated_tokens, 0);
 
 function decodeCells(state) {
   const { owners, states } = state.cells;

@@ -103,6 +103,8 @@ def test_a_link_repeats_the_run_and_its_prompt_is_not_sent(browser: Browser, ser
         page.get_by_role("button", name="Run").click()
         expect(page.locator("article").nth(1)).to_have_attribute("aria-busy", "false")
         assert page.locator("article .text").all_inner_texts() == texts
+        page.evaluate("location.hash = 'compare?prompt=Another&in=paged,window'")
+        expect(page.get_by_role("textbox", name="Prompt", exact=True)).to_have_value("Another")
     assert sent
     assert not any("12345" in each for each in sent)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from server.engine.ipc.messages import Compared
+from server.engine.shadow.shadows import MAX_IDLE_STEPS
 from server.models.no_cache import NoCacheAttention
 from tests.engine.engine_driver import Driver, RequestEvents
 from tests.engine.expected_tokens import Reference, Windowed, random_prompt
@@ -120,6 +121,20 @@ def test_a_comparison_without_rows_waits_for_the_end_of_the_text(tiny: Path) -> 
     driver.run()
     driver.assert_nothing_leaked()
     assert merge(heard).indexes == [*range(200)]
+
+
+def test_a_client_does_not_wait_for_ever_for_a_comparison_without_rows(tiny: Path) -> None:
+    driver = start(tiny, max_num_seqs=1)
+    heard = driver.submit("it", random_prompt(30), 20, kv_cache="window", reference="paged")
+    for i in range(3):
+        driver.submit(f"{i}", random_prompt(30, seed=i), 200)
+    while not heard.ended:
+        driver.step()
+    for _ in range(MAX_IDLE_STEPS + 1):
+        driver.step()
+    assert heard.compared == [Compared("it", is_last=True, ended_early="room")]
+    driver.run()
+    driver.assert_nothing_leaked()
 
 
 @pytest.mark.parametrize("outcome", ["cancelled", "stop", "error"])
