@@ -127,11 +127,12 @@ class StrategyCalls:
     If a call never returns, the engine cannot say so itself. Implements `CallObserver` of isolation/calls.py.
     """
 
-    METHODS = (  # of KVCache
+    METHODS = (  # of KVCache and of optional protocols
         *("__init__", "open", "retain", "ready", "grow", "crop", "fork", "discard", "close", "bytes_for"),
         *("idle_pages", "reclaim", "pinned_pages", "poll", "row_limit", "plan", "attend", "commit", "compact"),
         *("usage", "blocks", "count_dropped_tokens", "token_budget", "collect_block_events"),
-        *("clear", "pin", "unpin", "pins", "inspect"),
+        *("clear", "pin", "pin_prefix", "unpin", "pins", "drop_prefix", "list_prefixes"),
+        *("inspect", "mark_pages", "describe_page"),
     )
 
     def __init__(self, context: SpawnContext, instances: Sequence[str]) -> None:

@@ -1,4 +1,7 @@
-"""A server and a browser that all tests of the page share."""
+"""A server and a browser that all tests of the page share.
+
+Both end with the last of these tests: Playwright runs an event loop in this thread, beside which there can be no other.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,13 @@ budget = 64
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     with running_chromium() as browser:
         yield browser
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Run a server of the embedded model with four strategies and an admin token."""
     config: Path = tmp_path_factory.mktemp("ui") / "kvmux.toml"
