@@ -241,7 +241,7 @@ class ContiguousCache(SingleBlockCache[ContiguousSeat]):
         if block is None:
             return None
         age, idle_seconds = self._block_metrics.measure(block)
-        return PageInfo(0, lengths[block], int(block not in self._idle), 0, age, idle_seconds, None)
+        return PageInfo(0, lengths[block], int(block not in self._idle), num_pins=0, age=age, idle=idle_seconds)
 
     def collect_block_events(self) -> BlockEvents | None:
         return self._block_metrics.collect()

@@ -123,9 +123,10 @@ class PageInfo(NamedTuple):
     num_tokens: int | None  # number of computed tokens in the block; None: unknown
     references: int  # number of sequences that use the block
     num_pins: int  # number of pins that keep it in memory
-    age: float | None  # seconds since the block was allocated, or got its hash; None: unknown
-    idle: float | None  # seconds since the block was last used; None: it is in use or pinned
-    prefix: str | None  # id of the cached prefix that ends with the block, as in `CachedPrefix`; None: it has none
+    age: float | None = None  # seconds since the block was allocated, or got its hash; None: unknown
+    idle: float | None = None  # seconds since the block was last used; None: it is in use or pinned
+    # Id of the cached prefix that ends with the block, as in `CachedPrefix`; None: it has none
+    prefix: str | None = None
 
 
 class BlockEvents(NamedTuple):

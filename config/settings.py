@@ -474,13 +474,13 @@ class Settings(BaseSettings):
     list_strategies: bool = Field(
         False, description="list the model in /v1/models under each strategy instance, too, as name:instance"
     )
+    ui: bool = Field(True, description="serve a page at /ui that shows the server's KV memory, requests and rates live")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of the messages that are logged to stderr"
     )
     log_format: Literal["text", "json"] = Field(
         "text", description="format of the log; json: one JSON object per line, and no banner on stdout"
     )
-    ui: bool = Field(True, description="serve a page at /ui that shows the server's KV memory, requests and rates live")
     log_prompts: bool = Field(False, description="include prompts and generated text in the log; for debugging")
     otlp_traces_endpoint: str | None = Field(
         None, description="URL to which OpenTelemetry spans are sent; needs kvmux[otel]; default: none"

@@ -246,12 +246,12 @@ class PagedBase(BlockTableCache[PagedSeat]):
             return None
         before = self.setup.arena.num_held_pages(self.name)
         dropped = list_subtree(hashes, self._make_tree().find_first(last))
-        blocks = {block: None for each in dropped if (block := self.pool.find(each)) is not None}
+        blocks = dict.fromkeys(block for each in dropped if (block := self.pool.find(each)) is not None)
         for pin_id in self.pinned.find_by_prefix({each.prefix for each in dropped}):
             self.unpin(pin_id)
         for seat in self.seats:
             if any(block in blocks for _, block in iter_blocks(seat)):
-                seat.salt = None
+                seat.salt = None  # what it computes from now on is not put into the prefix cache
         for block in blocks:
             self.pool.unpublish(block)
         return (before - self.setup.arena.num_held_pages(self.name)) * self.setup.arena.page_bytes
@@ -303,10 +303,11 @@ class PagedBase(BlockTableCache[PagedSeat]):
         block_hash, num_pins = self.pool.find_hash(block), self.pinned.blocks.get(block, 0)
         first_token, num_tokens = self._locate(block, block_hash)
         references = self.pool.count_references(block, self.pinned.blocks)
+        info = PageInfo(first_token, num_tokens, references, num_pins)
         if block_hash is None:
-            return PageInfo(first_token, num_tokens, references, num_pins, None, None, None)
+            return info
         age, idle = self.pool.measure(block_hash)
-        return PageInfo(first_token, num_tokens, references, num_pins, age, idle, block_hash.prefix_id)
+        return info._replace(age=age, idle=idle, prefix=block_hash.prefix_id)
 
     def _locate(self, block: int, block_hash: BlockHash | None) -> tuple[int | None, int | None]:
         """Return the number of tokens before a block in its sequences, and of those in it; None if no seat has it."""

@@ -141,8 +141,8 @@ class BlockPool:
         """Return the hashes of the blocks of all groups."""
         return self._index.list_hashes()
 
-    def list_tree(self) -> Sequence[BlockHash]:
-        """Return the hashes of the blocks of the group that forms the tree."""
+    def list_tree(self) -> Mapping[BlockHash, int]:
+        """Return the blocks of the group that forms the tree, by their hashes."""
         return self._index.list_tree()
 
     def count_bytes(self, hashes: Sequence[BlockHash]) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple
 
 from cache_strategies.base import SeatT
@@ -157,9 +157,9 @@ class PrefixIndex:
     def list_hashes(self) -> Sequence[BlockHash]:
         return list(self._block_by_hash)
 
-    def list_tree(self) -> Sequence[BlockHash]:
-        """Return the hashes of the blocks that form the tree."""
-        return [block_hash for block_hash in self._block_by_hash if block_hash.group == self.tree_group]
+    def list_tree(self) -> Mapping[BlockHash, int]:
+        """Return the blocks of the group that forms the tree, by their hashes."""
+        return {each: block for each, block in self._block_by_hash.items() if each.group == self.tree_group}
 
     def __contains__(self, block: int) -> bool:
         return block in self._hash_by_block

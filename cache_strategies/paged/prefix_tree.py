@@ -24,7 +24,10 @@ def find_prefix(hashes: Iterable[BlockHash], prefix_id: str) -> BlockHash | None
 
 
 def list_path(hashes: Iterable[BlockHash], last: BlockHash) -> list[BlockHash]:
-    """Return the hashes, in group 0, of all blocks of a prefix; for those that are not cached, one that none has."""
+    """Return the hashes, in group 0, of all blocks of a prefix.
+
+    A block that is not cached any more gets an empty hash, which no block has.
+    """
     by_prefix = {each.prefix: each for each in hashes}
     path = [BlockHash(b"", last.salt)] * (last.depth + 1)
     block_hash: BlockHash | None = last
@@ -53,7 +56,8 @@ class PrefixTree:
     def __init__(self, pool: BlockPool, pins: Pins, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
-        self._hashes = sorted(pool.list_tree(), key=attrgetter("depth"))
+        tree = sorted(pool.list_tree().items(), key=lambda item: item[0].depth)
+        self._hashes = [block_hash for block_hash, _ in tree]
         numbers: dict[Salt, dict[bytes, int]] = {}
         for number, each in enumerate(self._hashes):
             numbers.setdefault(each.salt, {})[each.content] = number
@@ -62,8 +66,7 @@ class PrefixTree:
         for pin_id, (content, salt) in pins.iter_prefixes():
             if (end := numbers.get(salt, {}).get(content)) is not None:
                 self._pins.setdefault(end, []).append(pin_id)
-        blocks = [block for each in self._hashes if (block := pool.find(each)) is not None]  # all have one
-        self._references = [pool.count_references(block, pins.blocks) for block in blocks]
+        self._references = [pool.count_references(block, pins.blocks) for _, block in tree]
         self._hits = self._sum_hits()
         self._is_node = self._find_nodes()
 

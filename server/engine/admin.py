@@ -34,8 +34,14 @@ from server.engine.isolation.guard import GuardedCache
 from server.engine.live.pages import describe_page
 from server.engine.scheduling.request import RequestError
 
-# What an instance lacks that does not support a command; for others: pins
-FEATURES = {Clear: "clearing", PinCachedPrefix: "listing prefixes", DropPrefix: "listing prefixes"}
+# The optional feature that each command needs, as error messages name it
+FEATURES = {
+    Clear: "clearing",
+    PinPrefix: "pins",
+    Unpin: "pins",
+    PinCachedPrefix: "listing prefixes",
+    DropPrefix: "listing prefixes",
+}
 
 
 def run_command(core: Core, command: Command) -> dict[str, Any]:
@@ -94,8 +100,8 @@ def _run_command(
             answer = _unpin(cache, pin_id)
             core.scheduler.mark_room_changed()
             return answer
-    feature = FEATURES.get(type(command), "pins")
-    raise RequestError(409, f"strategy {cache.name!r} does not support {feature}", code="not_supported")
+    message = f"strategy {cache.name!r} does not support {FEATURES[type(command)]}"
+    raise RequestError(409, message, code="not_supported")
 
 
 def _pin(cache: GuardedCache, method: str, what: Sequence[int] | str, **options: Any) -> dict[str, Any]:

@@ -118,7 +118,7 @@ class Core:
             return Event(worker, make_rejection(message.request_id, error))
         self._requests[request.key] = request
         if shadow is not None:
-            self.shadows.want(request, shadow)
+            self.shadows.plan(request, shadow)
         return None
 
     def _queue(self, request: Request) -> None:

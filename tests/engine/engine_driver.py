@@ -34,7 +34,7 @@ from server.engine.ipc.messages import (
     Tokens,
 )
 from server.engine.scheduling.request import Request
-from server.engine.shadow.shadow import Wanted
+from server.engine.shadow.shadow import PlannedShadow
 from server.records import RequestFidelity, RequestRecord
 
 WORKER = 0
@@ -140,7 +140,7 @@ class Driver:
 
     def shadow(self, name: str, instance: str) -> None:
         """Let a request that waits also run under another instance."""
-        self.core.shadows.want(self.request(name), Wanted(self.core.caches[instance]))
+        self.core.shadows.plan(self.request(name), PlannedShadow(self.core.caches[instance]))
 
     def cancel(self, name: str, outcome: str = "cancelled") -> None:
         self.core.cancel(WORKER, name, outcome)

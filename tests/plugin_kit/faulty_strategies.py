@@ -317,7 +317,7 @@ class KnowsAllPages(SoundCache):
     """Describes pages that it does not hold."""
 
     def describe_page(self, page: int) -> PageInfo | None:
-        return PageInfo(None, None, 0, 0, None, None, None)
+        return PageInfo(None, None, 0, 0)
 
 
 # ---------------------------------------------------------------- calls

@@ -20,16 +20,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any, cast
 
 import httpx
 import msgspec
+import numpy as np
 import uvicorn
 from fastapi import FastAPI
 from rich.console import Console
 
+from cache_strategies.types import PageState
 from server.api.ops import live
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Answer, get_answer_ttl
@@ -43,10 +45,12 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 VIEWS = ("memory", "requests", "rates")
-# Notes the time of each frame until it is called again
-RECORD_FRAMES = """() => new Promise((resolve) => {
+INSTANCES = ("paged", "int8", "window", "compressed")  # of the made-up state
+PAGE_BYTES = 1 << 16  # of the made-up state
+# Returns the times of all frames of some seconds, in milliseconds
+RECORD_FRAMES = """(seconds) => new Promise((resolve) => {
   const times = [];
-  const end = performance.now() + SECONDS * 1000;
+  const end = performance.now() + seconds * 1000;
   const note = (now) => { times.push(now); now < end ? requestAnimationFrame(note) : resolve(times); };
   requestAnimationFrame(note);
 })"""
@@ -80,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 # ---------------------------------------------------------------- throughput
-async def measure_throughput(url: str, options: argparse.Namespace, report: Any) -> list[tuple[float, float]]:
+async def measure_throughput(
+    url: str, options: argparse.Namespace, report: Callable[[str], None]
+) -> list[tuple[float, float]]:
     """Return the tokens a second of each pair of turns: without and with a reader. The order alternates."""
     pairs = []
     async with httpx.AsyncClient(base_url=url, timeout=600.0) as client:
@@ -172,7 +178,7 @@ def measure_frames(url: str, view: str, seconds: float) -> list[float]:
     """Return the milliseconds between frames of a view, once it has been shown for some seconds."""
     with open_page(f"{url}/ui/#{view}", "main table") as page:
         page.wait_for_timeout(3000)
-        times = page.evaluate(RECORD_FRAMES.replace("SECONDS", str(seconds)))
+        times = page.evaluate(RECORD_FRAMES, seconds)
         return [after - before for before, after in itertools.pairwise(times)]
 
 
@@ -195,7 +201,7 @@ class MadeUpEngine:
         self._count = 0
 
     def get_hello(self) -> None:
-        """Do as a client that is connected."""
+        """Do nothing, as a connected client has no error to raise."""
 
     async def send_query(self, _: str) -> Answer:
         self._count += 1
@@ -205,83 +211,85 @@ class MadeUpEngine:
 
 def make_state(pages: int, requests: int, count: int) -> dict[str, Any]:
     """Return a live state as GET /v1/live has it; `count` is how many came before."""
-    import numpy as np
-
-    draw = np.random.default_rng(count)
-    names = ["paged", "int8", "window", "compressed"]
-    page = 1 << 16
-    usage = {
-        "seats": requests // 4,
-        "tokens": 10_000 + count,
-        "used": pages * page // 8,
-        "idle": page * count,
-        "wasted": 0,
+    num_bytes = pages * PAGE_BYTES
+    return {
+        "object": "live",
+        "created": time.time(),
+        "memory": {
+            "bytes": num_bytes,
+            "usable_bytes": num_bytes,
+            "page_bytes": PAGE_BYTES,
+            "free_bytes": 0,
+            "weight_bytes": num_bytes // 2,
+        },
+        "cells": make_cells(pages, count),
+        "instances": dict.fromkeys(INSTANCES, make_instance(num_bytes, requests, count)),
+        "totals": make_totals(count),
+        "num_running": requests // 2,
+        "num_waiting": requests // 2,
+        "max_num_seqs": requests,
+        "requests": {f"0/{i}": make_request(i, count) for i in range(requests)},
     }
-    instance = {
+
+
+def make_cells(pages: int, count: int) -> dict[str, Any]:
+    draw = np.random.default_rng(count)
+    return {
+        "pages_per_cell": 1,
+        "instances": INSTANCES,
+        "state_names": [state.name.lower() for state in PageState],
+        "owners": encode_bytes(draw.integers(1, len(INSTANCES) + 1, pages, np.uint8)),
+        "states": encode_bytes(draw.integers(PageState.IDLE, len(PageState), pages, np.uint8)),
+    }
+
+
+def make_instance(num_bytes: int, requests: int, count: int) -> dict[str, Any]:
+    used, idle = num_bytes // 8, PAGE_BYTES * count
+    return {
         "kind": "paged",
         "state": "ok",
-        "usage": usage,
+        "usage": {"seats": requests // 4, "tokens": 10_000 + count, "used": used, "idle": idle, "wasted": 0},
         "floor_bytes": 0,
-        "limit_bytes": pages * page,
+        "limit_bytes": num_bytes,
         "kept_tokens": 10_000 + count,
         "dropped_tokens": 0,
         "fits": {str(256 << i): 1000 >> i for i in range(6)},
         "running": requests // 8,
         "waiting": requests // 8,
     }
-    listed = {
-        f"0/{i}": {
-            "id": f"{i:032x}",
-            "instance": names[i % 4],
-            "reason": "request",
-            "state": "running" if i % 2 else "waiting",
-            "priority": 0,
-            "prompt_tokens": 2000,
-            "computed_tokens": count * 7 % 2000,
-            "cached_tokens": 500,
-            "generated_tokens": count,
-            "max_tokens": 4000,
-            "preemptions": 0,
-            "seconds": count / 2,
-            "time_to_first_token": 0.25,
-        }
-        for i in range(requests)
-    }
+
+
+def make_totals(count: int) -> dict[str, Any]:
     counts = dict.fromkeys(("prompt_tokens", "cached_tokens", "generated_tokens", "preemptions"), count * 100)
     times = {name: [count * 3] * 12 for name in ("time_to_first_token", "inter_token_latency")}
-    bounds = {name: [0.001 * 2**i for i in range(11)] for name in times}
+    totals = {**counts, **times, "evicted_bytes": count * PAGE_BYTES}
     return {
-        "object": "live",
-        "created": time.time(),
-        "memory": {
-            "bytes": pages * page,
-            "usable_bytes": pages * page,
-            "page_bytes": page,
-            "free_bytes": 0,
-            "weight_bytes": pages * page // 2,
-        },
-        "cells": {
-            "pages_per_cell": 1,
-            "instances": names,
-            "state_names": ["free", "untouched", "idle", "in_use", "shared", "pending", "pinned"],
-            "owners": encode_bytes(draw.integers(1, 5, pages, np.uint8)),
-            "states": encode_bytes(draw.integers(2, 7, pages, np.uint8)),
-        },
-        "instances": dict.fromkeys(names, instance),
-        "totals": {
-            "bounds": bounds,
-            "instances": {name: {**counts, "evicted_bytes": count * page, **times} for name in names},
-        },
-        "num_running": requests // 2,
-        "num_waiting": requests // 2,
-        "max_num_seqs": requests,
-        "requests": listed,
+        "bounds": {name: [0.001 * 2**i for i in range(11)] for name in times},
+        "instances": dict.fromkeys(INSTANCES, totals),
+    }
+
+
+def make_request(index: int, count: int) -> dict[str, Any]:
+    return {
+        "id": f"{index:032x}",
+        "instance": INSTANCES[index % len(INSTANCES)],
+        "reason": "request",
+        "state": "running" if index % 2 else "waiting",
+        "priority": 0,
+        "prompt_tokens": 2000,
+        "computed_tokens": count * 7 % 2000,
+        "cached_tokens": 500,
+        "generated_tokens": count,
+        "max_tokens": 4000,
+        "preemptions": 0,
+        "seconds": count / 2,
+        "time_to_first_token": 0.25,
     }
 
 
 @contextlib.contextmanager
 def serving_made_up_state(pages: int, requests: int) -> Iterator[str]:
-    """Serve the page and a made-up state from a thread; return the address."""
+    """Serve the page and a made-up state from a thread; yield the address."""
     app = FastAPI()
     client = cast("EngineClient", MadeUpEngine(pages, requests))
     state = live.LiveState(client)

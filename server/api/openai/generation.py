@@ -34,6 +34,8 @@ from server.text.tokenizer import TokenizerBase
 
 T = TypeVar("T")
 
+COMPARED_COLUMNS = ("indexes", "kl", "agreed", "rank")  # the lists of an event Compared
+
 
 class OutputDelta(NamedTuple):
     """More text of one choice; only the last delta of a choice has a finish_reason."""
@@ -68,9 +70,6 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
         )
         for _, parts in sorted(by_choice.items())
     ]
-
-
-COMPARED_COLUMNS = ("indexes", "kl", "agreed", "rank")  # the lists of an event Compared
 
 
 def merge_comparisons(parts: Sequence[Compared]) -> Compared | None:
@@ -310,7 +309,7 @@ class Generation(Generic[B]):
         return deltas
 
     def _take_last(self, index: int) -> list[OutputDelta]:
-        """Return the last delta of a choice as a list, empty until everything has come that belongs before it."""
+        """Return a choice's last delta in a list; an empty list while its comparison or explanation is to come."""
         delta = self._last_deltas.get(index)
         if delta is None or index in self._uncompared or (self.job.submits[index].explain and delta.record is None):
             return []

@@ -53,14 +53,14 @@ class ClearRequest(TenantBody):
 
 
 class PinRequest(TenantBody):
-    """Body of POST /v1/kv_cache/{instance}/pins: keeps a prefix, or that of a prompt, cached for `ttl` seconds."""
+    """Body of POST /v1/kv_cache/{instance}/pins: keeps the prefix of a prompt, or one with an id, for `ttl` seconds."""
 
     prompt: Annotated[Prompt | None, ReadAs.TOKEN_IDS] = None
     prefix: str | None = Field(None, max_length=256, description="id of a cached prefix, instead of a prompt")
     ttl: float = Field(gt=0, le=MAX_PIN_SECONDS, description="seconds")
 
     def check_fields(self) -> None:
-        """Raise ApiError unless there is a prompt or a prefix; the latter has a tenant and a cache_salt already."""
+        """Raise ApiError unless there is either a prompt or a prefix; a prefix excludes `api_key` and `cache_salt`."""
         if (self.prompt is None) == (self.prefix is None):
             raise ApiError(400, "prompt: send either a prompt or the id of a prefix", param="prompt")
         for name in ("api_key", "cache_salt"):
@@ -102,8 +102,9 @@ def router(client: EngineClient, tokenizer: TokenizerBase, limits: RequestLimits
     async def pin(instance: str, body: PinRequest) -> Response:
         hello = client.get_hello()
         body.check_fields()
-        if body.prompt is None:
-            return await send_command(messages.PinCachedPrefix(instance, body.prefix or "", body.ttl))
+        if body.prefix is not None:
+            return await send_command(messages.PinCachedPrefix(instance, body.prefix, body.ttl))
+        assert body.prompt is not None  # by check_fields
         limits.check_length(body.prompt, "prompt", hello.max_seq_len)
         prompt = body.prompt if isinstance(body.prompt, list) else await tokenizer.encode(body.prompt)
         check_prompt(prompt, 0, hello)

@@ -75,7 +75,7 @@ class Stream:
     """The events of requests that were submitted together, until all have ended. Made by `EngineClient.stream`."""
 
     def __init__(self, submits: Iterable[Submit], send_cancel: Callable[[Cancel], None]) -> None:
-        # By request id: the kinds of events of which the last one was not read yet; empty or absent: it has ended
+        # By request id: the kinds of events of which the last one is still to be read
         self._awaited = {submit.request_id: find_awaited_events(submit) for submit in submits}
         self._running = set(self._awaited)  # ids of requests whose last event was not read yet
         # Ids of running requests that were stopped: only their Explained and Compared are still to be read

@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row, Seat
-from cache_strategies.features import PageDescribing, PrefixListing
+from cache_strategies.features import PageDescribing, PageMarking, PrefixListing
 from cache_strategies.types import (
     NO_SALT,
     BlockEvents,
@@ -23,6 +24,7 @@ from cache_strategies.types import (
     CacheUsage,
     Geometry,
     PageInfo,
+    PageState,
     Salt,
     SeatShape,
     count_reusable_tokens,
@@ -361,6 +363,18 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
             return (), 0
         nothing: tuple[Sequence[CachedPrefix], int] = ((), 0)
         return self._call_quietly("list_prefixes", nothing, limit, convert=results.to_prefixes)
+
+    def read_page_states(self, num_pages: int) -> Tensor:
+        """Return the `PageState` of each page, uint8 [num_pages]: IN_USE if the strategy marks none, or after a fault.
+
+        What is returned for the pages of other owners means nothing.
+        """
+        in_use = torch.full((num_pages,), int(PageState.IN_USE), dtype=torch.uint8)
+        if not isinstance(self.inner, PageMarking):
+            return in_use
+        states = in_use.clone()
+        states = self._call_quietly("mark_pages", in_use, states, convert=lambda _: states)
+        return torch.where(states <= max(PageState), states, in_use)
 
     def describe_page(self, page: int) -> PageInfo | None:
         """Return what the strategy knows about one of its pages, if anything."""

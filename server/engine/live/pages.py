@@ -7,15 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from cache_strategies.arena import FREE, UNTOUCHED
-from cache_strategies.features import PageMarking
 from cache_strategies.types import PageState
 from server.engine.core import Core
-from server.engine.isolation.errors import StrategyError
-from server.engine.isolation.guard import GuardedCache
+from server.engine.live.fields import drop_none, round_seconds
 from server.engine.scheduling.request import RequestError
 
 MAX_CELLS = 2**14  # maximum number of cells in the grid of pages: beyond it, each cell stands for several pages
@@ -49,8 +46,9 @@ def describe_page(core: Core, page: int) -> dict[str, Any]:
         message = f"there is no page {page}: the KV memory has the pages 0 to {core.arena.pages - 1}"
         raise RequestError(404, message, code="not_found")
     marks, names = core.arena.mark_owners()
-    owner = names.get(int(marks[page]))
-    states = read_states(core, marks, {} if owner is None else {int(marks[page]): owner})
+    mark = int(marks[page])
+    owner = names.get(mark)
+    states = read_states(core, marks, {} if owner is None else {mark: owner})
     cache = None if owner is None else core.isolation.caches.get(owner)
     info = None if cache is None else cache.describe_page(page)
     description: dict[str, Any] = {"page": page, "owner": owner, "state": PageState(states[page]).name.lower()}
@@ -64,38 +62,20 @@ def describe_page(core: Core, page: int) -> dict[str, Any]:
             "idle_seconds": round_seconds(info.idle),
             "prefix": info.prefix,
         }
-    return {name: value for name, value in description.items() if value is not None}
-
-
-def round_seconds(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 1)
+    return drop_none(description)
 
 
 def read_states(core: Core, marks: NDArray[np.uint8], names: Mapping[int, str]) -> NDArray[np.uint8]:
-    """Return the `PageState` of each page; `marks` are their owners, of which those in `names` are looked at."""
+    """Return the `PageState` of each page, uint8; `marks` [pages] are the owners. Only those in `names` are asked."""
     states = np.full(len(marks), PageState.IN_USE, np.uint8)
     states[marks == FREE], states[marks == UNTOUCHED] = PageState.FREE, PageState.UNTOUCHED
     for mark, name in names.items():
         if (cache := core.isolation.caches.get(name)) is not None:
             own = marks == mark
-            states[own] = read_page_states(cache, len(marks))[own]
+            states[own] = cache.read_page_states(len(marks)).numpy()[own]
     return states
 
 
-def read_page_states(cache: GuardedCache, num_pages: int) -> NDArray[np.uint8]:
-    """Return the `PageState` of each page as its owner knows it; in use if the owner tells nothing, or fails.
-
-    What is written about pages of other owners has to be ignored by the caller.
-    """
-    states = torch.full((num_pages,), int(PageState.IN_USE), dtype=torch.uint8)
-    if cache.is_suspended or not isinstance(cache.inner, PageMarking):
-        return states.numpy()
-    try:
-        cache.call("mark_pages", states)
-    except StrategyError:  # was reported by the guard; the pages may be marked in part
-        states.fill_(int(PageState.IN_USE))
-    return np.where(states.numpy() <= max(PageState), states.numpy(), PageState.IN_USE)
-
-
 def encode_bytes(values: NDArray[np.uint8]) -> str:
+    """Return bytes in base64, as the cells of the live state have them."""
     return base64.b64encode(values.tobytes()).decode()

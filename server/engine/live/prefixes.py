@@ -12,7 +12,7 @@ from cache_strategies.features import PrefixListing
 from cache_strategies.types import CachedPrefix
 from server.engine.core import Core
 from server.engine.isolation.guard import GuardedCache
-from server.engine.live.pages import round_seconds
+from server.engine.live.fields import drop_none, round_seconds
 
 MAX_LISTED_PREFIXES = 500  # maximum number of nodes that are listed of an instance
 
@@ -34,7 +34,7 @@ def _describe_tree(cache: GuardedCache) -> dict[str, Any]:
 
 def _describe_prefix(prefix: CachedPrefix) -> dict[str, Any]:
     """Return a node of a tree; what is not known or has no value is left out."""
-    description = {
+    fields = {
         "id": prefix.id,
         "parent": prefix.parent,
         "tenant": prefix.salt.tenant or None,
@@ -49,4 +49,4 @@ def _describe_prefix(prefix: CachedPrefix) -> dict[str, Any]:
         "idle_seconds": round_seconds(prefix.idle),
         "pins": prefix.pins,
     }
-    return {name: value for name, value in description.items() if value is not None}
+    return drop_none(fields)

@@ -15,6 +15,7 @@ from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.info import describe_instance, describe_memory
 from server.engine.isolation.errors import StrategyError
+from server.engine.live.fields import drop_none
 from server.engine.live.pages import describe_cells
 from server.engine.scheduling.request import Request
 
@@ -75,7 +76,7 @@ def count_fitting_texts(core: Core, cache: KVCache, max_seq_len: int) -> dict[st
 def describe_request(request: Request) -> dict[str, Any]:
     """Return where a request is and how far, without its text. What is not known yet is left out."""
     times, now = request.times, monotonic()
-    description = {
+    fields = {
         "id": request.key[1],
         "instance": request.cache.name,
         "reason": request.reason,
@@ -90,4 +91,4 @@ def describe_request(request: Request) -> dict[str, Any]:
         "seconds": round(now - times.arrived, 1),
         "time_to_first_token": round(times.first_token - times.arrived, 4) if times.first_token else None,
     }
-    return {name: value for name, value in description.items() if value is not None}
+    return drop_none(fields)

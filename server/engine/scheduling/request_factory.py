@@ -20,7 +20,7 @@ from server.engine.scheduling.fallback import Fallbacks, set_fallback_of
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.selection import Selector
-from server.engine.shadow.shadow import Wanted
+from server.engine.shadow.shadow import PlannedShadow
 
 # The requests of an engine that have not ended, by API worker and the id that it gave the request
 RequestTable = Mapping[tuple[int, str], Request]
@@ -30,7 +30,7 @@ class NewRequest(NamedTuple):
     """A request, and its shadow under a second instance; None: it has none."""
 
     request: Request
-    shadow: Wanted | None
+    shadow: PlannedShadow | None
 
 
 class RequestFactory:
@@ -92,10 +92,10 @@ class RequestFactory:
             request.proposer = NgramProposer(speculation, longest)
         if message.reference is not None:
             reference = self._selector.check_name(message.reference, "kv_cache_reference", "kv_cache_reference")
-            return NewRequest(request, Wanted(self._find_shadow(reference), is_reference=True))
+            return NewRequest(request, PlannedShadow(self._find_shadow(reference), is_reference=True))
         if choice.shadow is None or name != chosen:
             return NewRequest(request, None)
-        return NewRequest(request, Wanted(self._find_shadow(choice.shadow), choice.rollout))
+        return NewRequest(request, PlannedShadow(self._find_shadow(choice.shadow), choice.rollout))
 
     def _find_shadow(self, name: str) -> KVCache | None:
         """Return the cache of a second instance; None if it is in quarantine. After a quarantine it is built anew."""

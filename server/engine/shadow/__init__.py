@@ -1,1 +1,1 @@
-"""Shadows: requests that also run under a candidate instance, so that its logits are compared with those served."""
+"""Shadows: requests that also run under a second instance, whose logits are compared with those served."""

@@ -23,8 +23,8 @@ from server.records import RequestFidelity
 EndedEarly = Literal["room", "failed"]
 
 
-class Wanted(NamedTuple):
-    """A shadow that begins when its served request does."""
+class PlannedShadow(NamedTuple):
+    """A shadow that is to begin with its served request."""
 
     cache: KVCache | None  # of the second instance; None: it is in quarantine
     rollout: str | None = None  # the roll-out for which the request is shadowed; None: a rule's, or a client's
@@ -54,7 +54,7 @@ class Shadow:
     served: Request
     request: Request  # the shadow's own; its `tokens` are the list of the served request
     served_cache: KVCache  # of the served request when the shadow began; a fallback may serve it later
-    rollout: str | None  # as in `Wanted`
+    rollout: str | None  # as in `PlannedShadow`
     is_reference: bool = False
     unsent: list[ComparedToken] = field(default_factory=list)  # of a reference: what the client has not got yet
     divergences: list[Divergence] = field(default_factory=list)  # of tokens at which both logits are finite

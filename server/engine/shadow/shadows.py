@@ -8,7 +8,6 @@ roll-outs or metrics.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -22,20 +21,17 @@ from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.step import Scheduled
 from server.engine.shadow.divergence import measure_divergence
-from server.engine.shadow.shadow import ComparedToken, EndedEarly, Shadow, Wanted
+from server.engine.shadow.shadow import ComparedToken, EndedEarly, PlannedShadow, Shadow
 from server.records import Outcome, RequestFidelity
 
-log = logging.getLogger(__name__)
-
 BUDGET_SHARE = 4  # shadows compute at most this part (1/4) of max_num_batched_tokens in a step
-MAX_KEPT_BYTES = 64 << 20  # of served logits that wait for candidates, over all shadows
-# So many tokens, over all shadows, are measured in one call: a call takes as long for one as for several
+MAX_KEPT_BYTES = 64 << 20  # of served logits that wait for the second instance's, over all shadows
+# Number of tokens, over all shadows, that are measured in one call: a call takes as long for one as for several
 MEASURED_TOGETHER = 32
-MEASURED_FOR_CLIENTS = 4  # the same if a client waits for the results
+MEASURED_FOR_CLIENTS = 4  # the same while a client waits for a comparison
 MAX_UNMEASURED_BYTES = 16 << 20  # of the logits of either instance that wait for that
-MAX_IDLE_STEPS = (
-    200  # steps without a row after which a shadow is dropped, since its request waits or its cache is stuck
-)
+# Steps without a row after which a shadow ends: its request waits, or its cache is stuck
+MAX_IDLE_STEPS = 200
 
 
 class Shadows:
@@ -43,7 +39,7 @@ class Shadows:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._wanted: dict[Request, Wanted] = {}  # by served request
+        self._planned: dict[Request, PlannedShadow] = {}  # by served request
         self._by_served: dict[Request, Shadow] = {}
         self._by_request: dict[Request, Shadow] = {}  # the same shadows by their own requests
         self._records: list[RequestFidelity] = []
@@ -58,12 +54,12 @@ class Shadows:
         """The requests of the shadows that have a seat."""
         return self._by_request.keys()
 
-    def want(self, served: Request, wanted: Wanted) -> None:
+    def plan(self, served: Request, planned: PlannedShadow) -> None:
         """Let a request, which is queued, also run under a second instance once it begins."""
-        if wanted.cache is not None and wanted.cache is not served.cache and served.sampling.max_tokens:
-            self._wanted[served] = wanted
-        elif wanted.is_reference:
-            self._end_comparison(served, None if wanted.cache is not None else "failed")
+        if planned.cache is not None and planned.cache is not served.cache and served.sampling.max_tokens:
+            self._planned[served] = planned
+        elif planned.is_reference:
+            self._end_comparison(served, None if planned.cache is not None else "failed")
 
     def get(self, served: Request) -> Shadow | None:
         """Return the shadow of a served request; None if it has none (any more)."""
@@ -82,12 +78,12 @@ class Shadows:
     # ---------------------------------------------------------------- a step
     def schedule(self, served_rows: Sequence[Scheduled]) -> list[Scheduled]:
         """Return the shadows' rows of a step, beside those of served requests."""
-        if not self._wanted and not self._by_request:
+        if not self._planned and not self._by_request:
             return []
         for shadow in [each for each in self._by_request.values() if each.served.cache is not each.served_cache]:
             self._end(shadow, None)  # a fallback serves the request now, from its beginning
-        for request in [row.request for row in served_rows if row.request in self._wanted]:
-            self._start(request, self._wanted.pop(request))
+        for request in [row.request for row in served_rows if row.request in self._planned]:
+            self._start(request, self._planned.pop(request))
         limits = self._scheduler.limits
         used = sum(row.num_tokens + len(row.draft) for row in served_rows)
         budget = min(limits.max_num_batched_tokens // BUDGET_SHARE, limits.max_num_batched_tokens - used)
@@ -98,27 +94,27 @@ class Shadows:
                 if shadow.served_ended:  # whose client may wait for the comparison
                     self._count_idle_step(shadow)
                 continue
-            wanted = shadow.count_computable_tokens(served_samples=shadow.served in sampling)
-            num_tokens = self._grow(shadow, min(wanted, budget))
+            num_computable = shadow.count_computable_tokens(served_samples=shadow.served in sampling)
+            num_tokens = self._grow(shadow, min(num_computable, budget))
             if num_tokens:
                 budget -= num_tokens
                 num_compared = shadow.count_compared(num_tokens)
                 rows.append(Scheduled(shadow.request, num_tokens, num_compared=num_compared))
         return rows
 
-    def _start(self, served: Request, wanted: Wanted) -> None:
+    def _start(self, served: Request, planned: PlannedShadow) -> None:
         """Open a seat under the second instance for a request whose first row is in this step, if there is room."""
-        cache = wanted.cache
+        cache = planned.cache
         assert cache is not None
         if cache is served.cache:  # a fallback serves the request now
-            if wanted.is_reference:
+            if planned.is_reference:
                 self._end_comparison(served, None)
             return
         sampling = msgspec.structs.replace(served.sampling, logprobs=None, prompt_logprobs=None)
         salt = served.salt._replace(shadow=True)
         request = Request(served.key, served.tokens, sampling, cache, "shadow", salt, is_shadow=True)
         request.num_prompt_tokens = served.num_prompt_tokens
-        shadow = Shadow(served, request, served.cache, wanted.rollout, wanted.is_reference)
+        shadow = Shadow(served, request, served.cache, planned.rollout, planned.is_reference)
         try:
             if not self._fits(request):
                 self._report(shadow, "room")
@@ -144,16 +140,16 @@ class Shadows:
         others = sum(r.peak_bytes for r in (*self._scheduler.running, *self._by_request))
         return request.peak_bytes <= request.cache.limit_bytes and others + request.peak_bytes <= limits.kv_bytes
 
-    def _grow(self, shadow: Shadow, wanted: int) -> int:
+    def _grow(self, shadow: Shadow, max_tokens: int) -> int:
         """Return the number of tokens of a shadow's next row, for which it has memory; 0: none in this step."""
         cache, seat = shadow.request.cache, shadow.request.seat
         assert seat is not None
         if not self._count_idle_step(shadow):
             return 0
         try:
-            if wanted <= 0 or not cache.ready(seat):
+            if max_tokens <= 0 or not cache.ready(seat):
                 return 0
-            num_tokens = min(wanted, cache.row_limit(seat) or wanted)
+            num_tokens = min(max_tokens, cache.row_limit(seat) or max_tokens)
             if not cache.grow(seat, num_tokens):
                 self._end(shadow, "room")
                 return 0
@@ -222,8 +218,8 @@ class Shadows:
     # ---------------------------------------------------------------- ends
     def end_served(self, served: Request, outcome: Outcome) -> Shadow | None:
         """End the shadow of a served request that ends now, once it has predicted all of the text; return it."""
-        wanted = self._wanted.pop(served, None)
-        if wanted is not None and wanted.is_reference:
+        planned = self._planned.pop(served, None)
+        if planned is not None and planned.is_reference:
             self._end_comparison(served, None)
         shadow = self._by_served.pop(served, None)
         if shadow is not None:
@@ -240,11 +236,11 @@ class Shadows:
 
     def end_quarantined(self, instances: Collection[str]) -> None:
         """End all shadows under instances that are in quarantine."""
-        for served, wanted in [*self._wanted.items()]:
-            assert wanted.cache is not None
-            if wanted.cache.name in instances:
-                del self._wanted[served]
-                if wanted.is_reference:
+        for served, planned in [*self._planned.items()]:
+            assert planned.cache is not None
+            if planned.cache.name in instances:
+                del self._planned[served]
+                if planned.is_reference:
                     self._end_comparison(served, "failed")
         for shadow in [each for each in self._by_request.values() if each.request.cache.name in instances]:
             self._end(shadow, "failed")

@@ -79,6 +79,16 @@ export async function* sendForEvents(path, options) {
   }
 }
 
+/** Yield the chunks of a streamed answer of /v1. Throws ApiError, or the error that the stream ends with. */
+export async function* sendForChunks(path, body, signal) {
+  for await (const { data } of sendForEvents(path, { method: "POST", body, signal })) {
+    if (data === "[DONE]") return;
+    const chunk = JSON.parse(data);
+    if (chunk.error) throw new Error(chunk.error.message);
+    yield chunk;
+  }
+}
+
 function parseEvent(text) {
   const fields = { event: "message", data: "" };
   for (const line of text.split("\n")) {

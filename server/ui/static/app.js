@@ -1,7 +1,7 @@
 /** The page: navigation by the fragment of its address, the access dialog, and the view that is shown. */
 
 import { access, makeAddress, sendJson } from "./api.js";
-import { Component, html, Notice, render, useEffect, useRef, useState } from "./components.js";
+import { Component, FormDialog, html, Notice, render, useEffect, useRef, useState } from "./components.js";
 import { live, useLive } from "./live.js";
 
 // Each view is loaded when it is first opened
@@ -22,7 +22,7 @@ function readRoute() {
   return { view: VIEWS.find((view) => view.name === name) ?? VIEWS[0], params: new URLSearchParams(query) };
 }
 
-/** Shows the error of a view that cannot be drawn instead of an empty page. */
+/** Show the error of a view that cannot be drawn, instead of an empty page. */
 class ErrorBoundary extends Component {
   static getDerivedStateFromError(error) {
     return { error };
@@ -50,7 +50,7 @@ function View({ view, params }) {
 
 const STATUS = { open: "live", connecting: "connecting", unavailable: "no answer", refused: "no access" };
 
-/** Shows the model, and whether the live state arrives. */
+/** Show the model, and whether the live state arrives. */
 function Status() {
   const { status } = useLive();
   const [model, setModel] = useState("");
@@ -64,17 +64,11 @@ function Status() {
   </p>`;
 }
 
-/** Asks for the admin token and an API key. */
+/** Ask for the admin token and an API key. */
 function AccessDialog({ onClose }) {
-  const dialog = useRef();
-  useEffect(() => {
-    dialog.current.showModal();
-  }, []);
-  const save = (event) => {
-    event.preventDefault();
-    const form = new FormData(event.target);
-    for (const name of ["admin", "key"]) access.set(name, form.get(name));
-    dialog.current.close();
+  const save = (data, close) => {
+    for (const name of ["admin", "key"]) access.set(name, data.get(name));
+    close();
     live.restart();
   };
   const input = (name, title, note) => html`<label>
@@ -82,18 +76,11 @@ function AccessDialog({ onClose }) {
     <input type="password" name=${name} autocomplete="off" spellcheck="false" defaultValue=${access.get(name)} />
     <small>${note}</small>
   </label>`;
-  return html`<dialog ref=${dialog} onClose=${onClose} aria-labelledby="access-title">
-    <form onSubmit=${save}>
-      <h2 id="access-title">Access</h2>
-      ${input("admin", "Admin token", "the setting admin_token: for what shows or changes other clients' requests")}
-      ${input("key", "API key", "one of the setting api_keys, if the server has any: for side by side and playground")}
-      <p>Both are kept in this tab only, and sent to ${new URL(makeAddress("")).host} only.</p>
-      <p class="buttons">
-        <button type="button" onClick=${() => dialog.current.close()}>Cancel</button>
-        <button class="primary">Use</button>
-      </p>
-    </form>
-  </dialog>`;
+  return html`<${FormDialog} title="Access" button="Use" kind="primary" onSubmit=${save} onClose=${onClose}>
+    ${input("admin", "Admin token", "the setting admin_token: for what shows or changes other clients' requests")}
+    ${input("key", "API key", "one of the setting api_keys, if the server has any: for side by side and playground")}
+    <p>Both are kept in this tab only, and sent to ${new URL(makeAddress("")).host} only.</p>
+  <//>`;
 }
 
 function App() {

@@ -1,13 +1,13 @@
-/** Parts that several views use: notices, meters, dialogs, polled answers. Exports Preact's functions for all views. */
+/** Parts that several views use: notices, bars, tables, dialogs, polled answers, runs. Exports Preact's functions, too. */
 
 import { Component, h, render } from "./vendor/preact.js";
-import { useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/hooks.js";
+import { useCallback, useEffect, useLayoutEffect, useRef, useState } from "./vendor/hooks.js";
 import htm from "./vendor/htm.js";
 import { send, sendJson } from "./api.js";
 import { useLive } from "./live.js";
 
 export const html = htm.bind(h);
-export { Component, render, useCallback, useEffect, useLayoutEffect, useMemo, useRef, useState };
+export { Component, render, useEffect, useLayoutEffect, useRef, useState };
 
 export const NUM_COLORS = 8;
 
@@ -40,7 +40,7 @@ export function Bar({ parts, total, label, marks = [] }) {
   </div>`;
 }
 
-/** Draw its children once there is a live state, and else why there is none. */
+/** Show the children once there is a live state; until then, why there is none. */
 export function WithLive({ children }) {
   const live = useLive();
   if (live.status === "refused") {
@@ -79,37 +79,63 @@ export function usePolled(path, { seconds = 0, as = "key" } = {}) {
   return { ...result, reload: useCallback(() => setRound((count) => count + 1), []) };
 }
 
-/** Let people confirm what `action` describes ({title, text, button, path, method, body}); it is sent as the operator. */
-export function ConfirmDialog({ action, onClose, onDone = () => {} }) {
+/** Show a table that scrolls sideways if it is wide; `columns` are [title, isNumber], `children` the rows. */
+export const ScrollTable = ({ label, caption, columns, kind, children }) =>
+  html`<div class="scroll" tabindex="0" role="group" aria-label=${label}>
+    <table class=${kind}>
+      ${caption && html`<caption>${caption}</caption>`}
+      <thead><tr>
+        ${columns.map(([title, isNumber]) => html`<th scope="col" class=${isNumber ? "number" : null}>${title}</th>`)}
+      </tr></thead>
+      <tbody>${children}</tbody>
+    </table>
+  </div>`;
+
+/** The title of the last column, whose cells have buttons. */
+export const ACTIONS_TITLE = html`<span class="hidden">actions</span>`;
+
+/** Show a form in a dialog; `onSubmit(data, close)` gets what was filled in as FormData. */
+export function FormDialog({ title, button, kind, busy = false, onSubmit, onClose, children }) {
   const dialog = useRef();
+  useEffect(() => {
+    dialog.current.showModal();
+  }, []);
+  const close = () => dialog.current?.close();
+  const submit = (event) => {
+    event.preventDefault();
+    onSubmit(new FormData(event.target), close);
+  };
+  return html`<dialog ref=${dialog} onClose=${onClose} aria-labelledby="dialog-title">
+    <form onSubmit=${submit}>
+      <h2 id="dialog-title">${title}</h2>
+      ${children}
+      <p class="buttons">
+        <button type="button" onClick=${close}>Cancel</button>
+        <button class=${kind} disabled=${busy}>${button}</button>
+      </p>
+    </form>
+  </dialog>`;
+}
+
+/** Ask for confirmation of `action` ({title, text, button, path, method, body}), and send it with the admin token. */
+function ConfirmDialog({ action, onClose, onDone = () => {} }) {
   const [error, setError] = useState("");
   const [busy, setBusy] = useState(false);
-  useEffect(() => {
-    dialog.current?.showModal();
-  }, []);
-  const confirm = async (event) => {
-    event.preventDefault();
+  const confirm = async (_, close) => {
     setBusy(true);
     try {
       await send(action.path, { method: action.method ?? "POST", body: action.body, as: "admin" });
       onDone();
-      dialog.current.close();
+      close();
     } catch (failure) {
       setError(failure.message);
       setBusy(false);
     }
   };
-  return html`<dialog ref=${dialog} onClose=${onClose} aria-labelledby="confirm-title">
-    <form onSubmit=${confirm}>
-      <h2 id="confirm-title">${action.title}</h2>
-      <p>${action.text}</p>
-      ${error && html`<${Notice} kind="error">${error}<//>`}
-      <p class="buttons">
-        <button type="button" onClick=${() => dialog.current.close()}>Cancel</button>
-        <button class="danger" disabled=${busy}>${action.button}</button>
-      </p>
-    </form>
-  </dialog>`;
+  return html`<${FormDialog} title=${action.title} button=${action.button} kind="danger" busy=${busy} onSubmit=${confirm} onClose=${onClose}>
+    <p>${action.text}</p>
+    ${error && html`<${Notice} kind="error">${error}<//>`}
+  <//>`;
 }
 
 /** Return [dialog, ask]: `ask(action)` opens a ConfirmDialog, which has to be drawn where `dialog` is put. */
@@ -117,6 +143,30 @@ export function useConfirm(onDone) {
   const [action, setAction] = useState(null);
   const dialog = action && html`<${ConfirmDialog} action=${action} onClose=${() => setAction(null)} onDone=${onDone} />`;
   return [dialog, setAction];
+}
+
+/**
+ * Return {running, redraw, start, stop} for work that can be stopped: `start(work)` runs `work(signal)`, and `redraw`
+ * draws the component in the next frame, however often it is called until then. Work ends with its component.
+ */
+export function useRun() {
+  const [, draw] = useState(0);
+  const [running, setRunning] = useState(false);
+  const abort = useRef(null);
+  const frame = useRef(0);
+  useEffect(() => () => abort.current?.abort(), []);
+  const redraw = () => {
+    cancelAnimationFrame(frame.current);
+    frame.current = requestAnimationFrame(() => draw((count) => count + 1));
+  };
+  const start = async (work) => {
+    abort.current = new AbortController();
+    setRunning(true);
+    await work(abort.current.signal);
+    setRunning(false);
+    redraw();
+  };
+  return { running, redraw, start, stop: () => abort.current?.abort() };
 }
 
 async function writeToClipboard(text) {

@@ -1,7 +1,8 @@
 /**
  * Follows GET /v1/live/events: the state of the server twice a second, and what is needed of the last minutes for rates.
  *
- * The stream is open only while a view uses it and the page is visible, so that a page in the background costs nothing.
+ * The stream is open while the page is visible: the header of every view shows its status. A page in the background
+ * closes it, and costs nothing.
  */
 
 import { useEffect, useReducer } from "./vendor/hooks.js";
@@ -32,7 +33,6 @@ class Live {
   history = []; // {time, totals, num_running, num_waiting}, oldest first
   #listeners = new Set();
   #abort = null; // of the open stream
-  #users = 0;
 
   constructor() {
     document.addEventListener("visibilitychange", () => this.#update());
@@ -41,13 +41,8 @@ class Live {
   /** Call `listener` after each change until the returned function is called. */
   subscribe(listener) {
     this.#listeners.add(listener);
-    this.#users += 1;
     this.#update();
-    return () => {
-      this.#listeners.delete(listener);
-      this.#users -= 1;
-      setTimeout(() => this.#update()); // the next view may use it at once
-    };
+    return () => this.#listeners.delete(listener);
   }
 
   /** Connect again, with the present token. */
@@ -60,13 +55,12 @@ class Live {
   }
 
   #update() {
-    const wanted = this.#users > 0 && !document.hidden;
-    if (wanted && this.#abort === null) {
+    if (document.hidden) {
+      this.#abort?.abort();
+      this.#abort = null;
+    } else if (this.#abort === null) {
       this.#abort = new AbortController();
       this.#follow(this.#abort.signal);
-    } else if (!wanted && this.#abort !== null) {
-      this.#abort.abort();
-      this.#abort = null;
     }
   }
 

@@ -15,6 +15,7 @@ from tests.end_to_end.server_process import Server, serving
 from tests.end_to_end.ui.browser import running_chromium
 
 TOKEN = "an admin token of these tests"
+ADMIN = {"Authorization": f"Bearer {TOKEN}"}
 SETTINGS = f"""
 admin_token = "{TOKEN}"
 kv_memory = "48MiB"

@@ -51,12 +51,7 @@ def test_without_an_admin_token_this_machine_sees_everything_and_changes_nothing
 
 def test_the_page_can_be_switched_off() -> None:
     with serving("--no-ui") as server:
-        assert (
-            server.get("/ui").status_code
-            == server.get("/ui/").status_code
-            == server.get("/ui/app.js").status_code
-            == 404
-        )
+        assert {server.get(path).status_code for path in ("/ui", "/ui/", "/ui/app.js")} == {404}
         assert "Watch it" not in server.output.read_text()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from urllib.parse import parse_qs, urlsplit
 
 import httpx
@@ -19,11 +20,11 @@ HOSTILE = (
 )
 
 
-def run(page: Page, prompt: str, **fields: str) -> None:
-    """Fill in the form and run it to its end."""
+def run(page: Page, prompt: str, fields: Mapping[str, str]) -> None:
+    """Fill in the form, its fields by their labels, and run it to its end."""
     page.get_by_role("textbox", name="Prompt", exact=True).fill(prompt)
     for label, value in fields.items():
-        page.get_by_label(label.replace("_", " ")).fill(value)
+        page.get_by_label(label).fill(value)
     page.get_by_role("button", name="Run").click()
     for column in page.locator("article").all():
         expect(column).to_have_attribute("aria-busy", "false")
@@ -32,7 +33,7 @@ def run(page: Page, prompt: str, **fields: str) -> None:
 def test_four_strategies_run_at_once_and_their_tokens_are_coloured(browser: Browser, server: Server) -> None:
     prompt = "The old man went down to the river to look for the key. " * 12
     with open_page(browser, server.url, token=TOKEN, fragment="compare?in=paged,int8,window,compressed") as page:
-        run(page, prompt, Most_tokens="60")
+        run(page, prompt, {"Max tokens": "60"})
         columns = page.locator("article")
         assert [column.get_attribute("aria-label") for column in columns.all()] == [
             "paged",
@@ -46,7 +47,7 @@ def test_four_strategies_run_at_once_and_their_tokens_are_coloured(browser: Brow
         assert tokens > 3
         expect(window.locator(".text .token:not([class*=' k'])")).to_have_count(0)
         costs = {name: columns.nth(i).inner_text() for i, name in enumerate(["paged", "int8", "window", "compressed"])}
-        assert re.search(r"KV memory\s+0?\.\d+|KV memory\s+\d", costs["window"])
+        assert re.search(r"KV memory\s+[\d.]+ [KM]iB", costs["window"])
         assert "× reference" in costs["window"]
         assert re.search(r"\d+ dropped", costs["window"])
         assert re.search(r"0 dropped", costs["int8"])
@@ -59,7 +60,7 @@ def test_figures_are_those_of_the_api(browser: Browser, server: Server) -> None:
     answer = server.complete(**body, kv_cache="window", kv_cache_reference="paged").json()["choices"][0]
     compared = answer["kv_cache_comparison"]
     with open_page(browser, server.url, token=TOKEN, fragment="compare?in=paged,window") as page:
-        run(page, prompt, Most_tokens="40")
+        run(page, prompt, {"Max tokens": "40"})
         text = page.locator("article").nth(1).locator(".text")
         assert "".join(text.locator(".token").all_inner_texts()).split() == answer["text"].split()
         scale = [0.01, 0.1, 0.5, 2]
@@ -73,26 +74,26 @@ def test_figures_are_those_of_the_api(browser: Browser, server: Server) -> None:
         ]
 
 
-def test_texts_are_marked_where_they_part(browser: Browser, server: Server) -> None:
+def test_the_first_difference_of_two_texts_is_marked(browser: Browser, server: Server) -> None:
     prompt = "The old man went down to the river to look for the key. " * 12
     body = {"prompt": prompt, "max_tokens": 60, "temperature": 1, "seed": 3, "return_token_ids": True}
     ids = [server.complete(**body, kv_cache=name).json()["choices"][0]["token_ids"] for name in ("paged", "window")]
-    parting = next(i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b)
+    difference = next(i for i, (a, b) in enumerate(zip(*ids, strict=False)) if a != b)
     with open_page(browser, server.url, token=TOKEN, fragment="compare?in=paged,window") as page:
-        run(page, prompt, Most_tokens="60", Temperature="1", Seed="3")
+        run(page, prompt, {"Max tokens": "60", "Temperature": "1", "Seed": "3"})
         column = page.locator("article").nth(1)
-        expect(column).to_contain_text(f"at token {parting + 1}")
-        expect(column.locator(".parting")).to_have_attribute("data-index", str(parting))
+        expect(column).to_contain_text(f"at token {difference + 1}")
+        expect(column.locator(".first-difference")).to_have_attribute("data-index", str(difference))
         column.locator(".text").focus()
-        for _ in range(parting + 1):
+        for _ in range(difference + 1):
             page.keyboard.press("ArrowRight")
-        expect(column.locator(".details")).to_contain_text("the texts part here")
+        expect(column.locator(".details")).to_contain_text("the first token that differs")
 
 
 def test_a_link_repeats_the_run_and_its_prompt_is_not_sent(browser: Browser, server: Server) -> None:
     sent: list[str] = []
     with open_page(browser, server.url, token=TOKEN, fragment="compare?in=paged,int8") as page:
-        run(page, "A secret: 12345. It is", Most_tokens="20", Temperature="1")
+        run(page, "A secret: 12345. It is", {"Max tokens": "20", "Temperature": "1"})
         texts = page.locator("article .text").all_inner_texts()
         link = page.url
     fragment = urlsplit(link).fragment
@@ -113,7 +114,7 @@ def test_a_link_repeats_the_run_and_its_prompt_is_not_sent(browser: Browser, ser
 def test_a_hostile_prompt_appears_as_text(browser: Browser, server: Server, view: str) -> None:
     with open_page(browser, server.url, token=TOKEN, fragment=view) as page:
         if view == "compare":
-            run(page, HOSTILE, Most_tokens="4")
+            run(page, HOSTILE, {"Max tokens": "4"})
         else:
             page.get_by_role("radio", name="Completion").check()
             page.get_by_role("textbox", name="Prompt", exact=True).fill(HOSTILE)
@@ -130,7 +131,7 @@ def test_a_hostile_prompt_appears_as_text(browser: Browser, server: Server, view
 def test_the_error_of_one_strategy_does_not_stop_the_others(browser: Browser, server: Server) -> None:
     status = "Failed to load resource: the server responded with a status of 400"
     with open_page(browser, server.url, token=TOKEN, fragment="compare", allowed_errors=[status]) as page:
-        page.get_by_label("Most tokens").fill("5000")
+        page.get_by_label("Max tokens").fill("5000")
         page.get_by_role("button", name="Run").click()
         expect(page.locator("article").first.get_by_role("alert")).to_contain_text("5")
 
@@ -146,6 +147,6 @@ def test_code_of_the_playground_is_the_request(browser: Browser, server: Server)
         expect(code).to_contain_text('extra_body={"kv_cache": "int8"}')
         page.get_by_role("button", name="Send").click()
         expect(page.get_by_text(re.compile("prompt tokens, .* generated"))).to_be_visible()
-        page.get_by_text("What the answer says beside the text").click()
+        page.get_by_text("Other fields of the answer").click()
         expect(page.get_by_text('"instance": "int8"').first).to_be_visible()
     assert httpx.get(f"{server.url}/health").status_code == 200

@@ -12,9 +12,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from tests.end_to_end.server_process import Server, eventually
 from tests.end_to_end.ui.browser import open_page
-from tests.end_to_end.ui.conftest import TOKEN
-
-ADMIN = {"Authorization": f"Bearer {TOKEN}"}
+from tests.end_to_end.ui.conftest import ADMIN, TOKEN
 
 
 def confirm(page: Page, button: str, answer: str) -> None:

@@ -88,7 +88,7 @@ def test_a_page_that_does_not_exist_is_an_error(tiny: Path, page: int) -> None:
 
 @pytest.mark.parametrize(
     "found",
-    [RuntimeError("planted"), 7, PageInfo("0", 1, 0, 0, None, None, None), PageInfo(0, 1, 0, 0, None, 1.0, b"")],
+    [RuntimeError("planted"), 7, PageInfo("0", 1, 0, 0), PageInfo(0, 1, 0, 0, idle=1.0, prefix=b"")],
 )
 def test_a_strategy_that_describes_wrongly_says_nothing_and_has_a_fault(
     tiny: Path, found: Any, monkeypatch: pytest.MonkeyPatch

@@ -6,8 +6,8 @@
  * browser: the prompt is in no request but those of the run.
  */
 
-import { sendForEvents, sendJson } from "../api.js";
-import { colorClass, CopyButton, Figure, html, InstanceName, Notice, useEffect, usePolled, useRef, useState } from "../components.js";
+import { sendForChunks, sendJson } from "../api.js";
+import { colorClass, CopyButton, Figure, html, InstanceName, Notice, usePolled, useRef, useRun, useState } from "../components.js";
 import { formatBytes, formatNumber, formatPercent, formatSeconds, showHidden } from "../format.js";
 
 const MAX_COLUMNS = 4;
@@ -15,8 +15,8 @@ const EXAMPLE = "The key of the blue box lies under the old stone by the river. 
 
 // The lower bounds of the classes 1 to 4; class 0 is what lies below
 const SCALES = {
-  kl: { title: "KL divergence", unit: "nats", bounds: [0.01, 0.1, 0.5, 2], of: (found) => found.kl },
-  rank: { title: "rank", unit: "", bounds: [2, 3, 6, 21], of: (found) => found.rank },
+  kl: { title: "KL divergence", unit: "nats", bounds: [0.01, 0.1, 0.5, 2], value: (found) => found.kl },
+  rank: { title: "rank", unit: "", bounds: [2, 3, 6, 21], value: (found) => found.rank },
 };
 
 const DEFAULTS = { max_tokens: "64", temperature: "0", seed: "", chat: "", color: "kl" };
@@ -26,7 +26,7 @@ export default function CompareView({ params }) {
   if (error) return html`<h2>Side by side</h2><${Notice} kind="error">${error.message}<//>`;
   if (data === null) return html`<h2>Side by side</h2><${Notice}>Loading…<//>`;
   const instances = data.data.filter((each) => each.state !== "disabled");
-  return html`<h2>Side by side</h2><${Comparison} key=${instances.length} instances=${instances} params=${params} />`;
+  return html`<h2>Side by side</h2><${Comparison} instances=${instances} params=${params} />`;
 }
 
 /** Return the instances to compare at first: an exact one as the reference, then those that differ from it. */
@@ -46,7 +46,7 @@ function Comparison({ instances, params }) {
     ...Object.fromEntries(Object.entries(DEFAULTS).map(([name, value]) => [name, params.get(name) ?? value])),
   }));
   const [chosen, setChosen] = useState(() => chooseInstances(instances, params));
-  const { columns, running, error, start, stop } = useRun();
+  const { columns, running, error, start, stop } = useComparison();
   const change = (name) => (event) => {
     const { type, checked, value } = event.target;
     setForm({ ...form, [name]: type === "checkbox" ? (checked ? "1" : "") : value });
@@ -63,7 +63,7 @@ function Comparison({ instances, params }) {
       <label class="wide">Prompt<textarea rows="4" required value=${form.prompt} onInput=${change("prompt")}></textarea></label>
       <${InstanceChoice} instances=${instances} chosen=${chosen} onChange=${setChosen} />
       <div class="fields">
-        <label>Most tokens<input type="number" min="1" value=${form.max_tokens} onInput=${change("max_tokens")} /></label>
+        <label>Max tokens<input type="number" min="1" value=${form.max_tokens} onInput=${change("max_tokens")} /></label>
         <label>Temperature<input type="number" min="0" max="2" step="any" value=${form.temperature} onInput=${change("temperature")} /></label>
         <label>Seed<input type="number" placeholder="random" value=${form.seed} onInput=${change("seed")} /></label>
         <label class="check"><input type="checkbox" checked=${form.chat === "1"} onChange=${change("chat")} />as a chat, by the model's template</label>
@@ -108,41 +108,26 @@ function InstanceChoice({ instances, chosen, onChange }) {
 
 // ---------------------------------------------------------------- the run
 /** Return the columns of the latest run, and functions to start and stop one. */
-function useRun() {
-  const [, redraw] = useState(0);
-  const [running, setRunning] = useState(false);
+function useComparison() {
+  const { running, redraw, start, stop } = useRun();
   const [error, setError] = useState("");
   const columns = useRef([]);
-  const abort = useRef(null);
-  const frame = useRef(0);
-  useEffect(() => () => abort.current?.abort(), []);
-
-  /** Draw once in the next frame, however many tokens arrive until then. */
-  const update = () => {
-    cancelAnimationFrame(frame.current);
-    frame.current = requestAnimationFrame(() => redraw((count) => count + 1));
-  };
-
-  const start = async (form, chosen) => {
-    abort.current = new AbortController();
-    const { signal } = abort.current;
-    setRunning(true);
-    setError("");
-    columns.current = chosen.map((name) => ({ name, tokens: [], compared: [], began: performance.now() }));
-    try {
-      const body = await makeBody(form, signal);
-      const runs = columns.current.map((column, index) => {
-        const reference = index ? { kv_cache_reference: chosen[0] } : {};
-        return runColumn(column, { ...body, kv_cache: column.name, ...reference }, signal, update);
-      });
-      await Promise.all(runs);
-    } catch (failure) {
-      setError(signal.aborted ? "Stopped." : failure.message);
-    }
-    setRunning(false);
-    update();
-  };
-  return { columns: columns.current, running, error, start, stop: () => abort.current?.abort() };
+  const compare = (form, chosen) =>
+    start(async (signal) => {
+      setError("");
+      columns.current = chosen.map((name) => ({ name, tokens: [], compared: [], began: performance.now() }));
+      try {
+        const body = await makeBody(form, signal);
+        const runs = columns.current.map((column, index) => {
+          const reference = index ? { kv_cache_reference: chosen[0] } : {};
+          return runColumn(column, { ...body, kv_cache: column.name, ...reference }, signal, redraw);
+        });
+        await Promise.all(runs);
+      } catch (failure) {
+        setError(signal.aborted ? "Stopped." : failure.message);
+      }
+    });
+  return { columns: columns.current, running, error, start: compare, stop };
 }
 
 /** Return the body that all requests of a run have in common. */
@@ -165,22 +150,19 @@ async function makeBody(form, signal) {
 }
 
 /** Run one column; its error is shown in the column, and the others go on. */
-async function runColumn(column, body, signal, update) {
+async function runColumn(column, body, signal, redraw) {
   column.began = performance.now();
   try {
-    for await (const { data } of sendForEvents("v1/completions", { method: "POST", body, signal })) {
-      if (data === "[DONE]") break;
-      const chunk = JSON.parse(data);
-      if (chunk.error) throw new Error(chunk.error.message);
+    for await (const chunk of sendForChunks("v1/completions", body, signal)) {
       if (chunk.kv_cache) column.served = chunk.kv_cache;
       for (const choice of chunk.choices) addChoice(column, choice);
-      update();
+      redraw();
     }
   } catch (failure) {
     column.error = signal.aborted ? "stopped" : failure.message;
   }
   column.ended = true;
-  update();
+  redraw();
 }
 
 function addChoice(column, choice) {
@@ -217,7 +199,10 @@ function Results({ columns, color, onColor, names }) {
       ${SCALES[color] && html`<${Legend} scale=${SCALES[color]} reference=${columns[0].name} />`}
     </fieldset>
     <div class="columns">
-      ${columns.map((column, index) => html`<${Column} key=${column.name} column=${column} reference=${index ? columns[0] : null} color=${color} color_index=${names.indexOf(column.name)} />`)}
+      ${columns.map((column, index) => {
+        const reference = index ? columns[0] : null;
+        return html`<${Column} key=${column.name} column=${column} reference=${reference} color=${color} colorIndex=${names.indexOf(column.name)} />`;
+      })}
     </div>
   </section>`;
 }
@@ -232,7 +217,7 @@ function Legend({ scale, reference }) {
 }
 
 /** Return the index of the first token that differs from the reference's text; null if there is none so far. */
-export function findParting(column, reference) {
+export function findFirstDifference(column, reference) {
   const count = Math.min(column.tokens.length, reference.tokens.length);
   for (let i = 0; i < count; i += 1) {
     if (column.tokens[i].id !== reference.tokens[i].id) return i;
@@ -241,24 +226,24 @@ export function findParting(column, reference) {
   return bothEnded && column.tokens.length !== reference.tokens.length ? count : null;
 }
 
-function Column({ column, reference, color, color_index: colorIndex }) {
+function Column({ column, reference, color, colorIndex }) {
   const [selected, setSelected] = useState(null);
-  const parting = reference && findParting(column, reference);
+  const difference = reference && findFirstDifference(column, reference);
   return html`<article class=${`column ${colorClass(colorIndex)}`} aria-label=${column.name} aria-busy=${!column.ended}>
     <h3><${InstanceName} name=${column.name} index=${colorIndex} />${!reference && html` <small>reference</small>`}</h3>
-    <${TokenText} column=${column} parting=${parting} color=${reference ? color : "none"} selected=${selected} onSelect=${setSelected} />
-    <p class="details" aria-live="polite">${describeToken(column, selected, parting, reference)}</p>
+    <${TokenText} column=${column} difference=${difference} color=${reference ? color : "none"} selected=${selected} onSelect=${setSelected} />
+    <p class="details" aria-live="polite">${describeToken(column, selected, difference, reference)}</p>
     ${column.error && html`<${Notice} kind="error">${column.error}<//>`}
-    <${Costs} column=${column} reference=${reference} parting=${parting} />
+    <${Costs} column=${column} reference=${reference} difference=${difference} />
   </article>`;
 }
 
 /** Return the class with the colour of a compared token; `found` is undefined for others. */
 const classOf = (found, scale) =>
-  found && scale ? `k${scale.bounds.filter((bound) => scale.of(found) >= bound).length}` : "";
+  found && scale ? `k${scale.bounds.filter((bound) => scale.value(found) >= bound).length}` : "";
 
-/** Shows a text as tokens; the arrow keys go from token to token. */
-function TokenText({ column, parting, color, selected, onSelect }) {
+/** Show a text as tokens; the arrow keys go from token to token. */
+function TokenText({ column, difference, color, selected, onSelect }) {
   const move = (event) => {
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!step || !column.tokens.length) return;
@@ -271,14 +256,14 @@ function TokenText({ column, parting, color, selected, onSelect }) {
   };
   return html`<div class="text" tabindex="0" role="group" aria-label=${`Text of ${column.name}`} onKeyDown=${move} onPointerOver=${select} onClick=${select}>
     ${column.tokens.map((token, i) => {
-      const classes = `token ${classOf(column.compared[i], SCALES[color])} ${i === parting ? "parting" : ""} ${i === selected ? "selected" : ""}`;
+      const classes = `token ${classOf(column.compared[i], SCALES[color])} ${i === difference ? "first-difference" : ""} ${i === selected ? "selected" : ""}`;
       return html`<span key=${i} class=${classes} data-index=${i}>${showHidden(token.text)}</span>`;
     })}
     ${!column.tokens.length && html`<span class="remark">${column.ended ? "no text" : "…"}</span>`}
   </div>`;
 }
 
-function describeToken(column, index, parting, reference) {
+function describeToken(column, index, difference, reference) {
   const token = column.tokens[index];
   if (!token) return "Select a token for its figures.";
   const parts = [`token ${index + 1}: “${showHidden(token.text)}” (id ${token.id})`];
@@ -290,16 +275,16 @@ function describeToken(column, index, parting, reference) {
   } else if (reference) {
     parts.push("not compared");
   }
-  if (index === parting) parts.push("the texts part here");
+  if (index === difference) parts.push("the first token that differs from the reference's");
   return parts.join(" · ");
 }
 
-function Costs({ column, reference, parting }) {
+function Costs({ column, reference, difference }) {
   const { explanation, tokens } = column;
   const other = reference?.explanation;
   const seconds = column.lastAt > column.firstAt ? (column.lastAt - column.firstAt) / 1000 : null;
   const compared = column.compared.filter(Boolean);
-  const mean = (of) => compared.reduce((sum, token) => sum + of(token), 0) / compared.length;
+  const mean = (value) => compared.reduce((sum, found) => sum + value(found), 0) / compared.length;
   const relative = (name) => (explanation && other?.[name] ? `${formatNumber(explanation[name] / other[name], 2)} × reference` : null);
   return html`<dl class="figures">
     <${Figure} title="KV memory" note=${relative("peak_kv_bytes")}>${formatBytes(explanation?.peak_kv_bytes)}<//>
@@ -309,6 +294,6 @@ function Costs({ column, reference, parting }) {
     ${reference &&
     html`<${Figure} title="mean KL, nats" note=${`${formatNumber(compared.length)} tokens compared${column.endedEarly ? `, ended early: ${column.endedEarly}` : ""}`}>${compared.length ? formatNumber(mean((found) => found.kl)) : "–"}<//>
       <${Figure} title="same likeliest token">${compared.length ? formatPercent(mean((found) => Number(found.top1))) : "–"}<//>
-      <${Figure} title="texts part">${parting === null ? (column.ended ? "nowhere" : "not yet") : `at token ${parting + 1}`}<//>`}
+      <${Figure} title="first difference">${difference === null ? (column.ended ? "none" : "none yet") : `at token ${difference + 1}`}<//>`}
   </dl>`;
 }

@@ -1,7 +1,7 @@
 /** The KV memory: its pages as a grid, by instance and state; what it is used for; and how much more has room. */
 
 import { sendJson } from "../api.js";
-import { Bar, colorClass, Figure, html, InstanceName, NUM_COLORS, useEffect, useLayoutEffect, useRef, useState, WithLive } from "../components.js";
+import { Bar, colorClass, Figure, html, InstanceName, NUM_COLORS, ScrollTable, useEffect, useLayoutEffect, useRef, useState, WithLive } from "../components.js";
 import { formatBytes, formatNumber, formatSeconds } from "../format.js";
 
 const STATE_TITLES = {
@@ -51,7 +51,7 @@ function Overview({ state }) {
     <dl class="figures">
       ${parts.map((part) => html`<${Figure} key=${part.label} title=${html`<i class=${`swatch ${part.kind}`}></i>${part.label}`}>${formatBytes(part.value)}<//>`)}
       <${Figure} title="KV memory" note=${memory.usable_bytes < memory.bytes ? `${formatBytes(memory.usable_bytes)} provided so far` : null}>${formatBytes(memory.bytes)}<//>
-      <${Figure} title="Requests">${formatNumber(state.num_running)} running, ${formatNumber(state.num_waiting)} waiting<//>
+      <${Figure} title="requests">${formatNumber(state.num_running)} running, ${formatNumber(state.num_waiting)} waiting<//>
     </dl>
   </section>`;
 }
@@ -59,45 +59,41 @@ function Overview({ state }) {
 function Instances({ state, names }) {
   return html`<section>
     <h3>By strategy</h3>
-    <div class="scroll" tabindex="0" role="group" aria-label="Memory by strategy">
-      <table>
-        <thead>
-          <tr>
-            <th scope="col">instance</th><th scope="col">kind</th><th scope="col">of its limit</th>
-            <th scope="col" class="number">used</th><th scope="col" class="number">idle</th><th scope="col" class="number">wasted</th>
-            <th scope="col" class="number">floor</th><th scope="col" class="number">limit</th>
-            <th scope="col" class="number">tokens kept</th><th scope="col" class="number">dropped</th>
-            <th scope="col" class="number">running</th><th scope="col" class="number">waiting</th>
-          </tr>
-        </thead>
-        <tbody>
-          ${names.map((name, index) => {
-            const each = state.instances[name];
-            const { used, idle, wasted } = each.usage;
-            const parts = [
-              { label: "used", value: used, kind: "solid", color: colorClass(index) },
-              { label: "idle", value: idle, kind: "faint", color: colorClass(index) },
-              { label: "wasted", value: wasted, kind: "wasted" },
-            ];
-            const marks = each.floor_bytes ? [{ label: `floor ${formatBytes(each.floor_bytes)}`, value: each.floor_bytes, kind: "floor" }] : [];
-            const label = `${formatBytes(used)} used and ${formatBytes(idle)} idle of ${formatBytes(each.limit_bytes)}`;
-            return html`<tr key=${name}>
-              <th scope="row"><${InstanceName} name=${name} index=${index} />${each.state !== "ok" && html` <strong class="bad">${each.state}</strong>`}</th>
-              <td>${each.kind}</td>
-              <td><${Bar} parts=${parts} marks=${marks} total=${each.limit_bytes} label=${label} /></td>
-              <td class="number">${formatBytes(used)}</td><td class="number">${formatBytes(idle)}</td><td class="number">${formatBytes(wasted)}</td>
-              <td class="number">${formatBytes(each.floor_bytes)}</td><td class="number">${formatBytes(each.limit_bytes)}</td>
-              <td class="number">${formatNumber(each.kept_tokens)}</td><td class="number">${formatNumber(each.dropped_tokens)}</td>
-              <td class="number">${formatNumber(each.running)}</td><td class="number">${formatNumber(each.waiting)}</td>
-            </tr>`;
-          })}
-        </tbody>
-      </table>
-    </div>
+    <${ScrollTable} label="Memory by strategy" columns=${INSTANCE_COLUMNS}>
+      ${names.map((name, index) => html`<${Instance} key=${name} name=${name} index=${index} instance=${state.instances[name]} />`)}
+    <//>
   </section>`;
 }
 
-/** Shows how many more texts of a length fit, by strategy. */
+const INSTANCE_COLUMNS = [
+  ["strategy"],
+  ["kind"],
+  ["of its limit"],
+  ...["used", "idle", "wasted", "floor", "limit", "tokens kept", "dropped", "running", "waiting"].map((title) => [title, true]),
+];
+
+function Instance({ name, index, instance }) {
+  const { used, idle, wasted } = instance.usage;
+  const { floor_bytes: floor, limit_bytes: limit } = instance;
+  const parts = [
+    { label: "used", value: used, kind: "solid", color: colorClass(index) },
+    { label: "idle", value: idle, kind: "faint", color: colorClass(index) },
+    { label: "wasted", value: wasted, kind: "wasted" },
+  ];
+  const marks = floor ? [{ label: `floor ${formatBytes(floor)}`, value: floor, kind: "floor" }] : [];
+  const label = `${formatBytes(used)} used and ${formatBytes(idle)} idle of ${formatBytes(limit)}`;
+  return html`<tr>
+    <th scope="row">
+      <${InstanceName} name=${name} index=${index} />${instance.state !== "ok" && html` <strong class="bad">${instance.state}</strong>`}
+    </th>
+    <td>${instance.kind}</td>
+    <td><${Bar} parts=${parts} marks=${marks} total=${limit} label=${label} /></td>
+    ${[used, idle, wasted, floor, limit].map((bytes) => html`<td class="number">${formatBytes(bytes)}</td>`)}
+    ${["kept_tokens", "dropped_tokens", "running", "waiting"].map((field) => html`<td class="number">${formatNumber(instance[field])}</td>`)}
+  </tr>`;
+}
+
+/** Show how many more texts of a length fit, by strategy. */
 function Room({ state, names }) {
   const lengths = [...new Set(names.flatMap((name) => Object.keys(state.instances[name].fits).map(Number)))].sort((a, b) => a - b);
   const [chosen, setChosen] = useState(null);
@@ -151,7 +147,7 @@ function describeStates(cells) {
   return [...counts].map(([state, count]) => `${count * cells.pages_per_cell} ${cells.state_names[state]}`).join(", ");
 }
 
-/** Draws a canvas with a square for each cell; only cells that have changed are drawn again. */
+/** Draw a canvas with a square for each cell; only cells that have changed are drawn again. */
 function Grid({ cells, names, selected, onSelect }) {
   const canvas = useRef();
   const drawn = useRef(null); // {layout, colors, owners, states, selected} of what the canvas shows
@@ -160,14 +156,11 @@ function Grid({ cells, names, selected, onSelect }) {
     const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
     observer.observe(canvas.current.parentElement);
     const scheme = matchMedia("(prefers-color-scheme: dark)");
-    const redraw = () => {
-      drawn.current = null;
-      setWidth((value) => value); // colours are read again at the next change
-    };
-    scheme.addEventListener("change", redraw);
+    const forgetDrawn = () => (drawn.current = null); // the next event of the live state draws all, in the new colours
+    scheme.addEventListener("change", forgetDrawn);
     return () => {
       observer.disconnect();
-      scheme.removeEventListener("change", redraw);
+      scheme.removeEventListener("change", forgetDrawn);
     };
   }, []);
   const count = cells.owners.length;
@@ -198,14 +191,16 @@ function Grid({ cells, names, selected, onSelect }) {
     <canvas
       ref=${canvas}
       tabindex="0"
-      role="img"
-      aria-label=${`${count} pages: ${describeStates(cells)}`}
-      aria-describedby="page-details"
+      role="application"
+      aria-roledescription="grid of pages"
+      aria-label=${`${count} pages`}
+      aria-describedby="page-states page-details"
       onPointerMove=${point}
       onPointerLeave=${() => clearTimeout(timer.current)}
       onPointerDown=${(event) => onSelect(find(event))}
       onKeyDown=${move}
     ></canvas>
+    <span id="page-states" class="hidden">${describeStates(cells)}</span>
   </div>`;
 }
 
@@ -276,7 +271,7 @@ function drawCell(context, { step, columns }, index, state, color, colors, isSel
   }
 }
 
-/** Asks for the details of the selected page, and shows them. */
+/** Show the details of the selected page. */
 function PageDetails({ cells, page }) {
   const [details, setDetails] = useState(null);
   const number = page === null ? null : page * cells.pages_per_cell;

@@ -4,8 +4,8 @@
  * The fields come from the server's own description, openapi.json, so that none is missing.
  */
 
-import { makeAddress, sendForEvents, sendJson } from "../api.js";
-import { CopyButton, html, Notice, useEffect, useRef, useState } from "../components.js";
+import { makeAddress, sendForChunks, sendJson } from "../api.js";
+import { CopyButton, html, Notice, useEffect, useRef, useRun, useState } from "../components.js";
 import { formatNumber, formatSeconds, showHidden } from "../format.js";
 
 const ENDPOINTS = {
@@ -51,7 +51,7 @@ function Playground({ schema, model, instances }) {
     event.preventDefault();
     start(ENDPOINTS[kind].path, body);
   };
-  const proceed = () => setMessages([...messages, { role: "assistant", content: answer.texts[0] }, { role: "user", content: "" }]);
+  const continueChat = () => setMessages([...messages, { role: "assistant", content: answer.texts[0] }, { role: "user", content: "" }]);
   return html`
     <form class="panel" onSubmit=${submit}>
       <fieldset class="choice">
@@ -67,7 +67,7 @@ function Playground({ schema, model, instances }) {
       ${problem && html`<${Notice} kind="error">${problem}<//>`}
       <p class="buttons">
         ${running ? html`<button type="button" onClick=${stop}>Stop</button>` : html`<button class="primary" disabled=${Boolean(problem)}>Send</button>`}
-        ${kind === "chat" && answer?.ended && !answer.error && html`<button type="button" onClick=${proceed}>Continue this chat</button>`}
+        ${kind === "chat" && answer?.ended && !answer.error && html`<button type="button" onClick=${continueChat}>Continue this chat</button>`}
       </p>
     </form>
     ${answer && html`<${Answer} answer=${answer} />`}
@@ -77,7 +77,7 @@ function Playground({ schema, model, instances }) {
 
 function Messages({ messages, onChange }) {
   const change = (index, changes) => onChange(messages.map((each, i) => (i === index ? { ...each, ...changes } : each)));
-  return html`<fieldset class="messages">
+  return html`<fieldset>
     <legend>Messages</legend>
     ${messages.map(
       (message, index) => html`<div key=${index} class="message">
@@ -124,21 +124,24 @@ function Fields({ fields, values, onChange }) {
 function Field({ field, text, onInput }) {
   const { name, type, description, minimum, maximum } = field;
   const choices = type === "boolean" ? ["true", "false"] : field.values;
-  const placeholder = field.default === undefined || field.default === null ? "" : typeof field.default === "object" ? JSON.stringify(field.default) : String(field.default);
+  const placeholder = formatDefault(field.default);
   const change = (event) => onInput(event.target.value);
   const isNumber = type === "integer" || type === "number";
-  return html`<label title=${description}>
+  return html`<label>
     <code>${name}</code>
     ${choices
       ? html`<select value=${text} onChange=${change}><option value="">${placeholder && `${placeholder} (default)`}</option>${choices.map((each) => html`<option key=${each} value=${String(each)}>${each}</option>`)}</select>`
       : isNumber
-        ? html`<input type="number" value=${text} placeholder=${placeholder} min=${limit(minimum)} max=${limit(maximum)} step=${type === "integer" ? 1 : "any"} onInput=${change} />`
+        ? html`<input type="number" value=${text} placeholder=${placeholder} min=${readBound(minimum)} max=${readBound(maximum)} step=${type === "integer" ? 1 : "any"} onInput=${change} />`
         : html`<input type="text" value=${text} placeholder=${placeholder || (type === "JSON" ? "JSON" : "")} onInput=${change} />`}
     ${description && html`<small>${description}</small>`}
   </label>`;
 }
 
-const limit = (value) => (Number.isSafeInteger(value) || !Number.isInteger(value) ? value : undefined);
+const formatDefault = (value) => (value == null ? "" : typeof value === "string" ? value : JSON.stringify(value));
+
+/** Return a bound of a number field; none for those that a number cannot hold exactly, such as 2^63. */
+const readBound = (value) => (Number.isSafeInteger(value) || !Number.isInteger(value) ? value : undefined);
 
 /** Return {body, problem}: the request of the fields that have a text, and what is wrong with them. */
 function makeBody(fields, values, prompt, model) {
@@ -165,46 +168,38 @@ function readValue(type, text) {
 // ---------------------------------------------------------------- the answer
 /** Return the latest answer, and functions to start and stop one. */
 function useAnswer() {
-  const [, redraw] = useState(0);
-  const [running, setRunning] = useState(false);
+  const { running, redraw, start, stop } = useRun();
   const answer = useRef(null);
-  const abort = useRef(null);
-  useEffect(() => () => abort.current?.abort(), []);
-  const start = async (path, body) => {
-    abort.current = new AbortController();
-    const { signal } = abort.current;
-    const began = performance.now();
-    const result = { texts: [], chunks: 0, details: {} };
-    answer.current = result;
-    setRunning(true);
-    try {
-      const request = { ...body, stream: true, stream_options: { include_usage: true } };
-      for await (const { data } of sendForEvents(path, { method: "POST", body: request, signal })) {
-        if (data === "[DONE]") break;
-        readChunk(result, JSON.parse(data), began);
-        redraw((count) => count + 1);
+  const request = (path, body) =>
+    start(async (signal) => {
+      const began = performance.now();
+      const result = { texts: [], details: {} };
+      answer.current = result;
+      try {
+        const streamed = { ...body, stream: true, stream_options: { include_usage: true } };
+        for await (const chunk of sendForChunks(path, streamed, signal)) {
+          readChunk(result, chunk, began);
+          redraw();
+        }
+      } catch (failure) {
+        result.error = signal.aborted ? "Stopped." : failure.message;
       }
-    } catch (failure) {
-      result.error = signal.aborted ? "Stopped." : failure.message;
-    }
-    result.ended = true;
-    setRunning(false);
-  };
-  return { answer: answer.current, running, start, stop: () => abort.current?.abort() };
+      result.ended = true;
+    });
+  return { answer: answer.current, running, start: request, stop };
 }
 
 function readChunk(answer, chunk, began) {
-  if (chunk.error) throw new Error(chunk.error.message);
   if (chunk.usage) answer.usage = chunk.usage;
   if (chunk.kv_cache) answer.details.kv_cache = chunk.kv_cache;
   for (const choice of chunk.choices) {
     const text = choice.text ?? choice.delta?.content ?? "";
     if (text) answer.firstSeconds ??= (performance.now() - began) / 1000;
     answer.texts[choice.index] = (answer.texts[choice.index] ?? "") + text;
-    // What the choice says beside its text: log-probabilities, explanations, comparisons
+    // Log-probabilities, explanations, comparisons
     const { index, text: _, delta: __, ...rest } = choice;
-    const said = Object.fromEntries(Object.entries(rest).filter(([, value]) => value !== null));
-    if (Object.keys(said).length) answer.details[`choice ${index}`] = { ...answer.details[`choice ${index}`], ...said };
+    const others = Object.fromEntries(Object.entries(rest).filter(([, value]) => value !== null));
+    if (Object.keys(others).length) answer.details[`choice ${index}`] = { ...answer.details[`choice ${index}`], ...others };
   }
   answer.seconds = (performance.now() - began) / 1000;
 }
@@ -224,7 +219,7 @@ function Answer({ answer }) {
         usage && `${formatNumber(usage.prompt_tokens)} prompt tokens, ${formatNumber(usage.prompt_tokens_details?.cached_tokens)} of them cached, ${formatNumber(usage.completion_tokens)} generated`,
       ].filter(Boolean).join(" · ")}
     </p>
-    ${answer.ended && html`<details><summary>What the answer says beside the text</summary><pre>${showHidden(JSON.stringify(answer.details, null, 2))}</pre></details>`}
+    ${answer.ended && html`<details><summary>Other fields of the answer</summary><pre>${showHidden(JSON.stringify(answer.details, null, 2))}</pre></details>`}
   </section>`;
 }
 

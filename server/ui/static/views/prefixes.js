@@ -1,6 +1,6 @@
 /** The beginnings of texts that are cached, as a tree: their size, hits, age and pins; operators pin and drop them. */
 
-import { html, InstanceName, Notice, useConfirm, usePolled, useState, WithLive } from "../components.js";
+import { ACTIONS_TITLE, html, Notice, ScrollTable, useConfirm, usePolled, useState } from "../components.js";
 import { formatBytes, formatNumber, formatSeconds } from "../format.js";
 
 const POLL_SECONDS = 2;
@@ -10,7 +10,8 @@ export default function PrefixesView() {
   const { data, error, reload } = usePolled("v1/live/prefixes", { seconds: POLL_SECONDS, as: "admin" });
   const [dialog, ask] = useConfirm(reload);
   return html`<h2>Prefixes</h2>
-    <p class="remark">A beginning of several texts is computed once and kept. Those that other texts found here again have hits. No text is shown.</p>
+    <p class="remark">A beginning that several texts share is computed once and kept. Hits: how often a later request found it. The texts themselves are
+      not shown.</p>
     ${error && html`<${Notice} kind="error">${error.message}<//>`}
     ${data ? html`<${Instances} instances=${data.instances} ask=${ask} />` : !error && html`<${Notice}>Loading…<//>`}
     ${dialog}`;
@@ -76,24 +77,20 @@ function Tree({ name, list, ask }) {
   }
   if (!rows.length) return html`<p class="remark">Nothing is cached yet.</p>`;
   return html`
-    <div class="scroll" tabindex="0" role="group" aria-label=${`Prefixes of ${name}`}>
-      <table class="tree">
-        <thead>
-          <tr>
-            <th scope="col">prefix</th><th scope="col" class="number">from token</th><th scope="col" class="number">tokens</th>
-            <th scope="col" class="number">size</th><th scope="col" class="number">in use by</th><th scope="col" class="number">hits</th>
-            <th scope="col" class="number">age</th><th scope="col" class="number">idle for</th><th scope="col">tenant</th><th scope="col">pins</th>
-            <th scope="col"><span class="hidden">actions</span></th>
-          </tr>
-        </thead>
-        <tbody>
-          ${rows.map((node) => html`<${Row} key=${node.prefix.id} name=${name} node=${node} isClosed=${closed.has(node.prefix.id)} onToggle=${toggle} ask=${ask} />`)}
-        </tbody>
-      </table>
-    </div>
-    ${list.omitted > 0 && html`<p class="remark">${formatNumber(list.omitted)} more, which no other text has found, are not listed.</p>`}
+    <${ScrollTable} label=${`Prefixes of ${name}`} columns=${COLUMNS}>
+      ${rows.map((node) => html`<${Row} key=${node.prefix.id} name=${name} node=${node} isClosed=${closed.has(node.prefix.id)} onToggle=${toggle} ask=${ask} />`)}
+    <//>
+    ${list.omitted > 0 && html`<p class="remark">${formatNumber(list.omitted)} more, the least used ones, are not listed.</p>`}
   `;
 }
+
+const COLUMNS = [
+  ["prefix"],
+  ...["from token", "tokens", "size", "in use by", "hits", "age", "idle for"].map((title) => [title, true]),
+  ["tenant"],
+  ["pins"],
+  [ACTIONS_TITLE],
+];
 
 function Row({ name, node: { prefix, depth, hasChildren }, isClosed, onToggle, ask }) {
   const short = prefix.id.slice(0, 8);
@@ -137,7 +134,7 @@ function Row({ name, node: { prefix, depth, hasChildren }, isClosed, onToggle, a
     <td class="number">${formatSeconds(prefix.age_seconds)}</td>
     <td class="number">${prefix.idle_seconds === undefined ? "–" : formatSeconds(prefix.idle_seconds)}</td>
     <td class="id">${formatSalt(prefix)}</td>
-    <td>${(prefix.pins ?? []).map((id) => html`<button key=${id} type="button" aria-label=${`Unpin ${id} of ${short}`} onClick=${() => unpin(id)}>${id} ×</button>`)}</td>
+    <td>${prefix.pins.map((id) => html`<button key=${id} type="button" aria-label=${`Unpin ${id} of ${short}`} onClick=${() => unpin(id)}>${id} ×</button>`)}</td>
     <td class="buttons">
       <button type="button" aria-label=${`Pin ${short}`} onClick=${pin}>Pin</button>
       <button type="button" aria-label=${`Drop ${short}`} onClick=${drop}>Drop</button>

@@ -1,6 +1,6 @@
 /** Rates and times by strategy over the last minutes, computed from differences of the live state's totals. */
 
-import { colorClass, html, InstanceName, Notice, useState, WithLive } from "../components.js";
+import { colorClass, html, InstanceName, Notice, ScrollTable, useState, WithLive } from "../components.js";
 import { formatBytes, formatNumber, formatPercent, formatSeconds } from "../format.js";
 
 const WINDOW = 10; // seconds over which a rate is taken
@@ -8,12 +8,12 @@ const SHOWN = 300; // seconds that the charts show
 const STEP = 2; // seconds between two points
 
 const CHARTS = [
-  { title: "Tokens a second", format: formatNumber, value: (change) => change.per_second("generated_tokens") },
+  { title: "Tokens a second", format: formatNumber, value: (change) => change.perSecond("generated_tokens") },
   { title: "Cached part of prompts", format: formatPercent, value: (change) => change.share("cached_tokens", "prompt_tokens") },
   { title: "Time to the first token", format: formatSeconds, quantiles: "time_to_first_token" },
   { title: "Time between tokens", format: formatSeconds, quantiles: "inter_token_latency" },
-  { title: "Preemptions a second", format: formatNumber, value: (change) => change.per_second("preemptions") },
-  { title: "Evicted a second", format: formatBytes, value: (change) => change.per_second("evicted_bytes") },
+  { title: "Preemptions a second", format: formatNumber, value: (change) => change.perSecond("preemptions") },
+  { title: "Evicted a second", format: formatBytes, value: (change) => change.perSecond("evicted_bytes") },
 ];
 
 /** What an instance has done between two states of the history. */
@@ -29,7 +29,7 @@ export class Change {
     return this.new[key] - (this.old?.[key] ?? 0);
   }
 
-  per_second(key) {
+  perSecond(key) {
     return this.seconds > 0 ? this.count(key) / this.seconds : null;
   }
 
@@ -88,31 +88,22 @@ function Rates({ names, history }) {
   `;
 }
 
-/** The figures of the last seconds, as a table. */
+/** Show the figures of the last seconds as a table. */
 function Now({ names, latest }) {
-  return html`<div class="scroll" tabindex="0" role="group" aria-label=${`The last ${WINDOW} seconds`}>
-    <table>
-      <caption>The last ${WINDOW} seconds</caption>
-      <thead>
-        <tr>
-          <th scope="col">instance</th>
-          ${CHARTS.map((chart) => html`<th key=${chart.title} scope="col" class="number">${chart.title}${chart.quantiles && ", median / 95 %"}</th>`)}
-        </tr>
-      </thead>
-      <tbody>
-        ${names.map((name, index) => {
-          const change = new Change(latest.before, latest.after, name);
-          return html`<tr key=${name}>
-            <th scope="row"><${InstanceName} name=${name} index=${index} /></th>
-            ${CHARTS.map((chart) => {
-              const values = chart.quantiles ? [0.5, 0.95].map((q) => change.quantile(chart.quantiles, q)) : [chart.value(change)];
-              return html`<td key=${chart.title} class="number">${values.map((value) => chart.format(value)).join(" / ")}</td>`;
-            })}
-          </tr>`;
+  const title = `The last ${WINDOW} seconds`;
+  const columns = CHARTS.map((chart) => [chart.title + (chart.quantiles ? ", median / 95th percentile" : ""), true]);
+  return html`<${ScrollTable} label=${title} caption=${title} columns=${[["strategy"], ...columns]}>
+    ${names.map((name, index) => {
+      const change = new Change(latest.before, latest.after, name);
+      return html`<tr key=${name}>
+        <th scope="row"><${InstanceName} name=${name} index=${index} /></th>
+        ${CHARTS.map((chart) => {
+          const values = chart.quantiles ? [0.5, 0.95].map((q) => change.quantile(chart.quantiles, q)) : [chart.value(change)];
+          return html`<td key=${chart.title} class="number">${values.map((value) => chart.format(value)).join(" / ")}</td>`;
         })}
-      </tbody>
-    </table>
-  </div>`;
+      </tr>`;
+    })}
+  <//>`;
 }
 
 // ---------------------------------------------------------------- charts
@@ -128,7 +119,7 @@ function makeLines(chart, names, points) {
     chart.quantiles
       ? [
           makeLine(name, index, (change) => change.quantile(chart.quantiles, 0.5), " median"),
-          makeLine(name, index, (change) => change.quantile(chart.quantiles, 0.95), " 95 %", true),
+          makeLine(name, index, (change) => change.quantile(chart.quantiles, 0.95), " 95th percentile", true),
         ]
       : [makeLine(name, index, chart.value)],
   );
@@ -143,10 +134,9 @@ export function roundUp(value, isBytes = false) {
 }
 
 /**
- * Draws lines over time as SVG, in a box of 100 by 100 that is stretched to its place.
+ * Draw lines over time as SVG, in a box of 100 by 100 that is stretched to its place; the arrow keys go back in time.
  *
- * A chart library would be larger than the whole page, and would have to be told of sizes and colours that style sheets
- * know.
+ * A chart library would be larger than the whole page, and would need sizes and colours that are in the style sheet.
  */
 function Chart({ chart, names, points }) {
   const [pointed, setPointed] = useState(null);
@@ -162,18 +152,25 @@ function Chart({ chart, names, points }) {
     const later = points.findIndex((each) => each.after.time >= time);
     setPointed(later < 0 ? points.length - 1 : later);
   };
+  const move = (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (event.key === "Escape") setPointed(null);
+    if (!step) return;
+    event.preventDefault();
+    setPointed(Math.min(points.length - 1, Math.max(0, index + step)));
+  };
   return html`<figure class="chart">
-    <figcaption>${chart.title}${chart.quantiles && html`<small> median, and 95 % (dashed)</small>`}</figcaption>
+    <figcaption>${chart.title}${chart.quantiles && html`<small> median, and 95th percentile (dashed)</small>`}</figcaption>
     <div class="plot">
       <div class="scale"><span>${chart.format(top)}</span><span>${chart.format(top / 2)}</span><span>${chart.format(0)}</span></div>
-      <svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label=${`${chart.title} over time; the table above has the latest figures`} onPointerMove=${point} onPointerLeave=${() => setPointed(null)}>
+      <svg viewBox="0 0 100 100" preserveAspectRatio="none" tabindex="0" role="application" aria-roledescription="chart" aria-label=${`${chart.title} over time`} onPointerMove=${point} onPointerLeave=${() => setPointed(null)} onKeyDown=${move} onBlur=${() => setPointed(null)}>
         <path class="rule" d="M0 0H100M0 50H100M0 100H100" />
         ${lines.map((line) => html`<path key=${line.label} class=${`line ${colorClass(line.colorIndex)} ${line.dashed ? "dashed" : ""}`} d=${makePath(line.values, x, y)} />`)}
         ${pointed !== null && html`<path class="cursor" d=${`M${x(index)} 0V100`} />`}
       </svg>
     </div>
     <div class="times"><span>${SHOWN / 60} minutes ago</span><span>${pointed === null ? "now" : `${formatSeconds(end - points[index].after.time)} ago`}</span></div>
-    <ul class="legend">
+    <ul class="legend" aria-live=${pointed === null ? "off" : "polite"}>
       ${lines.length === 0 && html`<li>none in these minutes</li>`}
       ${lines.map((line) => html`<li key=${line.label}><${InstanceName} name=${line.label} index=${line.colorIndex} />: ${chart.format(line.values[index])}</li>`)}
     </ul>

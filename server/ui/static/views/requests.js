@@ -1,9 +1,9 @@
 /** The running and waiting requests: how far each is, under which strategy and why; an operator can end one. */
 
-import { html, InstanceName, useConfirm, useState, WithLive } from "../components.js";
+import { ACTIONS_TITLE, html, InstanceName, ScrollTable, useConfirm, useState, WithLive } from "../components.js";
 import { formatNumber, formatSeconds } from "../format.js";
 
-const PAGE = 50; // rows that are shown at once
+const ROWS_SHOWN = 50; // at once
 
 export default function RequestsView() {
   const [dialog, confirm] = useConfirm();
@@ -24,7 +24,7 @@ function Requests({ state, onEnd }) {
   const ask = (key, request) =>
     onEnd({
       title: "End this request?",
-      text: `${request.id} under ${request.instance}: its client gets an error, and its memory is free at once.`,
+      text: `${request.id} under ${request.instance}: its client gets an error, and its memory is freed at once.`,
       button: "End it",
       method: "DELETE",
       path: `v1/live/requests/${encodeURIComponent(key).replace("%2F", "/")}`,
@@ -41,55 +41,53 @@ function Requests({ state, onEnd }) {
     </div>
     ${found.length === 0
       ? html`<p class="remark">No requests.</p>`
-      : html`<${Table} rows=${found.slice(start, start + PAGE)} names=${names} onEnd=${ask} />
+      : html`<${Table} rows=${found.slice(start, start + ROWS_SHOWN)} names=${names} onEnd=${ask} />
           <${Pager} start=${start} count=${found.length} listed=${Object.keys(state.requests).length} all=${state.num_running + state.num_waiting} onChange=${setFirst} />`}
   `;
 }
 
 function Pager({ start, count, listed, all, onChange }) {
   return html`<p class="buttons">
-    ${count > PAGE &&
-    html`<button type="button" disabled=${start === 0} onClick=${() => onChange(start - PAGE)}>Previous</button>
-      <button type="button" disabled=${start + PAGE >= count} onClick=${() => onChange(start + PAGE)}>Next</button>
-      <span>${formatNumber(start + 1)} to ${formatNumber(Math.min(start + PAGE, count))} of ${formatNumber(count)}</span>`}
+    ${count > ROWS_SHOWN &&
+    html`<button type="button" disabled=${start === 0} onClick=${() => onChange(start - ROWS_SHOWN)}>Previous</button>
+      <button type="button" disabled=${start + ROWS_SHOWN >= count} onClick=${() => onChange(start + ROWS_SHOWN)}>Next</button>
+      <span>${formatNumber(start + 1)} to ${formatNumber(Math.min(start + ROWS_SHOWN, count))} of ${formatNumber(count)}</span>`}
     ${all > listed && html`<span class="remark">${formatNumber(all - listed)} more requests are not listed.</span>`}
   </p>`;
 }
 
 function Table({ rows, names, onEnd }) {
-  return html`<div class="scroll" tabindex="0" role="group" aria-label="Requests">
-    <table>
-      <thead>
-        <tr>
-          <th scope="col">request</th><th scope="col">state</th><th scope="col">strategy</th><th scope="col">why</th>
-          <th scope="col">prompt</th><th scope="col" class="number">cached</th><th scope="col" class="number">computed</th>
-          <th scope="col" class="number">generated</th><th scope="col" class="number">first token</th><th scope="col" class="number">age</th>
-          <th scope="col" class="number">preempted</th><th scope="col"><span class="hidden">actions</span></th>
-        </tr>
-      </thead>
-      <tbody>
-        ${rows.map(([key, request]) => {
-          const cached = request.cached_tokens ?? 0;
-          const prompt = Math.min(request.computed_tokens, request.prompt_tokens);
-          return html`<tr key=${key}>
-            <th scope="row" class="id" title=${request.id}>${request.id.slice(0, 12)}</th>
-            <td>${request.state}${request.priority ? `, priority ${request.priority}` : ""}</td>
-            <td><${InstanceName} name=${request.instance} index=${names.indexOf(request.instance)} /></td>
-            <td>${request.reason}</td>
-            <td>
-              <progress max=${request.prompt_tokens} value=${prompt} aria-label=${`prompt of ${request.id}`}></progress>
-              ${formatNumber(prompt)} of ${formatNumber(request.prompt_tokens)}
-            </td>
-            <td class="number">${formatNumber(cached)}</td>
-            <td class="number">${formatNumber(Math.max(0, prompt - cached))}</td>
-            <td class="number">${formatNumber(request.generated_tokens)} of ${formatNumber(request.max_tokens)}</td>
-            <td class="number">${formatSeconds(request.time_to_first_token)}</td>
-            <td class="number">${formatSeconds(request.seconds)}</td>
-            <td class="number">${formatNumber(request.preemptions)}</td>
-            <td><button type="button" aria-label=${`End ${request.id}`} onClick=${() => onEnd(key, request)}>End</button></td>
-          </tr>`;
-        })}
-      </tbody>
-    </table>
-  </div>`;
+  return html`<${ScrollTable} label="Requests" columns=${COLUMNS}>
+    ${rows.map(([key, request]) => {
+      const cached = request.cached_tokens ?? 0;
+      const prompt = Math.min(request.computed_tokens, request.prompt_tokens);
+      return html`<tr key=${key}>
+        <th scope="row" class="id" title=${request.id}>${request.id.slice(0, 12)}</th>
+        <td>${request.state}${request.priority ? `, priority ${request.priority}` : ""}</td>
+        <td><${InstanceName} name=${request.instance} index=${names.indexOf(request.instance)} /></td>
+        <td>${request.reason}</td>
+        <td>
+          <progress max=${request.prompt_tokens} value=${prompt} aria-label=${`prompt of ${request.id}`}></progress>
+          ${formatNumber(prompt)} of ${formatNumber(request.prompt_tokens)}
+        </td>
+        <td class="number">${formatNumber(cached)}</td>
+        <td class="number">${formatNumber(Math.max(0, prompt - cached))}</td>
+        <td class="number">${formatNumber(request.generated_tokens)} of ${formatNumber(request.max_tokens)}</td>
+        <td class="number">${formatSeconds(request.time_to_first_token)}</td>
+        <td class="number">${formatSeconds(request.seconds)}</td>
+        <td class="number">${formatNumber(request.preemptions)}</td>
+        <td><button type="button" aria-label=${`End ${request.id}`} onClick=${() => onEnd(key, request)}>End</button></td>
+      </tr>`;
+    })}
+  <//>`;
 }
+
+const COLUMNS = [
+  ["request"],
+  ["state"],
+  ["strategy"],
+  ["why"],
+  ["prompt"],
+  ...["cached", "computed", "generated", "first token", "age", "preempted"].map((title) => [title, true]),
+  [ACTIONS_TITLE],
+];

@@ -1,14 +1,14 @@
 /** Roll-outs: their state, what the guard has measured, and buttons to pause, resume, advance and abort them. */
 
-import { Figure, html, Notice, useConfirm, usePolled } from "../components.js";
+import { Figure, html, Notice, ScrollTable, useConfirm, usePolled } from "../components.js";
 import { formatBytes, formatNumber, formatPercent, formatSeconds } from "../format.js";
 
 const POLL_SECONDS = 2;
 const ACTIVE = ["shadow", "canary"];
 
 export default function RolloutsView() {
-  const rollouts = usePolled("v1/rollouts", { seconds: POLL_SECONDS, as: "admin" });
-  const fidelity = usePolled("v1/fidelity", { seconds: POLL_SECONDS, as: "admin" });
+  const rollouts = usePolled("v1/rollouts", { seconds: POLL_SECONDS });
+  const fidelity = usePolled("v1/fidelity", { seconds: POLL_SECONDS });
   const [dialog, ask] = useConfirm(rollouts.reload);
   return html`<h2>Roll-outs</h2>
     ${rollouts.error && html`<${Notice} kind="error">${rollouts.error.message}<//>`}
@@ -61,26 +61,21 @@ function Rollout({ rollout, ask }) {
 
 function Guards({ guards, name }) {
   if (!guards.length) return null;
-  return html`<div class="scroll" tabindex="0" role="group" aria-label=${`Guard of ${name}`}>
-    <table>
-      <thead><tr><th scope="col">bound of</th><th scope="col">verdict</th><th scope="col">what it says</th></tr></thead>
-      <tbody>
-        ${guards.map(
-          (each) => html`<tr key=${each.guard}>
-            <th scope="row" class="id">${each.guard}</th>
-            <td class=${each.verdict === "tripped" ? "bad" : ""}>${each.verdict}</td>
-            <td>${each.text}</td>
-          </tr>`,
-        )}
-      </tbody>
-    </table>
-  </div>`;
+  return html`<${ScrollTable} label=${`Guard of ${name}`} columns=${[["guard"], ["verdict"], ["reason"]]}>
+    ${guards.map(
+      (each) => html`<tr key=${each.guard}>
+        <th scope="row" class="id">${each.guard}</th>
+        <td class=${each.verdict === "tripped" ? "bad" : ""}>${each.verdict}</td>
+        <td>${each.text}</td>
+      </tr>`,
+    )}
+  <//>`;
 }
 
 function History({ history }) {
   if (!history.length) return null;
   return html`<details>
-    <summary>What happened (${history.length})</summary>
+    <summary>History (${history.length})</summary>
     <ol class="history">
       ${[...history].reverse().map(
         (each, i) => html`<li key=${i}><time>${new Date(each.time * 1000).toLocaleString()}</time> ${each.from} → ${each.to}: ${each.reason}${each.by && ` (${each.by})`}</li>`,
@@ -96,30 +91,30 @@ function formatEstimate(estimate) {
   return `${formatNumber(estimate.value)} (${end(estimate.low)} to ${end(estimate.high)})`;
 }
 
+const FIDELITY_COLUMNS = [
+  ["served by"],
+  ["compared with"],
+  ["requests", true],
+  ["tokens", true],
+  ["mean KL, nats", true],
+  ["KL, 99th percentile", true],
+  ["same likeliest token", true],
+  ["saved per request", true],
+];
+
 function Fidelity({ pairs, confidence }) {
   return html`<section>
     <h3>Fidelity since the start</h3>
     <p class="remark">With intervals of ${formatPercent(confidence)}.</p>
-    <div class="scroll" tabindex="0" role="group" aria-label="Fidelity since the start">
-      <table>
-        <thead>
-          <tr>
-            <th scope="col">served by</th><th scope="col">compared with</th><th scope="col" class="number">requests</th><th scope="col" class="number">tokens</th>
-            <th scope="col" class="number">mean KL, nats</th><th scope="col" class="number">99 % of KL</th><th scope="col" class="number">same likeliest token</th>
-            <th scope="col" class="number">saved by request</th>
-          </tr>
-        </thead>
-        <tbody>
-          ${pairs.map(
-            (each) => html`<tr key=${`${each.served}/${each.candidate}`}>
-              <th scope="row">${each.served}</th><td>${each.candidate}</td>
-              <td class="number">${formatNumber(each.requests)}</td><td class="number">${formatNumber(each.tokens)}</td>
-              <td class="number">${formatEstimate(each.kl_mean)}</td><td class="number">${formatEstimate(each.kl_p99)}</td>
-              <td class="number">${formatEstimate(each.top1)}</td><td class="number">${formatBytes(each.bytes_saved_per_request)}</td>
-            </tr>`,
-          )}
-        </tbody>
-      </table>
-    </div>
+    <${ScrollTable} label="Fidelity since the start" columns=${FIDELITY_COLUMNS}>
+      ${pairs.map(
+        (each) => html`<tr key=${`${each.served}/${each.candidate}`}>
+          <th scope="row">${each.served}</th><td>${each.candidate}</td>
+          <td class="number">${formatNumber(each.requests)}</td><td class="number">${formatNumber(each.tokens)}</td>
+          <td class="number">${formatEstimate(each.kl_mean)}</td><td class="number">${formatEstimate(each.kl_p99)}</td>
+          <td class="number">${formatEstimate(each.top1)}</td><td class="number">${formatBytes(each.bytes_saved_per_request)}</td>
+        </tr>`,
+      )}
+    <//>
   </section>`;
 }

@@ -1,6 +1,6 @@
 /** The settings as they took effect, without secrets, and what each strategy instance promises. */
 
-import { html, InstanceName, Notice, usePolled, useState } from "../components.js";
+import { html, InstanceName, Notice, ScrollTable, usePolled, useState } from "../components.js";
 import { formatBytes } from "../format.js";
 
 export default function SettingsView() {
@@ -17,25 +17,17 @@ function Contracts({ instances }) {
   const promises = [...new Set(instances.flatMap((each) => Object.keys(each.contract ?? {})))];
   return html`<section>
     <h3>Strategies</h3>
-    <div class="scroll" tabindex="0" role="group" aria-label="Strategies">
-      <table>
-        <thead>
-          <tr><th scope="col">instance</th><th scope="col">kind</th><th scope="col">state</th><th scope="col">options</th>
-          ${promises.map((name) => html`<th key=${name} scope="col">${name.replaceAll("_", " ")}</th>`)}</tr>
-        </thead>
-        <tbody>
-          ${instances.map(
-            (each, index) => html`<tr key=${each.name}>
-              <th scope="row"><${InstanceName} name=${each.name} index=${index} /></th>
-              <td>${each.kind}</td>
-              <td>${each.state}${each.reason && `: ${each.reason}`}</td>
-              <td class="id">${each.options && formatOptions(each.options)}</td>
-              ${promises.map((name) => html`<td key=${name}>${each.contract ? formatPromise(each.contract[name]) : ""}</td>`)}
-            </tr>`,
-          )}
-        </tbody>
-      </table>
-    </div>
+    <${ScrollTable} label="Strategies" columns=${["strategy", "kind", "state", "options", ...promises].map((name) => [name.replaceAll("_", " ")])}>
+      ${instances.map(
+        (each, index) => html`<tr key=${each.name}>
+          <th scope="row"><${InstanceName} name=${each.name} index=${index} /></th>
+          <td>${each.kind}</td>
+          <td>${each.state}${each.reason && `: ${each.reason}`}</td>
+          <td class="id">${each.options && formatOptions(each.options)}</td>
+          ${promises.map((name) => html`<td key=${name}>${each.contract ? formatPromise(each.contract[name]) : ""}</td>`)}
+        </tr>`,
+      )}
+    <//>
   </section>`;
 }
 
@@ -53,16 +45,11 @@ function SettingsTable({ settings }) {
   return html`<section>
     <h3>Settings in effect</h3>
     <label>Find<input type="search" value=${wanted} onInput=${(event) => setWanted(event.target.value)} /></label>
-    <div class="scroll" tabindex="0" role="group" aria-label="Settings in effect">
-      <table class="settings">
-        <thead><tr><th scope="col">setting</th><th scope="col">value</th></tr></thead>
-        <tbody>
-          ${rows.map(
-            ([name, value]) => html`<tr key=${name}><th scope="row" class="id">${name}</th><td class="id">${formatValue(name, value)}</td></tr>`,
-          )}
-        </tbody>
-      </table>
-    </div>
+    <${ScrollTable} label="Settings in effect" kind="settings" columns=${[["setting"], ["value"]]}>
+      ${rows.map(
+        ([name, value]) => html`<tr key=${name}><th scope="row" class="id">${name}</th><td class="id">${formatValue(name, value)}</td></tr>`,
+      )}
+    <//>
     ${rows.length === 0 && html`<p class="remark">No setting has this in its name.</p>`}
   </section>`;
 }
