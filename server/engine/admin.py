@@ -31,6 +31,7 @@ from server.engine.ipc.messages import (
 )
 from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.guard import GuardedCache
+from server.engine.isolation.results import to_bool, to_bytes, to_optional_bytes, to_pin, to_pins
 from server.engine.live.pages import describe_page
 from server.engine.scheduling.request import RequestError
 
@@ -85,7 +86,7 @@ def _run_command(
         case Share(_, floor, limit):
             return _set_share(core, cache, floor, limit)
         case Clear(_, tenant, cache_salt) if isinstance(cache.inner, Clearing):
-            freed = cache.call("clear", SaltScope(tenant, cache_salt))
+            freed = cache.call("clear", SaltScope(tenant, cache_salt), convert=to_bytes)
             core.scheduler.mark_room_changed()
             return {"freed_bytes": freed}
         case PinPrefix(_, tokens, ttl, tenant, cache_salt) if isinstance(cache.inner, Pinning):
@@ -106,20 +107,20 @@ def _run_command(
 
 def _pin(cache: GuardedCache, method: str, what: Sequence[int] | str, **options: Any) -> dict[str, Any]:
     try:
-        return _format_pin(cache.call(method, what, **options))
+        return _format_pin(cache.call(method, what, convert=to_pin, **options))
     except PinError as error:
         raise RequestError(409, str(error), code="cannot_pin") from None
 
 
 def _drop_prefix(cache: GuardedCache, prefix_id: str) -> dict[str, Any]:
-    freed = cache.call("drop_prefix", prefix_id)
+    freed = cache.call("drop_prefix", prefix_id, convert=to_optional_bytes)
     if freed is None:
         raise RequestError(404, f"there is no cached prefix {prefix_id!r}: it may have been evicted", code="not_found")
     return {"id": prefix_id, "freed_bytes": freed}
 
 
 def _unpin(cache: GuardedCache, pin_id: str) -> dict[str, Any]:
-    if not cache.call("unpin", pin_id):
+    if not cache.call("unpin", pin_id, convert=to_bool):
         raise RequestError(404, f"there is no pin {pin_id!r}: it may have expired", code="not_found")
     return {"id": pin_id, "deleted": True}
 
@@ -145,7 +146,7 @@ def _inspect(core: Core, cache: GuardedCache) -> dict[str, Any]:
     if isinstance(cache.inner, Inspectable):
         answer |= cache.call("inspect")
     if isinstance(cache.inner, Pinning):
-        answer["pins"] = [_format_pin(pin) for pin in cache.call("pins")]
+        answer["pins"] = [_format_pin(pin) for pin in cache.call("pins", convert=to_pins)]
     return answer
 
 

@@ -341,6 +341,7 @@ class Core:
         Return the siblings that were started; memory may not suffice for all.
         """
         forked = [each for each in siblings if self.scheduler.fork(each.request, request)]
+        self.shadows.start_forked([each.request for each in forked])
         self._accumulator.forks[request.cache.name] += len(forked)
         return forked
 

@@ -127,10 +127,11 @@ class StrategyCalls:
     If a call never returns, the engine cannot say so itself. Implements `CallObserver` of isolation/calls.py.
     """
 
-    METHODS = (  # of KVCache and of optional protocols
+    # Of KVCache and of optional protocols; estimate_bytes is bytes_for, called for a report
+    METHODS = (
         *("__init__", "open", "retain", "ready", "grow", "crop", "fork", "discard", "close", "bytes_for"),
         *("idle_pages", "reclaim", "pinned_pages", "poll", "row_limit", "plan", "attend", "commit", "compact"),
-        *("usage", "blocks", "count_dropped_tokens", "token_budget", "collect_block_events"),
+        *("estimate_bytes", "usage", "blocks", "count_dropped_tokens", "token_budget", "collect_block_events"),
         *("clear", "pin", "pin_prefix", "unpin", "pins", "drop_prefix", "list_prefixes"),
         *("inspect", "mark_pages", "describe_page"),
     )

@@ -155,7 +155,8 @@ class Driver:
             self._hear(event.message)
         self.check()
         computed = result.report.rows or result.report.shadow_tokens
-        assert computed or result.report.failures or result.finished or not busy, "nothing progresses"
+        progress = computed or result.report.failures or result.finished or result.events
+        assert progress or not busy, "nothing progresses"
         assert result.report.tokens <= self.limits.max_num_batched_tokens + self.limits.max_num_seqs
         assert len(self.core.scheduler.running) <= self.limits.max_num_seqs
         return result

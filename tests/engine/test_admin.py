@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from cache_strategies.types import EVERYTHING, NO_SALT, Salt, SaltScope
+from cache_strategies.paged.base import PagedBase
+from cache_strategies.types import EVERYTHING, NO_SALT, Pin, Salt, SaltScope
 from server.engine.admin import run_command
 from server.engine.ipc.messages import Abort, Clear, DropPrefix, Inspect, PinCachedPrefix, PinPrefix, Share, Unpin
 from server.engine.live.prefixes import describe_prefixes
@@ -277,3 +278,26 @@ def test_a_request_that_is_ended_frees_its_memory_and_hears_an_error(tiny: Path)
         assert (events.failed.status, events.failed.code) == (410, "ended_by_operator")
     assert (other.finish_reason, len(other.tokens)) == ("length", 9)
     driver.assert_nothing_leaked()
+
+
+WRONG = {
+    "a pin that is none": (PinPrefix("paged", PROMPT, 60.0), "pin", None),
+    "a pin of another type": (PinCachedPrefix("paged", "a", 60.0), "pin_prefix", {"id": "a"}),
+    "a pin without end": (PinPrefix("paged", PROMPT, 60.0), "pin", Pin("a", 4, 64, NO_SALT, float("inf"))),
+    "bytes that are text": (DropPrefix("paged", "a"), "drop_prefix", "str"),
+    "infinitely many bytes": (DropPrefix("paged", "a"), "drop_prefix", float("inf")),
+    "fewer than no bytes": (Clear("paged"), "clear", -1),
+    "neither yes nor no": (Unpin("paged", "a"), "unpin", "yes"),
+    "pins that are numbers": (Inspect("paged"), "pins", [1]),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_answer_of_a_strategy_is_its_fault(tiny: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    command, method, found = WRONG[what]
+    driver = warm(tiny)
+    monkeypatch.setattr(PagedBase, method, lambda *_, **__: found)
+    with pytest.raises(RequestError, match=method) as refused:
+        run_command(driver.core, command)
+    assert (refused.value.status, refused.value.code) == (500, "strategy_failed")
+    assert driver.core.isolation.collect_faults() == {"paged": 1}

@@ -42,6 +42,7 @@ MAX_PATH_LENGTH = 200  # most characters of a URL's path in an error
 NO_ROUTE = "there is no such route"  # logged instead of the path, which may contain line breaks
 QUOTING_CODES = ("unknown_kv_cache", "not_found")  # codes of engine errors whose messages quote the client
 METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")  # of all routes
+METHODS_OF_FILES = ["GET", "HEAD"]  # whose folders the framework does not ask for their methods
 
 
 class ErrorDetails(BaseModel):
@@ -160,7 +161,7 @@ def _convert_http_exception(error: HTTPException, request: Request) -> ApiError:
     if error.status_code == 404:
         return ApiError(404, f"there is no {called}; check the URL", code="unknown_url", log_message=NO_ROUTE)
     if error.status_code == 405:
-        allowed = _find_allowed_methods(request)
+        allowed = _find_allowed_methods(request) or METHODS_OF_FILES
         message = f"there is no {called}; use {' or '.join(allowed)}"
         refused = ApiError(405, message, code="method_not_allowed", log_message=NO_ROUTE)
         refused.headers = {"Allow": ", ".join(allowed)}

@@ -2,12 +2,14 @@
 
 A connection from a loopback address is not enough. A proxy on this machine passes on requests of anyone, and so does a
 browser: a page of another site may send requests to this server (Origin), or have its own host name resolved to a
-loopback address (Host; DNS rebinding). Knows no paths and no tokens.
+loopback address (Host; DNS rebinding). A proxy that hides itself completely cannot be recognized: behind a proxy a
+server needs an admin token. Knows no paths and no tokens.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import re
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -15,8 +17,9 @@ from starlette.types import Scope
 
 from server.api.http.errors import ApiError
 
-# Headers by which a proxy tells for whom it asks
-PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip")
+# Headers that proxies add: X-Forwarded-For, CF-Connecting-IP, True-Client-IP, Fly-Client-IP, X-Real-IP and the like
+PROXY_HEADER = re.compile(r"forwarded|via|(?:x-)?(?:original-)?forwarded-.*|.*-(?:client|connecting|real)-ip")
+HOST = re.compile(r"(?P<name>[a-z0-9.-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?", re.IGNORECASE)  # of the header Host
 # Values of the header Sec-Fetch-Site of requests that no other site has caused
 OWN_FETCH_SITES = ("same-origin", "none")
 
@@ -35,14 +38,20 @@ def find_local_refusal(scope: Scope) -> ApiError | None:
 
 def _find_reason(scope: Scope) -> str | None:
     headers = Headers(scope=scope)
-    if proxied := [name for name in PROXY_HEADERS if name in headers]:
+    if proxied := [name for name in headers if PROXY_HEADER.fullmatch(name)]:
         return f"this request came through a proxy (header {proxied[0]})"
+    if scope.get("http_version") == "1.0":
+        return "this request came through a proxy (HTTP/1.0)"
     client = scope.get("client")
     if client is None or not is_loopback(client[0]):
         return "this request comes from another one"
     host = headers.get("host", "")
-    if not is_loopback(urlsplit(f"//{host}").hostname or ""):
+    found = HOST.fullmatch(host)
+    if found is None or not is_loopback(found["name"].strip("[]")):
         return "the header Host is not localhost"
+    referer = headers.get("referer")  # the page's requests have one, which proxies pass on
+    if referer is not None and _find_host(referer) != host:
+        return "this request came through a proxy, or from a page of another site (header Referer)"
     origin = headers.get("origin")
     if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
         return "a page of another site sent this request (header Origin)"
@@ -51,9 +60,17 @@ def _find_reason(scope: Scope) -> str | None:
     return None
 
 
+def _find_host(address: str) -> str | None:
+    """Return the host and port of an address; None if it has none."""
+    try:
+        return urlsplit(address).netloc
+    except ValueError:
+        return None
+
+
 def is_loopback(host: str) -> bool:
     """Return whether a host name or an address stands for this machine: localhost, 127.0.0.0/8 or ::1."""
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
         address = ipaddress.ip_address(host)

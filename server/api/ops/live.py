@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Path, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.middleware import LIVE_PATH
@@ -59,18 +60,14 @@ class LiveState:
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield events until the server stops."""
-        self.num_streams += 1
-        try:
-            last: State | None = None
-            while not self.stopping.is_set():
-                event, last = await self._make_event(last)
-                yield event
-                try:
-                    await asyncio.wait_for(self.stopping.wait(), INTERVAL)
-                except TimeoutError:
-                    continue
-        finally:
-            self.num_streams -= 1
+        last: State | None = None
+        while not self.stopping.is_set():
+            event, last = await self._make_event(last)
+            yield event
+            try:
+                await asyncio.wait_for(self.stopping.wait(), INTERVAL)
+            except TimeoutError:
+                continue
 
     async def _make_event(self, last: State | None) -> tuple[bytes, State | None]:
         """Return (the next event after the state `last`, the state that it leads to: None if there is none)."""
@@ -82,6 +79,25 @@ class LiveState:
             return encode_event("unavailable", {"message": error.error.message, "retry_after": 0.0}), None
         change = None if last is None else make_change(last, state)
         return encode_event("snapshot", state) if change is None else encode_event("change", change), state
+
+
+class LiveEvents(StreamingResponse):
+    """The events of the live state, to one of at most MAX_STREAMS clients. Raises ApiError 429 for more."""
+
+    def __init__(self, live: LiveState) -> None:
+        super().__init__(live.stream(), media_type="text/event-stream", headers=HEADERS)
+        self._live = live
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Counted here, as a stream whose client has gone is called, but may never be read
+        if self._live.num_streams >= MAX_STREAMS:
+            message = f"{MAX_STREAMS} clients watch the live state already; close one of them, or poll {LIVE_PATH}"
+            raise ApiError(429, message, code="too_many_streams")
+        self._live.num_streams += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._live.num_streams -= 1
 
 
 def router(live: LiveState, client: EngineClient) -> APIRouter:
@@ -96,10 +112,7 @@ def router(live: LiveState, client: EngineClient) -> APIRouter:
     @routes.get("/events", response_class=StreamingResponse)
     async def watch() -> StreamingResponse:
         """Send the state as server-sent events: a `snapshot`, and a `change` every half second."""
-        if live.num_streams >= MAX_STREAMS:
-            message = f"{MAX_STREAMS} clients watch the live state already; close one of them, or poll {LIVE_PATH}"
-            raise ApiError(429, message, code="too_many_streams")
-        return StreamingResponse(live.stream(), media_type="text/event-stream", headers=HEADERS)
+        return LiveEvents(live)
 
     @routes.get("/prefixes")
     async def list_prefixes() -> Response:

@@ -8,6 +8,7 @@ neither requests nor what follows from a fault (quarantine.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -93,11 +94,12 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
         raise NotImplementedError("a guard is made when the sizes are known")
 
     # ---------------------------------------------------------------- calls and faults
-    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the guarded cache. Raises StrategyError for any exception of it."""
+    def call(self, method: str, *args: Any, convert: Callable[[Any], Any] | None = None, **kwargs: Any) -> Any:
+        """Return a call's result, converted by `convert`. Raises StrategyError for any exception of either."""
         if self.is_suspended:
             raise StrategyError(self.name, method, "the instance is in quarantine")
-        return self._run(method, getattr(self.inner, method), *args, **kwargs)
+        found = self._run(method, getattr(self.inner, method), *args, **kwargs)
+        return found if convert is None else self._run(method, convert, found)
 
     def _call_quietly(
         self, method: str, default: T, *args: Any, convert: Callable[[Any], T] | None = None, **kwargs: Any
@@ -106,10 +108,8 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
 
         After a fault, return `default`.
         """
-        if self.is_suspended:
-            return default
         try:
-            found = self._run(method, getattr(self.inner, method), *args, **kwargs)
+            found = self.call(method, *args, **kwargs)
             if found is None and default is None:
                 return default
             if convert is not None:
@@ -219,6 +219,13 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
         if not 0 <= size < results.MAX_NUMBER:
             raise self.make_fault("bytes_for", f"{num_tokens} tokens take {results.describe(size)} bytes")
         return size
+
+    def estimate_bytes(self, num_tokens: int) -> int | None:
+        """Return bytes_for() for a report: None after a fault, which is no reason for a quarantine."""
+        if not self.is_suspended:
+            with suppress(StrategyError):
+                return self._run("estimate_bytes", lambda: results.to_bytes(self.inner.bytes_for(num_tokens)))
+        return None
 
     def idle_pages(self) -> int:
         if self._keeps_idle_pages:
@@ -362,7 +369,7 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
         if not isinstance(self.inner, PrefixListing):
             return (), 0
         nothing: tuple[Sequence[CachedPrefix], int] = ((), 0)
-        return self._call_quietly("list_prefixes", nothing, limit, convert=results.to_prefixes)
+        return self._call_quietly("list_prefixes", nothing, limit, convert=partial(results.to_prefixes, limit=limit))
 
     def read_page_states(self, num_pages: int) -> Tensor:
         """Return the `PageState` of each page, uint8 [num_pages]: IN_USE if the strategy marks none, or after a fault.
@@ -373,8 +380,8 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
         if not isinstance(self.inner, PageMarking):
             return in_use
         states = in_use.clone()
-        states = self._call_quietly("mark_pages", in_use, states, convert=lambda _: states)
-        return torch.where(states <= max(PageState), states, in_use)
+        convert = partial(results.to_page_states, states, in_use=in_use)
+        return self._call_quietly("mark_pages", in_use, states, convert=convert)
 
     def describe_page(self, page: int) -> PageInfo | None:
         """Return what the strategy knows about one of its pages, if anything."""

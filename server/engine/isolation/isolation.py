@@ -29,6 +29,7 @@ REPORTS = frozenset(
         "usage",
         "blocks",
         "count_dropped_tokens",
+        "estimate_bytes",
         "token_budget",
         "collect_block_events",
         "mark_pages",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -16,7 +17,18 @@ from torch import Tensor
 
 from cache_strategies.arena import Arena
 from cache_strategies.base import Plan, Row, Seat
-from cache_strategies.types import BlockEvents, Blocks, CachedPrefix, CacheUsage, Geometry, Miss, PageInfo, Salt
+from cache_strategies.types import (
+    BlockEvents,
+    Blocks,
+    CachedPrefix,
+    CacheUsage,
+    Geometry,
+    Miss,
+    PageInfo,
+    PageState,
+    Pin,
+    Salt,
+)
 from kernels.arguments import MAX_INDEX, by_head
 from kernels.ops import KVLocation, QueryTap
 from kernels.types import Slots
@@ -25,6 +37,8 @@ T = TypeVar("T")
 
 MAX_DESCRIPTION = 500  # maximum number of characters of a value or an error in a message
 MAX_NUMBER = 2**63  # numbers from here on cannot be sent
+MAX_TEXT = 1024  # maximum number of characters of an id, a tenant or a salt
+MAX_PINS = 10_000  # maximum number of pins that end with a listed prefix
 # What `out` of a hook is filled with before the call: a NaN that no computation gives, by the size of its numbers
 UNWRITTEN = {2: (torch.int16, 0x7FDE), 4: (torch.int32, 0x7FC0DEAD), 8: (torch.int64, 0x7FF80000DEADBEEF)}
 MISSES = {*get_args(Miss), None}
@@ -93,10 +107,17 @@ def to_page_info(found: object) -> PageInfo:
     )
 
 
-def to_prefixes(found: tuple[Iterable[object], int]) -> tuple[Sequence[CachedPrefix], int]:
-    """Return what list_prefixes() returned, with texts and numbers."""
+def to_page_states(states: Tensor, _: object, in_use: Tensor) -> Tensor:
+    """Return the `PageState` of each page that mark_pages() wrote; `in_use` for those that are none."""
+    if states.shape != in_use.shape or states.dtype != in_use.dtype:
+        raise ValueError(f"it turned the states, {list(in_use.shape)}, into {list(states.shape)} of {states.dtype}")
+    return torch.where(states <= max(PageState), states, in_use)
+
+
+def to_prefixes(found: tuple[Iterable[object], int], limit: int) -> tuple[Sequence[CachedPrefix], int]:
+    """Return what list_prefixes() returned, with texts and numbers. Raises ValueError for more than `limit`."""
     prefixes, omitted = found
-    return [_to_prefix(each) for each in prefixes], _to_int(omitted)
+    return [_to_prefix(each) for each in _take("prefixes", prefixes, limit)], _to_int(omitted)
 
 
 def _to_prefix(found: object) -> CachedPrefix:
@@ -114,8 +135,48 @@ def _to_prefix(found: object) -> CachedPrefix:
         _to_int(found.hits),
         _to_seconds(found.age),
         _to_optional(_to_seconds, found.idle),
-        [_to_text(pin_id) for pin_id in found.pins],
+        [_to_text(pin_id) for pin_id in _take("pins", found.pins, MAX_PINS)],
     )
+
+
+def to_pin(found: object) -> Pin:
+    """Return what pin() or pin_prefix() returned, with text and numbers."""
+    if not isinstance(found, Pin):
+        raise TypeError(f"it returned {describe(found)}, not a Pin")
+    num_tokens, num_bytes = _to_int(found.num_tokens), _to_int(found.num_bytes)
+    return Pin(_to_text(found.id), num_tokens, num_bytes, found.salt, _to_seconds(found.expires))
+
+
+def to_pins(found: Iterable[object]) -> list[Pin]:
+    """Return what pins() returned, with texts and numbers."""
+    return [to_pin(each) for each in found]
+
+
+def to_bool(found: object) -> bool:
+    """Return a bool that a method returned. Raises TypeError for anything else."""
+    if not isinstance(found, bool):
+        raise TypeError(f"it returned {describe(found)}, not a bool")
+    return found
+
+
+def to_bytes(found: object) -> int:
+    """Return a number of bytes that a method returned. Raises TypeError or ValueError for anything else."""
+    if (size := _to_int(found)) < 0:
+        raise ValueError(f"it returned {size} bytes")
+    return size
+
+
+def to_optional_bytes(found: object) -> int | None:
+    """Return a number of bytes, or None, that a method returned. Raises as `to_bytes`."""
+    return _to_optional(to_bytes, found)
+
+
+def _take(what: str, found: Iterable[T], limit: int) -> list[T]:
+    """Return all items of what a method returned. Raises ValueError if there are more than `limit`."""
+    taken = list(islice(found, limit + 1))
+    if len(taken) > limit:
+        raise ValueError(f"it returned more than {limit} {what}")
+    return taken
 
 
 def _to_optional(convert: Callable[[Any], T], found: Any) -> T | None:
@@ -125,6 +186,9 @@ def _to_optional(convert: Callable[[Any], T], found: Any) -> T | None:
 def _to_text(found: object) -> str:
     if not isinstance(found, str):
         raise TypeError(f"it returned {describe(found)}, not a str")
+    if len(found) > MAX_TEXT:
+        raise ValueError(f"it returned a text of {len(found)} characters, more than {MAX_TEXT}")
+    found.encode()  # raises UnicodeEncodeError, a ValueError, for halves of surrogate pairs
     return found
 
 

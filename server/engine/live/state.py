@@ -10,11 +10,10 @@ from collections import Counter
 from time import monotonic, time
 from typing import Any
 
-from cache_strategies.base import KVCache
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.info import describe_instance, describe_memory
-from server.engine.isolation.errors import StrategyError
+from server.engine.isolation.guard import GuardedCache
 from server.engine.live.fields import drop_none
 from server.engine.live.pages import describe_cells
 from server.engine.scheduling.request import Request
@@ -44,7 +43,7 @@ def describe_live(engine: Engine) -> dict[str, Any]:
             each.name: {
                 **describe_instance(core, each),
                 "blocks": core.caches[each.name].blocks()._asdict(),
-                "fits": count_fitting_texts(core, core.caches[each.name], engine.max_seq_len),
+                "fits": count_fitting_texts(core, core.isolation.caches[each.name], engine.max_seq_len),
                 "running": running[each.name],
                 "waiting": waiting[each.name],
             }
@@ -58,18 +57,15 @@ def describe_live(engine: Engine) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- instances
-def count_fitting_texts(core: Core, cache: KVCache, max_seq_len: int) -> dict[str, int]:
-    """Return how many more texts have room in an instance, by their number of tokens; empty if it does not say.
+def count_fitting_texts(core: Core, cache: GuardedCache, max_seq_len: int) -> dict[str, int]:
+    """Return how many more texts have room in an instance, by their number of tokens, where it says what they take.
 
     Idle memory counts as room. Texts that share their beginnings need less, so that more of them may fit.
     """
     lengths = [SHORTEST_TEXT << i for i in range(20) if SHORTEST_TEXT << i < max_seq_len] + [max_seq_len]
-    available = max(0, core.arena.count_available_pages(cache.name))
-    try:
-        pages = {length: -(-cache.bytes_for(length) // core.arena.page_bytes) for length in lengths}
-    except StrategyError:
-        return {}
-    return {str(length): available // needed for length, needed in pages.items() if needed}
+    available, page_bytes = max(0, core.arena.count_available_pages(cache.name)), core.arena.page_bytes
+    sizes = {length: cache.estimate_bytes(length) for length in lengths}
+    return {str(length): available // -(-size // page_bytes) for length, size in sizes.items() if size}
 
 
 # ---------------------------------------------------------------- requests

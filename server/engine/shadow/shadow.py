@@ -7,6 +7,7 @@ drafts are verified without it. Knows neither the scheduler nor where results ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
@@ -60,11 +61,15 @@ class Shadow:
     divergences: list[Divergence] = field(default_factory=list)  # of tokens at which both logits are finite
     is_finite: bool = True  # whether all logits were so far
     unmeasured: Comparable = field(default_factory=lambda: Comparable([], [], [], []))
-    served_ended: bool = False
+    served_end: float = math.inf  # time.monotonic() when the served request ended
     num_idle_steps: int = 0  # number of steps since the shadow last had a row
     # Served logits [V] by the index of the token that they predict, in order; only those not compared yet
     _kept: dict[int, Tensor] = field(default_factory=dict)  # copies
     _fresh: dict[int, Tensor] = field(default_factory=dict)  # rows of the logits of the present step
+
+    @property
+    def has_served_ended(self) -> bool:
+        return self.served_end < math.inf
 
     @property
     def is_behind(self) -> bool:

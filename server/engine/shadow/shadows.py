@@ -8,6 +8,7 @@ roll-outs or metrics.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -32,6 +33,7 @@ MEASURED_FOR_CLIENTS = 4  # the same while a client waits for a comparison
 MAX_UNMEASURED_BYTES = 16 << 20  # of the logits of either instance that wait for that
 # Steps without a row after which a shadow ends: its request waits, or its cache is stuck
 MAX_IDLE_STEPS = 200
+MAX_LAG = 10.0  # seconds after the end of its served request, whose client may wait, after which a shadow ends
 
 
 class Shadows:
@@ -82,6 +84,9 @@ class Shadows:
             return []
         for shadow in [each for each in self._by_request.values() if each.served.cache is not each.served_cache]:
             self._end(shadow, None)  # a fallback serves the request now, from its beginning
+        latest_end = time.monotonic() - MAX_LAG
+        for shadow in [each for each in self._by_request.values() if each.served_end < latest_end]:
+            self._end(shadow, "room")
         for request in [row.request for row in served_rows if row.request in self._planned]:
             self._start(request, self._planned.pop(request))
         limits = self._scheduler.limits
@@ -91,7 +96,7 @@ class Shadows:
         rows: list[Scheduled] = []
         for shadow in list(self._by_request.values()):
             if len(served_rows) + len(rows) >= limits.max_num_seqs or budget <= 0:
-                if shadow.served_ended:  # whose client may wait for the comparison
+                if shadow.has_served_ended:  # whose client may wait for the comparison
                     self._count_idle_step(shadow)
                 continue
             num_computable = shadow.count_computable_tokens(served_samples=shadow.served in sampling)
@@ -102,8 +107,14 @@ class Shadows:
                 rows.append(Scheduled(shadow.request, num_tokens, num_compared=num_compared))
         return rows
 
+    def start_forked(self, requests: Sequence[Request]) -> None:
+        """Start the shadows of requests that have taken over a computed prompt, and draw their first tokens now."""
+        for request in requests:
+            if (planned := self._planned.pop(request, None)) is not None:
+                self._start(request, planned)
+
     def _start(self, served: Request, planned: PlannedShadow) -> None:
-        """Open a seat under the second instance for a request whose first row is in this step, if there is room."""
+        """Open a seat under the second instance for a request whose first token is not drawn yet, if there is room."""
         cache = planned.cache
         assert cache is not None
         if cache is served.cache:  # a fallback serves the request now
@@ -190,7 +201,7 @@ class Shadows:
         if num_unmeasured >= min(together, MAX_UNMEASURED_BYTES // self._bytes_of_row):
             self._measure()
         for shadow in list(self._by_request.values()):
-            if not shadow.is_finite or (shadow.served_ended and not shadow.is_behind):
+            if not shadow.is_finite or (shadow.has_served_ended and not shadow.is_behind):
                 self._end(shadow, None)
             else:
                 shadow.keep_served_logits(self._count_kept_rows())
@@ -223,7 +234,7 @@ class Shadows:
             self._end_comparison(served, None)
         shadow = self._by_served.pop(served, None)
         if shadow is not None:
-            shadow.served_ended = True
+            shadow.served_end = time.monotonic()
             self._measure()
             if outcome in ("error", "cancelled") or not shadow.is_behind:
                 self._end(shadow, None)

@@ -2,11 +2,22 @@
 
 const BASE = new URL("..", import.meta.url); // the page may lie below a path of a proxy
 
-/** The admin token and an API key, kept until the tab is closed. They are sent in a header only, never in an address. */
-export const access = {
-  get: (name) => sessionStorage.getItem(`kvmux.${name}`) ?? "",
-  set: (name, value) => sessionStorage.setItem(`kvmux.${name}`, value),
-};
+/**
+ * The admin token and an API key ("admin", "key"), kept until the tab is closed. They are sent in a header only, never in
+ * an address. After a change there is an event "change".
+ */
+class Access extends EventTarget {
+  get(name) {
+    return sessionStorage.getItem(`kvmux.${name}`) ?? "";
+  }
+
+  set(tokens) {
+    for (const [name, token] of Object.entries(tokens)) sessionStorage.setItem(`kvmux.${name}`, token);
+    this.dispatchEvent(new Event("change"));
+  }
+}
+
+export const access = new Access();
 
 /** An answer of the server that is an error. */
 export class ApiError extends Error {
@@ -37,7 +48,7 @@ export async function send(path, { method = "GET", body, as = "key", signal, hea
     credentials: "omit",
     headers: {
       ...headers,
-      ...(token && { Authorization: `Bearer ${token}` }),
+      ...(token && { Authorization: `Bearer ${encodeHeader(token)}` }),
       ...(body !== undefined && { "Content-Type": "application/json" }),
     },
     body: body === undefined ? undefined : JSON.stringify(body),
@@ -45,6 +56,9 @@ export async function send(path, { method = "GET", body, as = "key", signal, hea
   if (!response.ok) throw await readError(response);
   return response;
 }
+
+/** Return a text as a header has it: its UTF-8 bytes, each as a character. */
+const encodeHeader = (text) => String.fromCharCode(...new TextEncoder().encode(text));
 
 /** Send a request and return the JSON of its response. Throws ApiError for an error. */
 export async function sendJson(path, options) {

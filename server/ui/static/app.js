@@ -2,7 +2,7 @@
 
 import { access, makeAddress, sendJson } from "./api.js";
 import { Component, FormDialog, html, Notice, render, useEffect, useRef, useState } from "./components.js";
-import { live, useLive } from "./live.js";
+import { useLive } from "./live.js";
 
 // Each view is loaded when it is first opened
 const VIEWS = [
@@ -67,9 +67,8 @@ function Status() {
 /** Ask for the admin token and an API key. */
 function AccessDialog({ onClose }) {
   const save = (data, close) => {
-    for (const name of ["admin", "key"]) access.set(name, data.get(name));
+    access.set(Object.fromEntries(data));
     close();
-    live.restart();
   };
   const input = (name, title, note) => html`<label>
     ${title}

@@ -3,7 +3,7 @@
 import { Component, h, render } from "./vendor/preact.js";
 import { useCallback, useEffect, useLayoutEffect, useRef, useState } from "./vendor/hooks.js";
 import htm from "./vendor/htm.js";
-import { send, sendJson } from "./api.js";
+import { access, send, sendJson } from "./api.js";
 import { useLive } from "./live.js";
 
 export const html = htm.bind(h);
@@ -53,22 +53,35 @@ export function WithLive({ children }) {
     ${children(live.state, live)}`;
 }
 
-/** Return {data, error, reload} of a GET of JSON, repeated every `seconds` while the page is visible. */
+const RETRY_SECONDS = 2;
+
+/**
+ * Return {data, error, reload} of a GET of JSON, repeated every `seconds` while the page is visible, and when the tokens
+ * change. It is tried again after errors, but for those that another token would mend.
+ */
 export function usePolled(path, { seconds = 0, as = "key" } = {}) {
   const [result, setResult] = useState({ data: null, error: null });
   const [round, setRound] = useState(0);
+  const reload = useCallback(() => setRound((count) => count + 1), []);
+  useEffect(() => {
+    access.addEventListener("change", reload);
+    return () => access.removeEventListener("change", reload);
+  }, []);
   useEffect(() => {
     const abort = new AbortController();
     let timer;
     const load = async () => {
+      let delay = seconds;
       try {
         if (!document.hidden || !seconds) {
           setResult({ data: await sendJson(path, { as, signal: abort.signal }), error: null });
         }
       } catch (error) {
-        if (!abort.signal.aborted) setResult((before) => ({ data: before.data, error }));
+        if (abort.signal.aborted) return;
+        setResult((before) => ({ data: before.data, error }));
+        if (!error.isRefusal) delay ||= RETRY_SECONDS;
       }
-      if (seconds && !abort.signal.aborted) timer = setTimeout(load, seconds * 1000);
+      if (delay && !abort.signal.aborted) timer = setTimeout(load, delay * 1000);
     };
     load();
     return () => {
@@ -76,7 +89,7 @@ export function usePolled(path, { seconds = 0, as = "key" } = {}) {
       clearTimeout(timer);
     };
   }, [path, seconds, as, round]);
-  return { ...result, reload: useCallback(() => setRound((count) => count + 1), []) };
+  return { ...result, reload };
 }
 
 /** Show a table that scrolls sideways if it is wide; `columns` are [title, isNumber], `children` the rows. */

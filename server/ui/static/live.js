@@ -6,10 +6,11 @@
  */
 
 import { useEffect, useReducer } from "./vendor/hooks.js";
-import { sendForEvents } from "./api.js";
+import { access, sendForEvents } from "./api.js";
 
 const HISTORY_SECONDS = 330; // five minutes to draw, and the time before them over which the first rates are counted
 const RETRY_SECONDS = 2;
+const SILENT_SECONDS = 15; // without an event, after which the connection counts as lost
 
 /** Return `target` changed by a JSON merge patch (RFC 7396); unchanged parts stay the same objects. */
 export function applyMergePatch(target, patch) {
@@ -33,9 +34,11 @@ class Live {
   history = []; // {time, totals, num_running, num_waiting}, oldest first
   #listeners = new Set();
   #abort = null; // of the open stream
+  #timer = null; // that ends a silent connection
 
   constructor() {
     document.addEventListener("visibilitychange", () => this.#update());
+    access.addEventListener("change", () => this.#restart());
   }
 
   /** Call `listener` after each change until the returned function is called. */
@@ -46,18 +49,22 @@ class Live {
   }
 
   /** Connect again, with the present token. */
-  restart() {
-    this.#abort?.abort();
-    this.#abort = null;
+  #restart() {
+    this.#close();
     this.status = "connecting";
     this.#notify();
     this.#update();
   }
 
+  #close() {
+    clearTimeout(this.#timer);
+    this.#abort?.abort();
+    this.#abort = null;
+  }
+
   #update() {
     if (document.hidden) {
-      this.#abort?.abort();
-      this.#abort = null;
+      this.#close();
     } else if (this.#abort === null) {
       this.#abort = new AbortController();
       this.#follow(this.#abort.signal);
@@ -69,6 +76,7 @@ class Live {
       try {
         for await (const { event, data } of sendForEvents("v1/live/events", { as: "admin", signal })) {
           if (signal.aborted) return;
+          this.#awaitNext();
           this.#receive(event, JSON.parse(data));
         }
       } catch (error) {
@@ -78,6 +86,15 @@ class Live {
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_SECONDS * 1000));
     }
+  }
+
+  /** Connect again if no event comes for some time: a lost network need not end a connection. */
+  #awaitNext() {
+    clearTimeout(this.#timer);
+    this.#timer = setTimeout(() => {
+      this.#restart();
+      this.#fail("unavailable", "the server sends nothing");
+    }, SILENT_SECONDS * 1000);
   }
 
   #fail(status, message) {

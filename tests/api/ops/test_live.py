@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -202,6 +203,20 @@ def test_streams_end_with_the_server_and_do_not_delay_it() -> None:
     watcher.join()
 
 
+def test_clients_that_come_at_once_are_limited_too(engine: FakeEngine, api: Api) -> None:
+    request = f"GET /v1/live/events HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {ADMIN_TOKEN}\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", httpx.URL(api.url).port)
+        sockets = [
+            stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(live.MAX_STREAMS + 40)
+        ]
+        for each in sockets:
+            each.sendall(request)
+        answers = [each.recv(12) for each in sockets]
+    assert answers.count(b"HTTP/1.1 200") == live.MAX_STREAMS
+    assert answers.count(b"HTTP/1.1 429") == 40
+
+
 def test_a_client_that_leaves_makes_room_for_another(
     engine: FakeEngine, api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,6 +285,7 @@ OWN = [
     {"host": "[::1]:8000", "origin": "http://[::1]:8000"},
     {"host": "localhost:1", "origin": "http://localhost:1", "sec-fetch-site": "same-origin"},
     {"sec-fetch-site": "none"},
+    {"host": "LocalHost:8000", "referer": "http://LocalHost:8000/ui/"},
 ]
 FOREIGN = [
     {"host": "evil.example"},
@@ -291,6 +307,14 @@ FOREIGN = [
     {"via": "1.1 proxy"},
     {"x-real-ip": "10.0.0.1"},
     {"x-forwarded-host": "localhost"},
+    *({name: "10.0.0.1"} for name in ("x-forwarded-server", "x-client-ip", "true-client-ip", "fly-client-ip")),
+    *({name: "10.0.0.1"} for name in ("cf-connecting-ip", "x-original-forwarded-for", "x-cluster-client-ip")),
+    {"host": "[::1"},
+    {"host": "evil.example@localhost"},
+    {"host": "127.0.0.1:abc"},
+    {"host": "localhost:99999999"},
+    {"referer": "http://evil.example/ui/"},
+    {"referer": "http://[::1/"},
 ]
 
 
@@ -321,3 +345,10 @@ def test_another_address_of_this_machine_is_not_loopback(open_api: Api, open_eng
     assert find_local_refusal({**scope, "client": ("127.9.9.9", 5)}) is None
     assert is_loopback("::ffff:127.0.0.1")
     assert not is_loopback("::ffff:10.0.0.1")
+
+
+def test_http_1_0_is_spoken_by_proxies() -> None:
+    scope = {"type": "http", "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 5), "http_version": "1.0"}
+    refused = find_local_refusal(scope)
+    assert refused is not None
+    assert "HTTP/1.0" in refused.message

@@ -14,8 +14,8 @@ from playwright.sync_api import Browser
 from tests.end_to_end.server_process import Server, serving
 from tests.end_to_end.ui.browser import running_chromium
 
-TOKEN = "an admin token of these tests"
-ADMIN = {"Authorization": f"Bearer {TOKEN}"}
+TOKEN = "an admin token of these tests: pässwörd, ключ"  # is sent as UTF-8
+ADMIN = {b"Authorization": f"Bearer {TOKEN}".encode()}
 SETTINGS = f"""
 admin_token = "{TOKEN}"
 kv_memory = "48MiB"

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
 import httpx
+import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.end_to_end.server_process import Server, serving
@@ -10,6 +17,31 @@ from tests.end_to_end.ui.browser import open_page
 from tests.end_to_end.ui.conftest import TOKEN
 
 REFUSED = "Failed to load resource: the server responded with a status of 40"
+
+
+@contextmanager
+def hidden_proxy(server: str) -> Iterator[str]:
+    """Pass on GET requests to a server as if they were the proxy's own; yield the proxy's address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            headers = {name: value for name, value in self.headers.items() if name.lower() != "host"}
+            answer = httpx.get(server + self.path, headers=headers)
+            self.send_response(answer.status_code)
+            self.send_header("content-type", answer.headers["content-type"])
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{proxy.server_port}"
+        finally:
+            proxy.shutdown()
+            thread.join()
 
 
 def test_a_wrong_token_is_refused_and_the_right_one_opens_the_page(browser: Browser, server: Server) -> None:
@@ -49,6 +81,33 @@ def test_without_an_admin_token_this_machine_sees_everything_and_changes_nothing
         assert proxied.status_code == 403
 
 
+@pytest.mark.parametrize("view", ["compare", "settings", "playground"])
+def test_a_view_loads_again_once_the_right_key_is_given(browser: Browser, view: str, tmp_path: Path) -> None:
+    key = "sk-a-key-of-this-test"
+    config = tmp_path / "kvmux.toml"
+    config.write_text(f'kv_memory = "32MiB"\napi_keys = ["{key}"]\n')
+    with (
+        serving("--config", str(config)) as server,
+        open_page(browser, server.url, fragment=view, allowed_errors=[REFUSED]) as page,
+    ):
+        expect(page.get_by_role("alert").first).to_contain_text("API key")
+        page.get_by_role("button", name="Access").click()
+        page.get_by_label("API key").fill(key)
+        page.get_by_role("button", name="Use").click()
+        expect(page.get_by_role("alert")).to_have_count(0)
+        expect(page.locator("main form, main table").first).to_be_visible()
+
+
+def test_the_page_behind_a_proxy_that_hides_itself_sees_nothing(browser: Browser) -> None:
+    """The proxy sends no header of its own, and the server's Host; but it passes on the page's Referer."""
+    with (
+        serving("--kv-memory", "32MiB") as server,
+        hidden_proxy(server.url) as url,
+        open_page(browser, url, allowed_errors=[REFUSED]) as page,
+    ):
+        expect(page.get_by_role("alert")).to_contain_text("Referer")
+
+
 def test_the_page_can_be_switched_off() -> None:
     with serving("--no-ui") as server:
         assert {server.get(path).status_code for path in ("/ui", "/ui/", "/ui/app.js")} == {404}
@@ -69,4 +128,5 @@ def test_files_have_strict_headers_and_nothing_else_is_served(server: Server) ->
         assert again.status_code == 304
     for path in ["/ui/nothing.js", "/ui/../pyproject.toml", "/ui/%2e%2e/files.py", "/ui/..%2ffiles.py"]:
         assert server.get(path).status_code in (400, 404), path
-    assert httpx.post(f"{server.url}/ui/").status_code == 405
+    refused = httpx.post(f"{server.url}/ui/")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from urllib.parse import parse_qs, urlsplit
@@ -128,6 +129,15 @@ def test_a_hostile_prompt_appears_as_text(browser: Browser, server: Server, view
         assert page.locator("main script, main img").count() == 0
 
 
+def test_a_crafted_link_does_no_harm(browser: Browser, server: Server) -> None:
+    link = "compare?color=constructor&in=paged,paged,window,__proto__&prompt=It"
+    with open_page(browser, server.url, token=TOKEN, fragment=link) as page:
+        run(page, "It is", {"Max tokens": "4"})
+        names = [column.get_attribute("aria-label") for column in page.locator("article").all()]
+        assert names == ["paged", "window"]
+        expect(page.get_by_role("radio", name="KL divergence")).to_be_checked()
+
+
 def test_the_error_of_one_strategy_does_not_stop_the_others(browser: Browser, server: Server) -> None:
     status = "Failed to load resource: the server responded with a status of 400"
     with open_page(browser, server.url, token=TOKEN, fragment="compare", allowed_errors=[status]) as page:
@@ -149,4 +159,13 @@ def test_code_of_the_playground_is_the_request(browser: Browser, server: Server)
         expect(page.get_by_text(re.compile("prompt tokens, .* generated"))).to_be_visible()
         page.get_by_text("Other fields of the answer").click()
         expect(page.get_by_text('"instance": "int8"').first).to_be_visible()
+        page.locator("label", has=page.get_by_text("kv_cache_reference", exact=True)).locator("select").select_option(
+            "paged"
+        )
+        page.get_by_role("button", name="Send").click()
+        expect(page.get_by_text("Other fields of the answer")).to_be_visible()
+        fields = json.loads(page.locator("details pre").text_content() or "")
+        compared = fields["choice 0"]["kv_cache_comparison"]
+        assert compared["indexes"] == [*range(len(compared["kl"]))], "those of all chunks"
+        assert len(compared["indexes"]) > 2
     assert httpx.get(f"{server.url}/health").status_code == 200

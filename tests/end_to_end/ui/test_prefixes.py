@@ -60,6 +60,13 @@ def test_a_shared_beginning_is_pinned_unpinned_dropped_and_cleared(browser: Brow
     eventually(lambda: not read_prefixes(server))
 
 
+def test_what_clients_have_chosen_is_shown_as_text(browser: Browser, server: Server) -> None:
+    prompt = [random.randrange(100, 1000) for _ in range(100)]
+    server.complete(prompt=prompt, max_tokens=1, kv_cache="paged", cache_salt="\u202e\u0007<b>x")
+    with open_page(browser, server.url, token=TOKEN, fragment="prefixes") as page:
+        expect(page.locator("tbody")).to_contain_text("salt ⟨U+202E⟩␇<b>x")
+
+
 def test_the_details_of_a_page_are_shown(browser: Browser, server: Server) -> None:
     server.complete(prompt=[random.randrange(100, 1000) for _ in range(300)], max_tokens=1, kv_cache="paged")
     cells = httpx.get(f"{server.url}/v1/live", headers=ADMIN).json()["cells"]

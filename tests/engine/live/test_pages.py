@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from cache_strategies.paged.base import PagedBase
 from cache_strategies.types import PageInfo
@@ -107,3 +108,19 @@ def test_a_strategy_that_describes_wrongly_says_nothing_and_has_a_fault(
         assert read_page(driver, page).keys() == {"page", "owner", "state"}
     assert driver.core.isolation.collect_faults() == {"paged": 9}
     assert not driver.core.isolation.quarantined, "no request needs it"
+
+
+def test_a_strategy_that_spoils_the_states_is_alone_affected(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = busy(tiny)
+    before = describe_cells(driver.core)
+
+    def mark_pages(_: PagedBase, states: Tensor) -> None:
+        states.resize_(1)
+
+    monkeypatch.setattr(PagedBase, "mark_pages", mark_pages)
+    driver.core.isolation.collect_faults()
+    after = describe_cells(driver.core)
+    assert after["owners"] == before["owners"]
+    assert len(after["states"]) == len(before["states"])
+    assert driver.core.isolation.collect_faults() == {"paged": 1}
+    assert not driver.core.isolation.quarantined

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,10 @@ FAULTS: dict[str, Any] = {
     "tokens that are no number": (([NODE._replace(num_tokens="many")], 0),),
     "a time that is no number": (([NODE._replace(age=float("nan"))], 0),),
     "pins that are no texts": (([NODE._replace(pins=[3])], 0),),
+    "more than asked for": (([NODE] * (prefixes.MAX_LISTED_PREFIXES + 1), 0),),
+    "without an end": ((itertools.repeat(NODE), 0),),
+    "a long id": (([NODE._replace(id="a" * 2000)], 0),),
+    "half of a surrogate pair": (([NODE._replace(id="\ud800")], 0),),
 }
 
 

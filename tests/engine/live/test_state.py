@@ -46,6 +46,25 @@ def count_states(state: dict[str, Any], instance: str) -> dict[str, int]:
     return {names[value]: int((own == value).sum()) for value in sorted(set(own.tolist()))}
 
 
+def test_a_strategy_that_cannot_say_what_long_texts_take_goes_on(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(tiny, **SETTINGS | {"max_seq_len": 400})
+    right = PagedBase.bytes_for
+
+    def bytes_for(self: PagedBase, num_tokens: int) -> int:
+        if num_tokens > 300:
+            raise RuntimeError("planted")
+        return right(self, num_tokens)
+
+    monkeypatch.setattr(PagedBase, "bytes_for", bytes_for)
+    for _ in range(9):
+        assert read_live(driver)["instances"]["paged"]["fits"].keys() == {"256"}
+    assert driver.core.isolation.collect_faults() == {"paged": 9}
+    assert not driver.core.isolation.quarantined, "no request has asked for it"
+    driver.submit("one", PROMPT, 3, kv_cache="paged")
+    driver.run()
+    assert len(driver.heard["one"].tokens) == 3
+
+
 def test_cells_requests_and_instances_of_a_busy_engine(tiny: Path) -> None:
     driver = Driver(tiny, **SETTINGS)
     driver.submit("first", PROMPT, 4, kv_cache="paged")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from server.engine.ipc.messages import Compared
+from server.engine.shadow import shadows
 from server.engine.shadow.shadows import MAX_IDLE_STEPS
 from server.models.no_cache import NoCacheAttention
 from tests.engine.engine_driver import Driver, RequestEvents
@@ -135,6 +136,35 @@ def test_a_client_does_not_wait_for_ever_for_a_comparison_without_rows(tiny: Pat
     assert heard.compared == [Compared("it", is_last=True, ended_early="room")]
     driver.run()
     driver.assert_nothing_leaked()
+
+
+def test_a_client_does_not_wait_long_for_a_reference_that_lags_behind(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shadows, "MAX_LAG", 0.0)
+    driver = start(tiny, max_num_batched_tokens=64)
+    heard = driver.submit("it", random_prompt(200), 2, kv_cache="window", reference="paged")
+    while not heard.ended:
+        driver.step()
+    for _ in range(2):
+        driver.step()
+    assert heard.compared[-1] == Compared("it", is_last=True, ended_early="room")
+    driver.run()
+    driver.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_every_token_of_all_choices_is_compared(tiny: Path, count: int) -> None:
+    driver = start(tiny)
+    prompt = random_prompt(40)
+    heard = [
+        driver.submit(f"{i}", prompt, count, kv_cache="window", reference="paged", sibling_of="0" if i else None)
+        for i in range(3)
+    ]
+    driver.run()
+    driver.assert_nothing_leaked()
+    assert [merge(each).indexes for each in heard] == [[*range(count)]] * 3
+    assert merge(heard[1]).kl == pytest.approx(merge(heard[0]).kl, abs=1e-6), "the same greedy text"
 
 
 @pytest.mark.parametrize("outcome", ["cancelled", "stop", "error"])

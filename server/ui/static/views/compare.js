@@ -32,7 +32,7 @@ export default function CompareView({ params }) {
 /** Return the instances to compare at first: an exact one as the reference, then those that differ from it. */
 function chooseInstances(instances, params) {
   const names = instances.map((each) => each.name);
-  const linked = (params.get("in") ?? "").split(",").filter((name) => names.includes(name));
+  const linked = [...new Set((params.get("in") ?? "").split(","))].filter((name) => names.includes(name));
   if (linked.length > 1) return linked.slice(0, MAX_COLUMNS);
   const exact = instances.filter((each) => each.contract.exact).map((each) => each.name);
   const isOwn = (each) => Number(each.name !== each.kind); // declared in the settings, so more likely to be of interest
@@ -40,11 +40,15 @@ function chooseInstances(instances, params) {
   return [...exact.slice(0, 1), ...lossy, ...exact.slice(1)].slice(0, lossy.length ? 3 : 2);
 }
 
+/** Return the form's fields from the fragment of the address, which somebody else may have written. */
+function readForm(params) {
+  const fields = Object.entries({ prompt: EXAMPLE, ...DEFAULTS }).map(([name, value]) => [name, params.get(name) ?? value]);
+  const form = Object.fromEntries(fields);
+  return { ...form, color: Object.hasOwn(SCALES, form.color) || form.color === "none" ? form.color : DEFAULTS.color };
+}
+
 function Comparison({ instances, params }) {
-  const [form, setForm] = useState(() => ({
-    prompt: params.get("prompt") ?? EXAMPLE,
-    ...Object.fromEntries(Object.entries(DEFAULTS).map(([name, value]) => [name, params.get(name) ?? value])),
-  }));
+  const [form, setForm] = useState(() => readForm(params));
   const [chosen, setChosen] = useState(() => chooseInstances(instances, params));
   const { columns, running, error, start, stop } = useComparison();
   const change = (name) => (event) => {
@@ -65,7 +69,7 @@ function Comparison({ instances, params }) {
       <div class="fields">
         <label>Max tokens<input type="number" min="1" value=${form.max_tokens} onInput=${change("max_tokens")} /></label>
         <label>Temperature<input type="number" min="0" max="2" step="any" value=${form.temperature} onInput=${change("temperature")} /></label>
-        <label>Seed<input type="number" placeholder="random" value=${form.seed} onInput=${change("seed")} /></label>
+        <label>Seed<input type="number" min="0" max=${Number.MAX_SAFE_INTEGER} placeholder="random" value=${form.seed} onInput=${change("seed")} /></label>
         <label class="check"><input type="checkbox" checked=${form.chat === "1"} onChange=${change("chat")} />as a chat, by the model's template</label>
       </div>
       <p class="buttons">
@@ -234,6 +238,7 @@ function Column({ column, reference, color, colorIndex }) {
     <${TokenText} column=${column} difference=${difference} color=${reference ? color : "none"} selected=${selected} onSelect=${setSelected} />
     <p class="details" aria-live="polite">${describeToken(column, selected, difference, reference)}</p>
     ${column.error && html`<${Notice} kind="error">${column.error}<//>`}
+    ${column.served && column.served.instance !== column.name && html`<${Notice} kind="error">Served by ${column.served.instance}, its fallback.<//>`}
     <${Costs} column=${column} reference=${reference} difference=${difference} />
   </article>`;
 }

@@ -150,7 +150,7 @@ function describeStates(cells) {
 /** Draw a canvas with a square for each cell; only cells that have changed are drawn again. */
 function Grid({ cells, names, selected, onSelect }) {
   const canvas = useRef();
-  const drawn = useRef(null); // {layout, colors, owners, states, selected} of what the canvas shows
+  const drawn = useRef(null); // {numbering, layout, colors, owners, states, selected} of what the canvas shows
   const [width, setWidth] = useState(0);
   useLayoutEffect(() => {
     const observer = new ResizeObserver(([entry]) => setWidth(Math.floor(entry.contentRect.width)));
@@ -232,7 +232,8 @@ function readColors() {
 
 function drawGrid(canvas, layout, cells, names, selected, before) {
   const context = canvas.getContext("2d");
-  const isSame = before !== null && before.layout.width === layout.width && before.owners.length === cells.owners.length;
+  const numbering = JSON.stringify([cells.instances, cells.state_names, names]); // which changes with another engine
+  const isSame = before?.numbering === numbering && before.layout.width === layout.width && before.owners.length === cells.owners.length;
   const colors = isSame ? before.colors : readColors();
   if (!isSame) {
     const scale = devicePixelRatio || 1;
@@ -246,7 +247,7 @@ function drawGrid(canvas, layout, cells, names, selected, before) {
     if (isSame && !wasSelected && before.owners[i] === cells.owners[i] && before.states[i] === cells.states[i]) continue;
     drawCell(context, layout, i, cells.state_names[cells.states[i]], colorOf[cells.owners[i] - 1], colors, selected === i);
   }
-  return { layout, colors, owners: cells.owners.slice(), states: cells.states.slice(), selected };
+  return { numbering, layout, colors, owners: cells.owners.slice(), states: cells.states.slice(), selected };
 }
 
 /** Draw one square: states differ by shape as well as by colour. */
@@ -275,14 +276,16 @@ function drawCell(context, { step, columns }, index, state, color, colors, isSel
 function PageDetails({ cells, page }) {
   const [details, setDetails] = useState(null);
   const number = page === null ? null : page * cells.pages_per_cell;
+  const content = page === null ? null : `${cells.owners[page]} ${cells.states[page]}`;
   useEffect(() => {
     if (number === null) return undefined;
+    setDetails(null);
     const abort = new AbortController();
     sendJson(`v1/live/pages/${number}`, { as: "admin", signal: abort.signal }).then(setDetails, (error) => {
       if (!abort.signal.aborted) setDetails({ page: number, error: error.message });
     });
     return () => abort.abort();
-  }, [number]);
+  }, [number, content]);
   return html`<p id="page-details" class="details" aria-live="polite">
     ${number === null ? "No page is selected." : describePage(cells, page, number, details)}
   </p>`;

@@ -4,8 +4,8 @@
  * The fields come from the server's own description, openapi.json, so that none is missing.
  */
 
-import { makeAddress, sendForChunks, sendJson } from "../api.js";
-import { CopyButton, html, Notice, useEffect, useRef, useRun, useState } from "../components.js";
+import { makeAddress, sendForChunks } from "../api.js";
+import { CopyButton, html, Notice, usePolled, useRef, useRun, useState } from "../components.js";
 import { formatNumber, formatSeconds, showHidden } from "../format.js";
 
 const ENDPOINTS = {
@@ -25,18 +25,16 @@ const OPENAI_FIELDS = new Set(
 );
 
 export default function PlaygroundView() {
-  const [schema, setSchema] = useState(null);
-  const [model, setModel] = useState("");
-  const [instances, setInstances] = useState([]);
-  const [error, setError] = useState(null);
-  useEffect(() => {
-    sendJson("openapi.json").then(setSchema, setError);
-    sendJson("v1/kv_cache").then(({ data }) => setInstances(data.map((each) => each.name)), setError);
-    sendJson("ready").then((ready) => setModel(ready.model), setError);
-  }, []);
+  const schema = usePolled("openapi.json");
+  const caches = usePolled("v1/kv_cache");
+  const ready = usePolled("ready");
+  const error = schema.error ?? caches.error ?? ready.error;
+  const instances = caches.data?.data.map((each) => each.name) ?? [];
   return html`<h2>Playground</h2>
     ${error && html`<${Notice} kind="error">${error.message}<//>`}
-    ${schema ? html`<${Playground} schema=${schema} model=${model} instances=${instances} />` : !error && html`<${Notice}>Loading…<//>`}`;
+    ${schema.data
+      ? html`<${Playground} schema=${schema.data} model=${ready.data?.model} instances=${instances} />`
+      : !error && html`<${Notice}>Loading…<//>`}`;
 }
 
 function Playground({ schema, model, instances }) {
@@ -152,17 +150,25 @@ function makeBody(fields, values, prompt, model) {
     if (!text) continue;
     try {
       body[name] = readValue(type, text);
-    } catch {
-      problem = `${name} should be JSON, not ${text}`;
+    } catch (error) {
+      problem = `${name}: ${error.message}`;
     }
   }
   return { body, problem };
 }
 
+/** Return the value that a field's text stands for. Throws an Error with a message for the user. */
 function readValue(type, text) {
   if (type === "string") return text;
-  if (type === "text or JSON") return /^\s*[[{]/.test(text) ? JSON.parse(text) : text;
-  return JSON.parse(text);
+  if (type === "number") return Number(text);
+  if (type === "integer" && !Number.isSafeInteger(Number(text))) throw new Error(`${text} is too large for a page, but not for the API`);
+  if (type === "text or JSON" && !/^\s*[[{]/.test(text)) return text;
+  try {
+    return JSON.parse(text);
+  } catch {
+    if (type === "text or JSON") return text; // which may begin with a bracket
+    throw new Error(`${text} is not JSON`);
+  }
 }
 
 // ---------------------------------------------------------------- the answer
@@ -199,9 +205,21 @@ function readChunk(answer, chunk, began) {
     // Log-probabilities, explanations, comparisons
     const { index, text: _, delta: __, ...rest } = choice;
     const others = Object.fromEntries(Object.entries(rest).filter(([, value]) => value !== null));
-    if (Object.keys(others).length) answer.details[`choice ${index}`] = { ...answer.details[`choice ${index}`], ...others };
+    if (Object.keys(others).length) answer.details[`choice ${index}`] = append(answer.details[`choice ${index}`] ?? {}, others);
   }
   answer.seconds = (performance.now() - began) / 1000;
+}
+
+/** Return the fields of two chunks together: lists of the later one, also in objects, continue those of the earlier one. */
+function append(earlier, later) {
+  const result = { ...earlier };
+  for (const [name, value] of Object.entries(later)) {
+    const before = earlier[name];
+    if (Array.isArray(value)) result[name] = [...(before ?? []), ...value];
+    else if (typeof value === "object" && value !== null) result[name] = append(before ?? {}, value);
+    else result[name] = value;
+  }
+  return result;
 }
 
 function Answer({ answer }) {

@@ -1,7 +1,7 @@
 /** The beginnings of texts that are cached, as a tree: their size, hits, age and pins; operators pin and drop them. */
 
 import { ACTIONS_TITLE, html, Notice, ScrollTable, useConfirm, usePolled, useState } from "../components.js";
-import { formatBytes, formatNumber, formatSeconds } from "../format.js";
+import { formatBytes, formatNumber, formatSeconds, showHidden } from "../format.js";
 
 const POLL_SECONDS = 2;
 const PIN_SECONDS = 3600;
@@ -144,5 +144,6 @@ function Row({ name, node: { prefix, depth, hasChildren }, isClosed, onToggle, a
 
 /** Return whose prefix it is: only requests of that tenant, with that salt, find it. */
 function formatSalt({ tenant, cache_salt: salt, shadow }) {
-  return [tenant && tenant.slice(0, 12), salt && `salt ${salt.slice(0, 12)}`, shadow && "comparisons"].filter(Boolean).join(", ") || "–";
+  const shorten = (text) => showHidden([...text].slice(0, 12).join(""));
+  return [tenant && shorten(tenant), salt && `salt ${shorten(salt)}`, shadow && "comparisons"].filter(Boolean).join(", ") || "–";
 }

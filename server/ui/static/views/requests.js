@@ -1,7 +1,7 @@
 /** The running and waiting requests: how far each is, under which strategy and why; an operator can end one. */
 
 import { ACTIONS_TITLE, html, InstanceName, ScrollTable, useConfirm, useState, WithLive } from "../components.js";
-import { formatNumber, formatSeconds } from "../format.js";
+import { formatNumber, formatSeconds, showHidden } from "../format.js";
 
 const ROWS_SHOWN = 50; // at once
 
@@ -24,7 +24,7 @@ function Requests({ state, onEnd }) {
   const ask = (key, request) =>
     onEnd({
       title: "End this request?",
-      text: `${request.id} under ${request.instance}: its client gets an error, and its memory is freed at once.`,
+      text: `${showHidden(request.id)} under ${request.instance}: its client gets an error, and its memory is freed at once.`,
       button: "End it",
       method: "DELETE",
       path: `v1/live/requests/${encodeURIComponent(key).replace("%2F", "/")}`,
@@ -62,7 +62,7 @@ function Table({ rows, names, onEnd }) {
       const cached = request.cached_tokens ?? 0;
       const prompt = Math.min(request.computed_tokens, request.prompt_tokens);
       return html`<tr key=${key}>
-        <th scope="row" class="id" title=${request.id}>${request.id.slice(0, 12)}</th>
+        <th scope="row" class="id" title=${showHidden(request.id)}>${showHidden(request.id.slice(0, 12))}</th>
         <td>${request.state}${request.priority ? `, priority ${request.priority}` : ""}</td>
         <td><${InstanceName} name=${request.instance} index=${names.indexOf(request.instance)} /></td>
         <td>${request.reason}</td>
