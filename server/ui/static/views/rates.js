@@ -4,7 +4,8 @@ import { colorClass, html, InstanceName, Notice, ScrollTable, useState, WithLive
 import { formatBytes, formatNumber, formatPercent, formatSeconds } from "../format.js";
 
 const WINDOW = 10; // seconds over which a rate is taken
-const SHOWN = 300; // seconds that the charts show
+const SHOWN = 300; // seconds that the charts show at most
+const SHOWN_FIRST = 60; // seconds that the charts show at least
 const STEP = 2; // seconds between two points
 
 const CHARTS = [
@@ -107,10 +108,10 @@ function Now({ names, latest }) {
 }
 
 // ---------------------------------------------------------------- charts
-/** Return the lines of a chart: {label, colorIndex, dashed, values}; quantiles have two lines for each instance. */
+/** Return the lines of a chart: {name, colorIndex, dashed, values}; quantiles have two lines for each instance. */
 function makeLines(chart, names, points) {
-  const makeLine = (name, colorIndex, value, suffix = "", dashed = false) => ({
-    label: name + suffix,
+  const makeLine = (name, colorIndex, value, dashed = false) => ({
+    name,
     colorIndex,
     dashed,
     values: points.map((point) => value(new Change(point.before, point.after, name))),
@@ -118,8 +119,8 @@ function makeLines(chart, names, points) {
   return names.flatMap((name, index) =>
     chart.quantiles
       ? [
-          makeLine(name, index, (change) => change.quantile(chart.quantiles, 0.5), " median"),
-          makeLine(name, index, (change) => change.quantile(chart.quantiles, 0.95), " 95th percentile", true),
+          makeLine(name, index, (change) => change.quantile(chart.quantiles, 0.5)),
+          makeLine(name, index, (change) => change.quantile(chart.quantiles, 0.95), true),
         ]
       : [makeLine(name, index, chart.value)],
   );
@@ -143,12 +144,13 @@ function Chart({ chart, names, points }) {
   const lines = makeLines(chart, names, points).filter((line) => line.values.some((value) => value));
   const end = points.at(-1).after.time;
   const top = roundUp(Math.max(...lines.flatMap((line) => line.values.filter((value) => value !== null)), 0), chart.format === formatBytes);
-  const x = (i) => 100 - ((end - points[i].after.time) / SHOWN) * 100;
+  const seconds = Math.max(SHOWN_FIRST, end - points[0].after.time);
+  const x = (i) => 100 - ((end - points[i].after.time) / seconds) * 100;
   const y = (value) => 100 - (value / top) * 100;
   const index = pointed === null ? points.length - 1 : Math.min(pointed, points.length - 1);
   const point = (event) => {
     const { left, width } = event.currentTarget.getBoundingClientRect();
-    const time = end - SHOWN * (1 - (event.clientX - left) / width);
+    const time = end - seconds * (1 - (event.clientX - left) / width);
     const later = points.findIndex((each) => each.after.time >= time);
     setPointed(later < 0 ? points.length - 1 : later);
   };
@@ -165,14 +167,17 @@ function Chart({ chart, names, points }) {
       <div class="scale"><span>${chart.format(top)}</span><span>${chart.format(top / 2)}</span><span>${chart.format(0)}</span></div>
       <svg viewBox="0 0 100 100" preserveAspectRatio="none" tabindex="0" role="application" aria-roledescription="chart" aria-label=${`${chart.title} over time`} onPointerMove=${point} onPointerLeave=${() => setPointed(null)} onKeyDown=${move} onBlur=${() => setPointed(null)}>
         <path class="rule" d="M0 0H100M0 50H100M0 100H100" />
-        ${lines.map((line) => html`<path key=${line.label} class=${`line ${colorClass(line.colorIndex)} ${line.dashed ? "dashed" : ""}`} d=${makePath(line.values, x, y)} />`)}
+        ${lines.map((line, i) => html`<path key=${i} class=${`line ${colorClass(line.colorIndex)} ${line.dashed ? "dashed" : ""}`} d=${makePath(line.values, x, y)} />`)}
         ${pointed !== null && html`<path class="cursor" d=${`M${x(index)} 0V100`} />`}
       </svg>
     </div>
-    <div class="times"><span>${SHOWN / 60} minutes ago</span><span>${pointed === null ? "now" : `${formatSeconds(end - points[index].after.time)} ago`}</span></div>
+    <div class="times"><span>${formatSeconds(seconds)} ago</span><span>${pointed === null ? "now" : `${formatSeconds(end - points[index].after.time)} ago`}</span></div>
     <ul class="legend" aria-live=${pointed === null ? "off" : "polite"}>
       ${lines.length === 0 && html`<li>none in these minutes</li>`}
-      ${lines.map((line) => html`<li key=${line.label}><${InstanceName} name=${line.label} index=${line.colorIndex} />: ${chart.format(line.values[index])}</li>`)}
+      ${names.map((name, i) => {
+        const values = lines.filter((line) => line.name === name).map((line) => chart.format(line.values[index]));
+        return values.length > 0 && html`<li key=${name}><${InstanceName} name=${name} index=${i} />: ${values.join(" / ")}</li>`;
+      })}
     </ul>
   </figure>`;
 }
