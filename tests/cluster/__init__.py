@@ -1,0 +1,1 @@
+"""Tests of several servers behind one address."""

@@ -1,0 +1,186 @@
+"""The routing policy sends requests to where their prompts are cached, unless that replica has too much to do."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from statistics import median
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from server.cluster.router import GRACE, Hint, RoutingPolicy
+from tests.cluster.simulation import BLOCK, RoundRobin, SimulatedReplica, make_chats, simulate
+
+IDS = ["a", "b", "c", "d"]
+IDLE: dict[str, Any] = {"queued_tokens": 0, "num_requests": 0}
+
+
+class Clock:
+    """A clock that tests set."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_instance(names: tuple[int, ...] = (), *, shares: bool = True, free: int = 1 << 30) -> dict[str, Any]:
+    return {"shares": shares, "names": array("I", names).tobytes(), "free_bytes": free, "bytes_per_token": 1.0}
+
+
+def make_policy(clock: Clock | None = None, **instances: dict[str, Any]) -> RoutingPolicy:
+    """Return a policy that knows idle replicas, each with an instance "paged"; by default they have nothing cached."""
+    policy = RoutingPolicy(seed=0, clock=clock or Clock())
+    policy.update({id: {"instances": {"paged": instances.get(id, make_instance())}, **IDLE} for id in IDS})
+    return policy
+
+
+def make_hint(*names: int, more_tokens: int = 1, **fields: Any) -> Hint:
+    return Hint(
+        **{"instance": "paged", "names": names, "block_size": BLOCK, "num_tokens": len(names) * BLOCK + more_tokens}
+        | fields
+    )
+
+
+# ---------------------------------------------------------------- what is cached
+def test_a_prompt_goes_to_where_it_is_cached() -> None:
+    policy = make_policy(b=make_instance((1, 2, 3)), c=make_instance((1, 2, 3, 4, 5, 6, 7)))
+    decision = policy.choose(make_hint(*range(1, 9)), IDS)
+    assert (decision.replicas[0], decision.reason, decision.cached_tokens) == ("c", "cached", 7 * BLOCK)
+    assert sorted(decision.replicas) == IDS, "the others are asked if it refuses"
+    assert decision.explain() == {"replica": "c", "reason": "cached", "expected_cached_tokens": 7 * BLOCK}
+
+
+def test_only_what_is_cached_from_the_beginning_on_counts() -> None:
+    policy = make_policy(b=make_instance((2, 3, 4, 5)), c=make_instance((1,)))
+    assert policy.choose(make_hint(1, 2, 3, 4, 5), IDS).cached_tokens == BLOCK
+
+
+@pytest.mark.parametrize(("more_tokens", "expected"), [(0, 1), (1, 2)])
+def test_the_last_token_is_never_cached(more_tokens: int, expected: int) -> None:
+    policy = make_policy(b=make_instance((1, 2)))
+    assert policy.choose(make_hint(1, 2, more_tokens=more_tokens), IDS).cached_tokens == expected * BLOCK
+
+
+def test_what_was_just_sent_is_expected_before_any_statistics_say_so() -> None:
+    clock = Clock()
+    policy = make_policy(clock)
+    first = policy.choose(make_hint(*range(20)), IDS)
+    policy.record_sent("one", make_hint(*range(20)), first.replicas[0])
+    again = policy.choose(make_hint(*range(30)), IDS)
+    assert (again.replicas[0], again.cached_tokens) == (first.replicas[0], 20 * BLOCK)
+    policy.record_ended("one", first.replicas[0])
+    clock.now += GRACE - 0.1
+    assert policy.choose(make_hint(*range(30)), IDS).cached_tokens == 20 * BLOCK
+    clock.now += 0.2
+    assert policy.choose(make_hint(*range(30)), IDS).cached_tokens == 0, "statistics would name it by now"
+
+
+def test_another_instance_has_nothing_of_what_was_sent() -> None:
+    policy = make_policy()
+    policy.record_sent("one", make_hint(1, 2, 3), "b")
+    assert policy.choose(make_hint(1, 2, 3, instance="other"), IDS).cached_tokens == 0
+
+
+# ---------------------------------------------------------------- load and memory
+def test_a_long_queue_weighs_more_than_a_short_prefix() -> None:
+    policy = make_policy(b=make_instance((1, 2)))
+    busy = {"instances": {"paged": make_instance((1, 2))}, "queued_tokens": 5000, "num_requests": 9}
+    policy.update({id: busy if id == "b" else {"instances": {"paged": make_instance()}, **IDLE} for id in IDS})
+    decision = policy.choose(make_hint(*range(1, 9)), IDS)
+    assert decision.replicas[0] != "b"
+    assert decision.reason == "least loaded"
+
+
+def test_requests_that_come_at_once_are_spread() -> None:
+    policy = make_policy()
+    counts = dict.fromkeys(IDS, 0)
+    for i in range(40):
+        hint = make_hint(*range(1000 * i, 1000 * i + 30))
+        chosen = policy.choose(hint, IDS).replicas[0]
+        policy.record_sent(str(i), hint, chosen)
+        counts[chosen] += 1
+    assert max(counts.values()) <= 12, counts
+
+
+def test_an_instance_without_memory_left_is_avoided() -> None:
+    full = make_instance(free=100)
+    policy = make_policy(a=full, b=full, d=full)
+    assert policy.choose(make_hint(*range(40), max_tokens=64), IDS).replicas[0] == "c"
+
+
+def test_replicas_without_the_instance_are_not_asked() -> None:
+    policy = make_policy()
+    with_window = {"instances": {"window": make_instance(shares=False)}, **IDLE}
+    policy.update({id: with_window if id in "bd" else {"instances": {"paged": make_instance()}, **IDLE} for id in IDS})
+    assert sorted(policy.choose(make_hint(instance="window", num_tokens=9), IDS).replicas) == ["b", "d"]
+    assert sorted(policy.choose(make_hint(instance="unknown", num_tokens=9), IDS).replicas) == IDS
+
+
+# ---------------------------------------------------------------- without sharing, and without knowledge
+def test_conversations_under_a_ring_stay_where_they_are_unless_it_is_loaded() -> None:
+    ring = make_instance(shares=False)
+    policy = make_policy(a=ring, b=ring, c=ring, d=ring)
+    hint = make_hint(num_tokens=300, conversation="mine")
+    own = policy.choose(hint, IDS)
+    assert own.reason == "conversation"
+    assert all(policy.choose(hint, random.sample(IDS, 4)).replicas[0] == own.replicas[0] for _ in range(9))
+    for i in range(5):
+        policy.record_sent(str(i), make_hint(num_tokens=2000), own.replicas[0])
+    assert policy.choose(hint, IDS).reason == "least loaded"
+
+
+def test_without_knowledge_the_less_loaded_of_two_is_chosen() -> None:
+    policy = RoutingPolicy(seed=0)
+    chosen = {policy.choose(None, IDS).replicas[0] for _ in range(200)}
+    assert chosen == {*IDS}
+    policy.update({id: {"instances": {}, "queued_tokens": 0, "num_requests": 50 * (id == "b")} for id in IDS})
+    assert all(policy.choose(None, IDS).replicas[0] != "b" for _ in range(50))
+    assert policy.choose(make_hint(1), ["d"]) == (["d"], "only one", 0)
+    assert policy.choose(make_hint(1), []).replicas == []
+
+
+def test_a_request_for_one_replica_goes_there_or_nowhere() -> None:
+    policy = make_policy(b=make_instance((1, 2, 3)))
+    assert policy.choose(make_hint(1, 2, 3, replica="d"), IDS).replicas == ["d"]
+    assert policy.choose(make_hint(1, 2, 3, replica="gone"), IDS).replicas == []
+
+
+def test_several_routers_agree_on_new_prompts() -> None:
+    for i in range(20):
+        hint = make_hint(*range(100 * i, 100 * i + 9))
+        assert len({make_policy().choose(hint, random.sample(IDS, 4)).replicas[0] for _ in range(5)}) == 1
+
+
+def test_a_replica_that_died_is_forgotten() -> None:
+    policy = make_policy(b=make_instance((1, 2, 3)))
+    policy.record_sent("one", make_hint(1, 2, 3), "b")
+    policy.forget("b")
+    assert policy.choose(make_hint(1, 2, 3), IDS).cached_tokens == 0
+    policy.record_ended("one", "b")
+
+
+@pytest.mark.parametrize("argument", [None, 7, "text", [1]])
+def test_what_is_no_hint_is_none(argument: Any) -> None:
+    assert Hint.from_dict(argument) is None
+    assert Hint.from_dict({"instance": "paged", "unknown": 1}) == Hint("paged")
+
+
+# ---------------------------------------------------------------- whole loads
+@settings(max_examples=5)
+@given(st.integers(0, 2**32), st.sampled_from([400, 1200]))
+def test_chats_are_computed_hardly_more_often_than_with_one_big_cache(seed: int, num_blocks: int) -> None:
+    """400 blocks for each replica are too few for all chats, 1,200 are enough."""
+    requests = make_chats(random.Random(seed), tenants=8, chats=60, turns=8, pause=3.0)
+    big = simulate(requests, [SimulatedReplica(4 * num_blocks)], None)
+    found = simulate(requests, [SimulatedReplica(num_blocks) for _ in IDS], None)
+    round_robin = simulate(requests, [SimulatedReplica(num_blocks) for _ in IDS], RoundRobin)
+    is_enough = num_blocks == 1200
+    assert found.num_computed <= (1.2 if is_enough else 1.5) * big.num_computed
+    assert found.num_computed <= (0.5 if is_enough else 0.75) * round_robin.num_computed
+    assert found.right_expectations >= (0.99 if is_enough else 0.8)
+    assert found.imbalance <= 1.6
+    assert median(found.first_tokens) < 0.7 * median(round_robin.first_tokens)
