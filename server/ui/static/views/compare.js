@@ -11,7 +11,13 @@ import { colorClass, CopyButton, Figure, html, InstanceName, Notice, usePolled, 
 import { formatBytes, formatNumber, formatPercent, formatSeconds, showHidden } from "../format.js";
 
 const MAX_COLUMNS = 4;
-const EXAMPLE = "The key of the blue box lies under the old stone by the river. Where is the key?";
+// A fact, more than a thousand tokens of something else, and a question for the fact: what windows and evictions lose
+const FACT = "Hilda put the silver violin in the tower.";
+const STORY =
+  " The sun was warm, and the birds sang in the tall trees. A small dog ran along the river and looked for its ball. " +
+  "Later it began to rain, so all went home and had some soup.";
+const QUESTION = " Where does Hilda keep the silver violin? Hilda keeps the silver violin in the";
+const EXAMPLE = FACT + STORY.repeat(32) + QUESTION;
 
 // The lower bounds of the classes 1 to 4; class 0 is what lies below
 const SCALES = {
@@ -75,7 +81,10 @@ function Comparison({ instances, params }) {
       <p class="buttons">
         ${running ? html`<button type="button" onClick=${stop}>Stop</button>` : html`<button class="primary" disabled=${chosen.length < 2}>Run</button>`}
         <${CopyButton} text=${() => new URL(makeLink(form, chosen), location.href).href}>Copy link<//>
-        <span class="remark">All run in the same batch. The first is the reference of the colours.</span>
+        <span class="remark">
+          All run in the same batch. The first is the reference of the colours.
+          ${form.prompt === EXAMPLE && " The example asks at its end for a fact at its beginning."}
+        </span>
       </p>
       ${error && html`<${Notice} kind="error">${error}<//>`}
     </form>
