@@ -63,6 +63,7 @@ class Shadow:
     unmeasured: Comparable = field(default_factory=lambda: Comparable([], [], [], []))
     served_end: float = math.inf  # time.monotonic() when the served request ended
     num_idle_steps: int = 0  # number of steps since the shadow last had a row
+    last_row: float = -math.inf  # time.monotonic() when it last had one
     # Served logits [V] by the index of the token that they predict, in order; only those not compared yet
     _kept: dict[int, Tensor] = field(default_factory=dict)  # copies
     _fresh: dict[int, Tensor] = field(default_factory=dict)  # rows of the logits of the present step
@@ -70,6 +71,11 @@ class Shadow:
     @property
     def has_served_ended(self) -> bool:
         return self.served_end < math.inf
+
+    @property
+    def awaited_since(self) -> float:
+        """Time since when the served request has ended and the shadow has had no row; infinite before the end."""
+        return max(self.served_end, self.last_row)
 
     @property
     def is_behind(self) -> bool:

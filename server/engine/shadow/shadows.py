@@ -33,7 +33,7 @@ MEASURED_FOR_CLIENTS = 4  # the same while a client waits for a comparison
 MAX_UNMEASURED_BYTES = 16 << 20  # of the logits of either instance that wait for that
 # Steps without a row after which a shadow ends: its request waits, or its cache is stuck
 MAX_IDLE_STEPS = 200
-MAX_LAG = 10.0  # seconds after the end of its served request, whose client may wait, after which a shadow ends
+MAX_WAIT = 10.0  # seconds without a row that a client, whose text is complete, waits for a comparison
 
 
 class Shadows:
@@ -84,8 +84,8 @@ class Shadows:
             return []
         for shadow in [each for each in self._by_request.values() if each.served.cache is not each.served_cache]:
             self._end(shadow, None)  # a fallback serves the request now, from its beginning
-        latest_end = time.monotonic() - MAX_LAG
-        for shadow in [each for each in self._by_request.values() if each.served_end < latest_end]:
+        latest = time.monotonic() - MAX_WAIT
+        for shadow in [each for each in self._by_request.values() if each.is_reference and each.awaited_since < latest]:
             self._end(shadow, "room")
         for request in [row.request for row in served_rows if row.request in self._planned]:
             self._start(request, self._planned.pop(request))
@@ -167,7 +167,7 @@ class Shadows:
         except StrategyError:
             self._end(shadow, "failed")
             return 0
-        shadow.num_idle_steps = 0
+        shadow.num_idle_steps, shadow.last_row = 0, time.monotonic()
         return num_tokens
 
     def _count_idle_step(self, shadow: Shadow) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,19 +139,37 @@ def test_a_client_does_not_wait_for_ever_for_a_comparison_without_rows(tiny: Pat
     driver.assert_nothing_leaked()
 
 
-def test_a_client_does_not_wait_long_for_a_reference_that_lags_behind(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shadows, "MAX_LAG", 0.0)
-    driver = start(tiny, max_num_batched_tokens=64)
-    heard = driver.submit("it", random_prompt(200), 2, kv_cache="window", reference="paged")
+def test_a_client_does_not_wait_long_for_a_comparison_without_rows(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = start(tiny, max_num_seqs=1)
+    heard = driver.submit("it", random_prompt(30), 20, kv_cache="window", reference="paged")
+    driver.submit("other", random_prompt(30, seed=1), 200)
     while not heard.ended:
         driver.step()
-    for _ in range(2):
-        driver.step()
-    assert heard.compared[-1] == Compared("it", is_last=True, ended_early="room")
+    monkeypatch.setattr(shadows, "MAX_WAIT", 0.05)
+    time.sleep(0.1)
+    driver.step()
+    assert heard.compared == [Compared("it", is_last=True, ended_early="room")]
     driver.run()
     driver.assert_nothing_leaked()
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_shadow_that_lags_far_behind_is_waited_for(
+    tiny: Path, is_awaited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shadows, "MAX_WAIT", 0.3)
+    driver = start(tiny, max_num_batched_tokens=64)
+    options = {"reference": "paged"} if is_awaited else {}
+    heard = driver.submit("it", random_prompt(200), 2, kv_cache="window", **options)
+    if not is_awaited:
+        driver.shadow("it", "paged")
+    while not heard.ended:
+        driver.step()
+    while driver.core.busy:
+        time.sleep(0.05 if is_awaited else 0.35)
+        driver.step()
+    driver.assert_nothing_leaked()
+    assert (merge(heard).indexes if is_awaited else [*range(len(driver.fidelities[0].kl))]) == [0, 1]
 
 
 @pytest.mark.parametrize("count", [1, 12])
