@@ -15,8 +15,10 @@ import random
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 from typing import Any, Literal, NamedTuple
 
 # Found by simulation (tests/cluster/simulation.py): more of the first leaves replicas less equally loaded, more of the
@@ -75,7 +77,6 @@ class InstanceState(NamedTuple):
 class Sent(NamedTuple):
     """A request that was sent to a replica and may not be in its statistics yet."""
 
-    request_id: str
     hint: Hint
     uncached_tokens: int
     sent_at: float
@@ -96,7 +97,7 @@ class Replica:
 
     def update(self, statistics: Mapping[str, Any], now: float) -> None:
         """Take new statistics of the replica; those known already change nothing."""
-        if statistics is self.reported or not statistics or statistics == self.reported:
+        if not statistics or statistics == self.reported:
             return
         self.reported, self.reported_at = statistics, now
         self.instances = {name: InstanceState.from_dict(each) for name, each in statistics["instances"].items()}
@@ -111,7 +112,7 @@ class Replica:
         state = self.instances.get(hint.instance or "")
         if state is None or not state.shares or not hint.names:
             return 0
-        resident = sum(1 for _ in _take_while_in(hint.names, state.names))
+        resident = sum(1 for _ in takewhile(state.names.__contains__, hint.names))
         recent = max((_count_common(hint, each.hint) for each in self._list_recent(now)), default=0)
         usable = max(0, hint.num_tokens - 1) // hint.block_size
         return min(max(resident, recent), usable) * hint.block_size
@@ -137,23 +138,11 @@ class Replica:
         return PRESSURE_TOKENS * min(4.0, needed / max(1, state.free_bytes))
 
 
-def _take_while_in(names: Sequence[int], known: Collection[int]) -> Iterable[int]:
-    for name in names:
-        if name not in known:
-            return
-        yield name
-
-
 def _count_common(one: Hint, other: Hint) -> int:
     """Return how many blocks two prompts have in common, from their beginnings on."""
     if one.instance != other.instance:
         return 0
-    count = 0
-    for a, b in zip(one.names, other.names, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    return sum(1 for _ in takewhile(bool, map(eq, one.names, other.names)))
 
 
 # ---------------------------------------------------------------- the policy
@@ -250,7 +239,7 @@ class RoutingPolicy:
             return
         now = self._clock()
         uncached = hint.num_tokens - known.count_cached_tokens(hint, now)
-        known.sent[request_id] = Sent(request_id, hint, uncached, now)
+        known.sent[request_id] = Sent(hint, uncached, now)
 
     def record_ended(self, request_id: str, replica: str) -> None:
         """Remember that a request has ended."""

@@ -272,3 +272,14 @@ def _iter_model_files(directory: Path) -> Iterator[Path]:
     for folder in (directory, directory / "additional_chat_templates"):
         if folder.is_dir():
             yield from sorted(file for file in folder.iterdir() if file.is_file() and not file.name.startswith("."))
+
+
+# ---------------------------------------------------------------- fields of descriptions
+def drop_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def round_seconds(seconds: float | None) -> float | None:
+    """Return seconds with one digit after the point; None stays None."""
+    return None if seconds is None else round(seconds, 1)

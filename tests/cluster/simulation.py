@@ -73,11 +73,11 @@ class SimulatedReplica:
         self.running.append(end)
         return self.free_at, end
 
-    def make_statistics(self, now: float, shares: bool = True) -> dict[str, Any]:
+    def make_statistics(self, now: float) -> dict[str, Any]:
         """Return what `record_routing_stats` of a real replica returns."""
         self.running = [end for end in self.running if end > now]
         instance = {
-            "shares": shares,
+            "shares": True,
             "names": array("I", self.cache).tobytes(),
             "free_bytes": self.num_blocks * BLOCK,
             "bytes_per_token": 1.0,
@@ -91,7 +91,6 @@ class Outcome:
     """What a simulation has found."""
 
     num_computed: int  # prompt tokens
-    num_prompt_tokens: int
     right_expectations: float  # share of requests that found what was expected
     imbalance: float  # busy seconds of the busiest replica against the mean
     first_tokens: Sequence[float]  # seconds, by request
@@ -111,7 +110,7 @@ def simulate(
     statistics = {id: each.make_statistics(0.0) for id, each in by_id.items()}
     next_report, ends, right = 0.0, list[tuple[float, str, str]](), 0
     first_tokens = []
-    for number, request in zip(count(), sorted(requests)):
+    for number, request in enumerate(sorted(requests)):
         now[0] = request.arrives
         while ends and ends[0][0] <= now[0]:
             _, ended, id = heapq.heappop(ends)
@@ -131,7 +130,6 @@ def simulate(
     busy = [each.busy_seconds + 1e-9 for each in replicas]
     return Outcome(
         sum(each.num_computed for each in replicas),
-        sum(len(each.tokens) for each in requests),
         right / len(requests),
         max(busy) / (sum(busy) / len(busy)),
         first_tokens,

@@ -42,7 +42,7 @@ MAX_PATH_LENGTH = 200  # most characters of a URL's path in an error
 NO_ROUTE = "there is no such route"  # logged instead of the path, which may contain line breaks
 QUOTING_CODES = ("unknown_kv_cache", "not_found")  # codes of engine errors whose messages quote the client
 METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE")  # of all routes
-METHODS_OF_FILES = ["GET", "HEAD"]  # whose folders the framework does not ask for their methods
+METHODS_OF_FILES = ["GET", "HEAD"]  # of mounted folders, whose methods the framework does not list
 
 
 class ErrorDetails(BaseModel):

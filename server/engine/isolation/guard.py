@@ -379,9 +379,8 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
         in_use = torch.full((num_pages,), int(PageState.IN_USE), dtype=torch.uint8)
         if not isinstance(self.inner, PageMarking):
             return in_use
-        states = in_use.clone()
-        convert = partial(results.to_page_states, states, in_use=in_use)
-        return self._call_quietly("mark_pages", in_use, states, convert=convert)
+        marks = in_use.clone()
+        return self._call_quietly("mark_pages", in_use, marks, convert=lambda _: results.to_page_states(marks, in_use))
 
     def describe_page(self, page: int) -> PageInfo | None:
         """Return what the strategy knows about one of its pages, if anything."""

@@ -107,7 +107,7 @@ def to_page_info(found: object) -> PageInfo:
     )
 
 
-def to_page_states(states: Tensor, _: object, in_use: Tensor) -> Tensor:
+def to_page_states(states: Tensor, in_use: Tensor) -> Tensor:
     """Return the `PageState` of each page that mark_pages() wrote; `in_use` for those that are none."""
     if states.shape != in_use.shape or states.dtype != in_use.dtype:
         raise ValueError(f"it turned the states, {list(in_use.shape)}, into {list(states.shape)} of {states.dtype}")

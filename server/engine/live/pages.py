@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cache_strategies.arena import FREE, UNTOUCHED
 from cache_strategies.types import PageState
 from server.engine.core import Core
-from server.engine.live.fields import drop_none, round_seconds
+from server.engine.info import drop_none, round_seconds
 from server.engine.scheduling.request import RequestError
 
 MAX_CELLS = 2**14  # maximum number of cells in the grid of pages: beyond it, each cell stands for several pages

@@ -11,8 +11,8 @@ from typing import Any
 from cache_strategies.features import PrefixListing
 from cache_strategies.types import CachedPrefix
 from server.engine.core import Core
+from server.engine.info import drop_none, round_seconds
 from server.engine.isolation.guard import GuardedCache
-from server.engine.live.fields import drop_none, round_seconds
 
 MAX_LISTED_PREFIXES = 500  # maximum number of nodes that are listed of an instance
 

@@ -12,9 +12,8 @@ from typing import Any
 
 from server.engine.build import Engine
 from server.engine.core import Core
-from server.engine.info import describe_instance, describe_memory
+from server.engine.info import describe_instance, describe_memory, drop_none
 from server.engine.isolation.guard import GuardedCache
-from server.engine.live.fields import drop_none
 from server.engine.live.pages import describe_cells
 from server.engine.scheduling.request import Request
 

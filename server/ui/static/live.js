@@ -81,8 +81,9 @@ class Live {
         }
       } catch (error) {
         if (signal.aborted) return;
+        clearTimeout(this.#timer); // there is no connection to watch
         this.#fail(error.isRefusal ? "refused" : "unavailable", error.status ? error.message : "the server does not answer");
-        if (error.isRefusal) return; // until restart()
+        if (error.isRefusal) return; // until the tokens change
       }
       await new Promise((resolve) => setTimeout(resolve, RETRY_SECONDS * 1000));
     }
