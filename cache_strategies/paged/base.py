@@ -245,7 +245,7 @@ class PagedBase(BlockTableCache[PagedSeat]):
         if last is None:
             return None
         before = self.setup.arena.num_held_pages(self.name)
-        dropped = list_subtree(hashes, self._make_tree().find_first(last))
+        dropped = list_subtree(hashes, self.pool.list_tree(), self._make_tree().find_first(last))
         blocks = dict.fromkeys(block for each in dropped if (block := self.pool.find(each)) is not None)
         for pin_id in self.pinned.find_by_prefix({each.prefix for each in dropped}):
             self.unpin(pin_id)

@@ -37,14 +37,16 @@ def list_path(hashes: Iterable[BlockHash], last: BlockHash) -> list[BlockHash]:
     return path
 
 
-def list_subtree(hashes: Iterable[BlockHash], top: BlockHash) -> list[BlockHash]:
-    """Return the hashes, in all groups, of a prefix's last block and of all blocks after it; later blocks first."""
-    by_depth = sorted(hashes, key=attrgetter("depth"))
+def list_subtree(hashes: Iterable[BlockHash], tree: Iterable[BlockHash], top: BlockHash) -> list[BlockHash]:
+    """Return the hashes, in all groups, of a prefix's last block and of those after it in `tree`; later blocks first.
+
+    Blocks without memory of another group may close a gap that the tree has: what is after it has another root.
+    """
     prefixes = {top.prefix}
-    for each in by_depth:
+    for each in sorted(tree, key=attrgetter("depth")):
         if each.parent_prefix in prefixes:
             prefixes.add(each.prefix)
-    return [each for each in reversed(by_depth) if each.prefix in prefixes]
+    return sorted((each for each in hashes if each.prefix in prefixes), key=attrgetter("depth"), reverse=True)
 
 
 class PrefixTree:

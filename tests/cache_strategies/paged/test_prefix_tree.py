@@ -474,3 +474,18 @@ def test_if_all_layers_have_a_window_the_blocks_of_the_widest_are_listed(kind: s
     assert cache.pins() == list_nodes(cache) == []
     assert find_cached(cache, text) == 0
     assert_nothing_leaked(cache)
+
+
+def test_what_follows_after_blocks_that_are_gone_is_another_tree() -> None:
+    cache = make_paged(layers=[WINDOW, WINDOW])
+    seat = read_prompt(cache, list(range(10, 51)))
+    beginning = read_prompt(cache, list(range(10, 15)))  # uses the first block; the next ones are idle
+    cache.reclaim(99)
+    first, last = list_nodes(cache)
+    assert (first.first_token, first.num_tokens, last.parent) == (0, BLOCK, None)
+    cache.drop_prefix(first.id)
+    assert [each.id for each in list_nodes(cache)] == [last.id]
+    for each in (seat, beginning):
+        cache.close(each)
+    assert cache.drop_prefix(last.id)
+    assert_nothing_leaked(cache)
