@@ -402,6 +402,25 @@ class Settings(BaseSettings):
         description="maximum of the memory that the chat template and the tokenizer may take for a prompt, in addition "
         "to the loaded tokenizer; if it needs more, the request is answered 400",
     )
+    max_grammar_bytes: int = Field(
+        2**18,
+        ge=1,
+        le=2**24,
+        description="maximum number of bytes of a JSON schema, regular expression, list of choices or grammar that "
+        "constrains a text",
+    )
+    grammar_timeout: float = Field(
+        5.0,
+        gt=0,
+        le=MAX_TIMEOUT,
+        description="maximum number of seconds that checking such a schema or grammar may take; then the request is "
+        "answered 400",
+    )
+    grammar_memory: str = Field(
+        "512MiB",
+        description="maximum of the memory that checking such a schema or grammar may take; if it needs more, the "
+        "request is answered 400",
+    )
     max_queued_requests: int = Field(
         1024, ge=0, description="maximum number of waiting requests; further ones are answered 429"
     )
@@ -525,6 +544,13 @@ class Settings(BaseSettings):
     def _check_text_memory(cls, value: Any) -> str:
         if parse_bytes(value) < 2**24:
             raise ValueError("should be 16MiB or more: ordinary prompts need that much")
+        return str(value)
+
+    @field_validator("grammar_memory", mode="before")
+    @classmethod
+    def _check_grammar_memory(cls, value: Any) -> str:
+        if parse_bytes(value) < 2**27:
+            raise ValueError("should be 128MiB or more: the table of a large vocabulary takes half of that")
         return str(value)
 
     @field_validator("kv_memory", mode="before")

@@ -129,6 +129,7 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
         settings.max_prompt_characters,
         tokenizer.max_chars_per_token,
         settings.max_stop_strings,
+        settings.max_grammar_bytes,
     )
     serving = Serving(
         client,

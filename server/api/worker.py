@@ -56,7 +56,8 @@ def serve_worker(
         hide_exception_messages()
     allow_many_connections()
     limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
-    tokenizer = SandboxedTokenizer(Path(settings.model), limits)
+    grammar_limits = CallLimits(settings.grammar_timeout, parse_bytes(settings.grammar_memory))
+    tokenizer = SandboxedTokenizer(Path(settings.model), limits, grammar_limits)
     if handles is None:
         ApiServer(settings, EngineClient(socket_path), tokenizer).run(sockets=[listening_socket])
         return

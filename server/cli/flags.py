@@ -53,6 +53,9 @@ GROUPS = {
         "max_prompt_characters",
         "text_timeout",
         "text_memory",
+        "max_grammar_bytes",
+        "grammar_timeout",
+        "grammar_memory",
         "max_header_bytes",
         "header_timeout",
         "body_timeout",
@@ -86,6 +89,7 @@ METAVARS = {
     "cors_origins": "ORIGIN[,ORIGIN]",
     "kv_memory": "SIZE",
     "text_memory": "SIZE",
+    "grammar_memory": "SIZE",
     "weights_cache": "FOLDER",
     "rollouts_file": "FILE",
 }

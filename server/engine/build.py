@@ -38,6 +38,7 @@ from server.engine.device import (
     free_memory,
     limit_memory,
 )
+from server.engine.grammar.compiler import GrammarCompiler
 from server.engine.isolation.calls import CallObserver
 from server.engine.isolation.isolation import Isolation
 from server.engine.rollouts.rollouts import Rollouts
@@ -50,6 +51,7 @@ from server.models.base import Model
 from server.models.config import ModelInfo
 from server.models.files.directory import locate
 from server.models.load import load_model, read_model_info
+from server.text.processes.sandbox import load_vocabulary
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +130,8 @@ def build_engine(
     )
     store = RolloutStore(choose_rollouts_file(settings.rollouts_file, directory, settings.host, settings.port))
     rollouts = Rollouts(settings, store)  # in memory only, until Rollouts.restore opens the file with their state
-    core = Core(model, isolation, arena, Scheduler(limits), selector, rollouts, ops, tracer)
+    grammars = GrammarCompiler(partial(load_vocabulary, directory), model.info.vocab_size)
+    core = Core(model, isolation, arena, Scheduler(limits), selector, rollouts, ops, tracer, grammars)
     name, *aliases = settings.model_names
     return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
 

@@ -11,19 +11,21 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple
 
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
 from kernels.ops import Ops
 from kernels.tracing import OpTimer, Tracer
-from server.engine.ipc.messages import Admitted, Explained, Failed, FromEngine, Preempted, Submit, Tokens
+from server.engine.grammar.compiler import GrammarCompiler
+from server.engine.grammar.waiting import WaitingForGrammars
+from server.engine.ipc.messages import Admitted, Explained, Failed, Preempted, Submit, Tokens
 from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.isolation import Ended, Isolation
 from server.engine.kv_memory import KVMemory
 from server.engine.model_runner import ModelRunner, RequestsFailed, RowsComputed, StepOutput, run_step
+from server.engine.results import Event, StepResult
 from server.engine.rollouts.rollouts import Rollouts
-from server.engine.sampling.sampler import Sampler, SampleResult, SamplerInput
+from server.engine.sampling.sampler import Sampler, SampleResult, SamplerInput, find_grammar_fault
 from server.engine.scheduling.fallback import Fallbacks
 from server.engine.scheduling.request import Request, make_rejection
 from server.engine.scheduling.request_factory import RequestFactory
@@ -33,7 +35,7 @@ from server.engine.scheduling.step import FailedRequest, Scheduled
 from server.engine.shadow.shadows import Shadows
 from server.engine.stats import CompactionTotals, StepAccumulator, count_tokens, make_request_record, merge_step_parts
 from server.models.base import Model
-from server.records import Admission, Compaction, DraftRecord, Outcome, RequestRecord, StepPart, StepReport
+from server.records import Admission, Compaction, DraftRecord, Outcome, StepPart
 
 log = logging.getLogger(__name__)
 
@@ -45,21 +47,6 @@ NON_FINITE_LOGITS_MESSAGE = (
 STRATEGY_CODES = frozenset({"strategy_failed", "strategy_quarantined"})
 # One step in TIMING_INTERVAL has its operations timed; a prime number, so as not to coincide with periodic work
 TIMING_INTERVAL = 61
-
-
-class Event(NamedTuple):
-    """A message, and the number of the API worker's connection on which it is sent."""
-
-    worker: int
-    message: FromEngine
-
-
-class StepResult(NamedTuple):
-    """The results of one step: messages for clients, its metrics, and the records of requests that have ended."""
-
-    events: Sequence[Event]
-    report: StepReport
-    finished: Sequence[RequestRecord]
 
 
 class Core:
@@ -75,6 +62,7 @@ class Core:
         rollouts: Rollouts,
         ops: Ops,
         tracer: Tracer,
+        grammars: GrammarCompiler,
     ) -> None:
         self.model = model
         self.isolation = isolation
@@ -84,8 +72,10 @@ class Core:
         self.rollouts = rollouts
         self._fallbacks = Fallbacks(isolation, scheduler)
         self._factory = RequestFactory(
-            selector, isolation, self._fallbacks, rollouts, arena, scheduler, model.info.eos_ids
+            selector, isolation, self._fallbacks, rollouts, arena, scheduler, model.info.eos_ids, grammars
         )
+        self.grammars = grammars
+        self._waiting = WaitingForGrammars(grammars, scheduler.limits.max_queued_requests)
         self._requests: dict[tuple[int, str], Request] = {}
         self._accumulator = StepAccumulator()
         self._late_events: list[Event] = []  # sent after all others of the step
@@ -100,7 +90,7 @@ class Core:
 
     @property
     def busy(self) -> bool:
-        return bool(self._requests) or len(self.shadows) > 0
+        return bool(self._requests) or len(self.shadows) > 0 or len(self._waiting) > 0
 
     def check_integrity(self) -> None:
         """Assert that the bookkeeping of all caches and of the arena is consistent. Must be called between steps."""
@@ -110,8 +100,13 @@ class Core:
 
     # ---------------------------------------------------------------- requests
     def submit(self, worker: int, message: Submit) -> Event | None:
-        """Queue a request of API worker `worker`; return None, or the event with the error if it is rejected."""
+        """Queue a request of API worker `worker`; return None, or the event with the error if it is rejected.
+
+        One whose grammar is not compiled yet is queued in the step after that.
+        """
         try:
+            if self._waiting.add_unless_ready(worker, message):
+                return None
             request, shadow = self._factory.make(worker, message, self._requests)
             self._queue(request)
         except Exception as error:
@@ -138,15 +133,17 @@ class Core:
         Its client gets the `error`, if there is one, after the next step.
         """
         request = self._requests.get((worker, request_id))
-        if request is None:
+        if request is not None:
+            self._remove(request, outcome)
+        elif not self._waiting.remove(worker, request_id):
             return False
-        self._remove(request, outcome)
         if error is not None:
             self._late_events.append(Event(worker, error))
         return True
 
     def cancel_worker(self, worker: int) -> None:
         """Cancel all requests of an API worker that has disconnected."""
+        self._waiting.remove_worker(worker)
         for key in [key for key in self._requests if key[0] == worker]:
             self.cancel(*key)
 
@@ -158,6 +155,7 @@ class Core:
         for cache in self.caches.values():
             cache.poll()
         self.memory.drain()
+        self._late_events += filter(None, (self.submit(*each) for each in self._waiting.take_ready()))
         with self.tracer.span("schedule"):
             scheduled, preempted, failed = self.scheduler.schedule()
         self._end_failed(failed)
@@ -308,7 +306,8 @@ class Core:
                     self.isolation.confirm_suspects(request)
                 worker, request_id = request.key
                 logprobs = sampled.logprobs[request]
-                message = Tokens(request_id, result.tokens, request.finish_reason, logprobs, len(draft))
+                ends = request.completes_grammar
+                message = Tokens(request_id, result.tokens, request.finish_reason, logprobs, len(draft), ends)
                 events.append(Event(worker, message))
         return events
 
@@ -320,12 +319,14 @@ class Core:
             self._accumulator.inter_token_seconds[request.cache.name].append(request.times.last_token - before)
 
     def _end_finished(self, requests: Sequence[Request], results: Mapping[Request, SampleResult]) -> None:
-        """End the requests whose text is complete, and those whose logits were not finite."""
+        """End the requests whose text is complete, whose logits were not finite, or that their grammars end."""
         for request in requests:
             if not results[request].is_finite:
                 assert request.seat is not None
                 request.cache.discard(request.seat)
                 self._fail([request], NON_FINITE_LOGITS_MESSAGE.format(request.cache.name), "not_a_number")
+            elif (fault := find_grammar_fault(request, results[request])) is not None:
+                self._fail([request], fault, "grammar_failed", status=400)
             elif request.finish_reason is not None:
                 self._remove(request, request.finish_reason)
 
@@ -368,7 +369,7 @@ class Core:
         for requests, message, code in ended:
             self._fail([request for request in requests if request.key in self._requests], message, code)
 
-    def _fail(self, requests: Sequence[Request], message: str, code: str) -> None:
+    def _fail(self, requests: Sequence[Request], message: str, code: str, status: int = 500) -> None:
         """End requests with an error, whose events are sent after all others of the step.
 
         Those whose strategy is at fault are moved to a fallback instead, if nothing of them was sent.
@@ -381,7 +382,7 @@ class Core:
                 continue
             self._remove(request, "error")
             worker, request_id = request.key
-            self._late_events.append(Event(worker, Failed(request_id, 500, message, code)))
+            self._late_events.append(Event(worker, Failed(request_id, status, message, code)))
 
     def _remove(self, request: Request, outcome: Outcome) -> None:
         del self._requests[request.key]

@@ -16,7 +16,6 @@ import msgspec
 
 from server.engine.admin import run_command
 from server.engine.build import Engine
-from server.engine.core import Event
 from server.engine.info import (
     ProcessMemory,
     describe_caches,
@@ -44,6 +43,7 @@ from server.engine.ipc.server import EngineServer, WorkerDisconnected
 from server.engine.live.prefixes import describe_prefixes
 from server.engine.live.state import describe_live
 from server.engine.profiling.profiler import Profiler
+from server.engine.results import Event
 from server.engine.scheduling.request import RequestError
 from server.records import EngineInfo, EngineState, RequestRecord, StepReport
 

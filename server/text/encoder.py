@@ -7,6 +7,7 @@ take any time and memory; `processes/sandbox_process.py` sets limits. Knows neit
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tokenizers
 
@@ -14,8 +15,11 @@ from config.errors import SettingsError
 from server.text.chat import ChatTemplate
 from server.text.errors import InfillError, wrap_tokenizer_error
 from server.text.model_files import SPECIAL_TOKEN_NAMES, convert_library_errors, get_token_text, read_json_object
-from server.text.processes.messages import Call, Decode, Encode, EncodeChat, Encoded, Infill
+from server.text.processes.messages import Call, CheckGrammar, Decode, Encode, EncodeChat, Encoded, Infill
 from server.text.vocabulary import Vocabulary, extract_vocabulary
+
+if TYPE_CHECKING:
+    from server.grammar.matcher import GrammarChecker
 
 PREFIX, SUFFIX = "{prefix}", "{suffix}"
 
@@ -85,6 +89,7 @@ class Encoder:
         self.chat_template = chat or ChatTemplate({}, {})
         self.vocabulary_data = extract_vocabulary(backend)
         self.vocabulary = Vocabulary(self.vocabulary_data)
+        self._grammar_checker: GrammarChecker | None = None
 
     @classmethod
     def from_directory(cls, directory: Path) -> Encoder:
@@ -100,7 +105,7 @@ class Encoder:
             return cls(backend, chat)
 
     def answer(self, call: Call) -> Encoded:
-        """Return the ids or text that `call` (Encode, ...) asks for. Raises TextRefused if it cannot be encoded."""
+        """Return the ids or text that `call` (Encode, ...) asks for. Raises TextRefused if there are none."""
         match call:
             case Encode(text, special):
                 return Encoded(self.encode(text, add_special_tokens=special))
@@ -110,6 +115,8 @@ class Encoder:
                 return Encoded(make_infill_prompt(self, prefix, suffix))
             case Decode(ids, skip):
                 return Encoded(text=self.vocabulary.decode(ids, skip_special_tokens=skip))
+            case CheckGrammar(kind, text):
+                return Encoded(text=self._get_grammar_checker().check(kind, text))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Return the ids of `text`, with the model's special tokens around it if `add_special_tokens` is set.
@@ -120,6 +127,14 @@ class Encoder:
             return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except BaseException as error:
             raise wrap_tokenizer_error(error) from None
+
+    def _get_grammar_checker(self) -> GrammarChecker:
+        """Return the checker of grammars, which is made at the first call: only few processes check any."""
+        if self._grammar_checker is None:
+            from server.grammar.matcher import GrammarChecker  # llguidance takes 50 ms and 8 MB to import
+
+            self._grammar_checker = GrammarChecker(self.vocabulary)
+        return self._grammar_checker
 
     def _encode_chat(self, call: EncodeChat) -> Encoded:
         text = self.chat_template.render_strict(

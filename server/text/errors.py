@@ -31,6 +31,12 @@ class InfillError(TextRefused):
     """The model has no special tokens for fill-in-the-middle prompts."""
 
 
+class GrammarError(TextRefused):
+    """A grammar, schema or regular expression that is wrong, or that is not supported."""
+
+    code = "invalid_grammar"
+
+
 class TokenizerError(TextRefused):
     """The model's tokenizer failed; the message may quote the text."""
 

@@ -253,16 +253,18 @@ class OutputText:
         self._released = 0  # number of characters that `push` has returned
         self._held: list[OutputToken] = []  # tokens whose text has not been returned
 
-    def push(self, tokens: Sequence[int], finish_reason: str | None = None) -> TextDelta:
+    def push(
+        self, tokens: Sequence[int], finish_reason: str | None = None, *, ends_with_text: bool = False
+    ) -> TextDelta:
         """Add tokens; return the text that is certain now. With `finish_reason`, it is the whole rest of the text.
 
-        With the reason 'stop' the last token is a stop token, which is left out of the text.
+        With the reason 'stop' the last token is a stop token, which is left out of the text, unless `ends_with_text`.
         """
         assert self.finish_reason is None, "the choice has ended"
         pieces = []
         for i, token in enumerate(tokens):
             self.num_tokens += 1
-            ends = finish_reason == "stop" and i == len(tokens) - 1
+            ends = finish_reason == "stop" and not ends_with_text and i == len(tokens) - 1
             piece, begin = _push_token(self._detokenizer, token) if not ends or self._include_stop else ("", 0)
             self._held.append(OutputToken(token, self._length + begin))
             pieces.append(self._apply_stop_strings(piece))

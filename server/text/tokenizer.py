@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 
 import tokenizers
 
+from server.grammar.constraint import Constraint
 from server.text.chat import ChatTemplate
 from server.text.encoder import Encoder
 from server.text.model_files import get_token_text, read_json_object, read_special_tokens
-from server.text.processes.messages import Call, Decode, Encode, EncodeChat, Encoded, Infill
+from server.text.processes.messages import Call, CheckGrammar, Decode, Encode, EncodeChat, Encoded, Infill
 from server.text.vocabulary import Vocabulary
 
 MAX_INLINE_LENGTH = 2000  # most characters encoded on the event loop: about 1 ms, in which other requests wait
@@ -54,6 +55,10 @@ class TokenizerBase(Vocabulary, ABC):
     async def decode_many(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of any number of ids; unlike `decode` it does not block the event loop."""
         return (await self.answer(Decode(list(ids), skip_special_tokens))).text
+
+    async def check_grammar(self, constraint: Constraint) -> str:
+        """Return the Lark grammar of a constraint. Raises TextRefused if it is wrong or takes too long to compile."""
+        return (await self.answer(CheckGrammar(constraint.kind, constraint.text))).text
 
     async def __aenter__(self: Self) -> Self:
         return self

@@ -152,6 +152,16 @@ class Vocabulary:
         """Return the number of tokens; the model's embedding may have more rows."""
         return sum(token is not None for token in self._tokens)
 
+    @property
+    def num_ids(self) -> int:
+        """The number of token ids, including those that no token has."""
+        return len(self._tokens)
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of special tokens."""
+        return self._special
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of a few ids; with `skip_special_tokens`, special tokens have none.
 

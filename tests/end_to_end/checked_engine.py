@@ -11,10 +11,11 @@ from typing import Any
 
 from config.settings import Settings
 from server.engine.build import Engine
-from server.engine.core import Core, StepResult
+from server.engine.core import Core
 from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.guard import GuardedCache
 from server.engine.model_runner import ModelRunner, StepOutput
+from server.engine.results import StepResult
 from server.engine.scheduling.step import Scheduled
 from server.processes import engine
 from server.processes.heartbeat import EngineStatus

@@ -14,7 +14,8 @@ from config.settings import Settings
 from kernels import backends as loading
 from kernels.device import KernelsMissing
 from kernels.ops import Ops
-from server.engine.core import Core, StepResult
+from server.engine.core import Core
+from server.engine.results import StepResult
 from server.processes.heartbeat import EngineStatus
 from tests.end_to_end import checked_engine
 

@@ -18,7 +18,6 @@ import pytest
 from config.errors import SettingsError
 from config.settings import Settings
 from server.engine.build import Engine, build_engine
-from server.engine.core import StepResult
 from server.engine.ipc.messages import (
     Admitted,
     Caching,
@@ -33,6 +32,7 @@ from server.engine.ipc.messages import (
     TokenLogprob,
     Tokens,
 )
+from server.engine.results import StepResult
 from server.engine.scheduling.request import Request
 from server.engine.shadow.shadow import PlannedShadow
 from server.records import RequestFidelity, RequestRecord

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from server.engine.core import StepResult
+from server.engine.results import StepResult
 from server.records import RequestRecord
 from tests.engine.engine_driver import Driver, RequestEvents, strategies
 from tests.engine.expected_tokens import random_prompt

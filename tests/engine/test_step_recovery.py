@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row
 from kernels.ops import Attention
-from server.engine.core import StepResult
+from server.engine.results import StepResult
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 

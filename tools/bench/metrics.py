@@ -18,9 +18,10 @@ import torch
 from config.errors import SettingsError
 from config.settings import load_settings
 from server.engine.build import Engine, build_engine
-from server.engine.core import TIMING_INTERVAL, StepResult
+from server.engine.core import TIMING_INTERVAL
 from server.engine.info import make_engine_info, read_engine_state
 from server.engine.ipc.messages import SamplingParams, Submit
+from server.engine.results import StepResult
 from server.metrics.exposition import Renderer
 from server.metrics.registry import Metrics
 

@@ -43,6 +43,7 @@ from server.api.openai.responses import (
     set_choice_fields,
     set_prompt_fields,
 )
+from server.api.openai.structured.check import check_constraints
 from server.text.tokenizer import truncate_prompt
 
 
@@ -132,7 +133,8 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
         prompt_logprobs=body.prompt_logprobs,
     )
     conversation = make_conversation_key(hints, body, get_chat_beginning(body.messages))
-    return make_job("chatcmpl", body, [prompt], sampling, body.n, hints, [conversation])
+    grammar = await check_constraints(serving, body.iter_constraints())
+    return make_job("chatcmpl", body, [prompt], sampling, body.n, hints, [conversation], grammar)
 
 
 # ---------------------------------------------------------------- functions that make a response of generated text

@@ -330,7 +330,7 @@ class Generation(Generic[B]):
         """Return the delta of new tokens; None without text to show yet."""
         output, submit, scores = self._outputs[index], self.job.submits[index], self._pending_logprobs[index]
         scores.extend(event.logprobs or ())
-        released = output.push(event.tokens, event.finish_reason)
+        released = output.push(event.tokens, event.finish_reason, ends_with_text=event.completes_grammar)
         if self.texts is not None:
             self.texts[index] += released.text
         if output.finish_reason is not None:

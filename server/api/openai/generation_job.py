@@ -21,6 +21,7 @@ from server.api.http.json_body import format_value
 from server.api.openai.request_models import INT64, CacheRequest, GenerationRequest, SamplingRequest
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Caching, Hello, SamplingParams, Speculation, Strategy, Submit
+from server.grammar.constraint import Constraint
 from server.text.tokenizer import TokenizerBase
 
 B = TypeVar("B", bound=GenerationRequest)
@@ -91,11 +92,13 @@ def make_job(
     choices: int,
     hints: StrategyHints,
     conversations: Sequence[str],
+    grammar: str | None = None,
 ) -> Job[B]:
     """Make the job of a request.
 
     `kind` begins its id; `sampling` is that of each prompt's first choice; `conversations` has each prompt's
-    conversation key. Raises ApiError for too many log-probabilities.
+    conversation key; `grammar` is what every text has to be, as `check_constraint` returns it. Raises ApiError for too
+    many log-probabilities.
     """
     check_num_logprobs(sampling, prompts, choices)
     key, caching, speculation = uuid.uuid4().hex, make_caching(body, hints.tenant), make_speculation(body)
@@ -115,6 +118,7 @@ def make_job(
             conversation=conversation,
             rollouts=hints.rollouts,
             reference=body.kv_cache_reference,
+            grammar=grammar,
         )
         for p, (prompt, conversation) in enumerate(zip(prompts, conversations, strict=True))
         for choice in range(choices)
@@ -169,6 +173,7 @@ class RequestLimits(NamedTuple):
     max_prompt_characters: int  # most characters of a prompt, before it becomes tokens
     max_token_characters: int | None  # most characters of text in one token; None: any number
     max_stop_strings: int
+    max_grammar_bytes: int  # most bytes of a schema or grammar that constrains a text
 
     def check_choices(self, prompts: int, choices: int) -> None:
         """Raise ApiError if all prompts together have more than `max_choices` choices."""
@@ -181,6 +186,12 @@ class RequestLimits(NamedTuple):
         if len(stop) > self.max_stop_strings:
             message = f"stop: {len(stop)} strings are too many: at most {self.max_stop_strings} (max_stop_strings)"
             raise ApiError(400, message, param="stop")
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """Raise ApiError for a schema or grammar of more than `max_grammar_bytes` bytes."""
+        if (size := len(constraint.text.encode())) > self.max_grammar_bytes:
+            message = f"{size} bytes are too many: at most {self.max_grammar_bytes} (max_grammar_bytes)"
+            raise ApiError(400, f"{constraint.param}: {message}", param=constraint.param)
 
     def check_length(self, text: object, param: str, context: int | None = None) -> None:
         """Raise ApiError for a text that is too long to be tokenised, or to fit a context of `context` tokens."""

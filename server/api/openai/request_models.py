@@ -22,6 +22,7 @@ from pydantic import (
 
 from config.settings import MAX_DRAFT_TOKENS
 from server.api.http.json_body import Body, DecodedIds, ReadAs, format_value, limit_members
+from server.api.openai.structured.models import StructuredRequest
 from server.engine.ipc.messages import SamplingParams
 
 INT64 = 2**63
@@ -158,7 +159,6 @@ class SamplingRequest(Body):
     ignore_eos: bool = Field(False, description="go on after an end-of-sequence token")
     skip_special_tokens: bool = Field(True, description="leave special tokens out of the text")
     spaces_between_special_tokens: Annotated[bool, allow_only(True)] = True
-    response_format: Annotated[dict[str, Any], allow_only({"type": "text"})] = Field(default={"type": "text"})
 
     def to_sampling(
         self, max_tokens: int, *, logprobs: int | None = None, prompt_logprobs: int | None = None
@@ -247,7 +247,7 @@ class SpeculativeConfig(Body):
         return value
 
 
-class GenerationRequest(SamplingRequest, CacheRequest, WithoutEffect):
+class GenerationRequest(SamplingRequest, StructuredRequest, CacheRequest, WithoutEffect):
     """The fields that completions and chats have in common."""
 
     model: str = Field(

@@ -84,6 +84,8 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     rollouts: bool = True  # whether a roll-out may choose the request's instance, or shadow it
     # Instance under which the text is computed as well, to compare its tokens; Compared events follow
     reference: str | None = None
+    # What the text has to be: a grammar in llguidance's Lark, checked before; None: any text
+    grammar: str | None = None
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -287,7 +289,7 @@ class PromptScores(msgspec.Struct, tag=True, frozen=True):
 class Tokens(msgspec.Struct, tag=True, frozen=True):
     """New tokens of a request; if finish_reason ('stop' or 'length') is set, they are the last ones and may be none.
 
-    With 'stop' the last token is one that ends texts.
+    With 'stop' the last token is one that ends texts, unless `completes_grammar` is set.
     """
 
     request_id: str
@@ -295,6 +297,8 @@ class Tokens(msgspec.Struct, tag=True, frozen=True):
     finish_reason: str | None = None
     logprobs: list[TokenLogprob] | None = None  # one for each token; None if the request has no `logprobs`
     num_draft_tokens: int = 0  # number of verified draft tokens; all of `tokens` except the last were in the draft
+    # Whether the text ends because nothing can follow it by its grammar; the last token belongs to the text then
+    completes_grammar: bool = False
 
 
 class Explained(msgspec.Struct, tag=True, frozen=True):

@@ -24,6 +24,7 @@ from server.engine.sampling.logits_processors import (
 )
 
 MAX_SEED = 2**64 - 1
+NOTHING_ALLOWED = -2  # returned for a row of which the grammar, with other parameters, allows no token
 
 
 class Draw(NamedTuple):
@@ -33,23 +34,30 @@ class Draw(NamedTuple):
     position: int  # index of the token in prompt + output
     history: TokenHistory = EMPTY_HISTORY  # the tokens before this one; may be empty if no penalty is set
     banned_token_ids: Collection[int] = ()  # tokens that may not be drawn
+    allowed: NDArray[np.bool_] | None = None  # which tokens [V] the grammar of the text allows; None: all
 
 
 def draw_tokens(logits: Tensor, draws: Sequence[Draw], operation: Sample = reference.sample) -> list[int | None]:
     """Draw a token id from each row of logits [K, V]; None for a row with NaN or infinity. Leaves `logits` unchanged.
 
-    `operation` is a backend's `Ops.sample`.
+    NOTHING_ALLOWED for a row with a grammar by which no token may be drawn. `operation` is a backend's `Ops.sample`.
     """
     rows = torch.from_numpy(_make_sampling_rows(draws))
     tokens = operation(logits, rows)
     if processed := [
-        i for i, draw in enumerate(draws) if draw.banned_token_ids or needs_logits_processing(draw.sampling)
+        i
+        for i, draw in enumerate(draws)
+        if draw.banned_token_ids or draw.allowed is not None or needs_logits_processing(draw.sampling)
     ]:
         changed = [
-            process_logits(logits[i].float(), draws[i].sampling, draws[i].history, draws[i].banned_token_ids)
+            process_logits(
+                logits[i].float(), draws[i].sampling, draws[i].history, draws[i].banned_token_ids, draws[i].allowed
+            )
             for i in processed
         ]
         redrawn = operation(torch.stack(changed), rows[processed])
+        constrained = torch.tensor([draws[i].allowed is not None for i in processed], device=redrawn.device)
+        redrawn = redrawn.masked_fill(constrained & (redrawn == NO_TOKEN), NOTHING_ALLOWED)
         tokens[processed] = redrawn.masked_fill(tokens[processed] == NO_TOKEN, NO_TOKEN)
     return [None if token == NO_TOKEN else token for token in tokens.tolist()]
 
@@ -60,7 +68,7 @@ def _make_sampling_rows(draws: Sequence[Draw]) -> NDArray[np.float64]:
     if random_draws := [i for i, draw in enumerate(draws) if draw.sampling.temperature > 0]:
         noise = Noise()
         for i in random_draws:
-            sampling, position, _, _ = draws[i]
+            sampling, position, *_ = draws[i]
             u = noise.draw_uniform(sampling.seed, position)
             rows[i] = SamplingRow(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, u)
     return rows

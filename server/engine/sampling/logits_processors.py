@@ -1,4 +1,4 @@
-"""Processes logits before a token is drawn: penalties, biases, allowed and banned tokens.
+"""Processes logits before a token is drawn: penalties, biases, allowed and banned tokens, grammars.
 
 Knows texts as token ids; neither requests nor how tokens are drawn.
 """
@@ -38,7 +38,11 @@ def has_penalties(sampling: SamplingParams) -> bool:
 
 
 def process_logits(
-    logits: Tensor, sampling: SamplingParams, history: TokenHistory, banned: Collection[int] = ()
+    logits: Tensor,
+    sampling: SamplingParams,
+    history: TokenHistory,
+    banned: Collection[int] = (),
+    allowed_by_grammar: NDArray[np.bool_] | None = None,
 ) -> Tensor:
     """Return new logits [V]: penalties applied, then logit_bias, then -inf for `banned` and not allowed tokens.
 
@@ -63,6 +67,8 @@ def process_logits(
     if sampling.allowed_token_ids:
         allowed = torch.from_numpy(get_allowed_token_ids(sampling)).to(logits.device)
         logits = torch.full_like(logits, -torch.inf).index_copy_(0, allowed, logits[allowed])
+    if allowed_by_grammar is not None:
+        logits.masked_fill_(torch.from_numpy(~allowed_by_grammar).to(logits.device), -torch.inf)
     return logits
 
 

@@ -17,12 +17,14 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import islice, zip_longest
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels import sampling as reference
 from kernels.sampling import Sample
 from server.engine.ipc.messages import PromptScores, TokenLogprob
-from server.engine.sampling.draw import Draw, draw_tokens
+from server.engine.sampling.draw import NOTHING_ALLOWED, Draw, draw_tokens
 from server.engine.sampling.logits_processors import EMPTY_HISTORY, TokenHistory, has_penalties
 from server.engine.sampling.logprobs import compute_logprobs, compute_row_logprobs
 from server.engine.scheduling.request import Request
@@ -52,11 +54,12 @@ class SampleResult(NamedTuple):
 
     tokens: list[int]
     is_finite: bool = True  # False: the logits after these tokens were NaN or infinite, so none was sampled
+    is_allowed: bool = True  # False: the grammar, with other parameters, allows no token after these
 
     @property
     def num_accepted(self) -> int:
         """The number of accepted draft tokens."""
-        return len(self.tokens) - self.is_finite
+        return len(self.tokens) - (self.is_finite and self.is_allowed)
 
 
 class SamplerOutput(NamedTuple):
@@ -101,32 +104,55 @@ class Sampler:
 
 def make_draws(request: Request, eos_ids: Collection[int], draft: Sequence[int] = ()) -> list[Draw]:
     """Return the parameters of 1 + len(draft) draws: of the next token, and of the token after each draft token."""
-    return [_make_draw(request, eos_ids, draft[:accepted]) for accepted in range(len(draft) + 1)]
+    masks: Sequence[NDArray[np.bool_] | None] = [None] * (len(draft) + 1)
+    if request.grammar is not None:
+        masks = request.grammar.compute_masks(draft, request.get_end_token_ids(eos_ids), eos_ids)
+    return [_make_draw(request, eos_ids, draft[:accepted], mask) for accepted, mask in enumerate(masks)]
 
 
-def _make_draw(request: Request, eos_ids: Collection[int], accepted: Sequence[int]) -> Draw:
+def _make_draw(
+    request: Request, eos_ids: Collection[int], accepted: Sequence[int], allowed: NDArray[np.bool_] | None
+) -> Draw:
     sampling, split = request.sampling, request.num_prompt_tokens
     history = EMPTY_HISTORY
     if has_penalties(sampling):
         history = TokenHistory(request.tokens[:split], [*request.tokens[split:], *accepted])
     can_end = request.num_output_tokens + len(accepted) >= sampling.min_tokens
     banned = () if can_end else request.get_end_token_ids(eos_ids)
-    return Draw(sampling, len(request.tokens) + len(accepted), history, banned)
+    if banned and allowed is not None and not _allows_others(allowed, banned):
+        banned = ()  # the text is complete before min_tokens
+    return Draw(sampling, len(request.tokens) + len(accepted), history, banned, allowed)
+
+
+def _allows_others(allowed: NDArray[np.bool_], banned: Collection[int]) -> bool:
+    """Return whether a mask [V] allows a token that is not banned."""
+    return bool(allowed.sum() > sum(allowed[token] for token in {*banned}))
 
 
 def verify_draft(draft: Sequence[int], tokens: Sequence[int | None], end_token_ids: Collection[int]) -> SampleResult:
     """Return the drawn `tokens`, up to and including the first that differs from the draft or ends the text.
 
-    There are 1 + len(draft) drawn tokens; one is None if its logits were not finite; then the result ends before it.
+    There are 1 + len(draft) drawn tokens. One is None if its logits were not finite, or NOTHING_ALLOWED; then the
+    result ends before it.
     """
     kept: list[int] = []
     for token, draft_token in zip_longest(tokens, draft):
         if token is None:
             return SampleResult(kept, is_finite=False)
+        if token == NOTHING_ALLOWED:
+            return SampleResult(kept, is_allowed=False)
         kept.append(token)
         if token != draft_token or token in end_token_ids:
             break
     return SampleResult(kept)
+
+
+def find_grammar_fault(request: Request, result: SampleResult) -> str | None:
+    """Return the message for a client whose request ends because of its grammar; None if it goes on."""
+    if request.grammar is None or (result.is_allowed and request.grammar.fault is None):
+        return None
+    fault = request.grammar.fault or "with the other parameters of the request, it allows no token here"
+    return f"the grammar of the text: {fault}"
 
 
 def _compute_token_logprobs(

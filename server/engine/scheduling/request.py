@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from server.engine.ipc.messages import Caching, Failed, SamplingParams
 from server.engine.isolation.errors import StrategyError
@@ -63,6 +63,27 @@ class DraftProposer(Protocol):
         """Adapt the length of the next draft to the number of accepted tokens of the last one."""
 
 
+class OutputGrammar(Protocol):
+    """The state of a request's grammar, after its output."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token can follow the output."""
+
+    @property
+    def fault(self) -> str | None:
+        """Why the request cannot go on; None: it can."""
+
+    def accept(self, token: int) -> None:
+        """Append a token to the output."""
+
+    def cut_draft(self, draft: Sequence[int]) -> list[int]:
+        """Return the beginning of a draft that the grammar allows."""
+
+    def compute_masks(self, draft: Sequence[int], end_ids: Collection[int], eos_ids: Collection[int]) -> Sequence[Any]:
+        """Return an array of which tokens [V] may come after the output, and after each token of the draft."""
+
+
 @dataclass(slots=True)
 class RequestTimes:
     """When a request's events happened, in seconds of the monotonic clock; 0: not yet.
@@ -98,6 +119,8 @@ class Request:
     # All choices (n > 1) of the same prompt, this request included
     siblings: list[Request] = field(default_factory=list)
     proposer: DraftProposer | None = None  # proposes draft tokens; None: the request gets no drafts
+    grammar: OutputGrammar | None = None  # what the text has to be; None: any text
+    completes_grammar: bool = False  # whether the text has ended because nothing can follow it by the grammar
     due: float = 0.0  # sort key of the queue: when it arrived, by the monotonic clock, shifted by its priority
     arrival_index: int = 0  # number of the request in order of arrival: sorts requests with the same `due`
     seat: Seat | None = None
@@ -177,7 +200,8 @@ class Request:
             return []
         # The draft leaves room for the token that is sampled after it.
         max_tokens = min(max_tokens, self.sampling.max_tokens - self.num_output_tokens - 1)
-        return self.proposer.propose(self.tokens, max_tokens) if max_tokens > 0 else []
+        draft = self.proposer.propose(self.tokens, max_tokens) if max_tokens > 0 else []
+        return draft if self.grammar is None or not draft else self.grammar.cut_draft(draft)
 
     def record_draft(self, drafted: int, accepted: int) -> None:
         """Count the verified and the accepted tokens of a draft, and adapt the length of the next one."""
@@ -187,12 +211,21 @@ class Request:
             self.proposer.update_draft_length(accepted)
 
     def append_token(self, token: int, eos_ids: Collection[int]) -> None:
-        """Append a sampled token, and set finish_reason if the text ends with it."""
+        """Append a sampled token, and set finish_reason if the text ends with it.
+
+        It is the last token of a text that is complete by its grammar, or a token that ends texts.
+        """
         self.tokens.append(token)
         now = time.monotonic()
         self.times.first_token = self.times.first_token or now
         self.times.last_token = now
         if token in self.get_end_token_ids(eos_ids):
+            self.finish_reason = "stop"
+            return
+        if self.grammar is not None:
+            self.grammar.accept(token)
+            self.completes_grammar = self.grammar.is_complete
+        if self.completes_grammar:
             self.finish_reason = "stop"
         elif self.num_output_tokens >= self.sampling.max_tokens:
             self.finish_reason = "length"

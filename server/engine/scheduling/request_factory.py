@@ -11,16 +11,19 @@ from typing import NamedTuple
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
 from cache_strategies.types import Salt
+from server.engine.grammar.compiler import GrammarCompiler
+from server.engine.grammar.state import GrammarState
 from server.engine.ipc.messages import Submit
 from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.isolation import Isolation
 from server.engine.rollouts.rollouts import Rollouts, find_conversation
 from server.engine.sampling.ngram_proposer import NgramProposer
 from server.engine.scheduling.fallback import Fallbacks, set_fallback_of
-from server.engine.scheduling.request import Request
+from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.selection import Selector
 from server.engine.shadow.shadow import PlannedShadow
+from server.text.errors import GrammarError
 
 # The requests of an engine that have not ended, by API worker and the id that it gave the request
 RequestTable = Mapping[tuple[int, str], Request]
@@ -45,6 +48,7 @@ class RequestFactory:
         arena: Arena,
         scheduler: Scheduler,
         eos_ids: Collection[int],
+        grammars: GrammarCompiler,
     ) -> None:
         """Make requests for `scheduler`, whose limits apply; `eos_ids`: the tokens that end the model's texts."""
         self._selector = selector
@@ -54,10 +58,12 @@ class RequestFactory:
         self._arena = arena
         self._scheduler = scheduler
         self._eos_ids = eos_ids
+        self._grammars = grammars
 
     def make(self, worker: int, message: Submit, requests: RequestTable) -> NewRequest:
         """Make the request of a message from API worker `worker`. Raises RequestError if it is invalid.
 
+        Its grammar, if it has one, is compiled.
         `requests` are those that have not ended, among which are the other choices (n > 1) of its prompt.
         """
         by_rule, reason = self._selector.choose(message, self._arena.usage)
@@ -86,6 +92,8 @@ class RequestFactory:
         if name != chosen:
             set_fallback_of(request, chosen)
         request.check_allowed_tokens(self._eos_ids)
+        if message.grammar is not None:
+            request.grammar = self._make_grammar_state(message.grammar)
         # No drafts for a strategy whose state depends on how tokens are split into rows: they would change the text.
         if speculation.num_speculative_tokens and cache.contract.chunk_invariant:
             longest = min(request.max_total_tokens, self._scheduler.limits.max_seq_len)
@@ -96,6 +104,13 @@ class RequestFactory:
         if choice.shadow is None or name != chosen:
             return NewRequest(request, None)
         return NewRequest(request, PlannedShadow(self._find_shadow(choice.shadow), choice.rollout))
+
+    def _make_grammar_state(self, grammar: str) -> GrammarState:
+        """Return the state at the start of a compiled grammar. Raises RequestError if it could not be compiled."""
+        try:
+            return self._grammars.make_state(grammar)
+        except GrammarError as error:
+            raise RequestError(400, f"the grammar of the text: {error}", code="invalid_grammar") from None
 
     def _find_shadow(self, name: str) -> KVCache | None:
         """Return the cache of a second instance; None if it is in quarantine. After a quarantine it is built anew."""

@@ -10,7 +10,8 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from server.text.errors import ChatTemplateError, InfillError, TextRefused, TextTooLong, TokenizerError
+from server.grammar.constraint import ConstraintKind
+from server.text.errors import ChatTemplateError, GrammarError, InfillError, TextRefused, TextTooLong, TokenizerError
 
 
 # ---------------------------------------------------------------- to the process
@@ -22,6 +23,7 @@ class Start(msgspec.Struct, frozen=True):
     memory: int  # most bytes of memory that a call may take beyond those in use after loading
     load_memory: int  # most bytes of memory that loading may take
     with_vocabulary: bool  # whether the process sends the vocabulary after loading
+    stack: int = 0  # most bytes of the stack in calls; 0: as many as the system allows
 
 
 class Encode(msgspec.Struct, frozen=True):
@@ -56,7 +58,14 @@ class Decode(msgspec.Struct, frozen=True):
     skip_special_tokens: bool
 
 
-Call: TypeAlias = Encode | EncodeChat | Infill | Decode
+class CheckGrammar(msgspec.Struct, frozen=True):
+    """Call that checks a constraint (see `Constraint`), and asks for its Lark grammar."""
+
+    kind: ConstraintKind
+    text: str
+
+
+Call: TypeAlias = Encode | EncodeChat | Infill | Decode | CheckGrammar
 
 
 # ---------------------------------------------------------------- from the process
@@ -82,18 +91,19 @@ class Broken(msgspec.Struct, tag=True, frozen=True):
 
 
 class Encoded(msgspec.Struct, tag=True, frozen=True):
-    """The result of a call: ids for Encode and Infill, a text for Decode, both for EncodeChat."""
+    """The result of a call: ids for Encode and Infill, a text for Decode and CheckGrammar, both for EncodeChat."""
 
     ids: list[int] = []
     text: str = ""
 
 
-RefusalKind: TypeAlias = Literal["template", "length", "infill", "tokenizer", "memory"]
+RefusalKind: TypeAlias = Literal["template", "length", "infill", "grammar", "tokenizer", "memory"]
 # Exception that the worker raises for each kind of refusal; none for "memory", after which the process ends
 REFUSAL_ERRORS: dict[RefusalKind, type[TextRefused]] = {
     "template": ChatTemplateError,
     "length": TextTooLong,
     "infill": InfillError,
+    "grammar": GrammarError,
     "tokenizer": TokenizerError,
 }
 

@@ -1,11 +1,12 @@
 """The tokenizer of API workers: the model's own tokenizer and chat template run in processes with limits.
 
-There are two queues, each with one process that answers one call at a time:
+There are three queues, each with one process that answers one call at a time:
 
-    short   for calls of little text; its process always runs. A call that takes long is sent to the long queue.
-    long    for all other calls, so that they delay only one another; its process ends after a while without calls.
+    short     for calls of little text; its process always runs. A call that takes long is sent to the long queue.
+    long      for all other texts, so that they delay only one another; its process ends after a while without calls.
+    grammar   for the grammars, schemas and regular expressions of clients; its process ends likewise.
 
-Only the long queue refuses a call for its time, its memory or a crash.
+Only the last two refuse a call for its time, its memory or a crash.
 Knows neither HTTP nor the engine.
 """
 
@@ -16,7 +17,8 @@ import contextlib
 import logging
 import pickle
 import signal
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -25,7 +27,17 @@ from typing import NamedTuple
 from config.errors import SettingsError
 from server.processes.framing import WireError, encode_frame
 from server.text.errors import TextLimitError, TextRefused, TextUnavailable
-from server.text.processes.messages import REFUSAL_ERRORS, Answer, Call, EncodeChat, Encoded, Refused, Start
+from server.text.processes.messages import (
+    REFUSAL_ERRORS,
+    Answer,
+    Call,
+    CheckGrammar,
+    EncodeChat,
+    Encoded,
+    Refused,
+    Start,
+    VocabularyData,
+)
 from server.text.processes.text_process import FailureReason, ProcessFailed, TextProcess
 from server.text.tokenizer import TokenizerBase
 
@@ -37,28 +49,44 @@ SHORT_MEMORY = 2**28  # most bytes of memory that a call may take in the short q
 LOAD_MEMORY = 2**32  # most bytes of memory that loading may take; the largest tokenizers take about 1 GiB
 MARGIN = 5.0  # seconds after the time limit of a call at which a process ends itself, if it was not killed before
 MAX_QUEUED_CALLS, MAX_QUEUED_BYTES = 1024, 2**26  # for each queue
+# Most bytes of the stack while grammars are checked. The engine's threads have several times as much, so that a grammar
+# that exhausts a stack ends the process that checks it, and never gets to the engine.
+GRAMMAR_STACK = 2**21
+MAX_KNOWN_GRAMMARS = 32  # most grammars whose checks are remembered
 LINGER = 300.0  # seconds that the process of the long queue is kept while there are no calls
 UNAVAILABLE = "texts cannot be tokenized at the moment; try again"
 RESTART_DELAY = 1.0  # seconds after a process failed to start until another is started
 
 
 class CallLimits(NamedTuple):
-    """The time and memory that one call may take in the long queue."""
+    """The time and memory that one call may take in the long queue, or in that of grammars."""
 
     seconds: float
     memory: int  # most bytes that a call may take beyond those in use after loading the tokenizer
 
 
+DEFAULT_GRAMMAR_LIMITS = CallLimits(5.0, 2**29)
+NO_CALLS = CallLimits(SHORT_TIME, SHORT_MEMORY)  # of a process that is only loaded
+
+
 class SandboxedTokenizer(TokenizerBase):
     """A tokenizer that decodes in the API worker's process, by a table, and does the rest in processes with limits."""
 
-    def __init__(self, directory: Path, limits: CallLimits, *, linger: float = LINGER) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        limits: CallLimits,
+        grammar_limits: CallLimits = DEFAULT_GRAMMAR_LIMITS,
+        *,
+        linger: float = LINGER,
+    ) -> None:
         """Load the directory's tokenizer in a process, and wait for it. Raises SettingsError if it cannot be loaded.
 
-        Use it within `async with`, which ends the process.
+        `limits` apply to texts, and `grammar_limits` to the check of a grammar. Use it within `async with`, which
+        ends the processes.
         """
         path = str(directory.resolve())
-        self._limits = limits
+        self._limits, self._grammar_limits = limits, grammar_limits
         short = CallLimits(min(SHORT_TIME, limits.seconds), min(SHORT_MEMORY, limits.memory))
         first = TextProcess(_make_start_message(path, short, with_vocabulary=True))
         try:
@@ -72,21 +100,46 @@ class SandboxedTokenizer(TokenizerBase):
         self._long = CallQueue(
             partial(_start_process, path, limits), limits.seconds, MAX_QUEUED_CALLS, MAX_QUEUED_BYTES, linger=linger
         )
+        self._grammars = CallQueue(
+            partial(_start_process, path, grammar_limits, stack=GRAMMAR_STACK),
+            grammar_limits.seconds,
+            MAX_QUEUED_CALLS,
+            MAX_QUEUED_BYTES,
+            linger=linger,
+        )
+        self._known_grammars: OrderedDict[CheckGrammar, Encoded] = OrderedDict()  # the latest at the end
 
     async def __aenter__(self) -> SandboxedTokenizer:
         await self._short.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(self._short.close(), self._long.close())
+        await asyncio.gather(self._short.close(), self._long.close(), self._grammars.close())
 
     async def answer(self, call: Call) -> Encoded:
-        """Return the ids, the text or both that `call` (Encode, EncodeChat, Infill, Decode) asks for.
+        """Return the ids, the text or both that `call` (Encode, EncodeChat, Infill, Decode, CheckGrammar) asks for.
 
         Raises TextRefused for a text that cannot be encoded, TextUnavailable if a later attempt may succeed.
         """
+        if isinstance(call, CheckGrammar):
+            return await self._check_grammar(call)
+        return await self._answer(call, self._run_call(serialize_call(call)))
+
+    async def _check_grammar(self, call: CheckGrammar) -> Encoded:
+        """Return the answer to a call, which is remembered: many requests have the same schema."""
+        if call in self._known_grammars:
+            self._known_grammars.move_to_end(call)
+            return self._known_grammars[call]
+        answer = await self._answer(call, self._grammars.run_call(serialize_call(call)))
+        self._known_grammars[call] = answer
+        if len(self._known_grammars) > MAX_KNOWN_GRAMMARS:
+            self._known_grammars.popitem(last=False)
+        return answer
+
+    async def _answer(self, call: Call, running: Awaitable[Answer]) -> Encoded:
+        """Return the answer to a call that runs. Raises TextRefused and TextUnavailable."""
         try:
-            answer = await self._run_call(serialize_call(call))
+            answer = await running
         except ProcessFailed as error:
             log.warning("a call to the model's tokenizer or chat template was ended: %s", error.reason)
             raise self._limit_error(call, error.reason) from None
@@ -103,6 +156,8 @@ class SandboxedTokenizer(TokenizerBase):
         return await self._long.run_call(request)
 
     def _limit_error(self, call: Call, reason: FailureReason) -> TextLimitError:
+        if isinstance(call, CheckGrammar):
+            return _make_grammar_limit_error(reason, self._grammar_limits)
         chat = isinstance(call, EncodeChat)
         program, text = ("chat template or tokenizer", "these messages") if chat else ("tokenizer", "this text")
         match reason:
@@ -116,6 +171,17 @@ class SandboxedTokenizer(TokenizerBase):
         return TextLimitError(f"the model's {program} crashed on {text}", "text_crash")
 
 
+def _make_grammar_limit_error(reason: FailureReason, limits: CallLimits) -> TextLimitError:
+    match reason:
+        case "time":
+            message = f"checking it took more than {limits.seconds:g} s; send a simpler one"
+            return TextLimitError(message, "grammar_timeout")
+        case "memory":
+            message = f"checking it took more than {limits.memory / 2**20:,.0f} MiB of memory; send a simpler one"
+            return TextLimitError(message, "grammar_memory")
+    return TextLimitError("it is nested too deeply to be checked; send a simpler one", "grammar_crash")
+
+
 def serialize_call(call: Call) -> bytes:
     """Return a call as the bytes of one frame. Raises TextRefused if it is nested too deeply or too long."""
     try:
@@ -124,12 +190,24 @@ def serialize_call(call: Call) -> bytes:
         raise TextRefused("the text or messages are too long or nested too deeply; send less") from None
 
 
-def _make_start_message(directory: str, limits: CallLimits, *, with_vocabulary: bool = False) -> Start:
-    return Start(directory, limits.seconds + MARGIN, limits.memory, LOAD_MEMORY, with_vocabulary)
+def _make_start_message(directory: str, limits: CallLimits, *, with_vocabulary: bool = False, stack: int = 0) -> Start:
+    return Start(directory, limits.seconds + MARGIN, limits.memory, LOAD_MEMORY, with_vocabulary, stack)
 
 
-def _start_process(directory: str, limits: CallLimits) -> TextProcess:
-    return TextProcess(_make_start_message(directory, limits))
+def load_vocabulary(directory: Path) -> VocabularyData:
+    """Return a tokenizer's vocabulary, loaded in a process that has ended. Raises SettingsError if it cannot be loaded.
+
+    For processes that only need the table of tokens; blocks until it is loaded.
+    """
+    process = TextProcess(_make_start_message(str(directory.resolve()), NO_CALLS, with_vocabulary=True))
+    try:
+        return process.wait_for_vocabulary()
+    finally:
+        process.end_now()
+
+
+def _start_process(directory: str, limits: CallLimits, *, stack: int = 0) -> TextProcess:
+    return TextProcess(_make_start_message(directory, limits, stack=stack))
 
 
 # ---------------------------------------------------------------- one queue

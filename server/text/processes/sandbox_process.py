@@ -64,6 +64,8 @@ def serve(connection: socket.socket) -> None:
     gc.collect()
     gc.freeze()
     limit_resources(start.memory)
+    if start.stack:
+        limit_stack(start.stack)
     send(connection, TokenizerLoaded(loaded.vocabulary_data if start.with_vocabulary else None))
     for call in messages:
         assert not isinstance(call, Start), "Start is only the first message"
@@ -133,6 +135,12 @@ def limit_resources(memory: int) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (limit, limit))
+
+
+def limit_stack(size: int) -> None:
+    """Bound the stack to `size` bytes; a call that needs more ends the process."""
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
 
 
 def limit_memory(allowance: int, *, for_good: bool = False) -> None:

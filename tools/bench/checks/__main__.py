@@ -95,7 +95,9 @@ def measure_checks(engine: Engine, sequences: int, tokens: int, steps: int) -> C
     model: Any = CheckedModel(core.model)
     ops = next(iter(core.caches.values())).setup.ops  # the same object for all strategies
     selector = Selector(settings.strategies.keys(), settings.rules, settings.default_strategy)
-    checked = Core(model, core.isolation, core.arena, core.scheduler, selector, core.rollouts, ops, core.tracer)
+    checked = Core(
+        model, core.isolation, core.arena, core.scheduler, selector, core.rollouts, ops, core.tracer, core.grammars
+    )
     streams = Streams(replace(engine, core=checked), sequences, tokens)
     seconds: list[tuple[float, float]] = []
     for _ in range(steps + 2 * tokens):

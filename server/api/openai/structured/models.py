@@ -1,0 +1,160 @@
+"""The fields that say what a text has to be: OpenAI's, vLLM's, and llama.cpp's.
+
+A request has at most one of them. Whatever it has becomes one `Constraint`. Knows neither the engine nor how a
+constraint is checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from server.api.http.json_body import Body, ReadAs, format_value
+from server.grammar.constraint import (
+    ANY_JSON,
+    BOUNDED_WHITESPACE,
+    JSON_OBJECT,
+    Constraint,
+    constrain_to_choices,
+    constrain_to_schema,
+)
+
+MAX_CHOICES = 2**15  # most texts of which one is chosen
+
+
+def _parse_schema(value: Any) -> Any:
+    """Return a JSON schema, which vLLM's clients may also send as text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise ValueError("should be a JSON schema: an object, or its text") from None
+    if not isinstance(value, dict | bool):
+        raise ValueError(f"should be a JSON schema, not {format_value(value)}")
+    return value
+
+
+def _check_choices(choices: list[str]) -> list[str]:
+    if not choices:
+        raise ValueError("should have at least one text")
+    return choices
+
+
+Schema = Annotated[Any, BeforeValidator(_parse_schema, json_schema_input_type=dict[str, Any] | bool | str)]
+Choices = Annotated[list[str], Field(max_length=MAX_CHOICES), AfterValidator(_check_choices)]
+Regex = Annotated[str, Field(min_length=1)]
+Grammar = Annotated[str, Field(min_length=1)]
+
+
+class JsonSchemaFormat(Body):
+    path_prefix = "response_format.json_schema."
+
+    name: str = Field("", max_length=256, description="no effect")
+    schema_: Schema | None = Field(None, alias="schema", description="the schema of the text; default: any JSON")
+    strict: Annotated[bool | None, ReadAs.IGNORED, Field(exclude=True)] = None
+    description: Annotated[str | None, ReadAs.IGNORED, Field(exclude=True)] = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's field: a text, a JSON object, or JSON that a schema accepts. `strict` changes nothing: all are."""
+
+    path_prefix = "response_format."
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="what the text is")
+    json_schema: JsonSchemaFormat | None = Field(None, description="only with the type json_schema")
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            given = "without" if self.json_schema is None else "with"
+            raise ValueError(f"the type {self.type} cannot be {given} json_schema")
+        return self
+
+
+class StructuredOutputs(Body):
+    """vLLM's field: exactly one of json, regex, choice, grammar and json_object, and the white space of JSON."""
+
+    path_prefix = "structured_outputs."
+
+    json_: Schema | None = Field(None, alias="json", description="a JSON schema: an object, or its text")
+    regex: Regex | None = Field(None, description="regular expression that the whole text matches")
+    choice: Choices | None = Field(None, description="texts, one of which is the text")
+    grammar: Grammar | None = Field(None, description="grammar of the text, in Lark or GBNF")
+    json_object: bool = Field(False, description="whether the text is a JSON object")
+    whitespace_pattern: Regex | None = Field(
+        None,
+        description="regular expression of the white space between the parts of JSON; default: one space, or up "
+        "to two line feeds with indentation",
+    )
+    disable_any_whitespace: bool = Field(False, description="no white space between the parts of JSON")
+
+    @model_validator(mode="after")
+    def _check_one(self) -> StructuredOutputs:
+        names = [name for name in ("json_", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        names += ["json_object"] * self.json_object
+        if len(names) != 1:
+            found = " and ".join(name.rstrip("_") for name in names) or "none of them"
+            raise ValueError(f"should have one of json, regex, choice, grammar and json_object, not {found}")
+        return self
+
+
+class StructuredRequest(Body):
+    """The fields by which a request says what its text has to be."""
+
+    response_format: ResponseFormat | None = Field(
+        None, description="what the text is: any text, a JSON object, or JSON that a schema accepts"
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="what the text is: JSON, by a regular expression, one of several texts, or by a grammar"
+    )
+    guided_json: Schema | None = Field(None, description="older name of structured_outputs.json")
+    guided_regex: Regex | None = Field(None, description="older name of structured_outputs.regex")
+    guided_choice: Choices | None = Field(None, description="older name of structured_outputs.choice")
+    guided_grammar: Grammar | None = Field(None, description="older name of structured_outputs.grammar")
+    guided_whitespace_pattern: Regex | None = Field(
+        None, description="older name of structured_outputs.whitespace_pattern"
+    )
+    guided_decoding_backend: Annotated[str | None, ReadAs.IGNORED, Field(exclude=True)] = None
+    grammar: Grammar | None = Field(None, description="llama.cpp's name of structured_outputs.grammar")
+    json_schema: Schema | None = Field(None, description="llama.cpp's name of structured_outputs.json")
+
+    def iter_constraints(self) -> Iterator[Constraint]:
+        """Yield the constraint of each field that has one; more than one cannot be served."""
+        if self.response_format is not None:
+            if self.response_format.type == "json_object":
+                yield constrain_to_schema(JSON_OBJECT, "response_format")
+            elif (found := self.response_format.json_schema) is not None:
+                yield constrain_to_schema(_or_any(found.schema_), "response_format")
+        if self.structured_outputs is not None:
+            yield _make_constraint(self.structured_outputs)
+        whitespace = self.guided_whitespace_pattern or BOUNDED_WHITESPACE
+        for param, schema in (("guided_json", self.guided_json), ("json_schema", self.json_schema)):
+            if schema is not None:
+                yield constrain_to_schema(schema, param, whitespace=whitespace)
+        if self.guided_regex is not None:
+            yield Constraint("regex", self.guided_regex, "guided_regex")
+        if self.guided_choice is not None:
+            yield constrain_to_choices(self.guided_choice, "guided_choice")
+        for param, grammar in (("guided_grammar", self.guided_grammar), ("grammar", self.grammar)):
+            if grammar is not None:
+                yield Constraint("grammar", grammar, param)
+
+
+def _make_constraint(outputs: StructuredOutputs) -> Constraint:
+    param = "structured_outputs"
+    if outputs.regex is not None:
+        return Constraint("regex", outputs.regex, param)
+    if outputs.choice is not None:
+        return constrain_to_choices(outputs.choice, param)
+    if outputs.grammar is not None:
+        return Constraint("grammar", outputs.grammar, param)
+    whitespace = None if outputs.disable_any_whitespace else outputs.whitespace_pattern or BOUNDED_WHITESPACE
+    schema: Any = JSON_OBJECT if outputs.json_object else outputs.json_
+    return constrain_to_schema(schema, param, whitespace=whitespace)
+
+
+def _or_any(schema: Any) -> Any:
+    return ANY_JSON if schema is None else schema

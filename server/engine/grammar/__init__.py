@@ -1,0 +1,1 @@
+"""Grammars in the engine: compiling them beside the steps, and the state of each constrained request."""

@@ -1,0 +1,135 @@
+"""The state of a request's grammar: which tokens may come next, after the request's text or after a draft.
+
+The state follows from the tokens of the output alone. Drafts are undone before every other use, so that a step that
+fails leaves nothing behind, and a state that llguidance gave up because of a draft is made again from the output.
+Knows neither the batch nor the model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+
+import numpy as np
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+
+from server.grammar.matcher import describe_error
+
+# CPU seconds beyond which the work of one step on a grammar is slow, and the most slow seconds of a request. A grammar
+# may come close to llguidance's limits in every step; this bounds what it takes from other requests.
+SLOW_STEP = 0.01
+MAX_SLOW_SECONDS = 0.5
+
+
+class GrammarState:
+    """The state of one request's grammar."""
+
+    def __init__(self, start: LLMatcher, vocab_size: int, end_id: int) -> None:
+        """Begin at the start of a compiled grammar, which is not changed.
+
+        `vocab_size`: the number of logits of the model; `end_id`: llguidance's token for the end of the grammar.
+        """
+        self._start = start
+        self._matcher = start.deep_copy()
+        self._vocab_size = vocab_size
+        self._end_id = end_id
+        self._accepted: list[int] = []  # the tokens of the output
+        self._num_drafted = 0  # number of draft tokens that the matcher has consumed after them
+        self._slow_seconds = 0.0
+        self.fault: str | None = None  # why the request cannot go on; None: it can
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no token can follow the output."""
+        self._undo_draft()
+        return self.fault is None and bool(self._matcher.is_stopped())
+
+    def accept(self, token: int) -> None:
+        """Append a token to the output. It must be allowed; if it is not, or it is too much work, sets `fault`."""
+        self._undo_draft()
+        began = time.thread_time()
+        self._accepted.append(token)
+        if not self._matcher.consume_token(token):
+            self.fault = self.fault or describe_error(self._matcher)
+        self._count_time(began)
+
+    def cut_draft(self, draft: Sequence[int]) -> list[int]:
+        """Return the beginning of a draft that the grammar allows; after it, at least one token can follow."""
+        self._undo_draft()
+        began = time.thread_time()
+        kept = list(draft[: self._matcher.validate_tokens(list(draft))])
+        if kept and self._consume_draft(kept) and self._matcher.is_stopped():
+            kept.pop()  # the token that completes the text is drawn, as the text ends with it
+        self._undo_draft()
+        self._count_time(began)
+        return kept
+
+    def compute_masks(
+        self, draft: Sequence[int], end_ids: Collection[int], eos_ids: Collection[int]
+    ) -> list[NDArray[np.bool_]]:
+        """Return which tokens [V] may come after the output, and after each token of the draft; none after a fault.
+
+        The tokens `end_ids`, which end the request's text, and the model's own `eos_ids` are allowed only where the
+        grammar may end. Where nothing but the end is allowed, all of them are.
+        """
+        self._undo_draft()
+        began = time.thread_time()
+        masks = [self._compute_mask(end_ids, eos_ids)]
+        for token in draft:
+            drafted = self._consume_draft([token])
+            masks.append(self._compute_mask(end_ids, eos_ids) if drafted else self._make_empty_mask())
+        if self._matcher.is_error() and not self._num_drafted:
+            self.fault = self.fault or describe_error(self._matcher)
+        self._undo_draft()
+        self._count_time(began)
+        return masks
+
+    def _compute_mask(self, end_ids: Collection[int], eos_ids: Collection[int]) -> NDArray[np.bool_]:
+        allowed = self._make_empty_mask()
+        if self._matcher.is_error():
+            return allowed
+        packed = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            return allowed
+        bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+        size = min(self._end_id, self._vocab_size)
+        allowed[:size] = bits[:size]  # ids beyond the tokenizer's, which pad the model's vocabulary, are never allowed
+        may_end = bool(bits[self._end_id])
+        ends = [*{*end_ids, *eos_ids}]
+        of_grammar = allowed[ends]
+        allowed[ends] = False
+        if may_end:
+            allowed[[*end_ids]] = True
+            if not allowed.any():
+                allowed[ends] = True
+        elif not allowed.any():
+            allowed[ends] = of_grammar
+        return allowed
+
+    def _make_empty_mask(self) -> NDArray[np.bool_]:
+        return np.zeros(self._vocab_size, np.bool_)
+
+    def _consume_draft(self, tokens: Sequence[int]) -> bool:
+        """Consume draft tokens; return whether the grammar allows all of them."""
+        for token in tokens:
+            if self._matcher.is_error() or not self._matcher.consume_token(token):
+                return False
+            self._num_drafted += 1
+        return True
+
+    def _undo_draft(self) -> None:
+        """Return to the state after the output, from that after a draft."""
+        if self.fault is not None or not (self._num_drafted or self._matcher.is_error()):
+            return
+        count, self._num_drafted = self._num_drafted, 0
+        if self._matcher.is_error() or not self._matcher.rollback(count):
+            self._matcher = self._start.deep_copy()
+            if not self._matcher.consume_tokens(self._accepted):
+                self.fault = describe_error(self._matcher)
+
+    def _count_time(self, began: float) -> None:
+        """Count the CPU time since `began`; set `fault` if the grammar has taken too much."""
+        self._slow_seconds += max(0.0, time.thread_time() - began - SLOW_STEP)
+        if self._slow_seconds > MAX_SLOW_SECONDS:
+            self.fault = self.fault or "it takes too much time for each token; send a simpler one"

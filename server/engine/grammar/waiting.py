@@ -1,0 +1,51 @@
+"""The requests that wait until their grammars are compiled. They have no place in the queue before.
+
+Knows messages and the compiler; neither memory nor what becomes of a request.
+"""
+
+from __future__ import annotations
+
+from server.engine.grammar.compiler import GrammarCompiler
+from server.engine.ipc.messages import Submit
+from server.engine.scheduling.request import RequestError
+
+
+class WaitingForGrammars:
+    """The waiting messages, in order of arrival; each with the API worker that sent it."""
+
+    def __init__(self, compiler: GrammarCompiler, max_waiting: int) -> None:
+        self._compiler = compiler
+        self._max_waiting = max_waiting
+        self._messages: dict[tuple[int, str], Submit] = {}
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def add_unless_ready(self, worker: int, message: Submit) -> bool:
+        """Let a message wait if its grammar is not compiled yet; return whether it waits.
+
+        Raises RequestError if too many wait.
+        """
+        if message.grammar is None or self._compiler.prepare(message.grammar):
+            return False
+        if len(self._messages) >= self._max_waiting:
+            text = f"{len(self._messages)} requests are already waiting for their grammars: try again later"
+            raise RequestError(429, text, code="queue_full")
+        self._messages[worker, message.request_id] = message
+        return True
+
+    def take_ready(self) -> list[tuple[int, Submit]]:
+        """Remove and return the messages whose grammars are compiled, or have failed, in order of arrival."""
+        if not self._messages:
+            return []
+        ready = [key for key, each in self._messages.items() if self._compiler.prepare(each.grammar or "")]
+        return [(key[0], self._messages.pop(key)) for key in ready]
+
+    def remove(self, worker: int, request_id: str) -> bool:
+        """Remove a message; return whether it waited."""
+        return self._messages.pop((worker, request_id), None) is not None
+
+    def remove_worker(self, worker: int) -> None:
+        """Remove all messages of an API worker."""
+        for key in [key for key in self._messages if key[0] == worker]:
+            del self._messages[key]
