@@ -1,0 +1,363 @@
+"""Requests with a grammar, among others: each text is what it would be alone, whatever happens to the request.
+
+Expected texts are those of an engine that computes one request at a time, without drafts. Whether a text satisfies its
+grammar is judged by `re` and `jsonschema`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jsonschema
+import pytest
+
+from server.engine.grammar import state
+from server.grammar.constraint import Constraint, constrain_to_choices, constrain_to_schema
+from server.grammar.lark import write_lark
+from server.text.encoder import Encoder
+from server.text.vocabulary import Vocabulary
+from tests.engine.engine_driver import Driver, RequestEvents, strategies
+from tests.engine.expected_tokens import random_prompt
+from tests.engine.fake_proposer import FakeProposer
+from tests.engine.test_step_recovery import LAST_LAYER, break_attend
+from tests.models.random_models import save_random_model
+
+SETTINGS: dict[str, Any] = {
+    "strategies": strategies(paged={"kind": "paged", "block_size": 8}),
+    "max_seq_len": 128,
+    "max_num_seqs": 6,
+    "deterministic": True,  # a row's logits do not depend on the other rows
+}
+EOS = 1  # of the random models
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": -9, "maximum": 99},
+        "b": {"enum": ["x", "y", 3]},
+        "c": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+class Case(NamedTuple):
+    """A constraint, its judge, and tokens enough for its longest text."""
+
+    constraint: Constraint
+    accepts: Callable[[str], bool]
+    max_tokens: int = 90
+
+
+def accepts_json(text: str) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), SCHEMA)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+PATTERN = r"[a-f]{3,9}(-[0-9]{2}){0,4}"
+CHOICES = ["yes", "no", "perhaps", 'é\n"quoted"']
+CASES = {
+    "schema": Case(constrain_to_schema(SCHEMA, "", whitespace=None), accepts_json),
+    "regex": Case(Constraint("regex", PATTERN, ""), lambda text: re.fullmatch(PATTERN, text) is not None),
+    "choice": Case(constrain_to_choices(CHOICES, ""), lambda text: text in CHOICES),
+    "gbnf": Case(
+        Constraint("grammar", 'root ::= "a" x{0,3} "."\nx ::= [0-9] | "(" x ")"', ""),
+        lambda text: re.fullmatch(r"a((\(*)\d\)*){0,3}\.", text) is not None and text.count("(") == text.count(")"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a random model that ends a text when it draws EOS."""
+    directory = tmp_path_factory.mktemp("constrained")
+    save_random_model("qwen2", directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def vocabulary(model: Path) -> Vocabulary:
+    return Encoder.from_directory(model).vocabulary
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> Iterator[Driver]:
+    """Return the engine that computes expected texts."""
+    yield Driver(model, **SETTINGS)
+
+
+def compile_grammar(driver: Driver, case: Case) -> str:
+    """Return the case's grammar, compiled: then a request with it needs not wait."""
+    grammar = write_lark(case.constraint.kind, case.constraint.text)
+    while not driver.core.grammars.prepare(grammar):
+        time.sleep(0.001)
+    return grammar
+
+
+def submit(driver: Driver, name: str, case: Case | None, number: int, **options: Any) -> RequestEvents:
+    """Submit a request whose prompt, and unless `options` has a seed also its draws, follow from `number`."""
+    sampling = {"temperature": 1.5, "ignore_eos": False, "seed": number} | options
+    if case is not None:
+        sampling["grammar"] = compile_grammar(driver, case)
+    max_tokens = sampling.pop("max_tokens", 24 if case is None else case.max_tokens)
+    return driver.submit(name, random_prompt(5 + number % 20, seed=number % 5), max_tokens, **sampling)
+
+
+def compute_alone(driver: Driver, case: Case | None, number: int, **options: Any) -> RequestEvents:
+    heard = submit(driver, f"{random.random()}", case, number, **options)
+    driver.run()
+    return heard
+
+
+def read(vocabulary: Vocabulary, heard: RequestEvents) -> str:
+    """Return the text of a request that has ended, without an end token."""
+    text = heard.tokens[:-1] if heard.tokens[-1:] == [EOS] else heard.tokens
+    return b"".join(map(vocabulary.token_bytes, text)).decode()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_text_satisfies_its_grammar(alone: Driver, vocabulary: Vocabulary, rng: random.Random, name: str) -> None:
+    texts = set()
+    for _ in range(25):
+        heard = compute_alone(alone, CASES[name], rng.randrange(2**20), temperature=rng.choice([0.0, 1.0, 2.0]))
+        texts.add(text := read(vocabulary, heard))
+        assert heard.finish_reason == "stop", text
+        assert CASES[name].accepts(text), text
+    assert len(texts) > 1
+
+
+def test_a_text_ends_with_the_token_that_completes_it(alone: Driver, vocabulary: Vocabulary) -> None:
+    """No further step is computed to draw an end token."""
+    case = Case(constrain_to_choices(["ab"], ""), lambda text: text == "ab")
+    for options in ({}, {"ignore_eos": True}, {"min_tokens": 9}, {"max_tokens": 2}):
+        before = len(alone.steps)
+        heard = compute_alone(alone, case, 3, **options)
+        assert (read(vocabulary, heard), heard.finish_reason, len(heard.tokens)) == ("ab", "stop", 2)
+        assert len(alone.steps) - before == 2
+
+
+def test_the_end_token_comes_only_where_the_grammar_may_end(
+    alone: Driver, vocabulary: Vocabulary, rng: random.Random
+) -> None:
+    pattern = "(ab)+"
+    case = Case(Constraint("regex", pattern, ""), lambda text: re.fullmatch(pattern, text) is not None, 40)
+    eager = {"logit_bias": ((EOS, 5.0),)}  # the end is likely wherever it is allowed
+    lengths = set()
+    for _ in range(30):
+        heard = compute_alone(alone, case, rng.randrange(2**20), **eager)
+        text = read(vocabulary, heard)
+        assert case.accepts(text) if heard.finish_reason == "stop" else len(heard.tokens) == 40
+        lengths.add(len(text))
+    assert 2 in lengths
+    longer = compute_alone(alone, case, 4, **eager, min_tokens=9)
+    assert len(longer.tokens) >= 10
+    assert case.accepts(read(vocabulary, longer))
+    assert compute_alone(alone, case, 4, **eager, ignore_eos=True).finish_reason == "length"
+    (b,) = [token for token in range(2, 300) if vocabulary.token_bytes(token) == b"c"]
+    by_stop_token = compute_alone(alone, case, 4, stop_token_ids=(b,), logit_bias=((b, 9.0), (EOS, -100.0)))
+    assert by_stop_token.tokens[-1] == b
+    assert case.accepts(b"".join(map(vocabulary.token_bytes, by_stop_token.tokens[:-1])).decode())
+
+
+def test_log_probabilities_are_those_of_the_model(alone: Driver) -> None:
+    """As vLLM documents its `raw_logprobs`: before whatever changes logits, so also before the grammar."""
+    case = CASES["regex"]
+    heard = compute_alone(alone, case, 5, logprobs=3, temperature=0.0)
+    assert [score.token for score in heard.scores] == heard.tokens
+    assert any(score.rank > 1 for score in heard.scores)  # a likelier token was not allowed
+    free = compute_alone(alone, None, 5, logprobs=3, temperature=0.0)
+    assert heard.scores[0].top_logprobs == free.scores[0].top_logprobs
+
+
+def test_a_request_whose_parameters_leave_no_token_ends_alone(alone: Driver) -> None:
+    other = submit(alone, "other", None, 7)
+    words = array("q", [260, 261]).tobytes()
+    heard = submit(alone, "impossible", CASES["choice"], 8, allowed_token_ids=words)
+    alone.run()
+    assert heard.failed is not None
+    assert (heard.failed.status, heard.failed.code) == (400, "grammar_failed")
+    assert other.tokens == compute_alone(alone, None, 7).tokens
+    alone.assert_nothing_leaked()
+    assert not any(step.report.failures for step in alone.steps)
+
+
+def test_a_grammar_that_exceeds_its_limits_ends_its_request_alone(model: Path, alone: Driver) -> None:
+    """The states of this one are sets of pairs of counts, of which there are more with each token."""
+    pairs = Case(Constraint("regex", "(a{1,1000}){1,1000}", ""), lambda _: True, 100)
+    driver = Driver(model, **SETTINGS)
+    others = [submit(driver, f"other {seed}", CASES["schema"], seed) for seed in range(2)]
+    heard = submit(driver, "pairs", pairs, 9, ignore_eos=True)
+    driver.run()
+    assert heard.failed is not None
+    assert (heard.failed.status, heard.failed.code) == (400, "grammar_failed")
+    assert "too many" in heard.failed.message
+    assert 1 < len(heard.tokens) < 100
+    for seed, other in enumerate(others):
+        assert other.tokens == compute_alone(alone, CASES["schema"], seed).tokens
+    driver.assert_nothing_leaked()
+
+
+def test_a_grammar_that_is_slow_in_every_step_ends_its_request(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is that of the thread, and stands for work within llguidance's limits."""
+    clock = [0.0]
+
+    def read_clock() -> float:
+        clock[0] += 0.1
+        return clock[0]
+
+    monkeypatch.setattr(state.time, "thread_time", read_clock)
+    driver = Driver(model, **SETTINGS)
+    heard = submit(driver, "slow", CASES["schema"], 1)
+    driver.run()
+    assert heard.failed is not None
+    assert heard.failed.code == "grammar_failed"
+    assert "too much time" in heard.failed.message
+    assert len(heard.tokens) < 6
+
+
+# ---------------------------------------------------------------- random histories
+class History:
+    """Runs requests with and without grammars, drafts and several choices, while others interfere."""
+
+    def __init__(self, model: Path, alone: Driver, rng: random.Random) -> None:
+        self.driver = Driver(model, **(SETTINGS | {"kv_overcommit": 9}))
+        self._alone, self._rng = alone, rng
+        self.expected: dict[str, RequestEvents] = {}
+        self.cases: dict[str, Case | None] = {}
+        self.drafted = self.accepted = 0
+        self._breaks_left, self._last_break = 2, 0
+
+    def arrive(self) -> None:
+        rng, index = self._rng, len(self.driver.heard)
+        case = rng.choice([None, *CASES.values()])
+        seed, choices = rng.randrange(2**20), rng.choice([1, 1, 3])
+        options = {"kv_cache": rng.choice(["paged", "contiguous"]), "temperature": rng.choice([0.0, 1.5])}
+        drafts = rng.random() < 0.5
+        for choice in range(choices):
+            name = f"{index}-{choice}"
+            expected = compute_alone(self._alone, case, seed, **(options | {"seed": seed + choice}))
+            sibling = {"sibling_of": f"{index}-0"} if choice else {}
+            submit(self.driver, name, case, seed, **(options | {"seed": seed + choice}), **sibling)
+            self.expected[name], self.cases[name] = expected, case
+            if drafts:
+                request = self.driver.request(name)
+                whole = [*request.tokens, *expected.tokens]
+                request.proposer = FakeProposer(whole, count=4, right=0.8, seed=seed)
+
+    def interfere(self) -> None:
+        running = self.driver.core.scheduler.running
+        match self._rng.randrange(4):
+            case 0 if running:
+                self.driver.preempt(self._rng.choice(running).key[1])
+            case 1 if self._breaks_left and len(self.driver.steps) > self._last_break + 3:  # else a quarantine follows
+                self._breaks_left, self._last_break = self._breaks_left - 1, len(self.driver.steps)
+                break_attend(LAST_LAYER)(self.driver, self._rng.choice(["paged", "contiguous"]), 1)
+            case 2 if running and self._rng.random() < 0.2:
+                name = self._rng.choice(running).key[1]
+                self.driver.cancel(name)
+                del self.expected[name]
+
+    def step(self) -> None:
+        result = self.driver.step()
+        for records in result.report.drafts.values():
+            self.drafted += sum(record.num_tokens for record in records)
+            self.accepted += sum(record.num_accepted for record in records)
+
+
+def test_random_histories(model: Path, alone: Driver, vocabulary: Vocabulary, rng: random.Random) -> None:
+    totals = [0, 0, 0]
+    for _ in range(4):
+        history = History(model, alone, rng)
+        for _ in range(60):
+            if len(history.driver.core.scheduler.waiting) < 4 and rng.random() < 0.3:
+                history.arrive()
+            if rng.random() < 0.3:
+                history.interfere()
+            if history.driver.core.busy:
+                history.step()
+        while history.driver.core.busy:
+            history.step()
+        for name, expected in history.expected.items():
+            heard, case = history.driver.heard[name], history.cases[name]
+            assert heard.failed is None, heard.failed
+            assert heard.tokens == expected.tokens, name
+            assert heard.finish_reason == expected.finish_reason
+            if case is not None:
+                assert case.accepts(read(vocabulary, heard))
+        history.driver.assert_nothing_leaked()
+        totals[0] += history.drafted
+        totals[1] += history.accepted
+        totals[2] += sum(heard.preempted for heard in history.driver.heard.values())
+    assert 0 < totals[1] < totals[0], "drafts were accepted, and cut"
+
+
+def test_a_step_that_fails_after_sampling_leaves_no_trace(
+    model: Path, alone: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is repeated as a whole, then row by row; masks are computed again each time."""
+    driver = Driver(model, **SETTINGS)
+    heard = [submit(driver, f"{seed}", CASES["schema"], seed) for seed in range(4)]
+    sampler = driver.core._runner._sampler
+    sample, calls = sampler.sample, [0]
+
+    def fail_sometimes(*args: Any) -> Any:
+        output = sample(*args)
+        calls[0] += 1
+        if calls[0] % 7 in (1, 3):
+            raise RuntimeError("after the masks were computed")
+        return output
+
+    monkeypatch.setattr(sampler, "sample", fail_sometimes)
+    driver.run()
+    alive = [seed for seed, each in enumerate(heard) if each.failed is None]
+    assert alive
+    for seed in alive:
+        assert heard[seed].tokens == compute_alone(alone, CASES["schema"], seed).tokens
+
+
+# ---------------------------------------------------------------- waiting for the compiler
+def test_a_request_waits_for_its_grammar_and_others_do_not(model: Path) -> None:
+    driver = Driver(model, **SETTINGS)
+    case = CASES["schema"]
+    grammar = write_lark(case.constraint.kind, case.constraint.text)
+    driver.submit("constrained", random_prompt(9, seed=1), 90, grammar=grammar, ignore_eos=False)
+    assert driver.core.busy
+    assert not driver.core.scheduler.waiting
+    other = driver.submit("other", random_prompt(9, seed=2), 4)
+    for _ in range(4):
+        driver.step()
+    assert other.finish_reason == "length"
+    deadline = time.monotonic() + 60
+    while driver.core.busy and time.monotonic() < deadline:
+        driver.core.step()
+    assert not driver.core.busy
+
+
+def test_a_request_that_waits_for_its_grammar_can_be_cancelled(model: Path) -> None:
+    driver = Driver(model, **SETTINGS)
+    for name in ("one", "two"):
+        driver.submit(name, random_prompt(9, seed=1), 9, grammar=f'start: "{name}"')
+    assert driver.core.cancel(0, "one")
+    assert not driver.core.cancel(0, "one")
+    assert driver.core.busy
+    driver.core.cancel_worker(0)
+    assert not driver.core.busy
+
+
+def test_a_grammar_that_does_not_compile_is_refused(alone: Driver) -> None:
+    while not alone.core.grammars.prepare("start: nowhere"):
+        time.sleep(0.001)
+    heard = alone.submit("refused", random_prompt(9, seed=1), 9, grammar="start: nowhere")
+    assert heard.failed is not None
+    assert (heard.failed.status, heard.failed.code) == (400, "invalid_grammar")
