@@ -86,6 +86,10 @@ def describe_error(matcher: LLMatcher) -> str:
         return f"a regular expression is not supported: {reason.removeprefix('error: ')}"
     if message.startswith("oneOf constraints"):
         return "oneOf is not supported unless no value can satisfy two of its schemas; use anyOf"
+    if message.startswith("Resource "):
+        return "$ref is only supported within the schema: move what it refers to into $defs"
+    if message.startswith("Unknown format: "):
+        return f"format {message.removeprefix('Unknown format: ')!r} is not supported; leave it out or use pattern"
     return message.replace("Unimplemented keys:", "the schema has keywords that are not supported:")
 
 

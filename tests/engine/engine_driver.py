@@ -121,7 +121,17 @@ class Driver:
 
         The defaults are greedy sampling without an end token.
         """
-        names = ("kv_cache", "header", "alias", "priority", "explain", "sibling_of", "speculation", "reference", "grammar")
+        names = (
+            "kv_cache",
+            "header",
+            "alias",
+            "priority",
+            "explain",
+            "sibling_of",
+            "speculation",
+            "reference",
+            "grammar",
+        )
         ours = {key: options.pop(key) for key in names if key in options}
         caching = {key: options.pop(key) for key in ("tenant", "cache_salt", "max_cached", "ttl") if key in options}
         ours["caching"] = Caching(**caching, priority=options.pop("kept", 0))

@@ -11,7 +11,7 @@ import random
 import re
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,9 +92,9 @@ def vocabulary(model: Path) -> Vocabulary:
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path) -> Iterator[Driver]:
+def alone(model: Path) -> Driver:
     """Return the engine that computes expected texts."""
-    yield Driver(model, **SETTINGS)
+    return Driver(model, **SETTINGS)
 
 
 def compile_grammar(driver: Driver, case: Case) -> str:
