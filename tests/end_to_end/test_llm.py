@@ -163,7 +163,7 @@ def test_unknown_names_are_refused(llm: LLM) -> None:
 
 
 def test_sampling_parameters_are_those_of_the_http_api() -> None:
-    of_http = {"n", "response_format", "spaces_between_special_tokens"}
+    of_http = {"n", "spaces_between_special_tokens"}
     assert SamplingOptions.__annotations__.keys() <= SamplingRequest.model_fields.keys()
     assert of_http.isdisjoint(SamplingOptions.__annotations__)
 

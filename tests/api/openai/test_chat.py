@@ -202,7 +202,7 @@ def test_going_on_excludes_a_new_answer(engine: FakeEngine, http: httpx.Client) 
         ({"max_completion_tokens": 256}, "max_tokens"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"functions": [{}]}, "functions"),
         ({"prompt": "x"}, "prompt"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
