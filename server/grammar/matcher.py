@@ -84,6 +84,8 @@ def describe_error(matcher: LLMatcher) -> str:
     if message.endswith("regex parse error:"):
         reason = next((line for line in lines if line.startswith("error: ")), "error: it cannot be parsed")
         return f"a regular expression is not supported: {reason.removeprefix('error: ')}"
+    if message.startswith("NoExtension"):
+        return "no text of the model's tokens satisfies it"
     if message.startswith("oneOf constraints"):
         return "oneOf is not supported unless no value can satisfy two of its schemas; use anyOf"
     if message.startswith("Resource "):
@@ -110,5 +112,5 @@ class GrammarChecker:
         if matcher.is_error():
             raise GrammarError(describe_error(matcher))
         if not any(allowed):
-            raise GrammarError("no text satisfies it")
+            raise GrammarError("no text of the model's tokens satisfies it")
         return lark
