@@ -1,9 +1,9 @@
 """Measures how much of the JSON Schema test suite is supported: `python -m tests.grammar.run_schema_suite`.
 
 The suite is in the source package of `jsonschema`, which is downloaded unless `--suite` names its folder `json`. Each
-schema is checked as the server checks it. If it is supported, each of its tests is a text that the compiled grammar must
-accept if it is valid, and refuse if it is not. A refusal of a valid text costs a model some freedom; the acceptance of
-an invalid one would be a wrong answer, and ends the run with exit code 1.
+schema is checked as the server checks it. If it is supported, each of its tests is a text that the compiled grammar
+must accept if it is valid, and refuse if it is not. A refusal of a valid text costs a model some freedom; the
+acceptance of an invalid one would be a wrong answer, and ends the run with exit code 1.
 """
 
 from __future__ import annotations

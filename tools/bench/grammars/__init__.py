@@ -1,0 +1,1 @@
+"""Measures structured output: compiling grammars, masks, and what they cost a batch."""

@@ -1,0 +1,195 @@
+"""`python -m tools.bench.grammars`: measures what structured output costs.
+
+First it compiles grammars for the model's vocabulary and writes texts at random, and prints the time of compiling, and
+that of the grammar's work for a token (mask and step). Then the engine, without HTTP, decodes batches in turns: without
+a grammar, with one request that has one, and with all. The steps of a turn are divided by those of the turn without
+one in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from config.errors import SettingsError
+from config.settings import load_settings
+from server.engine.build import Engine, build_engine
+from server.engine.core import Core
+from server.engine.grammar.state import GrammarState
+from server.engine.ipc.messages import SamplingParams, Submit
+from server.grammar.constraint import Constraint, constrain_to_choices, constrain_to_schema
+from server.grammar.lark import write_lark
+from server.grammar.matcher import TokenTable, compile_grammar
+from server.text.encoder import Encoder
+from tools.bench.table.models import SHAPES, cache_folder, make_model
+from tools.compare_checkouts import compute_interval
+
+WORKER = 0
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "email": {"type": "string", "format": "email"},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,12}$"}},
+        "address": {"type": "object", "properties": {"city": {"type": "string"}, "zip": {"type": "integer"}}},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+PEOPLE = constrain_to_schema({"type": "array", "items": PERSON, "minItems": 100_000}, "")  # never ends
+WIDE = {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(200)}}
+GRAMMARS: Mapping[str, Constraint] = {
+    "any JSON object": constrain_to_schema({"type": "object"}, ""),
+    "people": PEOPLE,
+    "200 optional properties": constrain_to_schema(WIDE, ""),
+    "enum of 1,000": constrain_to_schema({"enum": [f"value {i}" for i in range(1000)]}, ""),
+    "choice of 1,000": constrain_to_choices([f"value {i}" for i in range(1000)], ""),
+    "regex": Constraint("regex", r"[a-z]+(-[0-9]{2,4}){3,300}", ""),
+    "arithmetic": Constraint("grammar", 'start: e\ne: t (("+"|"-") t)*\nt: /[0-9]+/ | "(" e ")"', ""),
+}
+
+
+class WorkTimes(NamedTuple):
+    """The times of one grammar."""
+
+    compile_ms: float
+    mean_us: float  # of the work for a token
+    p99_us: float
+    tokens: int
+
+
+class BatchCost(NamedTuple):
+    """A decode step of a batch with constrained requests, and its ratio to one without, in the same rounds."""
+
+    constrained: int
+    step_ms: float
+    ratio: float
+    interval: tuple[float, float]  # 95 %
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tools.bench.grammars", description=__doc__)
+    add = parser.add_argument
+    add("--model", default="qwen2.5-0.5b", help=f"as for `kvmux serve`, or one of {', '.join(SHAPES)}")
+    add("--streams", type=int, default=16, help="requests of a batch (default: 16)")
+    add("--steps", type=int, default=24, help="steps of a turn (default: 24)")
+    add("--rounds", type=int, default=7, help="rounds, in each of which every batch has a turn (default: 7)")
+    add("--threads", type=int, help="CPU threads (default: as `kvmux serve` chooses)")
+    options = parser.parse_args(arguments)
+    try:
+        engine = build(options)
+    except SettingsError as error:
+        parser.error(str(error))
+    print("| grammar | compile | work for a token, mean | p99 | tokens |\n|---|---:|---:|---:|---:|")
+    for name, times in measure_work(engine):
+        print(
+            f"| {name} | {times.compile_ms:.1f} ms | {times.mean_us:.0f} us | {times.p99_us:.0f} us | {times.tokens} |"
+        )
+    print(f"\n| constrained of {options.streams} | step | of that without | 95 % |\n|---:|---:|---:|---:|")
+    for cost in measure_batches(engine.core, options):
+        low, high = cost.interval
+        print(f"| {cost.constrained} | {cost.step_ms:.2f} ms | {cost.ratio:.3f} | {low:.3f} to {high:.3f} |")
+    return 0
+
+
+def build(options: argparse.Namespace) -> Engine:
+    """Build the engine. Raises SettingsError."""
+    model = options.model
+    if model in SHAPES:
+        model = str(make_model(SHAPES[model], cache_folder(), lambda status: print(status, file=sys.stderr)))
+    flags: dict[str, Any] = {
+        "model": model,
+        "threads": options.threads,
+        "max_num_seqs": options.streams,
+        "max_seq_len": 64 + options.steps,
+        "kv_memory": "512MiB",
+    }
+    return build_engine(load_settings(None, {name: value for name, value in flags.items() if value is not None}))
+
+
+# ---------------------------------------------------------------- one grammar
+def measure_work(engine: Engine) -> Iterator[tuple[str, WorkTimes]]:
+    """Yield the times of each grammar."""
+    table = TokenTable(Encoder.from_directory(engine.model_dir).vocabulary)
+    tokenizer = table.make_tokenizer()
+    info, draw = engine.core.model.info, np.random.default_rng(0)
+    for name, constraint in GRAMMARS.items():
+        began = time.perf_counter()
+        compiled = compile_grammar(tokenizer, write_lark(constraint.kind, constraint.text))
+        seconds = time.perf_counter() - began
+        works: list[float] = []
+        while len(works) < 2000:
+            works += write_text(GrammarState(compiled, info.vocab_size, table.end_id), draw)
+        yield name, WorkTimes(1e3 * seconds, 1e6 * fmean(works), 1e6 * float(np.percentile(works, 99)), len(works))
+
+
+def write_text(state: GrammarState, draw: np.random.Generator, max_tokens: int = 200) -> list[float]:
+    """Return the seconds of the grammar's work for each token of a text, drawn at random from the allowed ones."""
+    works = []
+    for _ in range(max_tokens):
+        began = time.perf_counter()
+        (mask,) = state.compute_masks((), (), ())
+        work = time.perf_counter() - began
+        allowed = np.flatnonzero(mask)
+        if not len(allowed):
+            break
+        began = time.perf_counter()
+        state.accept(int(draw.choice(allowed)))
+        complete = state.is_complete
+        works.append(work + time.perf_counter() - began)
+        if complete or state.fault is not None:
+            break
+    return works
+
+
+# ---------------------------------------------------------------- batches
+def measure_batches(core: Core, options: argparse.Namespace) -> Iterator[BatchCost]:
+    """Give the batches their turns, in another order in every second round; the first round is a warm-up."""
+    grammar = write_lark(PEOPLE.kind, PEOPLE.text)
+    while not core.grammars.prepare(grammar):
+        time.sleep(0.01)
+    core.timing_interval = 0
+    counts = [0, 1, options.streams]
+    steps: dict[int, list[float]] = {count: [] for count in counts}
+    draw = random.Random(0)
+    for i in range(options.rounds + 1):
+        for count in counts if i % 2 else reversed(counts):
+            seconds = take_turn(core, grammar, count, options, draw)
+            if i:
+                steps[count].append(seconds)
+    for count in counts:
+        ratios = [own / plain for own, plain in zip(steps[count], steps[0], strict=True)]
+        yield BatchCost(count, 1e3 * median(steps[count]), median(ratios), compute_interval(ratios))
+
+
+def take_turn(core: Core, grammar: str, constrained: int, options: argparse.Namespace, draw: random.Random) -> float:
+    """Return the median seconds of a decode step, with `constrained` of the requests by the grammar."""
+    vocab_size = core.model.info.vocab_size
+    for i in range(options.streams):
+        sampling = SamplingParams(options.steps + 8, temperature=1.0, seed=draw.randrange(2**32), ignore_eos=True)
+        prompt = [draw.randrange(vocab_size) for _ in range(16)]
+        refused = core.submit(WORKER, Submit(str(i), prompt, sampling, grammar=grammar if i < constrained else None))
+        assert refused is None, refused
+    while any(request.num_remaining_tokens > 1 for request in core.scheduler.running) or core.scheduler.waiting:
+        core.step()
+    taken = []
+    for _ in range(options.steps):
+        began = time.perf_counter()
+        result = core.step()
+        taken.append(time.perf_counter() - began)
+        assert result.report.rows == options.streams, "a request has ended early"
+    core.cancel_worker(WORKER)
+    core.step()
+    return median(taken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
