@@ -76,11 +76,11 @@ class GrammarState:
         self._undo_draft()
         began = time.thread_time()
         masks = [self._compute_mask(end_ids, eos_ids)]
+        if self._matcher.is_error():
+            self.fault = self.fault or describe_error(self._matcher)
         for token in draft:
             drafted = self._consume_draft([token])
             masks.append(self._compute_mask(end_ids, eos_ids) if drafted else self._make_empty_mask())
-        if self._matcher.is_error() and not self._num_drafted:
-            self.fault = self.fault or describe_error(self._matcher)
         self._undo_draft()
         self._count_time(began)
         return masks
