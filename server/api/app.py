@@ -24,6 +24,7 @@ from server.api.http.middleware import (
 )
 from server.api.openai import chat, completions, models, tokenize
 from server.api.openai.generation_job import Deadlines, RequestLimits, Serving
+from server.api.openai.tools.message_format import MessageFormat
 from server.api.ops import admin, live, rollouts
 from server.api.ops.monitoring import Observations, health_router, kv_cache_router, metrics_router
 from server.api.ops.request_log import EndedRequest, log_request
@@ -136,6 +137,7 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
         limits,
         deadlines,
         LimitsByKey.from_settings(settings),
+        MessageFormat.choose(tokenizer, settings.tool_call_parser, settings.reasoning_parser),
         settings.log_prompts,
         settings.skip_model_name_validation,
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
 from pydantic import Field, ValidationInfo, field_validator
 
-from server.api.http.errors import make_error_responses
+from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.json_route import JsonRoute
 from server.api.openai.conversation import Messages, Rendering, encode_chat, iter_texts
 from server.api.openai.conversation_key import get_chat_beginning, make_conversation_key
@@ -29,12 +30,21 @@ from server.api.openai.request_models import (
     MAX_NAME_LENGTH,
     SESSION_ID,
     GenerationRequest,
-    Ignored,
     LongList,
     Unsupported,
     allow_only,
 )
-from server.api.openai.response_models import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatMessage, Delta
+from server.api.openai.response_models import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatMessage,
+    Delta,
+    DeltaToolCall,
+    FunctionCall,
+    MessageToolCall,
+)
 from server.api.openai.responses import (
     Format,
     make_chunk_fields,
@@ -43,6 +53,9 @@ from server.api.openai.responses import (
     set_choice_fields,
     set_prompt_fields,
 )
+from server.api.openai.tools.definitions import ToolChoice, ToolChoiceField, check_choice, get_schemas
+from server.api.openai.tools.message_format import MessageFormat, MessageParsing, begin_call
+from server.text.processes.messages import Encoded
 from server.text.tokenizer import truncate_prompt
 
 
@@ -62,11 +75,13 @@ class ChatRequest(GenerationRequest, Rendering):
         False, description="add the special tokens that the model expects, besides those of the chat template"
     )
     modalities: Annotated[LongList[str], allow_only(["text"])] = Field(default=["text"])
-    tools: Annotated[list[Any], allow_only([])] = Field(default_factory=list)
-    tool_choice: Annotated[Any, allow_only("none", "auto")] = "none"
-    parallel_tool_calls: Ignored[bool] = None
-    functions: Annotated[list[Any], allow_only([])] = Field(default_factory=list)
-    function_call: Annotated[Any, allow_only("none", "auto")] = "none"
+    tool_choice: ToolChoiceField | None = Field(
+        None, validate_default=True, description="whether the model may call tools; default: auto if there are tools"
+    )
+    parallel_tool_calls: bool = Field(True, description="whether a message may have several tool calls")
+    include_reasoning: bool = Field(True, description="return the model's reasoning, if it writes one")
+    functions: Annotated[list[Any], allow_only([], instead="use tools, which replace it")] = Field(default_factory=list)
+    function_call: Annotated[Any, allow_only("none", "auto", instead="use tool_choice, which replaces it")] = "none"
     audio: Unsupported = None
     moderation: Unsupported = None
     web_search_options: Unsupported = None
@@ -83,6 +98,12 @@ class ChatRequest(GenerationRequest, Rendering):
     def _check_max_tokens(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and info.data.get("max_tokens", value) not in (None, value):
             raise ValueError("differs from max_tokens; send one of them")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _check_tool_choice(cls, value: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
+        check_choice(value, info.data.get("tools", []))
         return value
 
     @property
@@ -118,7 +139,12 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
     serving.limits.check_total_length(iter_texts(body.messages), "messages")
     longest = serving.limits.get_max_characters(hello.max_seq_len if body.truncate_prompt_tokens is None else None)
     special = body.add_special_tokens
+    parsing = make_parsing(serving.message_format, body)
     encoded = await encode_chat(serving.tokenizer, body.messages, body, longest, add_special_tokens=special)
+    if parsing is not None and body.tool_choice is not None and body.tool_choice.mode == "required":
+        parsing = begin_with_call(parsing, encoded.text, body.tool_choice.name)
+        text = encoded.text + parsing.begun
+        encoded = Encoded(await serving.tokenizer.encode(text, add_special_tokens=special), text)
     prompt = PromptTokens(truncate_prompt(encoded.ids, body.truncate_prompt_tokens), encoded.text)
     max_tokens = (
         max(1, hello.max_seq_len - len(prompt.ids)) if body.requested_max_tokens is None else body.requested_max_tokens
@@ -132,7 +158,32 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
         prompt_logprobs=body.prompt_logprobs,
     )
     conversation = make_conversation_key(hints, body, get_chat_beginning(body.messages))
-    return make_job("chatcmpl", body, [prompt], sampling, body.n, hints, [conversation])
+    return make_job("chatcmpl", body, [prompt], sampling, body.n, hints, [conversation], parsing)
+
+
+def make_parsing(format: MessageFormat, body: ChatRequest) -> MessageParsing | None:
+    """Return how a chat's messages are split; None if they are not. Raises ApiError if tools cannot be used."""
+    may_call = bool(body.tools) and (body.tool_choice is None or body.tool_choice.mode != "none")
+    if may_call and format.tools is None:
+        message = (
+            "tools: the model's chat template shows no known way to write tool calls, so they could not be told from "
+            "text; use a model that was trained with tools, name its format in the setting tool_call_parser, or send "
+            'tool_choice: "none"'
+        )
+        raise ApiError(400, message, param="tools", code="tools_not_supported")
+    if not may_call and format.reasoning is None:
+        return None
+    schemas = get_schemas(body.tools) if may_call else None
+    return MessageParsing(format, schemas, body.parallel_tool_calls, body.include_reasoning)
+
+
+def begin_with_call(parsing: MessageParsing, prompt: str, name: str | None) -> MessageParsing:
+    """Return the parsing of a message that begins with a call, of the tool of this name if there is one."""
+    begun = begin_call(parsing.format, prompt, name)
+    if begun is None:
+        message = "tool_choice: a call cannot be required of this model; send auto"
+        raise ApiError(400, message, param="tool_choice", code="tools_not_supported")
+    return replace(parsing, begun=begun)
 
 
 # ---------------------------------------------------------------- functions that make a response of generated text
@@ -151,12 +202,25 @@ def make_chat_chunks(delta: OutputDelta | None, generation: Generation[ChatReque
             set_prompt_fields(chunks[0], delta.choice, generation)
             delta = delta._replace(is_first_of_all=False)
     if delta.finish_reason is None:
-        return [*chunks, _make_chunk(delta, Delta(delta.text), generation)]
-    if delta.text:
-        text = delta._replace(finish_reason=None, stop_reason=None, record=None, comparison=None)
-        chunks.append(_make_chunk(text, Delta(delta.text), generation))
-        delta = delta._replace(text="", tokens=[], logprobs=[])
+        return [*chunks, _make_chunk(delta, _make_delta(delta), generation)]
+    if delta.text or delta.reasoning or delta.tool_calls:
+        parts = delta._replace(finish_reason=None, stop_reason=None, record=None, comparison=None)
+        chunks.append(_make_chunk(parts, _make_delta(delta), generation))
+        delta = delta._replace(text="", reasoning="", tool_calls=(), tokens=[], logprobs=[])
     return [*chunks, _make_chunk(delta, Delta(), generation)]
+
+
+def _make_delta(delta: OutputDelta) -> Delta:
+    """Return the parts of a delta that are not empty; the content if all are."""
+    message = Delta(delta.text) if delta.text or not (delta.reasoning or delta.tool_calls) else Delta()
+    if delta.reasoning:
+        message.reasoning = message.reasoning_content = delta.reasoning
+    if delta.tool_calls:
+        message.tool_calls = [
+            DeltaToolCall(call.id, FunctionCall(call.name, call.arguments), index=call.number)
+            for call in delta.tool_calls
+        ]
+    return message
 
 
 def _make_chunk(delta: OutputDelta, message: Delta, generation: Generation[ChatRequest]) -> ChatChunk:
@@ -169,13 +233,25 @@ def _make_chunk(delta: OutputDelta, message: Delta, generation: Generation[ChatR
 def make_chat_completion(deltas: Sequence[OutputDelta], generation: Generation[ChatRequest]) -> ChatCompletion:
     choices = []
     for delta in deltas:
-        message = ChatMessage(delta.text)
-        choice = ChatChoice(index=delta.choice, message=message, logprobs=_make_logprobs(delta, generation))
+        choice = ChatChoice(
+            index=delta.choice, message=_make_message(delta), logprobs=_make_logprobs(delta, generation)
+        )
         set_choice_fields(choice, delta, generation)
         choices.append(choice)
     response = ChatCompletion(**make_response_fields(generation), choices=choices)
     set_prompt_fields(response, 0, generation)
     return response
+
+
+def _make_message(delta: OutputDelta) -> ChatMessage:
+    message = ChatMessage(delta.text if delta.text or not (delta.reasoning or delta.tool_calls) else None)
+    if delta.reasoning:
+        message.reasoning = message.reasoning_content = delta.reasoning
+    if delta.tool_calls:
+        message.tool_calls = [
+            MessageToolCall(call.id, FunctionCall(call.name, call.arguments)) for call in delta.tool_calls
+        ]
+    return message
 
 
 CHAT_FORMAT = Format(make_chat_chunks, make_chat_completion)

@@ -109,7 +109,8 @@ class ChunkEncoder(Generic[B]):
         """Return the encoded chunks of these deltas, in order."""
         chunks: list[bytes] = []
         for delta in deltas:
-            if self._wants_text_only and delta.finish_reason is None and not delta.is_first:
+            has_text_only = delta.finish_reason is None and not (delta.is_first or delta.reasoning or delta.tool_calls)
+            if self._wants_text_only and has_text_only:
                 chunks.append(self._encode_text(delta))
             else:
                 chunks += map(ENCODER.encode, self._format.make_chunks(delta, self._generation))

@@ -13,7 +13,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from server.api.http.json_body import MAX_REPORTED_NAME_LENGTH, MAX_REPORTED_NAMES
 from server.api.openai.chat import ChatRequest
 from server.api.openai.completions import CompletionRequest
-from server.api.openai.conversation import PART_FIELDS, Function, Message, ToolCall
+from server.api.openai.conversation import PART_FIELDS, AssistantToolCall, Function, Message
 from server.engine.ipc.messages import Submit
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ def test_every_field_of_openais_messages_is_known() -> None:
     assert chat.ChatCompletionContentPartTextParam.__annotations__.keys() <= PART_FIELDS
     calls: list[type] = [chat.ChatCompletionMessageFunctionToolCallParam, chat.ParsedFunctionToolCall]
     for call in calls:
-        assert call.__annotations__.keys() <= ToolCall.model_fields.keys()
+        assert call.__annotations__.keys() <= AssistantToolCall.model_fields.keys()
     assert chat.parsed_function_tool_call.ParsedFunction.__annotations__.keys() <= Function.model_fields.keys()
 
 
