@@ -1,8 +1,9 @@
 """The form in which a chat template takes an assistant's message with tool calls, found by rendering one.
 
 Most templates take arguments as an object, some as the JSON text that OpenAI's API has. Where the message has no text,
-most templates look whether there is a content, some whether it is null, and some want an empty text. A template given
-the wrong form fails, leaves the calls out, or writes them as Python does. Knows neither requests nor any template.
+most templates look whether there is a content, some whether it is null, and some want an empty text. Some have no place
+for calls, and get them as text. A template given the wrong form fails, leaves the calls out, or writes them as Python
+does. Knows neither requests nor any template.
 """
 
 from __future__ import annotations
@@ -16,15 +17,22 @@ ABSENT = object()  # stands for a message without the key
 CONTENTS = (ABSENT, None, "")
 
 
+Write = Callable[[list[Any]], str]
+
+
 class CallStyle(NamedTuple):
     """The form of an assistant's message with tool calls."""
 
     arguments_as_text: bool = False
     content: object = ABSENT  # the content of a message that has no text
+    write: Write | None = None  # writes the calls into the content
 
     def apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a message with tool calls, whose arguments are objects, in this form."""
         changed = dict(message)
+        if self.write is not None:
+            calls = [call["function"] for call in changed.pop("tool_calls")]
+            return changed | {"content": (changed.get("content") or "") + self.write(calls)}
         if self.content is not ABSENT and not changed.get("content"):
             changed["content"] = self.content
         if self.arguments_as_text:
@@ -37,9 +45,13 @@ def _write_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
-def find_call_style(render: Callable[..., str]) -> CallStyle:
-    """Return the first form that a template writes as a call; the usual one if it writes none."""
-    styles = (CallStyle(as_text, content) for as_text in (False, True) for content in CONTENTS)
+def find_call_style(render: Callable[..., str], write: Write | None) -> CallStyle:
+    """Return the first form that a template writes as a call; the usual one if it writes none.
+
+    `write` writes calls as the model's family does, for templates that leave them out.
+    """
+    styles = [CallStyle(as_text, content) for as_text in (False, True) for content in CONTENTS]
+    styles += [] if write is None else [CallStyle(write=write)]
     return next((style for style in styles if _is_written(_render_probe(render, style))), CallStyle())
 
 

@@ -7,6 +7,7 @@ requests nor token ids.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from server.text.call_style import CallStyle, find_call_style
 from server.text.chat_environment import find_compared_texts, make_environment, reads_content_parts
 from server.text.errors import ChatTemplateError, TextTooLong, shorten_message
 from server.text.model_files import read_json_object, read_special_tokens
+from server.text.tool_parsers.formats import find_tool_format
 
 MAX_PROMPT_LENGTH = 2**25  # characters
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
@@ -83,6 +85,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"{', '.join(reserved)} cannot be given to the chat template as a variable")
         template = self._get_template(with_tools=tools is not None)
         prepared = [template.prepare_message(message) for message in messages]
+        template.add_tools(prepared, tools)
         continued = ""
         if continue_final_message:
             continued, prepared[-1] = _mark_end(prepared[-1])
@@ -112,8 +115,9 @@ class ChatTemplate:
         Left-out roles are found by rendering messages with marks, as many templates accept roles that they do not name.
         """
         template = self._get_template(with_tools=tools is not None)
-        for name, given in (("tools", tools), ("documents", documents)):
-            if given and name not in template.variables:
+        places = (("tools", tools, template.takes_tools), ("documents", documents, "documents" in template.variables))
+        for name, given, has_place in places:
+            if given and not has_place:
                 raise ChatTemplateError(
                     f"the model's chat template has no place for {name}, so the model would not see them; leave {name} "
                     "out, or use a model that was trained with them"
@@ -178,6 +182,7 @@ class _Template:
     """One compiled template, and whether it reads a message's content as text or as a list of parts."""
 
     def __init__(self, environment: jinja2.Environment, source: str) -> None:
+        self._source = source
         try:
             parsed = environment.parse(source)
             self._reads_parts = reads_content_parts(parsed)
@@ -203,7 +208,27 @@ class _Template:
     @cached_property
     def _call_style(self) -> CallStyle:
         """The form in which the template takes tool calls; found when there is the first one."""
-        return find_call_style(self._template.render)
+        family = find_tool_format(self._source)
+        return find_call_style(self._template.render, None if family is None else family.write)
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template writes tools into the prompt."""
+        return "tools" in self.variables or self._takes_tools_in_system_message
+
+    @cached_property
+    def _takes_tools_in_system_message(self) -> bool:
+        """Whether the template looks for tools in the system message, as that of Phi-4-mini does."""
+        return "tools" not in self.variables and "tools" in self.compared_texts
+
+    def add_tools(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Put the tools into the system message if the template looks for them there."""
+        if not tools or not self._takes_tools_in_system_message:
+            return
+        if not messages or messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": ""})
+        listed = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+        messages[0] = messages[0] | {"tools": listed}
 
     def render(self, variables: Mapping[str, Any], max_length: int) -> str:
         pieces, size = [], 0

@@ -5,8 +5,10 @@ A family is known by texts in its chat template. Readers of its calls are in `sy
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from server.text.tool_parsers.calls import make_kimi_id, make_mistral_id, make_openai_id
 from server.text.tool_parsers.reasoning import HARMONY_MARKERS
@@ -41,6 +43,8 @@ class ToolFormat:
     make_id: Callable[[str, int], str] = make_openai_id
     # The text with which a call begins, up to the tool's name or, if the name is given, up to the arguments
     begin_call: Callable[[str | None], str] | None = None
+    # Writes calls, for chat templates of the family that have no place for them
+    write: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
     aliases: tuple[str, ...] = ()
     harmony: bool = False  # whether the whole message is in gpt-oss's format, which `harmony.py` reads
 
@@ -58,6 +62,16 @@ def _begin_json(before: str, arguments: str = "arguments") -> Callable[[str | No
 def _begin_named(before: str, after: str) -> Callable[[str | None], str]:
     """Return `begin_call` of a family that writes a tool's name between these texts."""
     return lambda name: before if name is None else f"{before}{name}{after}"
+
+
+def _write_list(before: str, after: str) -> Callable[[Sequence[Mapping[str, Any]]], str]:
+    """Return `write` of a family that writes a list of JSON objects between these texts."""
+
+    def write(calls: Sequence[Mapping[str, Any]]) -> str:
+        listed = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+        return before + json.dumps(listed, ensure_ascii=False) + after
+
+    return write
 
 
 _DSML = "<\uff5cDSML\uff5c"  # DeepSeek V3.2's tags begin so
@@ -184,6 +198,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         begins=("<|tool_call|>", "functools"),
         ends=("<|/tool_call|>",),
         begin_call=_begin_json("<|tool_call|>["),
+        write=_write_list("<|tool_call|>", "<|/tool_call|>"),
         aliases=("phi4_mini",),
     ),
     ToolFormat(
@@ -192,6 +207,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         read_json,
         begins=("<|tool_call|>", "<tool_call>"),
         begin_call=_begin_json("<|tool_call|>["),
+        write=_write_list("<|tool_call|>", ""),
         ends=("</tool_call>",),
     ),
     ToolFormat(

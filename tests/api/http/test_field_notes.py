@@ -129,12 +129,7 @@ def test_its_outermost_type_is_checked(
 
 def test_every_field_without_effect_is_looked_at() -> None:
     assert CompletionRequest.no_effect_fields == {*SENT, "reasoning_effort"}
-    assert ChatRequest.no_effect_fields == {*SENT, "parallel_tool_calls"}
-
-
-def test_parallel_tool_calls(engine: FakeEngine, http: httpx.Client) -> None:
-    answer = ask(http, "/v1/chat/completions", parallel_tool_calls=False, tools=[], tool_choice="auto")
-    assert ignored(answer) == ["parallel_tool_calls"]
+    assert ChatRequest.no_effect_fields == {*SENT}
 
 
 MESSAGE: dict[str, Any] = {
@@ -205,8 +200,6 @@ def test_a_refusal_is_what_the_assistant_said(engine: FakeEngine, http: httpx.Cl
 def test_unsupported_fields_say_so(engine: FakeEngine, http: httpx.Client, ignorant: httpx.Client) -> None:
     """Also where unknown fields are ignored: these are known."""
     sent: dict[str, Any] = {
-        "tools": [{"type": "function"}],
-        "tool_choice": "required",
         "functions": [{"name": "f"}],
         "function_call": {"name": "f"},
         "audio": {"voice": "alloy"},
