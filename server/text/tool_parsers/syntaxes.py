@@ -96,10 +96,12 @@ def read_tagged(call: tuple[str, str, str], parameter: tuple[str, str, str]) -> 
     """Return the reader of a call in tags, such as <function=NAME><parameter=KEY>value</parameter></function>.
 
     `call` has the texts before a name, after it, and at the end of the call; `parameter` likewise those of a key.
-    Values are text, and become what the tool's schema says.
+    Values are text, and become what the tool's schema says. Models sometimes leave out the text that ends a value: the
+    next parameter or the end of the call, at the start of a line, ends it, too.
     """
     opening, name_end, closing = call
     parameter_opening, key_end, parameter_closing = parameter
+    value_ends = (parameter_closing, f"\n{parameter_opening}", f"\n{closing}")
 
     def read(source: TextSource, calls: Calls) -> Reading[None]:
         yield from source.skip_space()
@@ -111,7 +113,8 @@ def read_tagged(call: tuple[str, str, str], parameter: tuple[str, str, str]) -> 
             if (yield from source.expect(parameter_opening, closing)) == closing:
                 return calls.add(name.strip(), arguments)
             key, _ = yield from source.read_until(key_end)
-            value, _ = yield from source.read_until(parameter_closing, limit=None)
+            value, marker = yield from source.read_until(*value_ends, limit=None)
+            source.position -= 0 if marker == parameter_closing else len(marker)
             key = key.partition('"')[0].strip()  # further attributes may follow
             arguments[key] = calls.convert(name.strip(), key, _strip_line_ends(value))
 
