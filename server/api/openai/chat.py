@@ -142,7 +142,8 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
     parsing = make_parsing(serving.message_format, body)
     encoded = await encode_chat(serving.tokenizer, body.messages, body, longest, add_special_tokens=special)
     if parsing is not None and body.tool_choice is not None and body.tool_choice.mode == "required":
-        parsing = begin_with_call(parsing, encoded.text, body.tool_choice.name)
+        only = body.tools[0].function.name if len(body.tools) == 1 else None
+        parsing = begin_with_call(parsing, encoded.text, body.tool_choice.name or only)
         text = encoded.text + parsing.begun
         encoded = Encoded(await serving.tokenizer.encode(text, add_special_tokens=special), text)
     prompt = PromptTokens(truncate_prompt(encoded.ids, body.truncate_prompt_tokens), encoded.text)

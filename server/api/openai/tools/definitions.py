@@ -46,6 +46,8 @@ class Tool(Body):
     @model_validator(mode="wrap")
     @classmethod
     def _keep_written(cls, value: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
+        if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
+            raise ValueError(f"tools of the type {format_value(kind)} are not supported; only functions are")
         tool = handler(value)
         if isinstance(value, dict):
             written = {key: member for key, member in value.items() if member is not None and key != "cache_control"}
