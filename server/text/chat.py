@@ -209,7 +209,9 @@ class _Template:
     def _call_style(self) -> CallStyle:
         """The form in which the template takes tool calls; found when there is the first one."""
         family = find_tool_format(self._source)
-        return find_call_style(self._template.render, None if family is None else family.write)
+        if family is None or not family.writes_calls or family.form is None:
+            return find_call_style(self._template.render, None)
+        return find_call_style(self._template.render, family.form.write_list)
 
     @cached_property
     def takes_tools(self) -> bool:

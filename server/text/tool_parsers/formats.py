@@ -5,11 +5,10 @@ A family is known by texts in its chat template. Readers of its calls are in `sy
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from server.text.tool_parsers.call_forms import CallForm
 from server.text.tool_parsers.calls import make_kimi_id, make_mistral_id, make_openai_id
 from server.text.tool_parsers.reasoning import HARMONY_MARKERS
 from server.text.tool_parsers.syntaxes import (
@@ -41,10 +40,8 @@ class ToolFormat:
     read_bare: Syntax | None = None  # reads a call from such a beginning on; default: `read`
     bare_at_start: bool = False  # whether such a beginning counts only at the start of a message, or after a call
     make_id: Callable[[str, int], str] = make_openai_id
-    # The text with which a call begins, up to the tool's name or, if the name is given, up to the arguments
-    begin_call: Callable[[str | None], str] | None = None
-    # Writes calls, for chat templates of the family that have no place for them
-    write: Callable[[Sequence[Mapping[str, Any]]], str] | None = None
+    form: CallForm | None = None  # how a call is written
+    writes_calls: bool = False  # whether calls are written for chat templates of the family that leave them out
     aliases: tuple[str, ...] = ()
     harmony: bool = False  # whether the whole message is in gpt-oss's format, which `harmony.py` reads
 
@@ -52,26 +49,6 @@ class ToolFormat:
     def markers(self) -> tuple[str, ...]:
         """Return all markers; those that are special tokens must be in the text that is read."""
         return (*self.begins, *self.inner, *self.within, *self.ends, *self.bare)
-
-
-def _begin_json(before: str, arguments: str = "arguments") -> Callable[[str | None], str]:
-    """Return `begin_call` of a family that writes JSON objects after `before`."""
-    return lambda name: f'{before}{{"name": "' + ("" if name is None else f'{name}", "{arguments}": ')
-
-
-def _begin_named(before: str, after: str) -> Callable[[str | None], str]:
-    """Return `begin_call` of a family that writes a tool's name between these texts."""
-    return lambda name: before if name is None else f"{before}{name}{after}"
-
-
-def _write_list(before: str, after: str) -> Callable[[Sequence[Mapping[str, Any]]], str]:
-    """Return `write` of a family that writes a list of JSON objects between these texts."""
-
-    def write(calls: Sequence[Mapping[str, Any]]) -> str:
-        listed = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
-        return before + json.dumps(listed, ensure_ascii=False) + after
-
-    return write
 
 
 _DSML = "<\uff5cDSML\uff5c"  # DeepSeek V3.2's tags begin so
@@ -83,10 +60,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         (("<|channel|>", "<|message|>"),),
         read_json,
         begins=HARMONY_MARKERS,
-        begin_call=lambda name: (
-            f"<|channel|>commentary to=functions.{name or ''}"
-            + ("" if name is None else " <|constrain|>json<|message|>")
-        ),
+        form=CallForm("named", "<|channel|>commentary to=functions.", "<|call|>", " <|constrain|>json<|message|>"),
         aliases=("gpt_oss", "harmony"),
         harmony=True,
     ),
@@ -99,8 +73,11 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         within=("<|tool_call_argument_begin|>",),
         ends=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
         make_id=make_kimi_id,
-        begin_call=_begin_named(
-            "<|tool_calls_section_begin|><|tool_call_begin|>functions.", ":0<|tool_call_argument_begin|>"
+        form=CallForm(
+            "named",
+            "<|tool_calls_section_begin|><|tool_call_begin|>functions.",
+            "<|tool_call_end|><|tool_calls_section_end|>",
+            ":0<|tool_call_argument_begin|>",
         ),
     ),
     ToolFormat(
@@ -113,7 +90,13 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         begins=(f"{_DSML}function_calls>", f"{_DSML}tool_calls>"),
         ends=("</\uff5cDSML\uff5cfunction_calls>", "</\uff5cDSML\uff5ctool_calls>"),
         bare=(f'{_DSML}invoke name="',),
-        begin_call=_begin_named(f'{_DSML}function_calls>\n{_DSML}invoke name="', '">\n'),
+        form=CallForm(
+            "tagged",
+            f'{_DSML}function_calls>\n{_DSML}invoke name="',
+            "</\uff5cDSML\uff5cinvoke>\n</\uff5cDSML\uff5cfunction_calls>",
+            '">\n',
+            parameter=(f'{_DSML}parameter name="', '" string="true">', "</\uff5cDSML\uff5cparameter>\n"),
+        ),
         aliases=("deepseek_v4",),
     ),
     ToolFormat(
@@ -124,7 +107,12 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         inner=(_DEEPSEEK_CALL,),
         within=("<\uff5ctool\u2581sep\uff5c>",),
         ends=("<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
-        begin_call=_begin_named(f"{_DEEPSEEK_CALLS}{_DEEPSEEK_CALL}function<\uff5ctool\u2581sep\uff5c>", "\n```json\n"),
+        form=CallForm(
+            "named",
+            f"{_DEEPSEEK_CALLS}{_DEEPSEEK_CALL}function<\uff5ctool\u2581sep\uff5c>",
+            "\n```<\uff5ctool\u2581call\u2581end\uff5c><\uff5ctool\u2581calls\u2581end\uff5c>",
+            "\n```json\n",
+        ),
     ),
     ToolFormat(
         "deepseek_v31",
@@ -134,7 +122,12 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         inner=(_DEEPSEEK_CALL,),
         within=("<\uff5ctool\u2581sep\uff5c>",),
         ends=("<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
-        begin_call=_begin_named(f"{_DEEPSEEK_CALLS}{_DEEPSEEK_CALL}", "<\uff5ctool\u2581sep\uff5c>"),
+        form=CallForm(
+            "named",
+            f"{_DEEPSEEK_CALLS}{_DEEPSEEK_CALL}",
+            "<\uff5ctool\u2581call\u2581end\uff5c><\uff5ctool\u2581calls\u2581end\uff5c>",
+            "<\uff5ctool\u2581sep\uff5c>",
+        ),
     ),
     ToolFormat(
         "minimax_m2",
@@ -143,7 +136,13 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         begins=("<minimax:tool_call>",),
         ends=("</minimax:tool_call>",),
         bare=('<invoke name="',),
-        begin_call=_begin_named('<minimax:tool_call>\n<invoke name="', '">\n'),
+        form=CallForm(
+            "tagged",
+            '<minimax:tool_call>\n<invoke name="',
+            "</invoke>\n</minimax:tool_call>",
+            '">\n',
+            parameter=('<parameter name="', '">', "</parameter>\n"),
+        ),
     ),
     ToolFormat(
         "glm45",
@@ -151,7 +150,13 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         read_glm,
         begins=("<tool_call>",),
         ends=("</tool_call>",),
-        begin_call=_begin_named("<tool_call>", "\n"),
+        form=CallForm(
+            "tagged",
+            "<tool_call>",
+            "</tool_call>",
+            "\n",
+            parameter=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        ),
         aliases=("glm47",),
     ),
     ToolFormat(
@@ -161,7 +166,13 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         begins=("<seed:tool_call>",),
         ends=("</seed:tool_call>",),
         bare=("<function=",),
-        begin_call=_begin_named("<seed:tool_call>\n<function=", ">\n"),
+        form=CallForm(
+            "tagged",
+            "<seed:tool_call>\n<function=",
+            "</function>\n</seed:tool_call>",
+            ">\n",
+            parameter=("<parameter=", ">", "</parameter>\n"),
+        ),
     ),
     ToolFormat(
         "qwen3_coder",
@@ -170,7 +181,13 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         begins=("<tool_call>",),
         ends=("</tool_call>",),
         bare=("<function=",),
-        begin_call=_begin_named("<tool_call>\n<function=", ">\n"),
+        form=CallForm(
+            "tagged",
+            "<tool_call>\n<function=",
+            "</function>\n</tool_call>",
+            ">\n",
+            parameter=("<parameter=", ">\n", "\n</parameter>\n"),
+        ),
         aliases=("qwen3_xml",),
     ),
     ToolFormat(
@@ -180,7 +197,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         begins=("[TOOL_CALLS]",),
         within=("[ARGS]", "[CALL_ID]"),
         make_id=make_mistral_id,
-        begin_call=_begin_named("[TOOL_CALLS]", "[ARGS]"),
+        form=CallForm("named", "[TOOL_CALLS]", "", "[ARGS]"),
     ),
     ToolFormat(
         "mistral",
@@ -189,7 +206,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         begins=("[TOOL_CALLS]",),
         within=("[ARGS]", "[CALL_ID]"),
         make_id=make_mistral_id,
-        begin_call=_begin_json("[TOOL_CALLS]["),
+        form=CallForm("list", "[TOOL_CALLS]"),
     ),
     ToolFormat(
         "phi4_mini_json",
@@ -197,8 +214,8 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         read_json,
         begins=("<|tool_call|>", "functools"),
         ends=("<|/tool_call|>",),
-        begin_call=_begin_json("<|tool_call|>["),
-        write=_write_list("<|tool_call|>", "<|/tool_call|>"),
+        form=CallForm("list", "<|tool_call|>", "<|/tool_call|>"),
+        writes_calls=True,
         aliases=("phi4_mini",),
     ),
     ToolFormat(
@@ -206,8 +223,8 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         (("<|tool_call|>",),),
         read_json,
         begins=("<|tool_call|>", "<tool_call>"),
-        begin_call=_begin_json("<|tool_call|>["),
-        write=_write_list("<|tool_call|>", ""),
+        form=CallForm("list", "<|tool_call|>"),
+        writes_calls=True,
         ends=("</tool_call>",),
     ),
     ToolFormat(
@@ -216,7 +233,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         read_pythonic(marked=True),
         begins=("<|tool_call_start|>",),
         ends=("<|tool_call_end|>",),
-        begin_call=_begin_named("<|tool_call_start|>[", "("),
+        form=CallForm("python", "<|tool_call_start|>[", name_end="("),
     ),
     ToolFormat(
         "nemotron_json",
@@ -224,7 +241,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         read_json,
         begins=("<TOOLCALL>",),
         ends=("</TOOLCALL>",),
-        begin_call=_begin_json("<TOOLCALL>["),
+        form=CallForm("list", "<TOOLCALL>", "</TOOLCALL>"),
     ),
     ToolFormat(
         "hermes",
@@ -232,7 +249,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         read_json,
         begins=("<tool_call>",),
         ends=("</tool_call>",),
-        begin_call=_begin_json("<tool_call>\n"),
+        form=CallForm("object", "<tool_call>\n", "\n</tool_call>"),
         aliases=("qwen25", "qwen3", "granite4"),
     ),
     ToolFormat(
@@ -241,7 +258,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         read_name_and_json(">"),
         begins=("<function=",),
         ends=("</function>",),
-        begin_call=_begin_named("<function=", ">"),
+        form=CallForm("named", "<function=", "</function>", ">"),
     ),
     ToolFormat(
         "llama4_pythonic",
@@ -252,7 +269,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         bare=("[",),
         read_bare=read_pythonic(marked=False),
         bare_at_start=True,
-        begin_call=_begin_named("[", "("),
+        form=CallForm("python", "[", name_end="("),
         aliases=("pythonic",),
     ),
     ToolFormat(
@@ -263,7 +280,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         ends=(";", "<|eom_id|>"),
         bare=("{",),
         read_bare=read_bare_json,
-        begin_call=_begin_json("", "parameters"),
+        form=CallForm("object", "", arguments="parameters"),
         aliases=("llama3", "llama4_json"),
     ),
 )

@@ -60,7 +60,7 @@ def convert_text(text: str, key: str, schema: Mapping[str, Any]) -> Any:
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or key not in properties:
         return text
-    types = _find_types(properties[key], schema)
+    types = find_types(properties[key], schema)
     if types == {"string"}:
         return text
     try:
@@ -76,7 +76,7 @@ def _get_type(value: Any) -> str:
     return next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), "null")
 
 
-def _find_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+def find_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
     """Return the JSON types that a schema names, in its alternatives and references, too; an empty set if none."""
     types: set[str] = set()
     todo, seen = [schema], set[int]()

@@ -185,7 +185,7 @@ def test_a_family_is_described_completely(family: str) -> None:
     row = list_tool_formats()[family]
     assert row.in_template
     assert row.begins or row.bare
-    assert row.begin_call is not None
+    assert row.form is not None
 
 
 def test_each_row_has_a_writer() -> None:
@@ -195,10 +195,10 @@ def test_each_row_has_a_writer() -> None:
 @families
 @pytest.mark.parametrize("named", [True, False])
 def test_the_beginning_of_a_call_leads_to_a_call(family: str, named: bool) -> None:
-    """What `begin_call` writes is how the family begins: going on from there as the family does makes a call."""
+    """What `CallForm.begin` returns is how the family begins: going on from there as the family does makes a call."""
     row = list_tool_formats()[family]
-    assert row.begin_call is not None
-    begun = row.begin_call("get_weather" if named else None)
+    assert row.form is not None
+    begun = row.form.begin("get_weather" if named else None)
     whole = WRITERS[family]([("get_weather", {"city": "Rome"})])
     if family == "phi4_mini_json":  # which writes lists after either of two markers
         whole = whole.replace("functools", "<|tool_call|>")

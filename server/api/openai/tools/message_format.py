@@ -102,9 +102,9 @@ def begin_call(format: MessageFormat, prompt: str, name: str | None) -> str | No
 
     It ends the reasoning if the prompt has begun that. None: the family's format is not known well enough.
     """
-    if format.tools is None or format.tools.begin_call is None:
+    if format.tools is None or format.tools.form is None:
         return None
     reasoning = format.reasoning
     is_open = reasoning is not None and not reasoning.harmony and reasoning.is_open(prompt)
     closed = f"\n{reasoning.closing[0]}\n\n" if reasoning is not None and is_open else ""
-    return closed + format.tools.begin_call(name)
+    return closed + format.tools.form.begin(name)
