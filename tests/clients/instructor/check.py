@@ -18,6 +18,6 @@ class Weather(BaseModel):
 raw = openai.OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
 client = instructor.from_openai(raw, mode=instructor.Mode.TOOLS)
 weather = client.chat.completions.create(model=MODEL, messages=MESSAGES, response_model=Weather, max_retries=0)
-assert weather == Weather(city="Orl\u00e9ans", days=3)
+assert (weather.city, weather.days) == ("Orl\u00e9ans", 3)
 *_, last = client.chat.completions.create_partial(model=MODEL, messages=MESSAGES, response_model=Weather)
 assert (last.city, last.days) == ("Orl\u00e9ans", 3)
