@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import Field, ModelWrapValidatorHandler, PlainValidator, model_validator
 
 from server.api.http.json_body import Body, format_value
 from server.api.openai.request_models import INT64, GenerationRequest, Ignored, Unsupported, allow_only
-from server.api.openai.tools.definitions import TOOL_NAME
+from server.api.openai.tools.definitions import TOOL_NAME, check_tool_type
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = ("input_text", "output_text", "text")  # types of parts of a message that are text
@@ -26,6 +26,12 @@ class ResponseTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Ignored[bool] = None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_type(cls, value: Any, handler: ModelWrapValidatorHandler[ResponseTool]) -> ResponseTool:
+        check_tool_type(value)
+        return handler(value)
 
     def make_chat_tool(self) -> dict[str, Any]:
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
-from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from server.api.http.errors import make_error_responses
+from server.api.http.errors import make_body_error, make_error_responses
 from server.api.http.json_route import JsonRoute
 from server.api.openai.chat import ChatRequest, make_chat_job
 from server.api.openai.generation import run
@@ -41,8 +40,8 @@ def router(serving: Serving) -> APIRouter:
 
 
 def _make_chat_request(body: ResponseRequest) -> ChatRequest:
-    """Return the chat that a request stands for. Raises RequestValidationError if that is refused."""
+    """Return the chat that a request stands for. Raises ApiError 400 if that is refused."""
     try:
         return ChatRequest.model_validate(body.make_chat_body())
     except ValidationError as error:
-        raise RequestValidationError(error.errors()) from None
+        raise make_body_error(error, {}) from None

@@ -23,6 +23,12 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
+def check_tool_type(tool: Any) -> None:
+    """Raise ValueError for a tool of another type than function."""
+    if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function":
+        raise ValueError(f"tools of the type {format_value(kind)} are not supported; only functions are")
+
+
 class FunctionDefinition(Body):
     path_prefix = "tools.function."
 
@@ -46,8 +52,7 @@ class Tool(Body):
     @model_validator(mode="wrap")
     @classmethod
     def _keep_written(cls, value: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
-        if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
-            raise ValueError(f"tools of the type {format_value(kind)} are not supported; only functions are")
+        check_tool_type(value)
         tool = handler(value)
         if isinstance(value, dict):
             written = {key: member for key, member in value.items() if member is not None and key != "cache_control"}
