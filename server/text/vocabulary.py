@@ -155,6 +155,10 @@ class Vocabulary:
         special = [token for token in self._data.special_ids if self._data.tokens[token] not in texts]
         return Vocabulary(msgspec.structs.replace(self._data, special_ids=special))
 
+    def find_special_token(self, text: str) -> int | None:
+        """Return the id of the special token with this text; None if there is none."""
+        return next((token for token in self._data.special_ids if self._data.tokens[token] == text), None)
+
     @property
     def vocab_size(self) -> int:
         """Return the number of tokens; the model's embedding may have more rows."""

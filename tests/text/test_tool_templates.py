@@ -25,6 +25,9 @@ TEMPLATES["llama3"] = (Path(__file__).parent / "templates/llama3.jinja").read_te
 FAMILIES = {  # the rows of tool calls and of reasoning, by template
     "deepseek_r1_distill": ("deepseek_v3", "qwen3"),
     "deepseek_v31": ("deepseek_v31", "qwen3"),
+    "devstral": ("mistral_v11", None),
+    "glm47": ("glm45", "qwen3"),
+    "qwen35": ("qwen3_coder", "qwen3"),
     "glm46": ("glm45", "qwen3"),
     "gpt_oss": ("openai", "openai_gptoss"),
     "granite33": ("granite", "qwen3"),
@@ -45,7 +48,7 @@ FAMILIES = {  # the rows of tool calls and of reasoning, by template
 WITHOUT_TOOLS = {"deepseek_r1_distill", "deepseek_v31"}  # these read calls in messages, but take no tools
 # What transformers must be given, as the template wants it: arguments as text, and the content beside calls
 ARGUMENTS_AS_TEXT = {"deepseek_r1_distill", "deepseek_v31"}
-CONTENT = {"deepseek_v31": "", "qwen3": "", "qwq": ""}
+CONTENT = {"deepseek_v31": "", "devstral": "", "qwen3": "", "qwq": ""}
 BY_US_ONLY = {"deepseek_r1_distill"}  # it writes calls only beside a content that is null, which transformers drops
 WITH_ONE_CALL_ONLY = {"llama3", "gpt_oss"}  # of a message
 NO_PLACE_FOR_CALLS = {"granite33": ("<|tool_call|>", ""), "phi4_mini": ("<|tool_call|>", "<|/tool_call|>")}

@@ -104,6 +104,8 @@ class ChatRequest(GenerationRequest, Rendering):
     @classmethod
     def _check_tool_choice(cls, value: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
         check_choice(value, info.data.get("tools", []))
+        if value is not None and value.mode == "required" and info.data.get("continue_final_message"):
+            raise ValueError("a call cannot be required together with continue_final_message")
         return value
 
     @property

@@ -229,7 +229,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
     ),
     ToolFormat(
         "lfm2",
-        (("<|tool_call_start|>",),),
+        (("<|tool_call_start|>",), ("<|tool_list_start|>",)),
         read_pythonic(marked=True),
         begins=("<|tool_call_start|>",),
         ends=("<|tool_call_end|>",),

@@ -30,6 +30,15 @@ for (const stream of [false, true]) {
   assert.deepEqual(seen, [weather]);
 }
 
+const flat = tools.map((each) => ({ type: "function", strict: false, ...each.function }));
+const input = [{ role: "user", content: "What is the weather?" }];
+const first = await client.responses.create({ model, input, tools: flat });
+const made = first.output.find((item) => item.type === "function_call");
+assert.deepEqual(JSON.parse(made.arguments), weather);
+input.push(...first.output, { type: "function_call_output", call_id: made.call_id, output: "clear sky" });
+const said = await client.responses.stream({ model, input, tools: flat }).finalResponse();
+assert.equal(said.output_text, "It is sunny in Orl\u00e9ans.");
+
 await assert.rejects(
   client.chat.completions.create({ model, messages, tools: [{ type: "function", function: { name: "a b" } }] }),
   OpenAI.BadRequestError,

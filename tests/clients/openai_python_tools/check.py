@@ -53,3 +53,13 @@ try:
 except openai.BadRequestError as error:
     told = str(error)
 assert "answers the tool call" in told
+
+flat = {"type": "function", **tool["function"]}
+response = client.responses.create(model=MODEL, input="What is the weather?", tools=[flat])
+reasoning, call = response.output
+assert (reasoning.type, call.type, json.loads(call.arguments)) == ("reasoning", "function_call", WEATHER)
+items = [{"role": "user", "content": "What is the weather?"}, *response.output]
+items.append({"type": "function_call_output", "call_id": call.call_id, "output": "clear sky"})
+with client.responses.stream(model=MODEL, input=items, tools=[flat]) as stream:
+    text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert stream.get_final_response().output_text == text == "It is sunny in Orl\u00e9ans."

@@ -5,7 +5,7 @@ import sys
 
 from pydantic import BaseModel
 from pydantic_ai import Agent
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 URL, MODEL = sys.argv[1:]
@@ -33,8 +33,10 @@ async def main() -> None:
     assert (await agent.run(QUESTION)).output == ANSWER
     async with agent.run_stream(QUESTION) as stream:
         assert await stream.get_output() == ANSWER
-    assert asked == [("Orl\u00e9ans", 3)] * 2
+    responses = OpenAIResponsesModel(MODEL, provider=OpenAIProvider(base_url=f"{URL}/v1", api_key="none"))
+    assert (await agent.run(QUESTION, model=responses)).output == ANSWER
     assert (await Agent(model, output_type=Weather).run(QUESTION)).output == Weather(city="Orl\u00e9ans", days=3)
+    assert asked == [("Orl\u00e9ans", 3)] * 3
 
 
 asyncio.run(main())

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from config.errors import SettingsError
+from server.text.tool_parsers.call_forms import make_call_grammar
+from server.text.tool_parsers.calls import Schemas
 from server.text.tool_parsers.formats import ToolFormat, find_tool_format, list_tool_formats
 from server.text.tool_parsers.harmony import HarmonyParser
 from server.text.tool_parsers.message_parser import MessageParser
@@ -54,6 +56,16 @@ class MessageFormat:
         """Return the vocabulary in which only the markers of reasoning have text."""
         return self.vocabulary.with_visible(set(self._reasoning_markers))
 
+    def make_grammar(self, schemas: Schemas, *, parallel: bool) -> str | None:
+        """Return the grammar, in the language of llguidance, of messages that are calls of these tools.
+
+        None: the family has none.
+        """
+        if self.tools is None or self.tools.form is None:
+            return None
+        find, markers = self.vocabulary.find_special_token, self.tools.markers
+        return make_call_grammar(self.tools.form, schemas, parallel=parallel, token_id=find, markers=markers)
+
     @property
     def _reasoning_markers(self) -> tuple[str, ...]:
         return () if self.reasoning is None else self.reasoning.markers
@@ -75,7 +87,7 @@ class MessageParsing:
     """How the messages of one request are split into content, reasoning and tool calls."""
 
     format: MessageFormat
-    schemas: Mapping[str, Mapping[str, Any]] | None  # of the tools that the model may call; None: calls are text
+    schemas: Schemas | None  # of the tools that the model may call; None: calls are text
     parallel: bool = True  # whether a message may have several calls
     include_reasoning: bool = True
     begun: str = ""  # the beginning of the message, which the prompt ends with

@@ -11,10 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from config.errors import SettingsError
+from server.api.openai.tools.message_format import MessageFormat
 from server.engine.ipc.messages import Submit
+from server.text.chat import ChatTemplate
+from server.text.tokenizer import Tokenizer
 from tests.api.fake_engine import scores
-from tests.api.openai.tools.conftest import ToolServer, serving_tools
+from tests.api.openai.tools.conftest import TEMPLATES, ToolServer, serving_tools
 from tests.api.payloads import chunks_of, error_of
+from tests.text.tiny_tokenizers import byte_level
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -255,6 +259,7 @@ FUNCTION = TOOL["function"]
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice", "not supported"),
         ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": None}, "tool_choice", "needs tools"),
+        ({"tool_choice": "required", "continue_final_message": True}, "tool_choice", "continue_final_message"),
         ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"),
         ({"functions": [FUNCTION]}, "functions", "use tools"),
         ({"function_call": {"name": "f"}}, "function_call", "use tool_choice"),
@@ -299,6 +304,18 @@ def test_messages_that_are_refused(qwen: ToolServer, messages: list[Any], words:
     assert response.status_code == 400
     assert words in error_of(response)["message"]
     assert qwen.chat(messages=[*MESSAGES, called(), ANSWER], tools=[TOOL]).is_success
+
+
+def test_a_grammar_names_the_special_tokens_of_the_vocabulary() -> None:
+    backend = byte_level()
+    backend.add_special_tokens(["<tool_call>"])
+    template = ChatTemplate({"default": (TEMPLATES / "qwen3.jinja").read_text()}, {})
+    format = MessageFormat.choose(Tokenizer(backend, template), "auto", "auto")
+    grammar = format.make_grammar({"f": {}}, parallel=True)
+    assert grammar is not None
+    assert f"<[{backend.token_to_id('<tool_call>')}]>" in grammar
+    assert '</tool_call>"' in grammar, "this is no token of the vocabulary"
+    assert MessageFormat.choose(Tokenizer(backend, template), "off", "auto").make_grammar({}, parallel=True) is None
 
 
 def test_strict_is_named_as_without_effect(qwen: ToolServer) -> None:
