@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from server.text.tool_parsers.calls import Calls, Schemas, ToolCall, make_openai_id
 from server.text.tool_parsers.formats import ToolFormat
 from server.text.tool_parsers.reasoning import ReasoningFormat
-from server.text.tool_parsers.source import NotACall, Reading, TextSource, find_first, measure_partial_marker
+from server.text.tool_parsers.source import NotACall, Reading, TextSource, measure_partial_marker
 
 # Most characters that may be read a second time because they began like a call; after that the message is only text
 MAX_REREAD = 2**18
@@ -122,12 +122,12 @@ class MessageParser:
     def read_text(self, markers: tuple[str, ...]) -> Reading[str | None]:
         """Read text of the message up to the first of these markers, and return it; None if the message ends."""
         while True:
+            if (found := self.source.find(markers)) is not None:
+                at, marker = found
+                self.add_text(self.source.slice(self.source.position, at))
+                self.source.position = at + len(marker)
+                return marker
             rest = self.source.slice(self.source.position)
-            found = find_first(rest, markers)
-            if found is not None:
-                self.add_text(rest[: found[0]])
-                self.source.position += found[0] + len(found[1])
-                return found[1]
             held = 0 if self.source.ended else measure_partial_marker(rest, markers)
             self.add_text(rest[: len(rest) - held])
             self.source.position += len(rest) - held

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Generator
+from functools import cache
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -38,6 +39,10 @@ class TextSource:
     def push(self, piece: str) -> None:
         """Add text."""
         self._text += piece
+
+    def find(self, markers: tuple[str, ...]) -> tuple[int, str] | None:
+        """Return the index of the first of these markers that was not read, and the marker; None if there is none."""
+        return find_first(self._text, markers, self.position)
 
     def slice(self, start: int, end: int | None = None) -> str:
         return self._text[start:end]
@@ -88,16 +93,15 @@ class TextSource:
         """
         searched = self.position
         longest = max(map(len, markers))
-        while (found := find_first(self._text, markers, searched)) is None:
-            if limit is not None and len(self._text) - self.position > limit + longest:
+        end = None if limit is None else self.position + limit + longest
+        while (found := find_first(self._text, markers, searched, end)) is None:
+            self.furthest = len(self._text) if end is None else min(end, len(self._text))
+            if end is not None and len(self._text) >= end:
                 raise NotACall
             searched = max(searched, len(self._text) - longest + 1)
-            self.furthest = len(self._text)
             yield from self.wait()
         at, marker = found
         before = self._text[self.position : at]
-        if limit is not None and len(before) > limit:
-            raise NotACall
         self.position = at + len(marker)
         return before, marker
 
@@ -112,9 +116,12 @@ class TextSource:
         start, scan = self.position, _BracketScan(_PYTHON_SIGNS if python else _JSON_SIGNS)
         if self._text[start] not in _BRACKETS:
             raise NotACall
-        while (end := scan.find_end(self._text, start)) is None:
-            self.furthest = len(self._text)
-            yield from self.wait()
+        scan.at = start
+        try:
+            while (end := scan.find_end(self._text)) is None:
+                yield from self.wait()
+        finally:
+            self.furthest = scan.at
         self.position = end
         return self._text[start:end]
 
@@ -126,15 +133,14 @@ class _BracketScan:
         self._signs = signs
         self._open: list[str] = []  # the brackets that will close those that are open
         self._quote = ""  # the quote that will end a string; empty outside of strings
-        self._next: int | None = None  # where to go on
+        self.at = 0  # up to where the text was looked at
 
-    def find_end(self, text: str, start: int) -> int | None:
+    def find_end(self, text: str) -> int | None:
         """Return the index after the closing bracket; None if it has not come yet. Raises NotACall for a wrong one."""
-        at = start if self._next is None else self._next
-        while (found := self._signs.search(text, at)) is not None:
-            sign, at = found[0], found.end()
+        while (found := self._signs.search(text, self.at)) is not None:
+            sign, self.at = found[0], found.end()
             if sign == "\\":
-                at += 1  # the character after it, which may have yet to come, has no meaning
+                self.at += 1  # the character after it, which may have yet to come, has no meaning
             elif self._quote:
                 self._quote = "" if sign == self._quote else self._quote
             elif sign in "\"'":
@@ -146,15 +152,20 @@ class _BracketScan:
             elif self._open.pop() != sign:
                 raise NotACall
             elif not self._open:
-                return at
-        self._next = max(at, len(text))
+                return self.at
+        self.at = max(self.at, len(text))
         return None
 
 
-def find_first(text: str, markers: tuple[str, ...], start: int = 0) -> tuple[int, str] | None:
-    """Return the index of the first marker in a text and the marker, of several at one index the longest."""
-    found = [(at, -len(marker), marker) for marker in markers if (at := text.find(marker, start)) >= 0]
-    return (min(found)[0], min(found)[2]) if found else None
+def find_first(text: str, markers: tuple[str, ...], start: int = 0, end: int | None = None) -> tuple[int, str] | None:
+    """Return the index of the first marker in text[start:end] and the marker, of several at one index the longest."""
+    found = _make_pattern(markers).search(text, start, len(text) if end is None else end) if markers else None
+    return None if found is None else (found.start(), found[0])
+
+
+@cache
+def _make_pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True)))
 
 
 def measure_partial_marker(text: str, markers: tuple[str, ...]) -> int:

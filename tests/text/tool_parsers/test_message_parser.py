@@ -291,6 +291,14 @@ def test_many_beginnings_cost_no_more_than_few() -> None:
     assert parser.budget < 0
 
 
+def test_brackets_in_a_call_that_is_none_are_read_once_more_only() -> None:
+    """Each may begin a call of Llama 3; all of them are in a string that does not end."""
+    text = '{"name": "' + "{" * 200_000
+    parser = make_parser("llama3_json")
+    assert parse(parser, [text]) == (text, "", [])
+    assert parser.budget < 0
+
+
 @pytest.mark.parametrize(
     ("family", "pattern"),
     [("mistral", r"[A-Za-z0-9]{9}"), ("kimi_k2", r"functions\.f:0"), ("hermes", r"call_[0-9a-f]{24}")],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -67,9 +68,9 @@ class Tool(Body):
 
 
 def _check_names(tools: list[Tool]) -> list[Tool]:
-    names = [tool.function.name for tool in tools]
-    if repeated := next((name for place, name in enumerate(names) if name in names[:place]), None):
-        raise ValueError(f"there are several functions of the name {format_value(repeated)}")
+    counts = Counter(tool.function.name for tool in tools)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"there are several functions of the name {format_value(repeated[0])}")
     return tools
 
 
