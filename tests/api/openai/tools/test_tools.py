@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from config.errors import SettingsError
 from server.api.openai.tools.message_format import MessageFormat
-from server.engine.ipc.messages import Submit
+from server.engine.ipc.messages import FromEngine, Submit, Tokens
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer
-from tests.api.fake_engine import scores
+from tests.api.fake_engine import admitted, scores
 from tests.api.openai.tools.conftest import TEMPLATES, ToolServer, serving_tools
 from tests.api.payloads import chunks_of, error_of
 from tests.text.tiny_tokenizers import byte_level
@@ -127,6 +127,29 @@ def test_arguments_arrive_unchanged(qwen: ToolServer, arguments: dict[str, Any])
     qwen.says(f"<tool_call>{written}</tool_call>")
     assert calls_of(ask(qwen).choices[0].message) == [("get_weather", arguments)]
     assert calls_of(stream(qwen).message) == [("get_weather", arguments)]
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_grouping_of_tokens_makes_the_same_message(qwen: ToolServer, data: st.DataObject) -> None:
+    """As speculation and a busy server make them: several tokens in an event, several events in a frame."""
+    text = f"<think>\n\u00e4h \u2603\n</think>\n\n\u00dcber <b>\n{CALL}\n{SECOND}"
+    tokens = [*qwen.encode(text), *qwen.encode("<|im_end|>")]
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(tokens) - 1), max_size=30), label="cuts"))
+    groups = [tokens[start:end] for start, end in zip([0, *cuts], [*cuts, len(tokens)], strict=True)]
+
+    def script(submit: Submit) -> list[list[FromEngine]]:
+        last = len(groups) - 1
+        events = [Tokens(submit.request_id, group, "stop" if i == last else None) for i, group in enumerate(groups)]
+        size = len(groups) % 3 + 1
+        return [[admitted(submit)], *([*events[i : i + size]] for i in range(0, len(events), size))]
+
+    qwen.engine.begin_again(script)
+    expected = [("get_weather", {"city": "Z\u00fcrich \u2603"}), ("get_time", {})]
+    for choice in (ask(qwen).choices[0], stream(qwen)):
+        assert (choice.message.content, choice.message.reasoning) == ("\u00dcber <b>", "\u00e4h \u2603")
+        assert calls_of(choice.message) == expected
+        assert choice.finish_reason == "tool_calls"
 
 
 def test_only_the_first_call_without_parallel_calls(qwen: ToolServer) -> None:
