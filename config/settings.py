@@ -484,6 +484,16 @@ class Settings(BaseSettings):
         description="check the caches' and the arena's bookkeeping while the engine is idle, and stop the engine if it "
         "is inconsistent; for developers of strategies",
     )
+    tool_call_parser: str = Field(
+        "auto",
+        description="how the model writes tool calls: a family's name, as in docs/guide/tools.md; auto: as its chat "
+        "template shows; off: calls are text, and requests with tools are refused",
+    )
+    reasoning_parser: str = Field(
+        "auto",
+        description="how the model marks its reasoning: a family's name, as in docs/guide/tools.md; auto: as its chat "
+        "template shows; off: reasoning is a part of the content",
+    )
     enable_tokenizer_info_endpoint: bool = Field(
         False, description="let GET /tokenizer_info return the tokenizer's configuration and the chat template"
     )

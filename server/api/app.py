@@ -24,6 +24,8 @@ from server.api.http.middleware import (
 )
 from server.api.openai import chat, completions, models, tokenize
 from server.api.openai.generation_job import Deadlines, RequestLimits, Serving
+from server.api.openai.response_items import route as response_items
+from server.api.openai.tools.message_format import MessageFormat
 from server.api.ops import admin, live, rollouts
 from server.api.ops.monitoring import Observations, health_router, kv_cache_router, metrics_router
 from server.api.ops.request_log import EndedRequest, log_request
@@ -137,6 +139,7 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
         limits,
         deadlines,
         LimitsByKey.from_settings(settings),
+        MessageFormat.choose(tokenizer, settings.tool_call_parser, settings.reasoning_parser),
         settings.log_prompts,
         settings.skip_model_name_validation,
     )
@@ -147,6 +150,7 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
         )
     keyed.include_router(completions.router(serving))
     keyed.include_router(chat.router(serving))
+    keyed.include_router(response_items.router(serving))
     info = read_tokenizer_info(Path(settings.model)) if settings.enable_tokenizer_info_endpoint else None
     keyed.include_router(tokenize.router(serving, info))
     keyed.include_router(models.router(client, list_strategies=settings.list_strategies))

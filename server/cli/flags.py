@@ -22,6 +22,8 @@ GROUPS = {
         "allow_symlinks",
         "model_name",
         "skip_model_name_validation",
+        "tool_call_parser",
+        "reasoning_parser",
         "model_impl",
         "device",
         "dtype",

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-ConstraintKind: TypeAlias = Literal["json_schema", "regex", "choice", "grammar"]
+ConstraintKind: TypeAlias = Literal["json_schema", "regex", "choice", "grammar", "lark"]
 
 # White space within JSON, as llama.cpp allows it: none, a space, or one or two line feeds with indentation. As it has a
 # longest form, a model cannot go on writing white space until it has no tokens left.
@@ -23,7 +23,7 @@ class Constraint(NamedTuple):
     """What a text has to be; `param` is the field of the request that says so, for errors."""
 
     kind: ConstraintKind
-    text: str  # a schema in JSON; a regular expression; a list of texts in JSON; a grammar in Lark or GBNF
+    text: str  # a schema in JSON; a regular expression; a list of texts in JSON; a grammar in Lark or GBNF; or in Lark
     param: str
 
 

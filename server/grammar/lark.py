@@ -32,6 +32,8 @@ def write_lark(kind: ConstraintKind, text: str) -> str:
             return f"start: TEXT\nTEXT: {texts}{OPTIONS}"  # a token of Lark: as rules, many choices would be slow
         case "grammar":
             return (_convert_gbnf(text) if GBNF_RULE in text else text) + OPTIONS
+        case "lark":
+            return text + OPTIONS
 
 
 def _to_lark_regex(regex: str) -> str:

@@ -7,16 +7,21 @@ requests nor token ids.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2.meta import find_undeclared_variables
 
 from config.errors import SettingsError
+from server.text.call_style import CallStyle, find_call_style
 from server.text.chat_environment import find_compared_texts, make_environment, reads_content_parts
 from server.text.errors import ChatTemplateError, TextTooLong, shorten_message
 from server.text.model_files import read_json_object, read_special_tokens
+from server.text.tool_parsers.formats import find_tool_format
 
 MAX_PROMPT_LENGTH = 2**25  # characters
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
@@ -48,6 +53,11 @@ class ChatTemplate:
         """Return the default template as jinja source text; None if there is none."""
         return self._sources.get("default")
 
+    @property
+    def sources(self) -> str:
+        """Return the jinja source text of all templates."""
+        return "\n".join(self._sources.values())
+
     def render(
         self,
         messages: Sequence[Message],
@@ -57,6 +67,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
         """Return the prompt with its special tokens: encode it without adding them.
@@ -74,13 +85,14 @@ class ChatTemplate:
             raise ChatTemplateError(f"{', '.join(reserved)} cannot be given to the chat template as a variable")
         template = self._get_template(with_tools=tools is not None)
         prepared = [template.prepare_message(message) for message in messages]
+        template.add_tools(prepared, tools)
         continued = ""
         if continue_final_message:
             continued, prepared[-1] = _mark_end(prepared[-1])
         context = {
             "messages": prepared,
             "tools": tools,
-            "documents": None,
+            "documents": documents,
             "add_generation_prompt": add_generation_prompt,
         }
         text = template.render(self._tokens | variables | context, max_length)
@@ -94,18 +106,29 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the prompt as `render` does. Raises ChatTemplateError also for roles that the template leaves out.
+        """Return the prompt as `render` does. Raises ChatTemplateError also for what the template would leave out.
 
         Left-out roles are found by rendering messages with marks, as many templates accept roles that they do not name.
         """
-        template = self._get_template(with_tools=False)
+        template = self._get_template(with_tools=tools is not None)
+        places = (("tools", tools, template.takes_tools), ("documents", documents, "documents" in template.variables))
+        for name, given, has_place in places:
+            if given and not has_place:
+                raise ChatTemplateError(
+                    f"the model's chat template has no place for {name}, so the model would not see them; leave {name} "
+                    "out, or use a model that was trained with them"
+                )
         known = COMMON_ROLES | template.compared_texts
         unnamed = {message["role"]: place for place, message in enumerate(messages) if message["role"] not in known}
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
+            "tools": tools,
+            "documents": documents,
             **variables,
         }
         try:
@@ -159,10 +182,12 @@ class _Template:
     """One compiled template, and whether it reads a message's content as text or as a list of parts."""
 
     def __init__(self, environment: jinja2.Environment, source: str) -> None:
+        self._source = source
         try:
             parsed = environment.parse(source)
             self._reads_parts = reads_content_parts(parsed)
             self.compared_texts = find_compared_texts(parsed)
+            self.variables = find_undeclared_variables(parsed)
             self._template = environment.from_string(source)
         except MemoryError:
             raise
@@ -172,11 +197,40 @@ class _Template:
     def prepare_message(self, message: Message) -> dict[str, Any]:
         """Return a message as the template sees it, without null values: templates only test whether a key exists."""
         prepared = {key: value for key, value in message.items() if value is not None}
+        if prepared.get("tool_calls"):
+            prepared = self._call_style.apply(prepared)
         if isinstance(parts := prepared.get("content"), list):
             text = _join_parts(parts)
             prepared["content"] = parts if self._reads_parts else text
         reasoning = next((prepared[name] for name in REASONING if name in prepared), None)
         return prepared if reasoning is None else {"thinking": reasoning} | prepared | {"reasoning_content": reasoning}
+
+    @cached_property
+    def _call_style(self) -> CallStyle:
+        """The form in which the template takes tool calls; found when there is the first one."""
+        family = find_tool_format(self._source)
+        if family is None or not family.writes_calls or family.form is None:
+            return find_call_style(self._template.render, None)
+        return find_call_style(self._template.render, family.form.write_list)
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether the template writes tools into the prompt."""
+        return "tools" in self.variables or self._takes_tools_in_system_message
+
+    @cached_property
+    def _takes_tools_in_system_message(self) -> bool:
+        """Whether the template looks for tools in the system message, as that of Phi-4-mini does."""
+        return "tools" not in self.variables and "tools" in self.compared_texts
+
+    def add_tools(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> None:
+        """Put the tools into the system message if the template looks for them there."""
+        if not tools or not self._takes_tools_in_system_message:
+            return
+        if not messages or messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": ""})
+        listed = json.dumps([tool["function"] for tool in tools], ensure_ascii=False)
+        messages[0] = messages[0] | {"tools": listed}
 
     def render(self, variables: Mapping[str, Any], max_length: int) -> str:
         pieces, size = [], 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import tokenizers
 
 from config.errors import SettingsError
@@ -87,7 +88,9 @@ class Encoder:
         backend.no_padding()
         self.backend = backend
         self.chat_template = chat or ChatTemplate({}, {})
-        self.vocabulary_data = extract_vocabulary(backend)
+        self.vocabulary_data = msgspec.structs.replace(
+            extract_vocabulary(backend), template_source=self.chat_template.sources
+        )
         self.vocabulary = Vocabulary(self.vocabulary_data)
         self._grammar_checker: GrammarChecker | None = None
 
@@ -142,6 +145,8 @@ class Encoder:
             call.max_length,
             add_generation_prompt=call.add_generation_prompt,
             continue_final_message=call.continue_final_message,
+            tools=call.tools,
+            documents=call.documents,
             **call.variables,
         )
         return Encoded(self.encode(text, add_special_tokens=call.add_special_tokens), text)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from config.errors import SettingsError
@@ -142,10 +143,21 @@ class Vocabulary:
         check_decoder(decoder)
         self._decoder = None if decoder is None else _make_decoder(decoder)
         self._piece_to_bytes = make_piece_reader(decoder)
+        self._data = data
         self.max_chars_per_token = data.max_chars_per_token
+        self.template_source = data.template_source
         self._tokens = data.tokens
         self._special = frozenset(data.special_ids)
         self._visible_tokens = [None if token in self._special else text for token, text in enumerate(data.tokens)]
+
+    def with_visible(self, texts: Collection[str]) -> Vocabulary:
+        """Return a vocabulary in which the special tokens with these texts are not special, so that they have text."""
+        special = [token for token in self._data.special_ids if self._data.tokens[token] not in texts]
+        return Vocabulary(msgspec.structs.replace(self._data, special_ids=special))
+
+    def find_special_token(self, text: str) -> int | None:
+        """Return the id of the special token with this text; None if there is none."""
+        return next((token for token in self._data.special_ids if self._data.tokens[token] == text), None)
 
     @property
     def vocab_size(self) -> int:

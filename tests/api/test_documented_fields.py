@@ -12,7 +12,9 @@ from pydantic import BaseModel
 from server.api.openai.chat import ChatRequest
 from server.api.openai.completions import CompletionRequest
 from server.api.openai.request_models import SpeculativeConfig, StreamOptions
+from server.api.openai.response_items.input import ReasoningOptions, ResponseRequest, ResponseTool, TextOptions
 from server.api.openai.tokenize import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
+from server.api.openai.tools.definitions import FunctionDefinition, Tool
 from server.api.ops.admin import ClearRequest, PinRequest, ProfileRequest, ShareRequest
 from server.api.ops.rollouts import GuardRequest, RolloutRequest
 
@@ -21,6 +23,12 @@ DOCUMENT = (ROOT / "docs" / "reference" / "api.md").read_text()
 BODIES = (
     CompletionRequest,
     ChatRequest,
+    ResponseRequest,
+    ResponseTool,
+    ReasoningOptions,
+    TextOptions,
+    FunctionDefinition,
+    Tool,
     StreamOptions,
     SpeculativeConfig,
     TokenizeRequest,

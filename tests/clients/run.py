@@ -1,7 +1,8 @@
 """`python -m tests.clients.run [NAME ...]`: installs each client into an environment of its own and runs its check.
 
 A client is a folder with requirements.txt and check.py, or with package.json and check.mjs; and with flags.txt if it
-wants a server with settings of its own. A check gets the server's URL and the model's name, and fails by its exit code.
+wants a server with settings of its own, where {tool_model} is the model of tests/end_to_end/tool_model.py. A check gets
+the server's URL and the model's name, and fails by its exit code.
 Environments stay in .clients until their requirements change.
 """
 
@@ -17,9 +18,11 @@ from itertools import groupby
 from pathlib import Path
 
 from tests.end_to_end.server_process import Server, serving
+from tests.end_to_end.tool_model import write_tool_model
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parents[1] / ".clients"
+TOOL_MODEL = "{tool_model}"
 SERVER = ("--dtype", "float32", "--threads", "1", "--kv-memory", "256MiB")
 
 
@@ -40,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def flags_of(name: str) -> list[str]:
     """The flags of the server that a client wants, beside SERVER."""
     file = HERE / name / "flags.txt"
-    return file.read_text().split() if file.exists() else []
+    flags = file.read_text().split() if file.exists() else []
+    return [str(write_tool_model(ENVIRONMENTS / "tools")) if flag == TOOL_MODEL else flag for flag in flags]
 
 
 def is_js(folder: Path) -> bool:

@@ -322,7 +322,6 @@ def test_only_text_has_a_place_in_a_prompt() -> None:
         ("{{ 1 / 0 }}", {}, "does not take these messages: division by zero"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", {}, "does not take these messages"),
         ("{{ messages }}", {"messages": []}, "messages cannot be given"),
-        ("{{ messages }}", {"documents": []}, "documents cannot be given"),
         ("nothing of content", {"continue_final_message": True, "add_generation_prompt": False}, "does not show"),
         ("{{ messages[0].content }}", {"continue_final_message": True}, "set the other to false"),
     ],

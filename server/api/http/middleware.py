@@ -53,6 +53,7 @@ SHARED_PATHS = ("/health", "/ready")
 UNVERSIONED_ROUTES = (
     "/completions",
     "/chat/completions",
+    "/responses",
     "/models",
     "/kv_cache",
     "/settings",

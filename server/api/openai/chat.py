@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
 from pydantic import Field, ValidationInfo, field_validator
 
-from server.api.http.errors import make_error_responses
+from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.json_route import JsonRoute
 from server.api.openai.conversation import Messages, Rendering, encode_chat, iter_texts
 from server.api.openai.conversation_key import get_chat_beginning, make_conversation_key
@@ -29,12 +30,21 @@ from server.api.openai.request_models import (
     MAX_NAME_LENGTH,
     SESSION_ID,
     GenerationRequest,
-    Ignored,
     LongList,
     Unsupported,
     allow_only,
 )
-from server.api.openai.response_models import ChatChoice, ChatChunk, ChatChunkChoice, ChatCompletion, ChatMessage, Delta
+from server.api.openai.response_models import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatMessage,
+    Delta,
+    DeltaToolCall,
+    FunctionCall,
+    MessageToolCall,
+)
 from server.api.openai.responses import (
     Format,
     make_chunk_fields,
@@ -43,7 +53,11 @@ from server.api.openai.responses import (
     set_choice_fields,
     set_prompt_fields,
 )
-from server.api.openai.structured.check import check_constraints
+from server.api.openai.structured.check import check_constraint, check_constraints
+from server.api.openai.tools.definitions import ToolChoice, ToolChoiceField, check_choice, get_schemas
+from server.api.openai.tools.message_format import MessageFormat, MessageParsing, begin_call, end_reasoning
+from server.grammar.constraint import Constraint
+from server.text.processes.messages import Encoded
 from server.text.tokenizer import truncate_prompt
 
 
@@ -63,11 +77,13 @@ class ChatRequest(GenerationRequest, Rendering):
         False, description="add the special tokens that the model expects, besides those of the chat template"
     )
     modalities: Annotated[LongList[str], allow_only(["text"])] = Field(default=["text"])
-    tools: Annotated[list[Any], allow_only([])] = Field(default_factory=list)
-    tool_choice: Annotated[Any, allow_only("none", "auto")] = "none"
-    parallel_tool_calls: Ignored[bool] = None
-    functions: Annotated[list[Any], allow_only([])] = Field(default_factory=list)
-    function_call: Annotated[Any, allow_only("none", "auto")] = "none"
+    tool_choice: ToolChoiceField | None = Field(
+        None, validate_default=True, description="whether the model may call tools; default: auto if there are tools"
+    )
+    parallel_tool_calls: bool = Field(True, description="whether a message may have several tool calls")
+    include_reasoning: bool = Field(True, description="return the model's reasoning, if it writes one")
+    functions: Annotated[list[Any], allow_only([], instead="use tools, which replace it")] = Field(default_factory=list)
+    function_call: Annotated[Any, allow_only("none", "auto", instead="use tool_choice, which replaces it")] = "none"
     audio: Unsupported = None
     moderation: Unsupported = None
     web_search_options: Unsupported = None
@@ -86,9 +102,34 @@ class ChatRequest(GenerationRequest, Rendering):
             raise ValueError("differs from max_tokens; send one of them")
         return value
 
+    @field_validator("tool_choice")
+    @classmethod
+    def _check_tool_choice(cls, value: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
+        check_choice(value, info.data.get("tools", []))
+        if value is not None and value.mode == "required" and info.data.get("continue_final_message"):
+            raise ValueError("a call cannot be required together with continue_final_message")
+        return value
+
     @property
     def requested_max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the model may call a tool."""
+        return bool(self.tools) and (self.tool_choice is None or self.tool_choice.mode != "none")
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the model has to call a tool."""
+        return self.tool_choice is not None and self.tool_choice.mode == "required"
+
+    @property
+    def called_tool(self) -> str | None:
+        """The name of the only tool that the model may call; None: there are several."""
+        if self.tool_choice is not None and self.tool_choice.name is not None:
+            return self.tool_choice.name
+        return self.tools[0].function.name if len(self.tools) == 1 else None
 
 
 def router(serving: Serving) -> APIRouter:
@@ -119,7 +160,14 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
     serving.limits.check_total_length(iter_texts(body.messages), "messages")
     longest = serving.limits.get_max_characters(hello.max_seq_len if body.truncate_prompt_tokens is None else None)
     special = body.add_special_tokens
+    parsing = make_parsing(serving.message_format, body)
     encoded = await encode_chat(serving.tokenizer, body.messages, body, longest, add_special_tokens=special)
+    grammar = await make_grammar(serving, body)
+    if parsing is not None and body.must_call:
+        parsing = begin_with_call(parsing, encoded.text, body.called_tool, is_forced=grammar is not None)
+        if parsing.begun:
+            text = encoded.text + parsing.begun
+            encoded = Encoded(await serving.tokenizer.encode(text, add_special_tokens=special), text)
     prompt = PromptTokens(truncate_prompt(encoded.ids, body.truncate_prompt_tokens), encoded.text)
     max_tokens = (
         max(1, hello.max_seq_len - len(prompt.ids)) if body.requested_max_tokens is None else body.requested_max_tokens
@@ -133,8 +181,55 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
         prompt_logprobs=body.prompt_logprobs,
     )
     conversation = make_conversation_key(hints, body, get_chat_beginning(body.messages))
-    grammar = await check_constraints(serving, body.iter_constraints())
-    return make_job("chatcmpl", body, [prompt], sampling, body.n, hints, [conversation], grammar)
+    return make_job("chatcmpl", body, [prompt], sampling, body.n, hints, [conversation], grammar, parsing)
+
+
+async def make_grammar(serving: Serving, body: ChatRequest) -> str | None:
+    """Return the grammar of a chat's messages: of the calls that are required, or of what the text has to be.
+
+    None: they may be any text. Raises as `check_constraint`, and ApiError for a text that is constrained although the
+    model may call tools instead.
+    """
+    constraints = list(body.iter_constraints())
+    if body.must_call:  # such a message has no text
+        schemas = get_schemas(body.tools)
+        if body.called_tool is not None:
+            schemas = {body.called_tool: schemas[body.called_tool]}
+        parallel = body.parallel_tool_calls and body.tool_choice is not None and body.tool_choice.name is None
+        lark = serving.message_format.make_grammar(schemas, parallel=parallel)
+        return None if lark is None else await check_constraint(serving, Constraint("lark", lark, "tools"))
+    if constraints and body.may_call:
+        param = constraints[0].param
+        message = f'{param}: cannot be combined with tools, unless tool_choice is "none" or "required"'
+        raise ApiError(400, message, param=param)
+    return await check_constraints(serving, constraints)
+
+
+def make_parsing(format: MessageFormat, body: ChatRequest) -> MessageParsing | None:
+    """Return how a chat's messages are split; None if they are not. Raises ApiError if tools cannot be used."""
+    if body.may_call and format.tools is None:
+        message = (
+            "tools: the model's chat template shows no known way to write tool calls, so they could not be told from "
+            "text; use a model that was trained with tools, name its format in the setting tool_call_parser, or send "
+            'tool_choice: "none"'
+        )
+        raise ApiError(400, message, param="tools", code="tools_not_supported")
+    if not body.may_call and format.reasoning is None:
+        return None
+    schemas = get_schemas(body.tools) if body.may_call else None
+    return MessageParsing(format, schemas, body.parallel_tool_calls, body.include_reasoning)
+
+
+def begin_with_call(parsing: MessageParsing, prompt: str, name: str | None, *, is_forced: bool) -> MessageParsing:
+    """Return the parsing of a message that calls a tool, the one of this name if there is one.
+
+    If no grammar forces the call, the prompt will end with its beginning, so that the model can only go on from there.
+    """
+    begun = end_reasoning(parsing.format, prompt) if is_forced else begin_call(parsing.format, prompt, name)
+    if begun is None:
+        message = "tool_choice: a call cannot be required of this model; send auto"
+        raise ApiError(400, message, param="tool_choice", code="tools_not_supported")
+    return replace(parsing, begun=begun)
 
 
 # ---------------------------------------------------------------- functions that make a response of generated text
@@ -153,12 +248,25 @@ def make_chat_chunks(delta: OutputDelta | None, generation: Generation[ChatReque
             set_prompt_fields(chunks[0], delta.choice, generation)
             delta = delta._replace(is_first_of_all=False)
     if delta.finish_reason is None:
-        return [*chunks, _make_chunk(delta, Delta(delta.text), generation)]
-    if delta.text:
-        text = delta._replace(finish_reason=None, stop_reason=None, record=None, comparison=None)
-        chunks.append(_make_chunk(text, Delta(delta.text), generation))
-        delta = delta._replace(text="", tokens=[], logprobs=[])
+        return [*chunks, _make_chunk(delta, _make_delta(delta), generation)]
+    if delta.text or delta.reasoning or delta.tool_calls:
+        parts = delta._replace(finish_reason=None, stop_reason=None, record=None, comparison=None)
+        chunks.append(_make_chunk(parts, _make_delta(delta), generation))
+        delta = delta._replace(text="", reasoning="", tool_calls=(), tokens=[], logprobs=[])
     return [*chunks, _make_chunk(delta, Delta(), generation)]
+
+
+def _make_delta(delta: OutputDelta) -> Delta:
+    """Return the parts of a delta that are not empty; the content if all are."""
+    message = Delta(delta.text) if delta.text or not (delta.reasoning or delta.tool_calls) else Delta()
+    if delta.reasoning:
+        message.reasoning = message.reasoning_content = delta.reasoning
+    if delta.tool_calls:
+        message.tool_calls = [
+            DeltaToolCall(call.id, FunctionCall(call.name, call.arguments), index=call.number)
+            for call in delta.tool_calls
+        ]
+    return message
 
 
 def _make_chunk(delta: OutputDelta, message: Delta, generation: Generation[ChatRequest]) -> ChatChunk:
@@ -171,13 +279,25 @@ def _make_chunk(delta: OutputDelta, message: Delta, generation: Generation[ChatR
 def make_chat_completion(deltas: Sequence[OutputDelta], generation: Generation[ChatRequest]) -> ChatCompletion:
     choices = []
     for delta in deltas:
-        message = ChatMessage(delta.text)
-        choice = ChatChoice(index=delta.choice, message=message, logprobs=_make_logprobs(delta, generation))
+        choice = ChatChoice(
+            index=delta.choice, message=_make_message(delta), logprobs=_make_logprobs(delta, generation)
+        )
         set_choice_fields(choice, delta, generation)
         choices.append(choice)
     response = ChatCompletion(**make_response_fields(generation), choices=choices)
     set_prompt_fields(response, 0, generation)
     return response
+
+
+def _make_message(delta: OutputDelta) -> ChatMessage:
+    message = ChatMessage(delta.text if delta.text or not (delta.reasoning or delta.tool_calls) else None)
+    if delta.reasoning:
+        message.reasoning = message.reasoning_content = delta.reasoning
+    if delta.tool_calls:
+        message.tool_calls = [
+            MessageToolCall(call.id, FunctionCall(call.name, call.arguments)) for call in delta.tool_calls
+        ]
+    return message
 
 
 CHAT_FORMAT = Format(make_chat_chunks, make_chat_completion)

@@ -23,6 +23,7 @@ from typing_extensions import TypedDict  # pydantic cannot read the TypedDict of
 from server.api.http.errors import ApiError
 from server.api.http.json_body import MAX_VALUES, Body, FieldNotes, count_values, format_value, get_field_notes
 from server.api.openai.request_models import MAX_NAME_LENGTH, Ignored, LongList, Unsupported, allow_only
+from server.api.openai.tools.definitions import Tools
 from server.text.chat import RESERVED
 from server.text.errors import TextRefused
 from server.text.processes.messages import EncodeChat, Encoded
@@ -104,7 +105,7 @@ class Function(Body):
     parsed_arguments: Ignored[Any] = None
 
 
-class ToolCall(Body):
+class AssistantToolCall(Body):
     path_prefix = "messages.tool_calls."
 
     id: str | None = None
@@ -123,7 +124,7 @@ class Message(Body):
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="another name of reasoning_content")
-    tool_calls: LongList[ToolCall] | None = None
+    tool_calls: LongList[AssistantToolCall] | None = None
     tool_call_id: str | None = None
     prefix: Annotated[bool, allow_only(False, instead="use continue_final_message")] = Field(False, exclude=True)
     audio: Unsupported = None
@@ -138,6 +139,12 @@ class Message(Body):
     def _check_content(self) -> Self:
         if self.content is None and self.role != "assistant":
             raise ValueError("content is required; only an assistant's message may be without")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(
+                f"a message of the role {format_value(self.role)} has no tool_calls, only an assistant's has"
+            )
+        if self.role == "tool" and not self.tool_call_id:
+            raise ValueError("tool_call_id is required: the id of the tool call that the message answers")
         return self
 
 
@@ -161,7 +168,20 @@ def _iter_encoded_arguments(messages: Any) -> Iterator[str]:
                     yield arguments
 
 
-Messages = Annotated[LongList[Message], BeforeValidator(_check_arguments)]
+def _check_answers(messages: list[Message]) -> list[Message]:
+    """Refuse answers to tool calls that no message before them has."""
+    called: set[str] = set()
+    for place, message in enumerate(messages):
+        called |= {call.id for call in message.tool_calls or () if call.id is not None}
+        if message.role == "tool" and message.tool_call_id not in called:
+            raise ValueError(
+                f"messages[{place}] answers the tool call {format_value(message.tool_call_id)}, but no assistant's "
+                "message before it has a tool call with this id"
+            )
+    return messages
+
+
+Messages = Annotated[LongList[Message], BeforeValidator(_check_arguments), AfterValidator(_check_answers)]
 
 
 class Rendering(Body):
@@ -175,6 +195,10 @@ class Rendering(Body):
     )
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_check_not_reserved)] = Field(
         default_factory=dict, description="variables of the chat template, such as enable_thinking"
+    )
+    tools: Tools = Field(default_factory=list, description="functions that the model may call")
+    documents: LongList[dict[str, Any]] | None = Field(
+        None, description="documents to answer from, for chat templates that write them into the prompt"
     )
     reasoning_effort: str | None = Field(
         None,
@@ -228,6 +252,8 @@ async def encode_chat(
         add_generation_prompt=rendering.adds_generation_prompt,
         continue_final_message=rendering.continue_final_message,
         variables=rendering.template_variables,
+        tools=[tool.written for tool in rendering.tools] or None,
+        documents=rendering.documents,
     )
     try:
         return await tokenizer.encode_chat(chat)

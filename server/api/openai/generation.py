@@ -31,6 +31,8 @@ from server.engine.ipc.messages import (
 from server.records import RequestRecord
 from server.text.output import Detokenizer, OutputText, OutputToken
 from server.text.tokenizer import TokenizerBase
+from server.text.tool_parsers.calls import ToolCall
+from server.text.tool_parsers.message_parser import MessageParser
 
 T = TypeVar("T")
 
@@ -44,6 +46,8 @@ class OutputDelta(NamedTuple):
     text: str
     tokens: list[OutputToken]
     logprobs: list[TokenLogprob]  # one for each of `tokens`; empty if the request has no logprobs
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token's id, that ended the text
     record: RequestRecord | None = None  # only in a choice's last delta, if the request has `explain`
@@ -62,6 +66,8 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
     return [
         parts[-1]._replace(
             text="".join(part.text for part in parts),
+            reasoning="".join(part.reasoning for part in parts),
+            tool_calls=tuple(call for part in parts for call in part.tool_calls),
             tokens=[token for part in parts for token in part.tokens],
             logprobs=[score for part in parts for score in part.logprobs],
             comparison=merge_comparisons([part.comparison for part in parts if part.comparison is not None]),
@@ -111,6 +117,8 @@ class Generation(Generic[B]):
         self._deadlines = serving.deadlines
         self._stream: Stream
         self._outputs: list[OutputText] = []
+        self._parsers: list[MessageParser] = []  # by choice; empty if the texts are not split
+        self._held_deltas: dict[int, OutputDelta] = {}  # by choice: tokens of which a parser has shown nothing yet
         self._choice_by_request_id = {submit.request_id: index for index, submit in enumerate(job.submits)}
         # By choice: log-probabilities of tokens whose text was not returned yet.
         self._pending_logprobs: list[deque[TokenLogprob]] = [deque() for _ in job.submits]
@@ -135,21 +143,27 @@ class Generation(Generic[B]):
         async with self._client.stream(self.job.submits) as self._stream:
             self.submit_time = time.monotonic()
             self._outputs = self._make_output_texts()
+            self._parsers = self._make_parsers()
             with self._limit_time():
                 yield
 
     def _make_output_texts(self) -> list[OutputText]:
         """Return for each choice an OutputText, which continues the choice's prompt."""
-        body = self.job.body
+        body, parsing = self.job.body, self.job.parsing
+        vocabulary = self.tokenizer if parsing is None else parsing.vocabulary
         return [
             OutputText(
-                Detokenizer(self.tokenizer, submit.prompt, skip_special=body.skip_special_tokens),
+                Detokenizer(vocabulary, submit.prompt, skip_special=body.skip_special_tokens),
                 body.stop,
                 include_stop=body.include_stop_str_in_output,
                 min_tokens=body.min_tokens,
             )
             for submit in self.job.submits
         ]
+
+    def _make_parsers(self) -> list[MessageParser]:
+        parsing, choices = self.job.parsing, range(len(self.job.submits))
+        return [] if parsing is None else [parsing.make_parser(self.job.get_prompt(i).text) for i in choices]
 
     @contextlib.contextmanager
     def _limit_time(self) -> Iterator[None]:
@@ -342,12 +356,39 @@ class Generation(Generic[B]):
         stop_reason: str | int | None = output.stop_reason
         if event.finish_reason == "stop" and stop_reason is None and event.tokens[-1] in submit.sampling.stop_token_ids:
             stop_reason = event.tokens[-1]
-        return OutputDelta(
-            index,
-            released.text,
-            released.tokens,
-            released_scores,
-            output.finish_reason,
-            stop_reason,
-            num_tokens=output.num_tokens,
+        return self._split(
+            OutputDelta(
+                index,
+                released.text,
+                released.tokens,
+                released_scores,
+                finish_reason=output.finish_reason,
+                stop_reason=stop_reason,
+                num_tokens=output.num_tokens,
+            )
         )
+
+    def _split(self, delta: OutputDelta) -> OutputDelta | None:
+        """Return a delta whose text is split into content, reasoning and tool calls; None if there is nothing to show.
+
+        The tokens of a delta that shows nothing come with the next one.
+        """
+        if self.job.parsing is None:
+            return delta
+        parser, ends = self._parsers[delta.choice], delta.finish_reason is not None
+        parts = [parser.push(delta.text), parser.finish()] if ends else [parser.push(delta.text)]
+        reasoning = "".join(part.reasoning for part in parts) if self.job.parsing.include_reasoning else ""
+        if (held := self._held_deltas.pop(delta.choice, None)) is not None:
+            held.tokens.extend(delta.tokens)
+            held.logprobs.extend(delta.logprobs)
+            delta = delta._replace(tokens=held.tokens, logprobs=held.logprobs)
+        delta = delta._replace(
+            text="".join(part.content for part in parts),
+            reasoning=reasoning,
+            tool_calls=tuple(call for part in parts for call in part.tool_calls),
+            finish_reason="tool_calls" if delta.finish_reason == "stop" and parser.calls.count else delta.finish_reason,
+        )
+        if ends or delta.text or delta.reasoning or delta.tool_calls:
+            return delta
+        self._held_deltas[delta.choice] = delta
+        return None

@@ -19,6 +19,7 @@ from server.api.http.api_keys import LimitsByKey, get_tenant
 from server.api.http.errors import ApiError
 from server.api.http.json_body import format_value
 from server.api.openai.request_models import INT64, CacheRequest, GenerationRequest, SamplingRequest
+from server.api.openai.tools.message_format import MessageFormat, MessageParsing
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Caching, Hello, SamplingParams, Speculation, Strategy, Submit
 from server.grammar.constraint import Constraint
@@ -69,6 +70,7 @@ class Job(Generic[B]):
     prompts: Sequence[PromptTokens]
     choices_per_prompt: int  # number of choices generated for each prompt
     submits: Sequence[Submit]  # the engine's requests: one for each choice of the first prompt, then of the second ...
+    parsing: MessageParsing | None = None  # how the choices' texts are split; None: they are not
     created: int = field(default_factory=lambda: int(time.time()))
 
     @cached_property
@@ -93,6 +95,7 @@ def make_job(
     hints: StrategyHints,
     conversations: Sequence[str],
     grammar: str | None = None,
+    parsing: MessageParsing | None = None,
 ) -> Job[B]:
     """Make the job of a request.
 
@@ -124,7 +127,7 @@ def make_job(
         for choice in range(choices)
     ]
     job_id = f"{kind}-{body.request_id or key}"
-    return Job(body, job_id, hints.model, hints.system_fingerprint, prompts, choices, submits)
+    return Job(body, job_id, hints.model, hints.system_fingerprint, prompts, choices, submits, parsing)
 
 
 def make_sampling(
@@ -327,6 +330,7 @@ class Serving:
     limits: RequestLimits
     deadlines: Deadlines
     limits_by_key: LimitsByKey
+    message_format: MessageFormat
     log_prompts: bool = False
     any_model_name: bool = False  # whether an unknown model name means the served model
 

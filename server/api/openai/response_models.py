@@ -105,15 +105,36 @@ class CompletionResponse(GenerationResponse, kw_only=True):
 
 
 # ---------------------------------------------------------------- chats
+class FunctionCall(Struct):
+    name: str
+    arguments: str  # JSON
+
+
+class MessageToolCall(Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
+class DeltaToolCall(MessageToolCall, kw_only=True):
+    index: int
+
+
 class ChatMessage(Struct):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the older name, which many clients read
+    tool_calls: list[MessageToolCall] | UnsetType = UNSET
 
 
 class Delta(Struct):
     content: str | UnsetType = UNSET
     role: Literal["assistant"] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[DeltaToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Choice, kw_only=True):

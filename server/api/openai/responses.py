@@ -48,9 +48,11 @@ class Format(NamedTuple, Generic[B]):
     """How an endpoint writes its response, streamed or whole: two pure functions of deltas and their generation."""
 
     # Returns the chunks of a streamed delta; for None, the last chunk, with the usage and without choices
-    make_chunks: Callable[[OutputDelta | None, Generation[B]], Sequence[GenerationResponse]]
+    make_chunks: Callable[[OutputDelta | None, Generation[B]], Sequence[GenerationResponse | dict[str, Any]]]
     # Returns the whole response, made of one delta for each choice
-    make_response: Callable[[Sequence[OutputDelta], Generation[B]], GenerationResponse]
+    make_response: Callable[[Sequence[OutputDelta], Generation[B]], GenerationResponse | dict[str, Any]]
+    encode: Callable[[Any], bytes] = ENCODER.encode  # encodes a chunk
+    has_state: bool = False  # whether a chunk depends on those before it
 
 
 def respond(generation: Generation[B], format: Format[B]) -> Response:
@@ -81,7 +83,7 @@ async def _iter_chunks(generation: Generation[B], format: Format[B]) -> AsyncIte
         quick = _are_quick(deltas, generation)
         yield encoder.encode(deltas) if quick else await asyncio.to_thread(encoder.encode, deltas)
     if generation.job.body.include_usage:
-        yield [ENCODER.encode(chunk) for chunk in format.make_chunks(None, generation)]
+        yield [format.encode(chunk) for chunk in format.make_chunks(None, generation)]
 
 
 def _are_quick(deltas: Sequence[OutputDelta], generation: Generation[B]) -> bool:
@@ -102,17 +104,18 @@ class ChunkEncoder(Generic[B]):
         self._format = format
         body, sampling = generation.job.body, generation.job.submits[0].sampling
         has_more = body.return_token_ids or body.continuous_usage or body.kv_cache_reference is not None
-        self._wants_text_only = sampling.logprobs is None and not has_more
+        self._wants_text_only = sampling.logprobs is None and not (has_more or format.has_state)
         self._text_surroundings: dict[int, tuple[bytes, bytes]] = {}  # by choice: JSON before and after the text
 
     def encode(self, deltas: Sequence[OutputDelta]) -> list[bytes]:
         """Return the encoded chunks of these deltas, in order."""
         chunks: list[bytes] = []
         for delta in deltas:
-            if self._wants_text_only and delta.finish_reason is None and not delta.is_first:
+            has_text_only = delta.finish_reason is None and not (delta.is_first or delta.reasoning or delta.tool_calls)
+            if self._wants_text_only and has_text_only:
                 chunks.append(self._encode_text(delta))
             else:
-                chunks += map(ENCODER.encode, self._format.make_chunks(delta, self._generation))
+                chunks += map(self._format.encode, self._format.make_chunks(delta, self._generation))
         return chunks
 
     def _encode_text(self, delta: OutputDelta) -> bytes:

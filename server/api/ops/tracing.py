@@ -21,7 +21,7 @@ from server.version import get_version
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat", "/v1/responses": "chat"}
 SHUTDOWN_TIMEOUT = 2.0  # seconds to send the remaining spans when the process ends
 PROVIDER = "kvmux"
 

@@ -42,6 +42,8 @@ class EncodeChat(msgspec.Struct, frozen=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     variables: dict[str, Any] = {}
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
 
 
 class Infill(msgspec.Struct, frozen=True):
@@ -70,12 +72,13 @@ Call: TypeAlias = Encode | EncodeChat | Infill | Decode | CheckGrammar
 
 # ---------------------------------------------------------------- from the process
 class VocabularyData(msgspec.Struct, frozen=True):
-    """The parts of a tokenizer that are needed to decode tokens."""
+    """The parts of a tokenizer that are needed to decode tokens and to find tool calls in their text."""
 
     tokens: list[str | None]  # text of each token, by id; None: no token has this id
     special_ids: list[int]
     decoder: str | None  # JSON text of the decoder, as in tokenizer.json
     max_chars_per_token: int | None = None  # most characters of text in one token; None: any number
+    template_source: str = ""  # source text of the chat templates, which shows how the model writes tool calls
 
 
 class TokenizerLoaded(msgspec.Struct, tag=True, frozen=True):

@@ -13,7 +13,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from server.api.http.json_body import MAX_REPORTED_NAME_LENGTH, MAX_REPORTED_NAMES
 from server.api.openai.chat import ChatRequest
 from server.api.openai.completions import CompletionRequest
-from server.api.openai.conversation import PART_FIELDS, Function, Message, ToolCall
+from server.api.openai.conversation import PART_FIELDS, AssistantToolCall, Function, Message
 from server.engine.ipc.messages import Submit
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ def test_every_field_of_openais_messages_is_known() -> None:
     assert chat.ChatCompletionContentPartTextParam.__annotations__.keys() <= PART_FIELDS
     calls: list[type] = [chat.ChatCompletionMessageFunctionToolCallParam, chat.ParsedFunctionToolCall]
     for call in calls:
-        assert call.__annotations__.keys() <= ToolCall.model_fields.keys()
+        assert call.__annotations__.keys() <= AssistantToolCall.model_fields.keys()
     assert chat.parsed_function_tool_call.ParsedFunction.__annotations__.keys() <= Function.model_fields.keys()
 
 
@@ -129,12 +129,7 @@ def test_its_outermost_type_is_checked(
 
 def test_every_field_without_effect_is_looked_at() -> None:
     assert CompletionRequest.no_effect_fields == {*SENT, "guided_decoding_backend", "reasoning_effort"}
-    assert ChatRequest.no_effect_fields == {*SENT, "guided_decoding_backend", "parallel_tool_calls"}
-
-
-def test_parallel_tool_calls(engine: FakeEngine, http: httpx.Client) -> None:
-    answer = ask(http, "/v1/chat/completions", parallel_tool_calls=False, tools=[], tool_choice="auto")
-    assert ignored(answer) == ["parallel_tool_calls"]
+    assert ChatRequest.no_effect_fields == {*SENT, "guided_decoding_backend"}
 
 
 MESSAGE: dict[str, Any] = {
@@ -205,8 +200,6 @@ def test_a_refusal_is_what_the_assistant_said(engine: FakeEngine, http: httpx.Cl
 def test_unsupported_fields_say_so(engine: FakeEngine, http: httpx.Client, ignorant: httpx.Client) -> None:
     """Also where unknown fields are ignored: these are known."""
     sent: dict[str, Any] = {
-        "tools": [{"type": "function"}],
-        "tool_choice": "required",
         "functions": [{"name": "f"}],
         "function_call": {"name": "f"},
         "audio": {"voice": "alloy"},

@@ -13,6 +13,7 @@ from tests.api.payloads import VALID_REQUEST
     ("method", "path", "body"),
     [
         ("POST", "/completions", VALID_REQUEST),
+        ("POST", "/responses", {"model": "tiny", "input": "hi"}),
         ("POST", "/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}),
         ("GET", "/models", None),
         ("GET", "/models/tiny:short", None),

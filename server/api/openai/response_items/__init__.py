@@ -1,0 +1,1 @@
+"""OpenAI's Responses API, without stored responses: a chat in another form."""

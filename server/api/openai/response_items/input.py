@@ -1,0 +1,218 @@
+"""The body of POST /v1/responses, and the chat that it stands for. Knows no response.
+
+Input items become messages: calls become `tool_calls` of the assistant's message before them, reasoning belongs to the
+message or the calls after it, and outputs of calls become messages of the role `tool`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ModelWrapValidatorHandler, PlainValidator, model_validator
+
+from server.api.http.json_body import Body, format_value
+from server.api.openai.request_models import INT64, GenerationRequest, Ignored, Unsupported, allow_only
+from server.api.openai.tools.definitions import TOOL_NAME, check_tool_type
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXTS = ("input_text", "output_text", "text")  # types of parts of a message that are text
+
+
+class ResponseTool(Body):
+    path_prefix = "tools."
+
+    type: Literal["function"]
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Ignored[bool] = None
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_type(cls, value: Any, handler: ModelWrapValidatorHandler[ResponseTool]) -> ResponseTool:
+        check_tool_type(value)
+        return handler(value)
+
+    def make_chat_tool(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+
+
+class ReasoningOptions(Body):
+    path_prefix = "reasoning."
+
+    effort: str | None = Field(None, max_length=64)
+    summary: Ignored[str] = None
+    generate_summary: Ignored[str] = None
+
+
+class TextFormat(Body):
+    """What the text has to be: `response_format` of a chat, with the members of its `json_schema` beside the type."""
+
+    path_prefix = "text.format."
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: Ignored[bool] = None
+
+    def make_response_format(self) -> dict[str, Any]:
+        """Return the response_format of a chat."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        schema = {} if self.schema_ is None else {"schema": self.schema_}
+        return {"type": self.type, "json_schema": {"name": self.name or "", **schema}}
+
+
+class TextOptions(Body):
+    path_prefix = "text."
+
+    format: TextFormat | None = None
+    verbosity: Ignored[str] = None
+
+    def make_response_format(self) -> dict[str, Any] | None:
+        """Return the response_format of a chat; None: any text."""
+        return None if self.format is None else self.format.make_response_format()
+
+
+def _check_input(value: Any) -> Any:
+    """Return the input as messages of a chat, in its JSON form."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"should be a text, or a list of items, not {format_value(value)}")
+    chat = _InputChat()
+    for place, item in enumerate(value):
+        chat.add(item, f"input[{place}]")
+    return chat.messages
+
+
+class _InputChat:
+    """The messages that input items become."""
+
+    def __init__(self) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self._reasoning: str | None = None
+
+    def add(self, item: Any, where: str) -> None:
+        """Add an item. Raises ValueError for one that is not supported."""
+        match item:
+            case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
+                function = {"name": name, "arguments": arguments}
+                calls = self._get_assistant().setdefault("tool_calls", [])
+                calls.append({"id": call_id, "type": "function", "function": function})
+            case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
+                content = _read_content(output, where)
+                self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            case {"type": "reasoning"}:
+                self._reasoning = _read_reasoning(item, where)
+            case {"role": str(role), "content": content} if role in ROLES and item.get("type", "message") == "message":
+                message = self._get_assistant(is_new=True) if role == "assistant" else self._start(role)
+                message["content"] = _read_content(content, where)
+            case {"type": str(kind)}:
+                raise ValueError(f"{where} of the type {format_value(kind)} is not supported, or lacks a field")
+            case _:
+                raise ValueError(f"{where} should be a message or another item with a type, not {format_value(item)}")
+
+    def _start(self, role: str) -> dict[str, Any]:
+        self.messages.append({"role": role})
+        return self.messages[-1]
+
+    def _get_assistant(self, *, is_new: bool = False) -> dict[str, Any]:
+        """Return the assistant's message that an item belongs to: the last one, unless a new one begins."""
+        if is_new or self._reasoning is not None or not self.messages or self.messages[-1]["role"] != "assistant":
+            message = self._start("assistant")
+            if self._reasoning is not None:
+                message["reasoning_content"], self._reasoning = self._reasoning, None
+        return self.messages[-1]
+
+
+def _read_content(content: Any, where: str) -> Any:
+    """Return a content in the form of a chat: a text, or parts of the type text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"{where}: content should be a text or a list of parts, not {format_value(content)}")
+    return [{"type": "text", "text": _read_part(part, where)} for part in content]
+
+
+def _read_part(part: Any, where: str) -> str:
+    match part:
+        case {"type": str(kind), "text": str(text)} if kind in TEXTS:
+            return text
+        case {"type": "refusal", "refusal": str(text)}:
+            return text
+    raise ValueError(f"{where}: parts should be texts, not {format_value(part)}")
+
+
+def _read_reasoning(item: dict[str, Any], where: str) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{where}: parts of reasoning should have a text")
+    return "\n".join(str(text) for text in texts)
+
+
+def _read_choice(value: Any) -> Any:
+    """Return a choice of a tool in the form of a chat."""
+    match value:
+        case {"type": "function", "name": str(name)} if len(value) == 2:
+            return {"type": "function", "function": {"name": name}}
+        case "none" | "auto" | "required":
+            return value
+    raise ValueError(
+        'should be "none", "auto", "required" or {"type": "function", "name": ...}; '
+        f"other choices are not supported, such as {format_value(value)}"
+    )
+
+
+class ResponseRequest(GenerationRequest):
+    """Body of POST /v1/responses, beside the fields of all generation."""
+
+    input: Annotated[list[dict[str, Any]], PlainValidator(_check_input, json_schema_input_type=str | list[Any])]
+    instructions: str | None = Field(None, description="a message of the system before the input")
+    max_output_tokens: int | None = Field(
+        None, ge=1, lt=INT64, description="most tokens to generate; default: as many as fit the context"
+    )
+    tools: list[ResponseTool] = Field(default_factory=list)
+    tool_choice: Annotated[Any, PlainValidator(_read_choice)] = None
+    parallel_tool_calls: bool = True
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Fields of other endpoints that a response has no place for
+    n: Annotated[int, allow_only(1)] = 1
+    explain: Annotated[bool, allow_only(False)] = False
+    kv_cache_reference: Annotated[str | None, allow_only(None)] = None
+    prompt_logprobs: Annotated[int | None, allow_only(None)] = None
+    return_token_ids: Annotated[bool, allow_only(False)] = False
+    return_tokens_as_token_ids: Annotated[bool, allow_only(False)] = False
+    response_format: Annotated[Any, allow_only(instead="use text.format")] = None
+    # Fields of OpenAI's that are not supported
+    background: Annotated[bool, allow_only(False)] = False
+    truncation: Annotated[str, allow_only("disabled")] = "disabled"
+    top_logprobs: Annotated[int, allow_only(0)] = 0
+    previous_response_id: Annotated[Any, allow_only(instead="send the earlier items in `input`")] = None
+    conversation: Annotated[Any, allow_only(instead="send the earlier items in `input`")] = None
+    prompt: Unsupported = None
+    include: Ignored[list[Any]] = None
+    max_tool_calls: Ignored[int] = None
+
+    def make_chat_body(self) -> dict[str, Any]:
+        """Return the body of the chat that the request stands for."""
+        own = set(ResponseRequest.model_fields) - set(GenerationRequest.model_fields)
+        body = self.model_dump(exclude_unset=True, exclude=own | {"stream_options", "response_format"})
+        if self.logit_bias:
+            body["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
+        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return body | {
+            "messages": first + self.input,
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [tool.make_chat_tool() for tool in self.tools],
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "response_format": None if self.text is None else self.text.make_response_format(),
+        }

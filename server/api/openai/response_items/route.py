@@ -1,0 +1,47 @@
+"""POST /v1/responses: a chat in the form of OpenAI's Responses API. Responses are not stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Response
+from pydantic import ValidationError
+
+from server.api.http.errors import make_body_error, make_error_responses
+from server.api.http.json_route import JsonRoute
+from server.api.openai.chat import ChatRequest, make_chat_job
+from server.api.openai.generation import run
+from server.api.openai.generation_job import RequestHeaders, Serving
+from server.api.openai.request_models import MAX_NAME_LENGTH, SESSION_ID
+from server.api.openai.response_items.input import ResponseRequest
+from server.api.openai.response_items.output import make_format
+from server.api.openai.responses import respond
+
+
+def router(serving: Serving) -> APIRouter:
+    routes = APIRouter(
+        route_class=JsonRoute, tags=["responses"], responses=make_error_responses(400, 404, 413, 429, 503)
+    )
+
+    @routes.post("/v1/responses")
+    async def create_response(
+        body: ResponseRequest,
+        x_kv_cache: Annotated[str | None, Header(max_length=MAX_NAME_LENGTH)] = None,
+        x_session_id: Annotated[str | None, Header(description=SESSION_ID)] = None,
+        authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
+    ) -> Response:
+        headers = RequestHeaders(x_kv_cache, x_session_id, authorization)
+        job = await make_chat_job(serving, _make_chat_request(body), headers)
+        job = replace(job, id="resp_" + job.id.removeprefix("chatcmpl-"))
+        return respond(run(serving, job), make_format(body))
+
+    return routes
+
+
+def _make_chat_request(body: ResponseRequest) -> ChatRequest:
+    """Return the chat that a request stands for. Raises ApiError 400 if that is refused."""
+    try:
+        return ChatRequest.model_validate(body.make_chat_body())
+    except ValidationError as error:
+        raise make_body_error(error, {}) from None

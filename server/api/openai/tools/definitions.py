@@ -1,0 +1,123 @@
+"""Tools as requests define them, and the choice among them, in OpenAI's form. Knows no model and no endpoint."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PlainValidator, PrivateAttr, model_validator
+
+from server.api.http.json_body import Body, format_value
+from server.api.openai.request_models import Ignored, LongList
+
+MAX_DESCRIPTION_LENGTH = 2**17  # characters; what a model's context has room for is less in most cases
+TOOL_NAME = r"^[A-Za-z0-9_./:-]{1,128}$"
+
+
+def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
+    """Refuse a schema that an object of arguments cannot fulfil."""
+    if (kind := schema.get("type", "object")) != "object":
+        raise ValueError(f'should be the JSON schema of an object, with "type": "object", not {format_value(kind)}')
+    if not isinstance(properties := schema.get("properties", {}), dict):
+        raise ValueError(f"properties should be an object, not {format_value(properties)}")
+    return schema
+
+
+def check_tool_type(tool: Any) -> None:
+    """Raise ValueError for a tool of another type than function."""
+    if isinstance(tool, dict) and isinstance(kind := tool.get("type"), str) and kind != "function":
+        raise ValueError(f"tools of the type {format_value(kind)} are not supported; only functions are")
+
+
+class FunctionDefinition(Body):
+    path_prefix = "tools.function."
+
+    name: str = Field(pattern=TOOL_NAME)
+    description: str | None = Field(None, max_length=MAX_DESCRIPTION_LENGTH)
+    parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = Field(default_factory=dict)
+    returns: dict[str, Any] | None = Field(None, alias="return")  # as transformers' get_json_schema() writes it
+    strict: Ignored[bool] = None  # the arguments are not constrained
+
+
+class Tool(Body):
+    """A function that the model may call. The chat template gets it as the client wrote it."""
+
+    path_prefix = "tools."
+
+    type: Literal["function"]
+    function: FunctionDefinition
+    cache_control: Ignored[dict[str, Any]] = None
+    _written: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_written(cls, value: Any, handler: ModelWrapValidatorHandler[Tool]) -> Tool:
+        check_tool_type(value)
+        tool = handler(value)
+        if isinstance(value, dict):
+            written = {key: member for key, member in value.items() if member is not None and key != "cache_control"}
+            written["function"] = {key: member for key, member in value["function"].items() if member is not None}
+            tool._written = written
+        return tool
+
+    @property
+    def written(self) -> dict[str, Any]:
+        """Return the tool with its keys in the client's order, as chat templates write it."""
+        return self._written
+
+
+def _check_names(tools: list[Tool]) -> list[Tool]:
+    counts = Counter(tool.function.name for tool in tools)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"there are several functions of the name {format_value(repeated[0])}")
+    return tools
+
+
+Tools = Annotated[LongList[Tool], AfterValidator(_check_names)]
+
+
+class ToolChoice(NamedTuple):
+    """Whether the model may, must or must not call a tool; `name`: the only one that it may call."""
+
+    mode: Literal["none", "auto", "required"]
+    name: str | None = None
+
+
+_INVALID_CHOICE = (
+    'should be "none", "auto", "required", or {"type": "function", "function": {"name": ...}}; other choices, such as '
+    "allowed_tools, are not supported"
+)
+
+
+def _read_choice(value: Any) -> ToolChoice:
+    match value:
+        case "none" | "auto" | "required":
+            return ToolChoice(value)
+        case {"type": "function", "function": {"name": str(name), **further_of_function}, **further} if not (
+            further or further_of_function
+        ):
+            return ToolChoice("required", name)
+    raise ValueError(f"{_INVALID_CHOICE}; not {format_value(value)}")
+
+
+ToolChoiceField = Annotated[
+    ToolChoice,
+    PlainValidator(_read_choice, json_schema_input_type=Literal["none", "auto", "required"] | dict[str, Any]),
+]
+
+
+def check_choice(choice: ToolChoice | None, tools: Sequence[Tool]) -> None:
+    """Raise ValueError for a choice that these tools do not allow."""
+    if choice is None or choice.mode != "required":
+        return
+    if not tools:
+        raise ValueError("needs tools to choose from; send tools, or leave it out")
+    names = [tool.function.name for tool in tools]
+    if choice.name is not None and choice.name not in names:
+        raise ValueError(f"{format_value(choice.name)} is none of the tools, which are {', '.join(names[:16])}")
+
+
+def get_schemas(tools: Sequence[Tool]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the JSON schemas of the parameters of all tools, by name."""
+    return {tool.function.name: tool.function.parameters for tool in tools}

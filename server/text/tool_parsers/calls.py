@@ -1,0 +1,97 @@
+"""Collects the tool calls that a reader finds, as names and arguments in JSON. Knows no format."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from server.text.tool_parsers.source import NotACall
+from server.text.tool_parsers.values import convert_text, dump_json, is_tool_name, load_json
+
+Schemas = Mapping[str, Mapping[str, Any]]  # by a tool's name, the JSON schema of its parameters
+ALPHANUMERIC = string.ascii_letters + string.digits
+ARGUMENTS = ("arguments", "parameters")  # keys of a call's arguments
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool: the id that its result will name, its number among the calls, and its arguments as JSON."""
+
+    id: str
+    number: int
+    name: str
+    arguments: str
+
+
+def make_openai_id(name: str, index: int) -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def make_mistral_id(name: str, index: int) -> str:
+    """Return nine letters and digits: Mistral's chat templates refuse other ids."""
+    return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
+
+
+def make_kimi_id(name: str, index: int) -> str:
+    """Return an id with the tool's name, which Kimi's chat template takes from it."""
+    return f"functions.{name}:{index}"
+
+
+class Calls:
+    """The tool calls of one message that were found so far."""
+
+    def __init__(
+        self,
+        schemas: Schemas,
+        *,
+        parallel: bool = True,
+        make_id: Callable[[str, int], str] = make_openai_id,
+        on_call: Callable[[ToolCall], None],
+    ) -> None:
+        """Start with no call. Each is given to `on_call`; without `parallel` only the first one is."""
+        self.count = 0
+        self.schemas = schemas
+        self._parallel = parallel
+        self._make_id = make_id
+        self._on_call = on_call
+
+    def add(self, name: Any, arguments: Any, *, only_known: bool = False) -> None:
+        """Add a call. Raises NotACall for what cannot be one; with `only_known`, also for a name that no tool has."""
+        self.add_all([(name, arguments)], only_known=only_known)
+
+    def add_all(self, calls: Sequence[tuple[Any, Any]], *, only_known: bool = False) -> None:
+        """Add several calls, pairs of name and arguments, or none of them if one raises NotACall."""
+        made = []
+        for name, arguments in calls:
+            if not is_tool_name(name) or (only_known and name not in self.schemas):
+                raise NotACall
+            made.append((name, dump_json(_read_arguments(arguments))))
+        for name, text in made:
+            if self._parallel or not self.count:
+                self._on_call(ToolCall(self._make_id(name, self.count), self.count, name, text))
+            self.count += 1
+
+    def convert(self, name: str, key: str, text: str) -> Any:
+        """Return the value that a text stands for as a parameter of a tool."""
+        return convert_text(text, key, self.schemas.get(name, {}))
+
+
+def _read_arguments(arguments: Any) -> dict[str, Any]:
+    """Return the arguments of a call as an object; some models write the object as JSON in a string, or null."""
+    value = load_json(arguments or "{}") if isinstance(arguments, str) else arguments
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise NotACall
+    return value
+
+
+def split_call(value: Any) -> tuple[Any, Any]:
+    """Return (name, arguments) of a call that is a JSON object. Raises NotACall for another value."""
+    if not isinstance(value, dict):
+        raise NotACall
+    if isinstance(inner := value.get("function"), dict):
+        return split_call(inner)
+    name = next((value[key] for key in ("name", "tool_name", "function") if key in value), None)
+    return name, next((value[key] for key in ARGUMENTS if key in value), None)

@@ -1,0 +1,57 @@
+"""Messages in gpt-oss's format, in which everything has a header that names its channel and its recipient.
+
+    <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>content<|return|>
+    <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"x": 1}<|call|>
+
+`<|start|>assistant` before the first header is the prompt's last part.
+"""
+
+from __future__ import annotations
+
+import re
+
+from server.text.tool_parsers.message_parser import MessageParser
+from server.text.tool_parsers.source import NotACall, Reading
+from server.text.tool_parsers.values import load_json
+
+HEADERS = ("<|start|>", "<|channel|>")
+ENDS = ("<|end|>", "<|call|>", "<|return|>")
+TOOLS = "functions."  # before a tool's name
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class HarmonyParser(MessageParser):
+    """The parser of one message of gpt-oss."""
+
+    def read(self) -> Reading[None]:
+        """Read the message to its end."""
+        while True:
+            marker = yield from self.read_text((*HEADERS, *ENDS) if self.budget >= 0 else ENDS)
+            if marker is None:
+                return
+            if marker in HEADERS:
+                yield from self._read_part(marker)
+
+    def _read_part(self, marker: str) -> Reading[None]:
+        """Read a header, and a call if it is one; other text is left to be read. What is no header is text."""
+        start = self.source.position - len(marker)
+        try:
+            header, _ = yield from self.source.read_until("<|message|>")
+            recipient = _RECIPIENT.search(header)
+            if self.tools is not None and recipient is not None and recipient[1].startswith(TOOLS):
+                self.switch("content")
+                return (yield from self._read_arguments(recipient[1].removeprefix(TOOLS)))
+        except NotACall:
+            self.budget -= max(self.source.position, self.source.furthest) - start
+            self.source.position = start + len(marker)
+            return self.add_text(marker)
+        channel = _CHANNEL.search(marker + header)
+        is_reasoning = channel is not None and channel[1] == "analysis" and self.reasoning is not None
+        self.switch("reasoning" if is_reasoning else "content")
+        return None
+
+    def _read_arguments(self, name: str) -> Reading[None]:
+        """Read the arguments of a call. Raises NotACall if they are not a JSON object."""
+        yield from self.source.skip_space()
+        self.calls.add(name, load_json((yield from self.source.read_brackets())))

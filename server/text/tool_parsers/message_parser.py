@@ -1,0 +1,191 @@
+"""Splits the text of one message, as it arrives, into reasoning, content and tool calls.
+
+A tool call is passed on once it is complete: only then it is known not to be text. So the parts of a message do not
+depend on where its text was cut. What begins like a call and is none stays text, of which not a character is lost.
+Knows neither tokens nor requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Literal, NamedTuple, TypeAlias
+
+from server.text.tool_parsers.calls import Calls, Schemas, ToolCall, make_openai_id
+from server.text.tool_parsers.formats import ToolFormat
+from server.text.tool_parsers.reasoning import ReasoningFormat
+from server.text.tool_parsers.source import NotACall, Reading, TextSource, measure_partial_marker
+
+# Most characters that may be read a second time because they began like a call; after that the message is only text
+MAX_REREAD = 2**18
+Channel: TypeAlias = Literal["content", "reasoning"]
+
+
+class MessageDelta(NamedTuple):
+    """What a message gains."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+class MessageParser:
+    """The parser of one message. Call `push` for each piece of its text, and `finish` at the end."""
+
+    def __init__(
+        self,
+        tools: ToolFormat | None = None,
+        reasoning: ReasoningFormat | None = None,
+        *,
+        schemas: Schemas | None = None,
+        parallel: bool = True,
+        reasoning_is_open: bool = False,
+    ) -> None:
+        """Start a message. Without `tools` there are no calls in it, without `reasoning` no reasoning.
+
+        `schemas` are those of the parameters of all tools. With `reasoning_is_open` it begins within reasoning.
+        """
+        self.source = TextSource()
+        self.tools = tools
+        self.reasoning = reasoning
+        self.calls = Calls(
+            schemas or {},
+            parallel=parallel,
+            make_id=make_openai_id if tools is None else tools.make_id,
+            on_call=self._add_call,
+        )
+        self.channel: Channel = "reasoning" if reasoning_is_open else "content"
+        self._text: dict[Channel, list[str]] = {"content": [], "reasoning": []}
+        self._calls: list[ToolCall] = []
+        self._space = ""  # white space that belongs to the message only if text of the same channel follows
+        self._strips = reasoning_is_open  # whether white space that follows is left out
+        self._has_content = False
+        self._is_at_start = True  # whether the message has no content yet, or none after a call
+        self.budget = MAX_REREAD  # characters that may still be read a second time
+        self._reading: Generator[None, None, None] = self.read()
+        self._is_read = False
+
+    def push(self, text: str) -> MessageDelta:
+        """Add a piece of the message's text; return what is certain now."""
+        if text:
+            self.source.push(text)
+            self._read_on()
+        return self._take()
+
+    def finish(self) -> MessageDelta:
+        """Return the rest of the message; call it when no more text follows."""
+        self.source.ended = True
+        self._read_on()
+        if not self._strips and not self.calls.count and self.channel == "content":
+            self._text["content"].append(self._space)
+        return self._take()
+
+    def _read_on(self) -> None:
+        if not self._is_read:
+            self._is_read = next(self._reading, self) is self
+
+    def _take(self) -> MessageDelta:
+        delta = MessageDelta("".join(self._text["content"]), "".join(self._text["reasoning"]), tuple(self._calls))
+        self._text = {"content": [], "reasoning": []}
+        self._calls = []
+        return delta
+
+    # ------------------------------------------------------------ reading
+    def read(self) -> Reading[None]:
+        """Read the message to its end."""
+        if self.channel == "content" and self.reasoning is not None:
+            yield from self._read_opening(self.reasoning)
+        while True:
+            closing = self.reasoning.closing if self.reasoning is not None and self.channel == "reasoning" else ()
+            marker = yield from self.read_text((*closing, *self._get_call_markers()))
+            if marker is None:
+                return
+            if marker in closing:
+                self.switch("content")
+            else:
+                yield from self._read_calls(marker)
+
+    def _read_opening(self, reasoning: ReasoningFormat) -> Reading[None]:
+        yield from self.source.skip_space()
+        if (yield from self.source.accept(*reasoning.opening)) is not None:
+            self.switch("reasoning")
+            return
+        self.add_text(self.source.slice(0, self.source.position))
+
+    def _get_call_markers(self) -> tuple[str, ...]:
+        """Return the markers with which a call may begin here."""
+        if self.tools is None or self.budget < 0:
+            return ()
+        if self.channel == "reasoning":
+            return self.tools.begins
+        return (*self.tools.begins, *self.tools.bare)
+
+    def read_text(self, markers: tuple[str, ...]) -> Reading[str | None]:
+        """Read text of the message up to the first of these markers, and return it; None if the message ends."""
+        while True:
+            if (found := self.source.find(markers)) is not None:
+                at, marker = found
+                self.add_text(self.source.slice(self.source.position, at))
+                self.source.position = at + len(marker)
+                return marker
+            rest = self.source.slice(self.source.position)
+            held = 0 if self.source.ended else measure_partial_marker(rest, markers)
+            self.add_text(rest[: len(rest) - held])
+            self.source.position += len(rest) - held
+            self.source.forget_read()
+            if self.source.ended:
+                return None
+            yield
+
+    def _read_calls(self, marker: str) -> Reading[None]:
+        """Read what follows a marker of calls; if it is no call, the marker is text, and what follows is read anew."""
+        assert self.tools is not None, "only with tools there are such markers"
+        start = self.source.position - len(marker)
+        try:
+            yield from self._read_call(self.tools, marker, start)
+        except NotACall:
+            self.budget -= max(self.source.position, self.source.furthest) - start
+            self.source.position = start + len(marker)
+            return self.add_text(marker)
+        self.switch("content")
+        self._is_at_start = True
+        while self.tools.ends:
+            yield from self.source.skip_space()
+            if (yield from self.source.accept(*self.tools.ends)) is None:
+                break
+        return None
+
+    def _read_call(self, tools: ToolFormat, marker: str, start: int) -> Reading[None]:
+        if marker in tools.begins:
+            if tools.inner:
+                yield from self.source.skip_space()
+                yield from self.source.accept(*tools.inner)
+            yield from tools.read(self.source, self.calls)
+            return
+        if tools.bare_at_start and not self._is_at_start:
+            raise NotACall
+        self.source.position = start
+        yield from (tools.read_bare or tools.read)(self.source, self.calls)
+
+    # ------------------------------------------------------------ what was read
+    def add_text(self, text: str) -> None:
+        """Add text of the channel, without white space at the beginning and the end of reasoning, and around calls."""
+        if self._strips:
+            text = text.lstrip()
+        if not (body := text.rstrip()):
+            self._space += text
+            return
+        self._text[self.channel] += [self._space, body]
+        self._space = text[len(body) :]
+        self._strips = False
+        self._is_at_start = False
+        self._has_content |= self.channel == "content"
+
+    def switch(self, channel: Channel) -> None:
+        """Begin a new part of the message. White space between two parts of content stays."""
+        if channel != self.channel or not self._has_content:
+            self._space = ""
+        self.channel = channel
+        self._strips = True
+
+    def _add_call(self, call: ToolCall) -> None:
+        self._calls.append(call)

@@ -1,0 +1,69 @@
+"""The families of models by how they mark their reasoning: one row for each, named as vLLM's --reasoning-parser.
+
+A family is known by texts in its chat template.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """The texts between which a family writes its reasoning, before the answer."""
+
+    name: str
+    opening: tuple[str, ...]
+    closing: tuple[str, ...]
+    in_template: tuple[str, ...] = ()  # its chat templates have one of these texts; none: only a setting names it
+    assume_open: bool = False  # whether the message begins with reasoning though neither it nor the prompt says so
+    harmony: bool = False  # whether it is a part of gpt-oss's format, which `harmony.py` reads
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Return all markers; those that are special tokens must be in the text that is read."""
+        return HARMONY_MARKERS if self.harmony else (*self.opening, *self.closing)
+
+    def is_open(self, prompt: str) -> bool:
+        """Return whether a message that follows the prompt begins within the reasoning."""
+        opened = max((prompt.rfind(marker) for marker in self.opening), default=-1)
+        closed = max((prompt.rfind(marker) for marker in self.closing), default=-1)
+        end = prompt.rstrip()
+        if opened > closed and end.endswith(self.opening):
+            return True
+        return self.assume_open and not end.endswith(self.closing)
+
+
+REASONING_FORMATS = (  # the first with a text that is in a chat template is that template's
+    ReasoningFormat("openai_gptoss", (), (), ("<|channel|>",), harmony=True, aliases=("gpt_oss",)),
+    ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), ("[THINK]",)),
+    ReasoningFormat("seed_oss", ("<seed:think>",), ("</seed:think>",), ("<seed:think>", "seed:think")),
+    ReasoningFormat("cohere", ("<|START_THINKING|>",), ("<|END_THINKING|>",), ("<|START_THINKING|>",)),
+    ReasoningFormat(
+        "granite",
+        ("Here is my thought process:", "Here's my thought process:"),
+        ("Here is my response:", "Here's my response:"),
+        ("Here is my thought process:", "Here's my thought process:"),
+    ),
+    ReasoningFormat(
+        "qwen3",
+        ("<think>",),
+        ("</think>",),
+        ("<think>", "</think>"),
+        aliases=("think", "glm45", "granite33", "deepseek_v3", "kimi_k2", "minimax_m2"),
+    ),
+    ReasoningFormat("deepseek_r1", ("<think>",), ("</think>",), assume_open=True),
+)
+
+
+def list_reasoning_formats() -> dict[str, ReasoningFormat]:
+    """Return the rows by name, and by their other names."""
+    return {name: row for row in REASONING_FORMATS for name in (row.name, *row.aliases)}
+
+
+def find_reasoning_format(template: str) -> ReasoningFormat | None:
+    """Return the row of a chat template, given as source text; None if it shows no known way to mark reasoning."""
+    return next((row for row in REASONING_FORMATS if any(text in template for text in row.in_template)), None)

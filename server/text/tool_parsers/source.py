@@ -1,0 +1,177 @@
+"""A text that arrives in pieces, and readers of it that wait for the next piece. Knows no format of tool calls.
+
+A reader is a generator: at each `yield` it waits until there is more text, or until the text has ended. So a format is
+read by a few lines from top to bottom, each character is looked at once, and it makes no difference where the text was
+cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from functools import cache
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+
+MAX_DEPTH = 128  # most brackets within brackets in a tool call
+MAX_HEAD = 512  # most characters before a marker that ends a name
+_SPACE = re.compile(r"\s*")
+_BRACKETS = {"{": "}", "[": "]", "(": ")"}
+_JSON_SIGNS = re.compile(r'["\\{}\[\]]')
+_PYTHON_SIGNS = re.compile(r"[\"'\\{}\[\]()]")
+
+
+class NotACall(Exception):
+    """The text does not go on as a tool call does."""
+
+
+class TextSource:
+    """A text that arrives in pieces, and the position up to which it was read."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self.furthest = 0  # up to where it was looked at
+        self.ended = False  # whether no more text follows
+        self._text = ""
+
+    def push(self, piece: str) -> None:
+        """Add text."""
+        self._text += piece
+
+    def find(self, markers: tuple[str, ...]) -> tuple[int, str] | None:
+        """Return the index of the first of these markers that was not read, and the marker; None if there is none."""
+        return find_first(self._text, markers, self.position)
+
+    def slice(self, start: int, end: int | None = None) -> str:
+        return self._text[start:end]
+
+    def forget_read(self) -> None:
+        """Drop the text before the position, which becomes 0."""
+        self._text = self._text[self.position :]
+        self.position = self.furthest = 0
+
+    def wait(self) -> Reading[None]:
+        """Wait for more text. Raises NotACall if there is none."""
+        if self.ended:
+            raise NotACall
+        yield
+
+    def skip_space(self) -> Reading[None]:
+        """Read white space; waits for the first character after it, or for the end."""
+        while True:
+            found = _SPACE.match(self._text, self.position)
+            assert found is not None, "the pattern also matches no character"
+            self.position = found.end()
+            if self.position < len(self._text) or self.ended:
+                return
+            yield
+
+    def accept(self, *options: str) -> Reading[str | None]:
+        """Read one of these strings if the text goes on with it, the longest one; return it, or None."""
+        while True:
+            rest = self._text[self.position : self.position + max(map(len, options))]
+            if self.ended or not any(option != rest and option.startswith(rest) for option in options):
+                break
+            yield
+        found = max((option for option in options if rest.startswith(option)), key=len, default=None)
+        self.position += len(found or "")
+        return found
+
+    def expect(self, *options: str) -> Reading[str]:
+        """Read one of these strings. Raises NotACall if the text goes on otherwise."""
+        found = yield from self.accept(*options)
+        if found is None:
+            raise NotACall
+        return found
+
+    def read_until(self, *markers: str, limit: int | None = MAX_HEAD) -> Reading[tuple[str, str]]:
+        """Read up to the first of these markers, and the marker; return both.
+
+        Raises NotACall if there are more than `limit` characters before it, or none of the markers at all.
+        """
+        searched = self.position
+        longest = max(map(len, markers))
+        end = None if limit is None else self.position + limit + longest
+        while (found := find_first(self._text, markers, searched, end)) is None:
+            self.furthest = len(self._text) if end is None else min(end, len(self._text))
+            if end is not None and len(self._text) >= end:
+                raise NotACall
+            searched = max(searched, len(self._text) - longest + 1)
+            yield from self.wait()
+        at, marker = found
+        before = self._text[self.position : at]
+        self.position = at + len(marker)
+        return before, marker
+
+    def read_brackets(self, *, python: bool = False) -> Reading[str]:
+        """Read and return a text from its opening bracket to the one that closes it.
+
+        Brackets in strings do not count; the strings are those of JSON, or those of Python. Raises NotACall if the
+        text does not begin with a bracket, or is not closed.
+        """
+        while self.position >= len(self._text):
+            yield from self.wait()
+        start, scan = self.position, _BracketScan(_PYTHON_SIGNS if python else _JSON_SIGNS)
+        if self._text[start] not in _BRACKETS:
+            raise NotACall
+        scan.at = start
+        try:
+            while (end := scan.find_end(self._text)) is None:
+                yield from self.wait()
+        finally:
+            self.furthest = scan.at
+        self.position = end
+        return self._text[start:end]
+
+
+class _BracketScan:
+    """Finds the end of a text in brackets, and looks at each of its characters once."""
+
+    def __init__(self, signs: re.Pattern[str]) -> None:
+        self._signs = signs
+        self._open: list[str] = []  # the brackets that will close those that are open
+        self._quote = ""  # the quote that will end a string; empty outside of strings
+        self.at = 0  # up to where the text was looked at
+
+    def find_end(self, text: str) -> int | None:
+        """Return the index after the closing bracket; None if it has not come yet. Raises NotACall for a wrong one."""
+        while (found := self._signs.search(text, self.at)) is not None:
+            sign, self.at = found[0], found.end()
+            if sign == "\\":
+                self.at += 1  # the character after it, which may have yet to come, has no meaning
+            elif self._quote:
+                self._quote = "" if sign == self._quote else self._quote
+            elif sign in "\"'":
+                self._quote = sign
+            elif sign in _BRACKETS:
+                if len(self._open) == MAX_DEPTH:
+                    raise NotACall
+                self._open.append(_BRACKETS[sign])
+            elif self._open.pop() != sign:
+                raise NotACall
+            elif not self._open:
+                return self.at
+        self.at = max(self.at, len(text))
+        return None
+
+
+def find_first(text: str, markers: tuple[str, ...], start: int = 0, end: int | None = None) -> tuple[int, str] | None:
+    """Return the index of the first marker in text[start:end] and the marker, of several at one index the longest."""
+    found = _make_pattern(markers).search(text, start, len(text) if end is None else end) if markers else None
+    return None if found is None else (found.start(), found[0])
+
+
+@cache
+def _make_pattern(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(marker) for marker in sorted(markers, key=len, reverse=True)))
+
+
+def measure_partial_marker(text: str, markers: tuple[str, ...]) -> int:
+    """Return the number of characters at the end of a text that may be the beginning of one of the markers."""
+    longest = max(map(len, markers), default=0)
+    for size in range(min(len(text), longest - 1), 0, -1):
+        if any(marker.startswith(text[-size:]) for marker in markers if len(marker) > size):
+            return size
+    return 0

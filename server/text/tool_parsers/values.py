@@ -1,0 +1,106 @@
+"""Arguments of tool calls: read from JSON or from text by the tool's schema, and written as JSON. Knows no format."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from server.text.tool_parsers.source import NotACall
+
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_JSON_TYPES: tuple[tuple[type, str], ...] = (
+    (bool, "boolean"),  # before int, of which it is a subclass
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+    (dict, "object"),
+)
+_NAME = re.compile(r"[A-Za-z0-9_./:-]{1,128}")
+
+
+def is_tool_name(name: object) -> bool:
+    """Return whether this may be the name of a tool."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def load_json(text: str) -> Any:
+    """Return the value of a JSON text, in whose strings there may be line breaks. Raises NotACall for other texts."""
+    try:
+        return json.loads(text, strict=False, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        raise NotACall from None
+
+
+def _refuse_constant(_: str) -> NoReturn:
+    raise ValueError  # NaN and infinities
+
+
+def dump_json(value: Any) -> str:
+    """Return a value as JSON that is valid UTF-8. Raises NotACall for values that JSON does not have."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise NotACall from None
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can only have as an escape sequence
+        return json.dumps(value)
+    return text
+
+
+# ---------------------------------------------------------------- values by schema
+def convert_text(text: str, key: str, schema: Mapping[str, Any]) -> Any:
+    """Return the value that a text stands for as the parameter `key`, by the schema of a tool's parameters.
+
+    A text that is not of the parameter's type stays a text, and so does that of a parameter that is not in the schema.
+    """
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping) or key not in properties:
+        return text
+    types = find_types(properties[key], schema)
+    if types == {"string"}:
+        return text
+    try:
+        value = _PYTHON_WORDS[text.strip()] if text.strip() in _PYTHON_WORDS else load_json(text)
+    except NotACall:
+        return text
+    if not types or _get_type(value) in types or (_get_type(value) == "integer" and "number" in types):
+        return value
+    return text if "string" in types else value
+
+
+def _get_type(value: Any) -> str:
+    return next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), "null")
+
+
+def find_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """Return the JSON types that a schema names, in its alternatives and references, too; an empty set if none."""
+    types: set[str] = set()
+    todo, seen = [schema], set[int]()
+    while todo:
+        each = todo.pop()
+        if not isinstance(each, Mapping) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        given = each.get("type")
+        if named := {name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)}:
+            types |= named
+        elif isinstance(options := each.get("enum", [each["const"]] if "const" in each else None), list):
+            types |= {_get_type(option) for option in options}
+        elif isinstance(reference := each.get("$ref"), str):
+            todo.append(_resolve(reference, root))
+        else:
+            lists = [each.get(name) for name in ("anyOf", "oneOf", "allOf")]
+            todo += [part for parts in lists if isinstance(parts, list) for part in parts]
+    return types
+
+
+def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+    """Return the part of a schema that a reference such as "#/$defs/Place" names; None if there is none."""
+    found: Any = root
+    for name in reference.removeprefix("#/").split("/"):
+        found = found.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found

@@ -1,0 +1,164 @@
+"""POST /v1/responses as openai-python sees it: text, reasoning and calls, whole and in events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from server.engine.ipc.messages import Submit
+from tests.api.openai.tools.conftest import ToolServer, serving_tools
+from tests.api.payloads import error_of
+
+TOOL: Any = {
+    "type": "function",
+    "name": "get_weather",
+    "description": "Return the weather.",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Z\u00fcrich"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def qwen() -> Iterator[ToolServer]:
+    with serving_tools("qwen3") as server:
+        yield server
+
+
+def prompt_of(server: ToolServer) -> str:
+    return server.decode(server.engine.all(Submit)[-1].prompt)
+
+
+def test_a_text(qwen: ToolServer) -> None:
+    qwen.says("Hello, w\u00f6rld!")
+    response = qwen.client.responses.create(model="tiny", input="Hi", instructions="Be brief.")
+    assert (response.status, response.output_text) == ("completed", "Hello, w\u00f6rld!")
+    assert response.id.startswith("resp_")
+    (item,) = response.output
+    assert (item.type, item.status, item.role) == ("message", "completed", "assistant")
+    assert response.usage is not None
+    assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
+    assert "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>" in prompt_of(qwen)
+
+
+def test_a_call_and_its_output(qwen: ToolServer) -> None:
+    qwen.says(f"<think>\nHm.\n</think>\n\nI look.\n{CALL}")
+    asked: list[Any] = [{"role": "user", "content": "Weather?"}]
+    response = qwen.client.responses.create(model="tiny", input=asked, tools=[TOOL])
+    reasoning, message, call = response.output
+    assert reasoning.type == "reasoning"
+    assert reasoning.content is not None
+    assert reasoning.content[0].text == "Hm."
+    assert message.type == "message"
+    assert response.output_text == "I look."
+    assert call.type == "function_call"
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Z\u00fcrich"})
+    qwen.says("It snows.")
+    asked += [item.model_dump() for item in response.output]
+    asked.append({"type": "function_call_output", "call_id": call.call_id, "output": "snow"})
+    assert qwen.client.responses.create(model="tiny", input=asked, tools=[TOOL]).output_text == "It snows."
+    prompt = prompt_of(qwen)
+    assert f"I look.\n{CALL}" in prompt
+    assert "<tool_response>\nsnow\n</tool_response>" in prompt
+    assert '"name": "get_weather", "description"' in prompt
+
+
+@pytest.mark.parametrize("text", ["Hello!", f"<think>Hm.</think>I look.\n{CALL}\n{CALL}", CALL, ""])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_stream_makes_the_same_response(qwen: ToolServer, text: str, reason: str) -> None:
+    qwen.says(text or "<|im_end|>", reason)
+    asked: Any = {"model": "tiny", "input": "Weather?", "tools": [TOOL]}
+    whole = qwen.client.responses.create(**asked)
+    with qwen.client.responses.stream(**asked) as stream:
+        events = list(stream)
+    streamed = events[-1].response
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type == ("response.incomplete" if reason == "length" else "response.completed")
+
+    def plain(response: Any) -> list[Any]:
+        parts = []
+        for item in response.output:
+            texts = [part.text for part in getattr(item, "content", None) or []]
+            parts.append((item.type, item.status, texts, getattr(item, "name", None), getattr(item, "arguments", None)))
+        return parts
+
+    assert plain(streamed) == plain(whole)
+    assert streamed.status == whole.status == ("incomplete" if reason == "length" else "completed")
+    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert deltas == whole.output_text
+    added = [event.output_index for event in events if event.type == "response.output_item.added"]
+    done = [event.output_index for event in events if event.type == "response.output_item.done"]
+    assert added == done == list(range(len(whole.output)))
+
+
+def test_events_have_names(qwen: ToolServer) -> None:
+    qwen.says("Hello!")
+    lines = qwen.http.post("/v1/responses", json={"input": "Hi", "stream": True}).text.split("\n\n")
+    *events, done, _ = lines
+    assert done == "data: [DONE]"
+    for event in events:
+        data, name = event.split("\n")
+        assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+
+
+def test_choices_of_a_tool(qwen: ToolServer) -> None:
+    qwen.says('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>')
+    choice: Any = {"type": "function", "name": "get_weather"}
+    (item,) = qwen.client.responses.create(model="tiny", input="x", tools=[TOOL], tool_choice=choice).output
+    assert item.type == "function_call"
+    assert json.loads(item.arguments) == {"city": "Bern"}
+
+
+def test_a_text_by_a_schema(qwen: ToolServer) -> None:
+    qwen.says('{"city": "Bern"}')
+    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    form: Any = {"type": "json_schema", "name": "place", "schema": schema, "strict": True}
+    answer = qwen.client.responses.create(model="tiny", input="x", text={"format": form})
+    assert json.loads(answer.output_text) == {"city": "Bern"}
+    (submit,) = qwen.engine.all(Submit)
+    assert json.dumps(schema)[1:-1] in (submit.grammar or "")
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"input": []}, "input", "list of items"),
+        ({"input": 5}, "input", "should be a text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "parts should be texts"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "not supported"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input", "lacks a field"),
+        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "messages", "answers the tool call"),  # noqa: E501
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "are not supported"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice", "not supported"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier items"),
+        ({"n": 2}, "n", "not supported"),
+        ({"background": True}, "background", "not supported"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "response_format", "type"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "1"),
+        ({"inptu": "x"}, "inptu", "did you mean input"),
+    ],
+)  # fmt: skip
+def test_refused(qwen: ToolServer, change: dict[str, Any], param: str, words: str) -> None:
+    qwen.says("no")
+    response = qwen.http.post("/v1/responses", json={"input": "Hi"} | change)
+    assert response.status_code == 400
+    assert error_of(response)["param"] == param
+    assert words in error_of(response)["message"]
+    assert qwen.engine.all(Submit) == []
+
+
+def test_fields_of_all_generation(qwen: ToolServer) -> None:
+    qwen.says("Hello!")
+    body = {"input": "Hi", "temperature": 0.5, "logit_bias": {"5": 1}, "max_output_tokens": 7, "kv_cache": "short"}
+    response = qwen.http.post("/v1/responses", json=body | {"metadata": {"a": "b"}, "store": False})
+    assert response.is_success
+    assert response.headers["x-ignored-fields"] == "metadata, store"
+    (submit,) = qwen.engine.all(Submit)
+    assert (submit.kv_cache, submit.sampling.max_tokens, submit.sampling.temperature) == ("short", 7, 0.5)
+    assert submit.sampling.logit_bias == ((5, 1.0),)

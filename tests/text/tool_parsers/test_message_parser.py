@@ -1,0 +1,377 @@
+"""Messages of every family: calls, reasoning and text are told apart, wherever the text is cut."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from server.text.tool_parsers.formats import TOOL_FORMATS, list_tool_formats
+from server.text.tool_parsers.reasoning import list_reasoning_formats
+from tests.text.tool_parsers.writers import PYTHONIC, SCHEMAS, TAGGED, WRITERS, make_parser, parse
+
+SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FAMILIES = sorted(WRITERS)
+families = pytest.mark.parametrize("family", FAMILIES)
+
+WORDS = st.text(st.sampled_from("ab {}[]()<>\"'\\,:;=/\n\u00e9\u2603\U0001f600|"), max_size=8)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=6,
+)
+TYPED = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": WORDS,
+        "days": st.integers(),
+        "share": st.none() | st.floats(allow_nan=False, allow_infinity=False),
+        "exact": st.booleans(),
+        "places": st.lists(st.dictionaries(WORDS, JSON, max_size=2), max_size=2),
+        "options": st.none() | st.dictionaries(WORDS, JSON, max_size=2),
+    },
+)
+
+
+def calls_of(family: str) -> st.SearchStrategy[list[tuple[str, dict[str, Any]]]]:
+    """Return random calls that the family can write."""
+    if family in TAGGED:  # a value is text, and its type is the schema's
+        one = st.tuples(st.just("get_weather"), TYPED) | st.tuples(st.just("f"), st.fixed_dictionaries({"text": WORDS}))
+    elif family in PYTHONIC:
+        one = st.tuples(st.sampled_from(["get_weather", "f"]), TYPED)
+    else:
+        one = st.tuples(st.sampled_from(sorted(SCHEMAS)), st.dictionaries(WORDS, JSON, max_size=3) | TYPED)
+    return st.lists(one, min_size=1, max_size=3)
+
+
+def cut(data: st.DataObject, text: str) -> list[str]:
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=12), label="cuts"))
+    return [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+def starts_and_ends_are_kept(calls: list[tuple[str, dict[str, Any]]]) -> bool:
+    """Return whether no text begins or ends with the line break that some families put around values."""
+    texts = [value for _, arguments in calls for value in arguments.values() if isinstance(value, str)]
+    return all(text == text.strip("\n") for text in texts)
+
+
+@families
+@SETTINGS
+@given(data=st.data())
+def test_calls_are_found_wherever_the_text_is_cut(family: str, data: st.DataObject) -> None:
+    calls = data.draw(calls_of(family))
+    assume(family not in TAGGED or starts_and_ends_are_kept(calls))
+    text = WRITERS[family](calls)
+    for pieces in (cut(data, text), [text], list(text)):
+        assert parse(make_parser(family), pieces) == ("", "", calls)
+
+
+@families
+@SETTINGS
+@given(data=st.data())
+def test_only_the_first_call_without_parallel_calls(family: str, data: st.DataObject) -> None:
+    calls = data.draw(calls_of(family))
+    assume(family not in TAGGED or starts_and_ends_are_kept(calls))
+    pieces = cut(data, WRITERS[family](calls))
+    assert parse(make_parser(family, parallel=False), pieces) == ("", "", calls[:1])
+
+
+def pieces_of(family: str) -> st.SearchStrategy[str]:
+    """Return random texts of markers, pieces of calls, and anything else."""
+    row = list_tool_formats()[family]
+    whole = WRITERS[family]([("f", {"text": "a{b}"}), ("get_weather", {})])
+    parts = [
+        *row.markers,
+        "<think>",
+        "</think>",
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        "'",
+        "\\",
+        "\n",
+        " ",
+        "f(",
+        ")",
+        "to=functions.f",
+    ]
+    parts += [whole[start : start + 9] for start in range(0, len(whole), 9)] + [whole, "word", "\U0001f600"]
+    return st.lists(st.sampled_from(parts), max_size=14).map("".join)
+
+
+@families
+@SETTINGS
+@given(data=st.data())
+def test_any_text_is_the_same_message_wherever_it_is_cut(family: str, data: st.DataObject) -> None:
+    text = data.draw(pieces_of(family), label="text")
+    whole = parse(make_parser(family, "qwen3"), [text])
+    assert parse(make_parser(family, "qwen3"), cut(data, text)) == whole
+    assert parse(make_parser(family, "qwen3"), list(text)) == whole
+
+
+@families
+@SETTINGS
+@given(data=st.data())
+def test_what_is_no_call_stays_text(family: str, data: st.DataObject) -> None:
+    """If no call is found, no character is lost, except those of gpt-oss's headers."""
+    text = data.draw(pieces_of(family), label="text")
+    content, _, calls = parse(make_parser(family), cut(data, text))
+    assume(not calls)
+    if list_tool_formats()[family].harmony:
+        content, text = (
+            re.sub(r"<\|\w+\|>|assistant|commentary|analysis|final|json|to=functions.f", "", each)
+            for each in (content, text)
+        )
+        assert set(content) <= set(text)
+    else:
+        assert content == text
+
+
+@families
+def test_a_call_that_is_cut_off_is_text(family: str) -> None:
+    """As at max_tokens: up to the character that completes it."""
+    text = WRITERS[family]([("get_weather", {"city": "Rome", "days": 2})])
+    complete = next(size for size in range(len(text) + 1) if parse(make_parser(family), [text[:size]])[2])
+    assert complete > len(text) * 2 // 3
+    for size in range(complete):
+        content, reasoning, calls = parse(make_parser(family), list(text[:size]))
+        assert (reasoning, calls) == ("", [])
+        if not list_tool_formats()[family].harmony:
+            assert content == text[:size]
+
+
+@families
+def test_text_before_and_after_calls(family: str) -> None:
+    row = list_tool_formats()[family]
+    calls: list[tuple[str, dict[str, Any]]] = [("f", {"text": "a"}), ("get_weather", {"days": 1})]
+    before, after = "I will look.", "Wait a moment."
+    text = WRITERS[family](calls)
+    if row.harmony:
+        before = f"<|channel|>commentary<|message|>{before}<|end|><|start|>assistant"
+        content = "I will look."
+        assert parse(make_parser(family), list(before + text)) == (content, "", calls)
+        return
+    if row.bare_at_start:
+        text = f"{row.begins[0]}{text}{row.ends[0]}"
+    content, _, found = parse(make_parser(family), list(f"{before}\n\n{text}\n{after}\n"))
+    assert found == calls
+    assert content.split() == f"{before} {after}".split()
+
+
+@families
+def test_what_arguments_may_be(family: str) -> None:
+    """None at all, and every type."""
+    assert parse(make_parser(family), [WRITERS[family]([("f", {})])])[2] == [("f", {})]
+    every: dict[str, Any] = {"city": 'a "b" \\ \u2603', "days": -3, "share": 0.5, "exact": True, "places": [{"x": [1]}]}
+    every["options"] = None
+    (call,) = parse(make_parser(family), [WRITERS[family]([("get_weather", every)])])[2]
+    assert call == ("get_weather", every)
+    assert [type(value) for value in call[1].values()] == [type(value) for value in every.values()]
+
+
+@families
+def test_plain_texts(family: str) -> None:
+    for text in ("Hello, world!", "", " \n ", "a < b, {c} and [d]", '{"a": 1}', "x = [1, 2]\n", "f(1)"):
+        assert parse(make_parser(family), list(text)) == (text, "", [])
+
+
+@families
+def test_a_family_is_described_completely(family: str) -> None:
+    row = list_tool_formats()[family]
+    assert row.in_template
+    assert row.begins or row.bare
+    assert row.form is not None
+
+
+def test_each_row_has_a_writer() -> None:
+    assert {row.name for row in TOOL_FORMATS} == set(FAMILIES)
+
+
+@families
+@pytest.mark.parametrize("named", [True, False])
+def test_the_beginning_of_a_call_leads_to_a_call(family: str, named: bool) -> None:
+    """What `CallForm.begin` returns is how the family begins: going on from there as the family does makes a call."""
+    row = list_tool_formats()[family]
+    assert row.form is not None
+    begun = row.form.begin("get_weather" if named else None)
+    whole = WRITERS[family]([("get_weather", {"city": "Rome"})])
+    if family == "phi4_mini_json":  # which writes lists after either of two markers
+        whole = whole.replace("functools", "<|tool_call|>")
+    size = next(size for size in range(len(whole)) if "".join(whole[:size].split()) == "".join(begun.split()))
+    assert parse(make_parser(family), [begun, whole[size:]])[2] == [("get_weather", {"city": "Rome"})]
+
+
+# ---------------------------------------------------------------- single formats
+@pytest.mark.parametrize(
+    ("family", "text", "calls"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"text\\": 1}"}</tool_call>', [("f", {"text": 1})]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", {})]),
+        ("hermes", '<tool_call>{"arguments": {"text": "</tool_call>"}, "name": "f"}', [("f", {"text": "</tool_call>"})]),  # noqa: E501
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"text": "a\nb"}}</tool_call>', [("f", {"text": "a\nb"})]),
+        ("hermes", '<tool_call>[{"name": "f"}, {"name": "get_weather"}]</tool_call>', [("f", {}), ("get_weather", {})]),
+        ("hermes", '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {}}}', [("f", {})]),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>', [("unknown", {})]),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', [("f", {})]),
+        ("llama3_json", 'So: {"name": "f", "parameters": {"text": "}"}} Right?', [("f", {"text": "}"})]),
+        ("llama3_json", '{"type": "function", "name": "f", "parameters": {}}', [("f", {})]),
+        ("llama4_pythonic", "<|python_start|>[f(text='a')]<|python_end|>", [("f", {"text": "a"})]),
+        ("llama4_pythonic", "[f(text='a', x=[true, null, -1.5, {'a': (1,)}])]", [("f", {"text": "a", "x": [True, None, -1.5, {"a": [1]}]})]),  # noqa: E501
+        ("llama4_pythonic", r"[f(text='\d')]", [("f", {"text": r"\d"})]),
+        ("mistral", '[TOOL_CALLS]f{"text": "a"}', [("f", {"text": "a"})]),
+        ("mistral", '[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{"text": "a"}', [("f", {"text": "a"})]),
+        ("mistral_v11", '[TOOL_CALLS][{"name": "f", "arguments": {}}]', [("f", {})]),
+        ("granite", '<tool_call>[{"name": "f", "arguments": {}}]', [("f", {})]),
+        ("phi4_mini_json", '<|tool_call|>[{"name": "f", "parameters": {}}]<|/tool_call|>', [("f", {})]),
+        ("qwen3_coder", "<function=f>\n<parameter=text>\n\n a\n\n</parameter>\n</function>", [("f", {"text": "\n a\n"})]),  # noqa: E501
+        ("qwen3_coder", "<function=get_weather>\n<parameter=exact>\nTrue\n</parameter>\n</function>", [("get_weather", {"exact": True})]),  # noqa: E501
+        ("qwen3_coder", "<function=get_weather>\n<parameter=days>\nmany\n</parameter>\n</function>", [("get_weather", {"days": "many"})]),  # noqa: E501
+        ("qwen3_coder", "<function=f>\n<parameter=other>\n5\n</parameter>\n</function>", [("f", {"other": "5"})]),
+        ("qwen3_coder", "<function=f>\n<parameter=text>\na\n<parameter=b>\nc\n</function>", [("f", {"text": "a", "b": "c"})]),  # noqa: E501
+        ("glm45", "<tool_call>f\n<arg_key>text</arg_key><arg_value>5</arg_value></tool_call>", [("f", {"text": "5"})]),
+        ("kimi_k2", '<|tool_call_begin|>functions.f<|tool_call_argument_begin|>{}<|tool_call_end|>', [("f", {})]),
+        ("openai", '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"text": "a"}', [("f", {"text": "a"})]),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_ways_that_models_also_write(family: str, text: str, calls: list[tuple[str, Any]]) -> None:
+    assert parse(make_parser(family), list(text))[2] == calls
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "text"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "two words", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>' % ("9" * 5000)),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>' % ("[" * 5000)),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}]</tool_call>'),
+        ("hermes", "<tool_call>f</tool_call>"),
+        ("llama3_json", '{"name": "unknown", "parameters": {}}'),
+        ("llama4_pythonic", "[f(1)]"),
+        ("llama4_pythonic", "[f(**x)]"),
+        ("llama4_pythonic", "[f(text=open('x'))]"),
+        ("llama4_pythonic", "[f(text=b'x')]"),
+        ("llama4_pythonic", "[unknown()]"),
+        ("llama4_pythonic", "[f(text=%s)]" % ("(" * 5000)),
+        ("lfm2", "<|tool_call_start|>f()<|tool_call_end|>"),
+        ("mistral", "[TOOL_CALLS]no call at all"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parametr=text>\na\n</parameter>\n</function>\n</tool_call>"),
+        ("glm45", "<tool_call>f\n<arg_key>text</arg_key>\n<arg_key>b</arg_key>\n</tool_call>"),
+    ],
+)  # fmt: skip
+def test_malformed_calls_are_text(family: str, text: str) -> None:
+    assert parse(make_parser(family), [text]) == (text, "", [])
+    assert parse(make_parser(family), list(text)) == (text, "", [])
+    good = WRITERS[family]([("f", {"text": "a"})])
+    if not list_tool_formats()[family].bare_at_start and not text.endswith("[" * 9):
+        assert parse(make_parser(family), list(f"{text}\n{good}"))[2][-1:] == [("f", {"text": "a"})]
+
+
+def test_half_of_a_surrogate_pair_is_escaped() -> None:
+    parser = make_parser("hermes")
+    (call,) = parser.push('<tool_call>{"name": "f", "arguments": {"text": "\\ud800"}}</tool_call>').tool_calls
+    assert call.arguments == '{"text": "\\ud800"}'
+
+
+def test_many_beginnings_cost_no_more_than_few() -> None:
+    """A model that repeats the beginning of a call: what is read twice is bounded, then all is text."""
+    text = '<tool_call>{"' * 100_000
+    parser = make_parser("hermes")
+    assert parse(parser, [text]) == (text, "", [])
+    assert parser.budget < 0
+
+
+def test_brackets_in_a_call_that_is_none_are_read_once_more_only() -> None:
+    """Each may begin a call of Llama 3; all of them are in a string that does not end."""
+    text = '{"name": "' + "{" * 200_000
+    parser = make_parser("llama3_json")
+    assert parse(parser, [text]) == (text, "", [])
+    assert parser.budget < 0
+
+
+@pytest.mark.parametrize(
+    ("family", "pattern"),
+    [("mistral", r"[A-Za-z0-9]{9}"), ("kimi_k2", r"functions\.f:0"), ("hermes", r"call_[0-9a-f]{24}")],
+)
+def test_ids_are_those_that_templates_take(family: str, pattern: str) -> None:
+    (call,) = make_parser(family).push(WRITERS[family]([("f", {})])).tool_calls
+    assert re.fullmatch(pattern, call.id)
+
+
+# ---------------------------------------------------------------- reasoning
+PAIRS = [
+    (name, row.opening[0], row.closing[0]) for name, row in list_reasoning_formats().items() if row.opening
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "opening", "closing"), PAIRS)
+@SETTINGS
+@given(data=st.data())
+def test_reasoning_is_split_wherever_the_text_is_cut(
+    name: str, opening: str, closing: str, data: st.DataObject
+) -> None:
+    words = st.text(st.sampled_from("ab<>/[]\n \u00e9\U0001f600"), max_size=20)
+    reasoning, content = data.draw(words), data.draw(words)
+    call = data.draw(st.sampled_from(["", WRITERS["hermes"]([("f", {})])]))
+    text = f"{opening}{reasoning}{closing}{content}"
+    expected = (content.strip() if call else content.lstrip(), reasoning.strip(), [("f", {})] if call else [])
+    found = parse(make_parser("hermes", name), cut(data, text + call))
+    assert (found[0].rstrip(), *found[1:]) == (expected[0].rstrip(), *expected[1:])
+    opened = make_parser("hermes", name, reasoning_is_open=True)
+    found = parse(opened, cut(data, f"{reasoning}{closing}{content}{call}"))
+    assert (found[0].rstrip(), *found[1:]) == (expected[0].rstrip(), *expected[1:])
+
+
+@pytest.mark.parametrize(("name", "opening", "closing"), PAIRS)
+def test_reasoning_that_does_not_end(name: str, opening: str, closing: str) -> None:
+    assert parse(make_parser("hermes", name), list(f"{opening} a b ")) == ("", "a b", [])
+
+
+@pytest.mark.parametrize(("name", "opening", "closing"), PAIRS)
+def test_only_the_beginning_of_a_message_is_reasoning(name: str, opening: str, closing: str) -> None:
+    text = f"The marks are {opening} and {closing}."
+    assert parse(make_parser("hermes", name), list(text)) == (text, "", [])
+
+
+def test_a_call_ends_the_reasoning() -> None:
+    text = "<think>I look.\n" + WRITERS["hermes"]([("f", {})]) + "Done."
+    assert parse(make_parser("hermes", "qwen3"), list(text)) == ("Done.", "I look.", [("f", {})])
+    broken = "<think>Then I write <tool_call> and so on.</think>Done."
+    assert parse(make_parser("hermes", "qwen3"), list(broken)) == (
+        "Done.",
+        "Then I write <tool_call> and so on.",
+        [],
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "is_open"),
+    [
+        ("qwen3", "<|im_start|>assistant\n", False),
+        ("qwen3", "<|im_start|>assistant\n<think>\n", True),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("qwen3", "what is <think>? <|im_start|>assistant\n", False),
+        ("deepseek_r1", "<|Assistant|>", True),
+        ("deepseek_r1", "<|Assistant|></think>", False),
+        ("mistral", "[/INST]", False),
+    ],
+)
+def test_whether_a_message_begins_within_reasoning(name: str, prompt: str, is_open: bool) -> None:
+    assert list_reasoning_formats()[name].is_open(prompt) is is_open
+
+
+def test_a_message_of_gpt_oss() -> None:
+    text = "<|channel|>analysis<|message|>Hm. <|end|><|start|>assistant<|channel|>final<|message|>Yes. \n"
+    for pieces in ([text], list(text)):
+        content, reasoning, calls = parse(make_parser("openai", "openai_gptoss"), pieces)
+        assert (content.strip(), reasoning, calls) == ("Yes.", "Hm.", [])

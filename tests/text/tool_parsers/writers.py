@@ -1,0 +1,178 @@
+"""How each family writes tool calls, written down a second time: from calls to text, for tests of the parsers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+from server.text.tool_parsers.formats import list_tool_formats
+from server.text.tool_parsers.harmony import HarmonyParser
+from server.text.tool_parsers.message_parser import MessageDelta, MessageParser
+from server.text.tool_parsers.reasoning import list_reasoning_formats
+
+Call: TypeAlias = tuple[str, dict[str, Any]]
+Write: TypeAlias = Callable[[Sequence[Call]], str]
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "share": {"type": ["number", "null"]},
+            "exact": {"type": "boolean"},
+            "places": {"type": "array", "items": {"$ref": "#/$defs/place"}},
+            "options": {"anyOf": [{"$ref": "#/$defs/place"}, {"type": "null"}]},
+        },
+        "$defs": {"place": {"type": "object"}},
+    },
+    "mcp.server-1/look_up": {"type": "object", "properties": {}},
+    "f": {"type": "object", "properties": {"text": {"type": "string"}}},
+}
+
+
+def dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def write_list(before: str, after: str, arguments: str = "arguments") -> Write:
+    return lambda calls: before + dump([{"name": name, arguments: given} for name, given in calls]) + after
+
+
+def write_each(
+    before: str, between: str, after: str, separator: str = "\n", around: tuple[str, str] = ("", "")
+) -> Write:
+    def write(calls: Sequence[Call]) -> str:
+        each = [before + name + between + dump(arguments) + after for name, arguments in calls]
+        return around[0] + separator.join(each) + around[1]
+
+    return write
+
+
+def write_objects(before: str, after: str, separator: str, arguments: str = "arguments") -> Write:
+    def write(calls: Sequence[Call]) -> str:
+        return separator.join(before + dump({"name": name, arguments: given}) + after for name, given in calls)
+
+    return write
+
+
+def write_value(value: Any) -> str:
+    return value if isinstance(value, str) else dump(value)
+
+
+def write_tags(call: str, parameter: str, end: str, around: tuple[str, str], line: str = "\n") -> Write:
+    """`call` and `parameter` are formats with a name, and with a key and a value."""
+
+    def write(calls: Sequence[Call]) -> str:
+        texts = []
+        for name, arguments in calls:
+            parts = [parameter.format(key, f"{line}{write_value(value)}{line}") for key, value in arguments.items()]
+            texts.append("\n".join([call.format(name), *parts, end]))
+        return around[0] + f"{around[1]}\n{around[0]}".join(texts) + around[1]
+
+    return write
+
+
+def write_glm(calls: Sequence[Call]) -> str:
+    def pairs(arguments: dict[str, Any]) -> str:
+        return "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{write_value(value)}</arg_value>\n"
+            for key, value in arguments.items()
+        )
+
+    return "\n".join(f"<tool_call>{name}\n{pairs(arguments)}</tool_call>" for name, arguments in calls)
+
+
+def write_python(before: str, after: str) -> Write:
+    def write(calls: Sequence[Call]) -> str:
+        each = [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls]
+        return before + "[" + ", ".join(each) + "]" + after
+
+    return write
+
+
+def write_harmony(calls: Sequence[Call]) -> str:
+    each = [
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{dump(arguments)}<|call|>"
+        for name, arguments in calls
+    ]
+    return "<|start|>assistant".join(each)
+
+
+D = "\uff5c"
+DEEPSEEK = (f"<{D}tool\u2581calls\u2581begin{D}>", f"<{D}tool\u2581calls\u2581end{D}>")
+WRITERS: dict[str, Write] = {
+    "openai": write_harmony,
+    "kimi_k2": write_each(
+        "<|tool_call_begin|>functions.",
+        ":0<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        around=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    ),
+    "deepseek_v32": write_tags(
+        f'<{D}DSML{D}invoke name="{{}}">',
+        f'<{D}DSML{D}parameter name="{{}}" string="true">{{}}</{D}DSML{D}parameter>',
+        f"</{D}DSML{D}invoke>",
+        (f"<{D}DSML{D}function_calls>\n", f"\n</{D}DSML{D}function_calls>"),
+        line="",
+    ),
+    "deepseek_v3": write_each(
+        f"<{D}tool\u2581call\u2581begin{D}>function<{D}tool\u2581sep{D}>",
+        "\n```json\n",
+        f"\n```<{D}tool\u2581call\u2581end{D}>",
+        around=DEEPSEEK,
+    ),
+    "deepseek_v31": write_each(
+        f"<{D}tool\u2581call\u2581begin{D}>", f"<{D}tool\u2581sep{D}>", f"<{D}tool\u2581call\u2581end{D}>", "", DEEPSEEK
+    ),
+    "minimax_m2": write_tags(
+        '<invoke name="{}">',
+        '<parameter name="{}">{}</parameter>',
+        "</invoke>",
+        ("<minimax:tool_call>\n", "\n</minimax:tool_call>"),
+        line="",
+    ),
+    "glm45": write_glm,
+    "seed_oss": write_tags(
+        "<function={}>",
+        "<parameter={}>{}</parameter>",
+        "</function>",
+        ("<seed:tool_call>\n", "\n</seed:tool_call>"),
+        line="",
+    ),
+    "qwen3_coder": write_tags(
+        "<function={}>", "<parameter={}>{}</parameter>", "</function>", ("<tool_call>\n", "\n</tool_call>")
+    ),
+    "mistral_v11": write_each("[TOOL_CALLS]", "[ARGS]", "", ""),
+    "mistral": write_list("[TOOL_CALLS]", ""),
+    "phi4_mini_json": write_list("functools", ""),
+    "granite": write_list("<|tool_call|>", ""),
+    "lfm2": write_python("<|tool_call_start|>", "<|tool_call_end|>"),
+    "nemotron_json": write_list("<TOOLCALL>", "</TOOLCALL>"),
+    "hermes": write_objects("<tool_call>\n", "\n</tool_call>", "\n"),
+    "functionary_v31_llama3": write_each("<function=", ">", "</function>", ""),
+    "llama4_pythonic": write_python("", ""),
+    "llama3_json": write_objects("", "", "; ", "parameters"),
+}
+TAGGED = {"deepseek_v32", "minimax_m2", "glm45", "seed_oss", "qwen3_coder"}  # values are text between tags
+PYTHONIC = {"lfm2", "llama4_pythonic"}  # names are those of Python
+
+
+def make_parser(family: str, reasoning: str | None = None, **how: Any) -> MessageParser:
+    row = list_tool_formats()[family]
+    make = HarmonyParser if row.harmony else MessageParser
+    return make(row, list_reasoning_formats()[reasoning] if reasoning else None, schemas=SCHEMAS, **how)
+
+
+def merge(deltas: Sequence[MessageDelta]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Return content, reasoning and calls."""
+    calls = [call for delta in deltas for call in delta.tool_calls]
+    assert [call.number for call in calls] == list(range(len(calls)))
+    assert len({call.id for call in calls}) == len(calls)
+    texts = "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas)
+    return *texts, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+def parse(parser: MessageParser, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, Any]]]:
+    return merge([*map(parser.push, pieces), parser.finish()])
