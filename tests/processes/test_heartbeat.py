@@ -11,7 +11,7 @@ from server.engine.isolation.calls import NUM_CODES
 from server.processes.heartbeat import StrategyCalls
 
 ENGINE = Path(guard.__file__).parents[1]
-CALL = re.compile(r"(?:self\._run|\.call|_call_quietly|_call_for|_pin)\(\s*(?:\w+, )?\"(\w+)\"")
+CALL = re.compile(r"(?:self\._run|\.call|call_quietly|_call_for|_pin)\(\s*(?:\w+, )?\"(\w+)\"")
 
 
 def test_every_method_that_the_engine_calls_through_a_guard_has_a_number() -> None:
