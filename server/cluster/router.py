@@ -49,6 +49,7 @@ class Hint:
     max_tokens: int = 0  # of the answer
     conversation: str = ""  # equal for all requests of a conversation; empty: none
     replica: str | None = None  # id of the replica that has to serve it; None: any
+    avoid: Sequence[str] = ()  # ids of replicas that have failed the request, which is tried again
 
     @classmethod
     def from_dict(cls, found: Any) -> Hint | None:
@@ -90,6 +91,7 @@ class Replica:
     instances: dict[str, InstanceState] = field(default_factory=dict)
     queued_tokens: int = 0  # prompt tokens of its requests that were not computed when it reported
     num_requests: int = 0  # that it had when it reported
+    is_ready: bool = True  # False: it has reported that its engine is starting, or starting again
     reported: object = None  # the latest statistics, to see whether others have come
     reported_at: float = float("-inf")
     sent: dict[str, Sent] = field(default_factory=dict)  # by request id: those that have not ended
@@ -100,6 +102,7 @@ class Replica:
         if not statistics or statistics == self.reported:
             return
         self.reported, self.reported_at = statistics, now
+        self.is_ready = bool(statistics.get("ready", True))
         self.instances = {name: InstanceState.from_dict(each) for name, each in statistics["instances"].items()}
         self.queued_tokens = int(statistics["queued_tokens"])
         self.num_requests = int(statistics["num_requests"])
@@ -183,6 +186,9 @@ class RoutingPolicy:
         replicas = [self._replicas.setdefault(id, Replica(id)) for id in candidates]
         if hint is not None and hint.replica is not None:
             return Decision([each.id for each in replicas if each.id == hint.replica], "asked for")
+        replicas = [each for each in replicas if each.is_ready] or replicas
+        if hint is not None and hint.avoid:
+            replicas = [each for each in replicas if each.id not in hint.avoid] or replicas
         if hint is not None and hint.instance is not None:
             able = [each for each in replicas if not each.instances or hint.instance in each.instances]
             replicas = able or replicas  # if none has the instance, any of them can say so

@@ -1,0 +1,126 @@
+"""Builds the application for Ray Serve: API processes (ingress), and replicas, each with an engine.
+
+`kvmux ray up` calls `build_application` with settings; a Serve config file names `application`, whose arguments are
+those of `Scale` and the settings. Imports Ray: server/cli/ray.py checks that it is there.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from config.errors import SettingsError
+from config.settings import Settings, load_settings
+from server.cluster.ingress import ClusterIngress
+from server.cluster.replica import EngineReplica
+
+INGRESS_NAME, REPLICA_NAME = "ingress", "engine"
+ROUTER = "server.cluster.router:KVRequestRouter"
+SCALING_POLICY = "server.cluster.autoscaling:scale"
+STATISTICS_PERIOD = 1.0  # seconds between two reports of a replica to the routers
+CONTROL_CALLS = 64  # calls of a replica beside its requests: cancels, queries, statistics
+INGRESS_CALLS = 4096  # most requests of an API process at a time
+DRAIN_MARGIN = 5.0  # seconds beyond `drain_seconds` until Ray kills a replica that drains
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many processes there are, and what each takes of a machine."""
+
+    replicas: int = 1  # with max_replicas: the least number
+    max_replicas: int | None = None  # greatest number, to which Ray scales; None: no scaling
+    replicas_per_node: int | None = None  # greatest number on a machine; None: all, spread evenly over the machines
+    ingress: int = 1  # number of API processes
+    cpus: float = 0.0  # CPUs that Ray reserves for a replica; 0: none, so that it starts wherever there is room
+    gpus: float = 0.0  # GPUs that Ray reserves for a replica
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "ingress", "replicas_per_node"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingsError(f"{name} is {value}, and has to be at least 1")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise SettingsError(f"max_replicas is {self.max_replicas}, less than replicas, {self.replicas}: raise it")
+
+    def count_per_node(self, num_nodes: int) -> int:
+        """Return how many replicas of the greatest number may be on one of `num_nodes` machines."""
+        return self.replicas_per_node or math.ceil((self.max_replicas or self.replicas) / max(1, num_nodes))
+
+
+def application(arguments: Mapping[str, Any]) -> Any:
+    """Return the application for `serve deploy`: `arguments` has fields of Scale, settings, and `config`, a file.
+
+    Raises SettingsError for an argument that is neither.
+    """
+    given = dict(arguments)
+    scale = Scale(**{each.name: given.pop(each.name) for each in fields(Scale) if each.name in given})
+    file = given.pop("config", None)
+    return build_application(load_settings(file, given, are_flags=False), scale)
+
+
+def build_application(settings: Settings, scale: Scale) -> Any:
+    """Return the application; the settings' host, port and workers are those of Ray's proxy, and not used here."""
+    nodes = [node for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else [None]
+    per_node = scale.count_per_node(len(nodes))
+    settings = divide_machine(settings, per_node, scale.gpus)
+    replicas = serve.deployment(EngineReplica, name=REPLICA_NAME).options(
+        **_get_replica_options(settings, scale, per_node)
+    )
+    ingress = serve.deployment(serve.ingress()(ClusterIngress), name=INGRESS_NAME).options(
+        num_replicas=scale.ingress,
+        max_ongoing_requests=INGRESS_CALLS,
+        ray_actor_options={"num_cpus": 0},
+        **_get_draining(settings),
+    )
+    return ingress.bind(settings, replicas.bind(settings))
+
+
+def divide_machine(settings: Settings, per_node: int, gpus: float = 0.0) -> Settings:
+    """Return the settings of one of `per_node` replicas on a machine: its part of the memory and of the CPU's threads.
+
+    Settings that name a size or a number are for each replica and stay as they are. A replica that has a GPU for
+    itself has its memory for itself.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    sharing = per_node if not gpus else max(1, min(per_node, math.floor(1 / gpus)))
+    changes: dict[str, Any] = {"rollouts_file": "off"}  # several replicas would write one file
+    if settings.kv_memory == "auto":
+        changes["kv_memory_share"] = settings.kv_memory_share / sharing
+    if settings.threads is None and per_node > 1:
+        changes["threads"] = max(1, cores // per_node)
+    return settings.model_copy(update=changes)
+
+
+def _get_replica_options(settings: Settings, scale: Scale, per_node: int) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "max_ongoing_requests": settings.max_num_seqs + settings.max_queued_requests + CONTROL_CALLS,
+        "max_replicas_per_node": scale.replicas_per_node,
+        "ray_actor_options": {"num_cpus": scale.cpus, "num_gpus": scale.gpus},
+        "request_router_config": RequestRouterConfig(
+            request_router_class=ROUTER, request_routing_stats_period_s=STATISTICS_PERIOD
+        ),
+        **_get_draining(settings),
+    }
+    if scale.max_replicas is None:
+        return options | {"num_replicas": scale.replicas}
+    options["autoscaling_config"] = AutoscalingConfig(
+        min_replicas=scale.replicas,
+        max_replicas=scale.max_replicas,
+        policy=AutoscalingPolicy(policy_function=SCALING_POLICY),
+    )
+    return options
+
+
+def _get_draining(settings: Settings) -> dict[str, Any]:
+    """Return the options by which Ray lets started requests end before it stops a replica."""
+    return {
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "graceful_shutdown_timeout_s": settings.drain_seconds + DRAIN_MARGIN,
+    }
