@@ -41,6 +41,7 @@ from server.engine.ipc.messages import (
     Profile,
     Question,
     Submit,
+    Tokens,
     Unpin,
 )
 from server.records import Routing
@@ -85,6 +86,7 @@ class _Call:
     def __init__(self, submits: Sequence[Submit]) -> None:
         self.submits = submits
         self.running = {submit.request_id for submit in submits}  # those that were not cancelled
+        self.complete = set[str]()  # those whose last tokens have arrived
         self.replica: str | None = None  # None: nothing has arrived yet
         self.early_cancels: list[Cancel] = []  # for the replica, once it is known
         self.task: asyncio.Task[None] | None = None
@@ -152,6 +154,8 @@ class ReplicaCallsClient(EngineClient):
                             record = msgspec.structs.replace(event.record, routing=routing)
                             stream.put(Explained(event.request_id, record))
                         case _:
+                            if isinstance(event, Tokens) and event.finish_reason is not None:
+                                call.complete.add(event.request_id)
                             stream.put(event)
 
     def _start_call(self, call: _Call, replica: str) -> None:
@@ -164,6 +168,8 @@ class ReplicaCallsClient(EngineClient):
         if call is None:
             return
         call.running.discard(message.request_id)
+        if message.request_id in call.complete and message.outcome == "stop":
+            return  # the engine has ended it already
         if message.outcome == "cancelled" and not call.running:
             assert call.task is not None
             call.task.cancel()  # the replica notices that its stream is closed

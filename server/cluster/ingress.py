@@ -1,7 +1,8 @@
 """An API process on Ray Serve: the HTTP application of `kvmux serve`, whose requests a router sends to replicas.
 
 Paths below /replicas/ID/ are those of the whole application for one replica alone, its metrics and page included;
-GET /v1/replicas lists the ids. Ray's proxy holds the clients' connections, so server/api/http/connection.py is not used.
+GET /v1/replicas lists the ids. Ray's proxy holds the clients' connections, so server/api/http/connection.py
+is not used.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
@@ -28,7 +29,7 @@ class HandleCalls:
 
     async def generate(self, hint: dict[str, Any], payload: bytes) -> AsyncGenerator[bytes, None]:
         with _translate_errors():
-            response = self._streaming.remote(hint, payload)
+            response = _run_outside_of_request(self._streaming.remote, hint, payload)
             try:
                 async for item in response:
                     yield item
@@ -39,13 +40,14 @@ class HandleCalls:
 
     async def call(self, method: str, replica: str, payload: bytes) -> bytes:
         with _translate_errors():
-            response = self._handle.options(method_name=method).remote({"replica": replica}, payload)
+            remote = self._handle.options(method_name=method).remote
+            response = _run_outside_of_request(remote, {"replica": replica}, payload)
             result: bytes = await response
             return result
 
     async def broadcast(self, method: str, payload: bytes) -> Sequence[bytes]:
         with _translate_errors():
-            response = self._handle.broadcast(method, {}, payload)
+            response = _run_outside_of_request(self._handle.broadcast, method, {}, payload)
             try:
                 results = await response.results_async(timeout_s=BROADCAST_TIMEOUT, return_exceptions=True)
             except TimeoutError:
@@ -57,6 +59,15 @@ class HandleCalls:
         if not good:
             raise ReplicaLost("no replica has answered; try again")
         return good
+
+
+def _run_outside_of_request(function: Callable[..., Any], *args: object) -> Any:
+    """Call a function of Ray in an empty context.
+
+    In the context of an HTTP request, all calls would have the same internal id, by which the router tells its pending
+    requests apart: of several calls at a time, some would wait for ever.
+    """
+    return contextvars.Context().run(function, *args)
 
 
 @contextlib.contextmanager
