@@ -15,16 +15,18 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from config.errors import SettingsError
 from config.settings import Settings, load_settings
 from server.cluster.ingress import ClusterIngress
 from server.cluster.replica import EngineReplica
 
-INGRESS_NAME, REPLICA_NAME = "ingress", "engine"
+APPLICATION_NAME, INGRESS_NAME, REPLICA_NAME = "kvmux", "ingress", "engine"
 ROUTER = "server.cluster.router:KVRequestRouter"
 SCALING_POLICY = "server.cluster.autoscaling:scale"
 STATISTICS_PERIOD = 1.0  # seconds between two reports of a replica to the routers
+QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # each request has a line in kvmux' own log
 CONTROL_CALLS = 64  # calls of a replica beside its requests: cancels, queries, statistics
 INGRESS_CALLS = 4096  # most requests of an API process at a time
 DRAIN_MARGIN = 5.0  # seconds beyond `drain_seconds` until Ray kills a replica that drains
@@ -37,12 +39,11 @@ class Scale:
     replicas: int = 1  # with max_replicas: the least number
     max_replicas: int | None = None  # greatest number, to which Ray scales; None: no scaling
     replicas_per_node: int | None = None  # greatest number on a machine; None: all, spread evenly over the machines
-    ingress: int = 1  # number of API processes
     cpus: float = 0.0  # CPUs that Ray reserves for a replica; 0: none, so that it starts wherever there is room
     gpus: float = 0.0  # GPUs that Ray reserves for a replica
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "ingress", "replicas_per_node"):
+        for name in ("replicas", "replicas_per_node"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SettingsError(f"{name} is {value}, and has to be at least 1")
@@ -66,7 +67,10 @@ def application(arguments: Mapping[str, Any]) -> Any:
 
 
 def build_application(settings: Settings, scale: Scale) -> Any:
-    """Return the application; the settings' host, port and workers are those of Ray's proxy, and not used here."""
+    """Return the application, with `settings.workers` API processes.
+
+    The settings' host and port are those of Ray's proxy, and are not used here.
+    """
     nodes = [node for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else [None]
     per_node = scale.count_per_node(len(nodes))
     settings = divide_machine(settings, per_node, scale.gpus)
@@ -74,9 +78,10 @@ def build_application(settings: Settings, scale: Scale) -> Any:
         **_get_replica_options(settings, scale, per_node)
     )
     ingress = serve.deployment(serve.ingress()(ClusterIngress), name=INGRESS_NAME).options(
-        num_replicas=scale.ingress,
+        num_replicas=settings.workers,
         max_ongoing_requests=INGRESS_CALLS,
         ray_actor_options={"num_cpus": 0},
+        logging_config=QUIET,
         **_get_draining(settings),
     )
     return ingress.bind(settings, replicas.bind(settings))
@@ -106,6 +111,7 @@ def _get_replica_options(settings: Settings, scale: Scale, per_node: int) -> dic
         "request_router_config": RequestRouterConfig(
             request_router_class=ROUTER, request_routing_stats_period_s=STATISTICS_PERIOD
         ),
+        "logging_config": QUIET,
         **_get_draining(settings),
     }
     if scale.max_replicas is None:

@@ -8,6 +8,7 @@ is not used.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,7 @@ class ClusterIngress:
 
     def __init__(self, settings: Settings, replicas: Any) -> None:
         """Make the application; `replicas` is the deployment handle of the replicas."""
+        multiprocessing.current_process().name = "api"  # in the log
         configure_logging(settings)
         if not settings.log_prompts:
             hide_exception_messages()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -17,6 +18,7 @@ from ray import serve
 
 from config.settings import Settings
 from server.cluster import messages
+from server.cluster.autoscaling import STATISTICS
 from server.cluster.engine_host import EngineHost
 from server.cluster.messages import EngineGone, ReplicaAnswer, ReplicaInfo, Routed, StreamItem, encode
 from server.cluster.router_metrics import RouterCounts
@@ -36,11 +38,12 @@ NOT_READY = {"ready": False, "instances": {}, "queued_tokens": 0, "num_requests"
 class EngineReplica:
     """One engine of a deployment."""
 
-    async def __init__(self, settings: Settings) -> None:
+    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._id: str = serve.get_replica_context().replica_id.unique_id
+        multiprocessing.current_process().name = f"replica {self._id}"  # in the log
         configure_logging(settings)
         if not settings.log_prompts:
             hide_exception_messages()
-        self._id: str = serve.get_replica_context().replica_id.unique_id
         self._streams: dict[str, Stream] = {}  # by request id
         self._counts = RouterCounts()
         self._host = EngineHost(await asyncio.to_thread(resolve_model_settings, settings))
@@ -121,6 +124,11 @@ class EngineReplica:
             return NOT_READY
         statistics: dict[str, Any] = msgspec.msgpack.decode(answer.body)
         return statistics
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what server/cluster/autoscaling.py decides by."""
+        statistics = await self.record_routing_stats()
+        return {name: float(statistics[name]) for name in STATISTICS}
 
     async def check_health(self) -> None:
         """Raise RuntimeError if the process that keeps the engine running has ended: Ray then replaces the replica."""
