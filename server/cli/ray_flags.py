@@ -107,4 +107,4 @@ def up(options: dict[str, Any]) -> int:
     """Start replicas and API processes; return the exit code. Raises SettingsError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise SettingsError("kvmux ray needs Ray Serve, which is not installed: pip install 'kvmux[ray]'")
-    return int(pkgutil.resolve_name("server.cluster.command:run")(options))
+    return int(pkgutil.resolve_name("server.cluster.serve.command:run")(options))

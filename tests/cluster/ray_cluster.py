@@ -1,4 +1,4 @@
-"""Runs `kvmux ray up` with a real Ray, in processes of its own, and looks at it from outside, through HTTP and psutil."""
+"""Runs `kvmux ray up` with a real Ray, in processes of its own, and looks at it from outside: by HTTP and psutil."""
 
 from __future__ import annotations
 
@@ -62,11 +62,8 @@ class Cluster:
 
     def find_processes(self, title: str) -> list[psutil.Process]:
         """Return the processes of Ray with that title."""
-        found = []
-        for each in psutil.process_iter(["cmdline"]):
-            if each.info["cmdline"] and each.info["cmdline"][0].startswith(title):
-                found.append(each)
-        return found
+        processes = psutil.process_iter(["cmdline"])
+        return [each for each in processes if "".join((each.info["cmdline"] or [])[:1]).startswith(title)]
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `kvmux ray up` against this cluster: an update of what runs there."""

@@ -137,6 +137,7 @@ def test_a_pin_is_removed_where_it_is(cluster: Cluster) -> None:
 def test_rollouts_run_in_all_replicas(cluster: Cluster) -> None:
     body = {"name": "ring", "from": "paged", "to": "sliding_window", "canary": ["50%"], "hold": 3600}
     assert sorted(admin(cluster, "POST", "/v1/rollouts", **body).json()["replicas"]) == cluster.list_replicas()
+    assert admin(cluster, "POST", "/v1/rollouts/ring/advance").json()["stage"] == 1
     shown = cluster.get_json("/v1/rollouts/ring")
     assert sorted(shown["replicas"]) == cluster.list_replicas()
     served = {
@@ -149,7 +150,7 @@ def test_rollouts_run_in_all_replicas(cluster: Cluster) -> None:
             ).json()["kv_cache"]["instance"]
             for _ in range(4)
         }
-        for session in map(str, range(8))
+        for session in map(str, range(12))
     }
     assert all(len(each) == 1 for each in served.values()), "a conversation has one instance, in whatever replica"
     assert set.union(*served.values()) == {"paged", "sliding_window"}
@@ -162,14 +163,14 @@ def test_metrics_are_by_replica(cluster: Cluster) -> None:
     ids = cluster.list_replicas()
 
     def sum_requests() -> float:
-        return sum(cluster.metric("kvmux_request_success_total", replica=id) for id in ids)
+        return sum(cluster.metric("kvmux_requests_total", replica=id) for id in ids)
 
     eventually(lambda: sum_requests() >= 8)
     assert cluster.metric("kvmux_router_requests_total") >= 8
     assert cluster.metric("kvmux_http_responses_total", code="200") > 0
     one = cluster.get(f"/replicas/{ids[0]}/metrics").text
     assert "replica=" not in one
-    assert "kvmux_request_success_total" in one
+    assert "kvmux_requests_total" in one
 
 
 def test_each_replica_has_the_whole_api_below_its_path(cluster: Cluster) -> None:
@@ -185,7 +186,9 @@ def test_each_replica_has_the_whole_api_below_its_path(cluster: Cluster) -> None
         assert "cells" in admin(cluster, "GET", f"{base}/v1/live").json()
         assert cluster.get(f"{base}/ui/").status_code == 200
         assert admin(cluster, "POST", f"{base}/v1/kv_cache/paged/clear").json().keys() == {"freed_bytes"}
-        assert httpx.get(f"{cluster.url}{base}/v1/kv_cache/paged").status_code == 401, "the token is asked for here, too"
+        assert httpx.get(f"{cluster.url}{base}/v1/kv_cache/paged").status_code == 401, (
+            "the token is asked for here, too"
+        )
     assert cluster.get("/replicas/unknown/v1/models").status_code == 404
 
 

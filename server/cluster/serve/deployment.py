@@ -1,15 +1,13 @@
 """Builds the application for Ray Serve: API processes (ingress), and replicas, each with an engine.
 
 `kvmux ray up` calls `build_application` with settings; a Serve config file names `application`, whose arguments are
-those of `Scale` and the settings. Imports Ray: server/cli/ray.py checks that it is there.
+those of `Scale` and the settings. Imports Ray: server/cli/ray_flags.py checks that it is there.
 """
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import ray
@@ -17,10 +15,10 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from config.errors import SettingsError
 from config.settings import Settings, load_settings
-from server.cluster.ingress import ClusterIngress
-from server.cluster.replica import EngineReplica
+from server.cluster.scale import Scale
+from server.cluster.serve.ingress import ClusterIngress
+from server.cluster.serve.replica import EngineReplica
 
 APPLICATION_NAME, INGRESS_NAME, REPLICA_NAME = "kvmux", "ingress", "engine"
 ROUTER = "server.cluster.router:KVRequestRouter"
@@ -30,29 +28,6 @@ QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # each requ
 CONTROL_CALLS = 64  # calls of a replica beside its requests: cancels, queries, statistics
 INGRESS_CALLS = 4096  # most requests of an API process at a time
 DRAIN_MARGIN = 5.0  # seconds beyond `drain_seconds` until Ray kills a replica that drains
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How many processes there are, and what each takes of a machine."""
-
-    replicas: int = 1  # with max_replicas: the least number
-    max_replicas: int | None = None  # greatest number, to which Ray scales; None: no scaling
-    replicas_per_node: int | None = None  # greatest number on a machine; None: all, spread evenly over the machines
-    cpus: float = 0.0  # CPUs that Ray reserves for a replica; 0: none, so that it starts wherever there is room
-    gpus: float = 0.0  # GPUs that Ray reserves for a replica
-
-    def __post_init__(self) -> None:
-        for name in ("replicas", "replicas_per_node"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingsError(f"{name} is {value}, and has to be at least 1")
-        if self.max_replicas is not None and self.max_replicas < self.replicas:
-            raise SettingsError(f"max_replicas is {self.max_replicas}, less than replicas, {self.replicas}: raise it")
-
-    def count_per_node(self, num_nodes: int) -> int:
-        """Return how many replicas of the greatest number may be on one of `num_nodes` machines."""
-        return self.replicas_per_node or math.ceil((self.max_replicas or self.replicas) / max(1, num_nodes))
 
 
 def application(arguments: Mapping[str, Any]) -> Any:
@@ -73,7 +48,7 @@ def build_application(settings: Settings, scale: Scale) -> Any:
     """
     nodes = [node for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else [None]
     per_node = scale.count_per_node(len(nodes))
-    settings = divide_machine(settings, per_node, scale.gpus)
+    settings = settings.model_copy(update={"rollouts_file": "off"})  # several replicas would write one file
     replicas = serve.deployment(EngineReplica, name=REPLICA_NAME).options(
         **_get_replica_options(settings, scale, per_node)
     )
@@ -84,23 +59,7 @@ def build_application(settings: Settings, scale: Scale) -> Any:
         logging_config=QUIET,
         **_get_draining(settings),
     )
-    return ingress.bind(settings, replicas.bind(settings))
-
-
-def divide_machine(settings: Settings, per_node: int, gpus: float = 0.0) -> Settings:
-    """Return the settings of one of `per_node` replicas on a machine: its part of the memory and of the CPU's threads.
-
-    Settings that name a size or a number are for each replica and stay as they are. A replica that has a GPU for
-    itself has its memory for itself.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    sharing = per_node if not gpus else max(1, min(per_node, math.floor(1 / gpus)))
-    changes: dict[str, Any] = {"rollouts_file": "off"}  # several replicas would write one file
-    if settings.kv_memory == "auto":
-        changes["kv_memory_share"] = settings.kv_memory_share / sharing
-    if settings.threads is None and per_node > 1:
-        changes["threads"] = max(1, cores // per_node)
-    return settings.model_copy(update=changes)
+    return ingress.bind(settings, replicas.bind(settings, per_node, scale.gpus))
 
 
 def _get_replica_options(settings: Settings, scale: Scale, per_node: int) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from ray import serve
 from config.settings import Settings
 from server.cluster import messages
 from server.cluster.autoscaling import STATISTICS
-from server.cluster.engine_host import EngineHost
 from server.cluster.messages import EngineGone, ReplicaAnswer, ReplicaInfo, Routed, StreamItem, encode
 from server.cluster.router_metrics import RouterCounts
+from server.cluster.scale import divide_machine
+from server.cluster.serve.engine_host import EngineHost
 from server.engine.ipc.client import EngineLost, Stream
 from server.engine.ipc.messages import Admitted, Answer, Failed, Profile
 from server.engine.ipc.socket_client import SocketClient
@@ -38,7 +39,8 @@ NOT_READY = {"ready": False, "instances": {}, "queued_tokens": 0, "num_requests"
 class EngineReplica:
     """One engine of a deployment."""
 
-    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Ray awaits it
+    async def __init__(self, settings: Settings, per_node: int, gpus: float) -> None:  # type: ignore[misc]  # awaited by Ray
+        """Start an engine; `per_node`: most replicas on a machine, which is divided among them; `gpus`: that it has."""
         self._id: str = serve.get_replica_context().replica_id.unique_id
         multiprocessing.current_process().name = f"replica {self._id}"  # in the log
         configure_logging(settings)
@@ -46,7 +48,8 @@ class EngineReplica:
             hide_exception_messages()
         self._streams: dict[str, Stream] = {}  # by request id
         self._counts = RouterCounts()
-        self._host = EngineHost(await asyncio.to_thread(resolve_model_settings, settings))
+        settings = divide_machine(await asyncio.to_thread(resolve_model_settings, settings), per_node, gpus)
+        self._host = EngineHost(settings)
         self._client = SocketClient(await asyncio.to_thread(self._host.wait_until_ready))
         await self._client.start()
         async with asyncio.timeout(CONNECT_TIMEOUT):

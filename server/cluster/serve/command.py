@@ -22,7 +22,8 @@ from ray.serve.config import HTTPOptions
 from config.errors import SettingsError
 from config.settings import Settings, load_settings
 from server.cli.standard_streams import print_safely
-from server.cluster.deployment import APPLICATION_NAME, QUIET, Scale, build_application
+from server.cluster.scale import Scale
+from server.cluster.serve.deployment import APPLICATION_NAME, QUIET, build_application
 from server.listening import listen
 from server.version import get_version
 

@@ -1,8 +1,8 @@
 """A process that keeps an engine running for a replica: the supervisor of `kvmux serve` without API workers.
 
-`EngineHost` starts it as `python -m server.cluster.engine_host` and writes the pickled settings to its stdin. It writes
-one line of JSON to its stdout once the engine is ready: the summary, with the path of the engine's socket. It ends when
-its stdin is closed, which also happens when the process that started it is killed. Knows neither Ray nor requests.
+`EngineHost` starts it as `python -m server.cluster.serve.engine_host` and writes the pickled settings to its stdin. It
+writes one line of JSON to its stdout once the engine is ready: the summary, with the path of the engine's socket. It
+ends when its stdin is closed, also because the process that started it is killed. Knows neither Ray nor requests.
 """
 
 from __future__ import annotations

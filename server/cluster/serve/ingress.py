@@ -26,7 +26,7 @@ from server.api.ops.live import LiveState
 from server.api.ops.monitoring import Observations
 from server.cluster.client import ClusterClient, ReplicaClient
 from server.cluster.hints import HintMaker
-from server.cluster.ray_calls import HandleCalls
+from server.cluster.serve.ray_calls import HandleCalls
 from server.logs import configure_logging, hide_exception_messages
 from server.models.files.directory import resolve_model_settings
 from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
