@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
 
+from server.cluster.router import GRACE
 from tests.cluster.ray_cluster import Cluster, running
 from tests.end_to_end.server_process import PATIENCE, eventually
 
@@ -96,18 +98,13 @@ def test_salts_share_nothing(cluster: Cluster) -> None:
 
 
 def test_statistics_correct_what_a_router_believes(cluster: Cluster) -> None:
-    """What was cleared is not expected any more, once the replicas have reported it."""
+    """What was cleared is not expected any more, once the replicas have reported it and GRACE has passed."""
     prompt = unique() + TEXT * 12
     cluster.complete(prompt=prompt, max_tokens=1)
     assert admin(cluster, "POST", "/v1/kv_cache/paged/clear").json()["freed_bytes"] > 0
-
-    def is_corrected() -> bool:
-        body = {"prompt": prompt[:-1], "max_tokens": 1, "explain": True, "skip_reading_prefix_cache": False}
-        admin(cluster, "POST", "/v1/kv_cache/paged/clear")
-        found = cluster.complete(**body)["choices"][0]["kv_cache"]
-        return bool(found["routed"]["expected_cached_tokens"] == found["cached_tokens"])
-
-    eventually(is_corrected)
+    time.sleep(GRACE + 3.0)
+    found = cluster.complete(prompt=prompt, max_tokens=1, explain=True)["choices"][0]["kv_cache"]
+    assert (found["routed"]["expected_cached_tokens"], found["cached_tokens"]) == (0, 0)
 
 
 # ---------------------------------------------------------------- administration, metrics, live state
