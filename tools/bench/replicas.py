@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: Mapping[str, Any]) -> 
         usage["completion_tokens"],
         routed.get("replica", ""),
         times[0] - sent if times else time.perf_counter() - sent,
-        [after - before for before, after in zip(times, times[1:], strict=False)],
+        [after - before for before, after in pairwise(times)],
     )
 
 
