@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 NAME_TYPE = "I"  # array's type code of block names
 
@@ -32,9 +32,29 @@ def name_block(block_hash: bytes, salt: Iterable[object]) -> int:
     return int.from_bytes(digest, "big")
 
 
-def name_blocks(root: bytes, block_size: int, tokens: Sequence[int], salt: Sequence[object]) -> Iterator[int]:
-    """Yield the names of a sequence's full blocks, in order."""
-    block_hash = root
-    for end in range(block_size, len(tokens) + 1, block_size):
-        block_hash = hash_block(block_hash, tokens[end - block_size : end])
-        yield name_block(block_hash, salt)
+class BlockNamer:
+    """The names of a growing sequence's full blocks, in order."""
+
+    def __init__(self, root: bytes, block_size: int, salt: Iterable[object]) -> None:
+        self.names: list[int] = []
+        self._block_size = block_size
+        self._salt = tuple(salt)
+        self._last_hash = root  # of the last full block
+        self._rest: list[int] = []  # the tokens after the last full block
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens, none of which is negative, and the names of the blocks that they complete."""
+        self._rest += tokens
+        size = self._block_size
+        num_full = len(self._rest) // size
+        for i in range(num_full):
+            self._last_hash = hash_block(self._last_hash, self._rest[i * size : (i + 1) * size])
+            self.names.append(name_block(self._last_hash, self._salt))
+        del self._rest[: num_full * size]
+
+
+def name_blocks(root: bytes, block_size: int, tokens: Sequence[int], salt: Iterable[object]) -> list[int]:
+    """Return the names of a sequence's full blocks, in order."""
+    namer = BlockNamer(root, block_size, salt)
+    namer.extend(tokens)
+    return namer.names

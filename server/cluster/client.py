@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from server.cluster.hints import HintMaker
+from server.cluster.hints import HintMaker, RequestHint
 from server.cluster.merging import asks_one_replica, merge_answers, merge_hellos, split_pin_id
 from server.cluster.messages import (
     EngineGone,
@@ -116,11 +116,12 @@ class ReplicaCallsClient(EngineClient):
         avoid: list[str] = []
         try:
             while True:
-                hint = self._hints.make(call.submits[0], hello, avoid=avoid) | self._get_hint_fields()
+                hint = self._hints.make(call.submits[0], hello, avoid=avoid)
+                hint.fields |= self._get_hint_fields()
                 try:
                     return await self._receive(call, stream, hint)
                 except ReplicaLost as error:
-                    replica = error.replica or dict(hint.get("routed") or {}).get("replica")
+                    replica = error.replica or dict(hint.fields.get("routed") or {}).get("replica")
                     if call.replica is not None or replica is None or len(avoid) + 1 >= MAX_ATTEMPTS:
                         return stream.put(EngineLost(str(error), error.retry_after))
                     log.info("replica %s did not take a request (%s); trying another", replica, error)
@@ -138,10 +139,10 @@ class ReplicaCallsClient(EngineClient):
         """Return what all hints of this client have."""
         return {}
 
-    async def _receive(self, call: _Call, stream: Stream, hint: dict[str, Any]) -> None:
+    async def _receive(self, call: _Call, stream: Stream, hint: RequestHint) -> None:
         routing: Routing | None = None
         # aclosing: a cancelled task has to cancel the call at once, not when the iterator is collected
-        async with contextlib.aclosing(self._calls.generate(hint, encode(call.submits))) as items:
+        async with contextlib.aclosing(self._calls.generate(hint.fields, encode(call.submits))) as items:
             async for item in items:
                 for event in decode_items(item):
                     match event:
@@ -154,9 +155,15 @@ class ReplicaCallsClient(EngineClient):
                             record = msgspec.structs.replace(event.record, routing=routing)
                             stream.put(Explained(event.request_id, record))
                         case _:
-                            if isinstance(event, Tokens) and event.finish_reason is not None:
-                                call.complete.add(event.request_id)
+                            if isinstance(event, Tokens):
+                                self._note_tokens(call, hint, event)
                             stream.put(event)
+
+    def _note_tokens(self, call: _Call, hint: RequestHint, event: Tokens) -> None:
+        if event.request_id == call.submits[0].request_id:
+            hint.add_output(event.tokens)
+        if event.finish_reason is not None:
+            call.complete.add(event.request_id)
 
     def _start_call(self, call: _Call, replica: str) -> None:
         call.replica = replica

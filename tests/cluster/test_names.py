@@ -14,7 +14,7 @@ from config.settings import Settings
 from server.cluster.hints import HintMaker
 from server.cluster.router import Hint, InstanceState
 from server.engine.build import Engine, build_engine
-from server.engine.ipc.messages import Caching, Hello, SamplingParams, Submit
+from server.engine.ipc.messages import Caching, Hello, SamplingParams, Submit, Tokens
 from server.engine.routing import describe_routing
 from server.models.files.directory import EMBEDDED
 from server.processes.engine import make_hello
@@ -51,7 +51,7 @@ def submit(engine: Engine, tokens: list[int], *, tenant: str = "", cache_salt: s
 
 
 def make_hint(engine: Engine, message: Submit) -> Hint:
-    hint = Hint.from_dict(HintMaker(engine.settings).make(message, make_hello(engine)))
+    hint = Hint.from_dict(HintMaker(engine.settings).make(message, make_hello(engine)).fields)
     assert hint is not None
     return hint
 
@@ -68,6 +68,21 @@ def test_names_of_a_prompt_are_those_that_its_blocks_have_in_the_cache(engine: E
         assert (hint.instance, hint.block_size, hint.num_tokens) == ("paged", BLOCK, len(tokens))
         assert len(hint.names) == len(tokens) // BLOCK
         assert set(hint.names) <= find_names(engine)
+
+
+def test_names_of_an_answer_are_those_of_its_blocks_in_the_cache(engine: Engine, rng: random.Random) -> None:
+    tokens = [rng.randrange(200) for _ in range(3 * BLOCK + 5)]
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    message = Submit(f"{random.getrandbits(64):x}", tokens, sampling)
+    hint = HintMaker(engine.settings).make(message, make_hello(engine))
+    names = hint.fields["names"]
+    assert engine.core.submit(0, message) is None
+    while engine.core.busy:
+        for event in engine.core.step().events:
+            if isinstance(event.message, Tokens):
+                hint.add_output(event.message.tokens)
+    assert len(names) == (len(tokens) + 40 - 1) // BLOCK, "the last token does not enter the cache"
+    assert set(names) <= find_names(engine)
 
 
 def test_names_differ_by_salt_and_by_all_tokens_before(rng: random.Random) -> None:
@@ -120,7 +135,7 @@ def test_the_instance_is_the_one_that_the_engine_chooses(engine: Engine) -> None
 
 def test_prompts_that_look_nothing_up_have_no_names(engine: Engine) -> None:
     message = Submit("x", list(range(100)), SamplingParams(max_tokens=1), caching=Caching(max_cached=0))
-    assert make_hint(engine, message).names == []
+    assert not make_hint(engine, message).names
 
 
 def test_waiting_prompts_count_as_queued(engine: Engine) -> None:

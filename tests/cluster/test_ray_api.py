@@ -90,6 +90,16 @@ def test_a_prompt_returns_to_the_replica_that_has_it(cluster: Cluster) -> None:
         assert again["routed"]["expected_cached_tokens"] == again["cached_tokens"] > 100
 
 
+def test_the_next_turn_is_expected_to_find_the_answer(cluster: Cluster) -> None:
+    """At once, before any report: the router and the client of replicas share a list."""
+    prompt, body = unique() + TEXT * 4, {"max_tokens": 100, "temperature": 0, "ignore_eos": True, "explain": True}
+    for _ in range(3):
+        choice = cluster.complete(prompt=prompt, **body)["choices"][0]
+        prompt += choice["text"]
+        found = cluster.complete(prompt=prompt, max_tokens=1, explain=True)["choices"][0]["kv_cache"]
+        assert found["routed"]["expected_cached_tokens"] == found["cached_tokens"]
+
+
 def test_salts_share_nothing(cluster: Cluster) -> None:
     prompt = unique() + TEXT * 12
     for salt in ("one", "two"):
