@@ -42,8 +42,8 @@ class Hint:
     """What a router is told about a request. The fields are those of the dict that is a request's first argument."""
 
     instance: str | None = None  # strategy instance that will serve it; None: each replica's own rules choose
-    # Names of the prompt's full blocks, 32 bits each; they cover all tokens before, and the salt. The list may grow while
-    # the answer is generated: then what was sent includes the answer
+    # Names of the prompt's full blocks, 32 bits each; they cover all tokens before, and the salt. The list may grow
+    # while the answer is generated: then what was sent includes the answer
     names: Sequence[int] = ()
     block_size: int = 0  # number of tokens in a block
     num_tokens: int = 0  # of the prompt

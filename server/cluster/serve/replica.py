@@ -11,6 +11,7 @@ import asyncio
 import logging
 import multiprocessing
 from collections.abc import AsyncGenerator
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -33,6 +34,10 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 30.0  # seconds until the client has to be connected to an engine that is ready
 PROFILE_EXTRA_TIMEOUT = 120.0  # seconds to wait beyond the recording of a profile
+# An item of a stream costs Ray's processes about a millisecond of CPU time, whatever is in it. So a stream's events are
+# collected for this many seconds for each stream of the replica, up to a maximum, before the next item is sent.
+COLLECT_SECONDS = 0.001
+MAX_COLLECT_SECONDS = 0.05
 NOT_READY = {"ready": False, "instances": {}, "queued_tokens": 0, "num_requests": 0, "kv_usage": 0.0}
 
 
@@ -70,13 +75,17 @@ class EngineReplica:
             async with self._client.stream(submits) as stream:
                 self._streams |= {submit.request_id: stream for submit in submits}
                 try:
+                    due = 0.0  # time.monotonic() until which events are collected
                     async for event in stream:
                         if isinstance(event, Admitted) and event.request_id == submits[0].request_id:
                             self._counts.record(first, event.cached_tokens)
                         batch.append(event)
+                        if (wait := due - monotonic()) > 0:
+                            await asyncio.sleep(wait)
                         while (following := stream.get_nowait()) is not None:
                             batch.append(following)
                         sent, batch = batch, []
+                        due = monotonic() + min(MAX_COLLECT_SECONDS, COLLECT_SECONDS * len(self._streams))
                         yield encode(sent)
                 finally:
                     for submit in submits:
