@@ -88,6 +88,7 @@ class _Call:
         self.running = {submit.request_id for submit in submits}  # those that were not cancelled
         self.complete = set[str]()  # those whose last tokens have arrived
         self.replica: str | None = None  # None: nothing has arrived yet
+        self.has_begun = False  # whether events have arrived, so that it cannot begin again elsewhere
         self.early_cancels: list[Cancel] = []  # for the replica, once it is known
         self.task: asyncio.Task[None] | None = None
 
@@ -122,7 +123,7 @@ class ReplicaCallsClient(EngineClient):
                     return await self._receive(call, stream, hint)
                 except ReplicaLost as error:
                     replica = error.replica or dict(hint.fields.get("routed") or {}).get("replica")
-                    if call.replica is not None or replica is None or len(avoid) + 1 >= MAX_ATTEMPTS:
+                    if call.has_begun or replica is None or len(avoid) + 1 >= MAX_ATTEMPTS:
                         return stream.put(EngineLost(str(error), error.retry_after))
                     log.info("replica %s did not take a request (%s); trying another", replica, error)
                     avoid.append(replica)
@@ -155,6 +156,7 @@ class ReplicaCallsClient(EngineClient):
                             record = msgspec.structs.replace(event.record, routing=routing)
                             stream.put(Explained(event.request_id, record))
                         case _:
+                            call.has_begun = True
                             if isinstance(event, Tokens):
                                 self._note_tokens(call, hint, event)
                             stream.put(event)

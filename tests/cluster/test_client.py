@@ -154,7 +154,7 @@ def test_a_request_that_has_not_begun_is_tried_elsewhere(how: str) -> None:
         if hint["routed"]["replica"] in ("a", "b"):
             if how == "raises":
                 raise ReplicaLost("it died")
-            yield encode([EngineGone("it starts")])
+            yield encode([Routed(hint["routed"]["replica"]), EngineGone("it starts")])
             return
         async for item in complete(calls, hint, submits):
             yield item

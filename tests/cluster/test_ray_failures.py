@@ -39,8 +39,13 @@ async def iter_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]
             yield json.loads(line.removeprefix("data: "))
 
 
-async def stream(client: httpx.AsyncClient, max_tokens: int, *, read: int | None = None) -> str:
-    """Stream a completion, and disconnect after `read` events (None: read all); return how it ended."""
+async def stream(
+    client: httpx.AsyncClient, max_tokens: int, *, read: int | None = None, begun: asyncio.Event | None = None
+) -> str:
+    """Stream a completion, and disconnect after `read` events (None: read all); return how it ended.
+
+    `begun` is set once the first event has arrived.
+    """
     body = {"prompt": f"{random.getrandbits(64):x} Once upon a time", "max_tokens": max_tokens, "ignore_eos": True}
     async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
         if response.status_code != 200:
@@ -48,6 +53,8 @@ async def stream(client: httpx.AsyncClient, max_tokens: int, *, read: int | None
         events: list[dict[str, Any]] = []
         async for event in iter_events(response):
             events.append(event)
+            if begun is not None:
+                begun.set()
             if len(events) == read:
                 return "disconnected"
         if any("error" in event for event in events):
@@ -91,11 +98,13 @@ def test_a_killed_replica_costs_its_own_requests_only(cluster: Cluster) -> None:
     async def kill_under_load() -> list[str]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE, limits=limits) as client:
-            running = [asyncio.create_task(stream(client, 600)) for _ in range(20)]
-            await asyncio.sleep(1.5)  # until all have begun
+            begun = [asyncio.Event() for _ in range(20)]
+            running = [asyncio.create_task(stream(client, 600, begun=each)) for each in begun]
+            for each in begun:
+                await each.wait()
             victim.kill()
             later = [asyncio.create_task(stream(client, 20)) for _ in range(20)]
-            return [await each for each in (*running, *later)]
+            return list(await asyncio.gather(*running, *later))
 
     ended = asyncio.run(kill_under_load())
     first, later = Counter(ended[:20]), Counter(ended[20:])
