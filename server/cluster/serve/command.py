@@ -55,7 +55,8 @@ def run(options: dict[str, Any]) -> int:
         settings = settings.model_copy(update={"port": probe.getsockname()[1]})  # another one than 0
     stop = _catch_signals()
     print_safely(f"kvmux {get_version()} starts Ray and {scale.replicas} replicas of {settings.model} ...", sys.stdout)
-    ray.init(include_dashboard=False, logging_level="warning", log_to_driver=True, namespace="kvmux")
+    # "local": without an address Ray would connect to a cluster that it finds on this machine
+    ray.init("local", include_dashboard=False, logging_level="warning", log_to_driver=True, namespace="kvmux")
     try:
         print_safely(_describe(_deploy(settings, scale, "HeadOnly"), scale), sys.stdout)
         stop.wait()
