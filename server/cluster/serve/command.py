@@ -25,6 +25,7 @@ from server.cli.standard_streams import print_safely
 from server.cluster.scale import Scale
 from server.cluster.serve.deployment import APPLICATION_NAME, QUIET, build_application
 from server.listening import listen
+from server.models.files.directory import resolve_model_settings
 from server.version import get_version
 
 KEEP_ALIVE = 75  # seconds that the proxy keeps an idle connection, as in server/api/worker.py
@@ -53,6 +54,7 @@ def run(options: dict[str, Any]) -> int:
         return 0
     with listen(settings.host, settings.port) as probe:  # a wrong address is reported before anything is started
         settings = settings.model_copy(update={"port": probe.getsockname()[1]})  # another one than 0
+    settings = resolve_model_settings(settings)  # likewise a model that is not there
     stop = _catch_signals()
     print_safely(f"kvmux {get_version()} starts Ray and {scale.replicas} replicas of {settings.model} ...", sys.stdout)
     # "local": without an address Ray would connect to a cluster that it finds on this machine

@@ -147,6 +147,8 @@ class EngineReplica:
         if not self._host.is_running:
             raise RuntimeError("the process that keeps the engine running has ended")
 
-    async def __del__(self) -> None:  # called by Ray once the replica has drained
-        await self._client.close()
-        await asyncio.to_thread(self._host.stop)
+    async def __del__(self) -> None:  # called by Ray once the replica has drained, and after a start that failed
+        if hasattr(self, "_client"):
+            await self._client.close()
+        if hasattr(self, "_host"):
+            await asyncio.to_thread(self._host.stop)
