@@ -17,12 +17,15 @@ ENV PATH=/opt/kvmux/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1
 
 # The dependencies are a layer of their own: changing the source does not install them again.
 ARG EXTRA_INDEX=""
+# Extras of the package, separated by spaces: EXTRAS=ray for several replicas (docs/operations/cluster.md)
+ARG EXTRAS=""
 WORKDIR /src
 COPY pyproject.toml ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     export PIP_EXTRA_INDEX_URL="$EXTRA_INDEX" \
  && pip install --upgrade "setuptools>=77" wheel \
- && python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
+ && python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+    print(*p['dependencies'], *(d for e in '$EXTRAS'.split() for d in p['optional-dependencies'][e]), sep='\n')" \
     > /tmp/requirements.txt \
  && pip install -r /tmp/requirements.txt
 

@@ -33,7 +33,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast test-metal prometheus chromium test-slow test-clients test-kvpress check check-metal format bench bench-peers validate compare load fuzz chaos soak clean
+.PHONY: help install serve test test-fast test-metal prometheus chromium test-slow test-clients test-ray test-kvpress check check-metal format bench bench-peers validate compare load fuzz chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -44,11 +44,11 @@ serve: $(VENV)/.base  ## serve the embedded model, or as ARGS says
 	$(VENV)/bin/kvmux serve $(ARGS)
 
 test: $(VENV)/.with-test  ## run the tests
-	$(call PYTEST,not slow and not alone,-n $(PROCESSES) --dist loadfile)
-	$(call PYTEST,not slow and alone)
+	$(call PYTEST,not slow and not ray and not alone,-n $(PROCESSES) --dist loadfile)
+	$(call PYTEST,not slow and not ray and alone)
 
 test-fast: $(VENV)/.with-test  ## run the tests that take two minutes together, for daily work
-	$(call PYTEST,not slow and not alone and not thorough,-n $(PROCESSES) --dist loadfile)
+	$(call PYTEST,not slow and not ray and not alone and not thorough,-n $(PROCESSES) --dist loadfile)
 
 test-metal: $(VENV)/.with-test  ## test the Metal kernels: emulated, and on a Mac on its GPU, too
 	$(PY) -m pytest -m "not slow" tests/kernels tests/engine/test_metal.py tests/end_to_end/test_metal.py $(ARGS)
@@ -58,11 +58,14 @@ prometheus: .tools/usr/bin/promtool  ## unpack Prometheus for the tests, on Debi
 chromium:  ## install Debian's Chromium for the tests of the page at /ui; without it they are skipped
 	command -v chromium >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium; }
 
-test-slow: $(VENV)/.with-test  ## run all tests, with those that take minutes
-	$(PY) -m pytest $(ARGS)
+test-slow: $(VENV)/.with-test  ## run all tests, with those that take minutes, without those on Ray
+	$(PY) -m pytest -m "not ray" $(ARGS)
 
 test-clients: $(VENV)/.with-test  ## test popular clients, each installed by itself (CLIENTS="litellm ...": only these)
 	$(PY) -m tests.clients.run $(CLIENTS)
+
+test-ray: $(VENV)/.with-test  ## test several replicas on Ray Serve, which is installed by itself (ARGS="-k killed")
+	$(PY) -m tests.cluster.run $(ARGS)
 
 test-kvpress: $(VENV)/.with-test  ## compare the scorers of keys with NVIDIA's kvpress, installed by itself
 	$(PY) -m tests.kvpress.run $(ARGS)

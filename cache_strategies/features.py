@@ -6,12 +6,12 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from cache_strategies.types import EVERYTHING, CachedPrefix, PageInfo, Pin, Salt, SaltScope
+from cache_strategies.types import EVERYTHING, BlockNaming, CachedPrefix, PageInfo, Pin, Salt, SaltScope
 
 
 @runtime_checkable
@@ -85,3 +85,17 @@ class PrefixListing(Protocol):
         Return the number of bytes freed, or None for an unknown id. Memory in use stays until its sequences end, but
         later sequences cannot reuse it, nor what these sequences compute from now on.
         """
+
+
+@runtime_checkable
+class BlockNames(Protocol):
+    """A cache that can name the blocks that later sequences would find, so that requests are sent to where they are.
+
+    The name of a block is that of config/block_hashes.py, with the salt of the sequence that left it.
+    """
+
+    def block_naming(self) -> BlockNaming | None:
+        """Return what the names are made of; None if the instance keeps no blocks for later sequences."""
+
+    def list_block_names(self) -> Collection[int]:
+        """Return the names of all blocks that can be found, each in 32 bits; their order means nothing."""

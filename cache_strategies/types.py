@@ -156,6 +156,13 @@ class SeatShape(NamedTuple):
     blocks: int  # maximum number of blocks of a sequence; 0: the strategy does not use the arena
 
 
+class BlockNaming(NamedTuple):
+    """What is needed to compute the names of an instance's blocks from tokens: config.block_hashes.name_blocks."""
+
+    block_size: int  # number of tokens in a block
+    root: bytes  # the hash before a sequence's first block
+
+
 class PinError(Exception):
     """Raised if a prefix cannot be pinned; the message says why."""
 

@@ -103,6 +103,14 @@ class KVTokens(NamedTuple):
     dropped: int  # KVCache.count_dropped_tokens
 
 
+class Routing(msgspec.Struct, frozen=True):
+    """Why a router has sent a request to a replica, of several that serve the model (server/cluster)."""
+
+    replica: str
+    reason: str  # one of `server.cluster.router.Reason`
+    expected_cached_tokens: int  # that the router expected the replica to find
+
+
 class RequestRecord(msgspec.Struct, frozen=True):
     """A request that has ended. Times are in seconds, and None if the request ended before that phase did."""
 
@@ -139,6 +147,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     fallback_of: str | None = None  # the instance that was chosen, if `instance` served the request in its place
     # Equal for requests of a conversation, and for choices of a prompt; None: it counts in no arm of a roll-out
     conversation: str | None = None
+    routing: Routing | None = None  # None: there is one replica, or it is not known yet; the API's process adds it
 
 
 class RequestFidelity(msgspec.Struct, frozen=True):

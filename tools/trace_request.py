@@ -36,8 +36,8 @@ from unittest import mock
 from config.settings import Settings, load_settings
 from config.sizes import parse_bytes
 from server.api.worker import ApiServer
-from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Submit
+from server.engine.ipc.socket_client import SocketClient
 from server.models.files.directory import resolve_model_settings
 from server.processes import engine
 from server.processes.child_process import STOP_SIGNAL
@@ -176,7 +176,7 @@ class Client(threading.Thread):
         settings = self._settings
         limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
         tokenizer = SandboxedTokenizer(Path(settings.model), limits)
-        worker = ApiServer(settings, EngineClient(self.socket_path), tokenizer)
+        worker = ApiServer(settings, SocketClient(self.socket_path), tokenizer)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=worker.run, kwargs={"sockets": [listener]}, name="worker")
             thread.start()
@@ -314,7 +314,7 @@ def find_hint(frame: FrameType) -> str:
     match frame.f_code.co_qualname:
         case "RequestResponseCycle.send":
             return "text" if frame.f_locals["message"].get("body") else ""
-        case "EngineClient._send":
+        case "SocketClient._send":
             return "submit" if any(isinstance(each, Submit) for each in frame.f_locals["messages"]) else ""
     return ""
 
@@ -324,7 +324,7 @@ def find_body_way(calls: Sequence[Call]) -> Way:
     """Return the files from the request's first bytes to the scheduler."""
     worker_begin = find(calls, "call", "BoundedConnection.data_received")
     worker = calls[worker_begin].thread
-    worker_end = find(calls, "return", "EngineClient._send", worker_begin, hint="submit")
+    worker_end = find(calls, "return", "SocketClient._send", worker_begin, hint="submit")
     engine_end = find(calls, "call", "Scheduler.submit", worker_begin)
     engine_thread = calls[engine_end].thread
     engine_begin = find(calls, "call", "Loop._handle", worker_begin)

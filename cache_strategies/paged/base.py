@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -35,6 +35,7 @@ from cache_strategies.types import (
     EVERYTHING,
     KEEPS_EVERYTHING,
     BlockEvents,
+    BlockNaming,
     Blocks,
     CachedPrefix,
     CacheUsage,
@@ -263,6 +264,12 @@ class PagedBase(BlockTableCache[PagedSeat]):
     # ---------------------------------------------------------------- reports
     def list_prefixes(self, limit: int) -> tuple[Sequence[CachedPrefix], int]:
         return self._make_tree().list_nodes(limit)
+
+    def block_naming(self) -> BlockNaming | None:
+        return BlockNaming(self.block_size, self._hasher.root) if self.prefix_cache else None
+
+    def list_block_names(self) -> Collection[int]:
+        return self.pool.list_names()
 
     def _make_tree(self) -> PrefixTree:
         return PrefixTree(self.pool, self.pinned, self.block_size)

@@ -8,7 +8,7 @@ idle. Knows neither seats nor tokens.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import mul
 
 import numpy as np
@@ -144,6 +144,10 @@ class BlockPool:
     def list_tree(self) -> Mapping[BlockHash, int]:
         """Return the blocks of the group that forms the tree, by their hashes."""
         return self._index.list_tree()
+
+    def list_names(self) -> Collection[int]:
+        """Return the names of the blocks of the group that forms the tree."""
+        return self._index.list_names()
 
     def count_bytes(self, hashes: Sequence[BlockHash]) -> int:
         """Return the bytes of blocks in the tree, and of those of other groups at the same positions."""

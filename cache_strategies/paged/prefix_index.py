@@ -8,13 +8,13 @@ Knows neither memory nor reference counts, nor what a seat contains.
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Generic, NamedTuple
 
 from cache_strategies.base import SeatT
 from cache_strategies.types import Miss, Salt
+from config.block_hashes import hash_block, hash_root, name_block
 
 MAX_EVICTED_HASHES = 1 << 16  # maximum number of evicted blocks whose hashes are kept, to explain later misses
 
@@ -25,7 +25,7 @@ Prefix = tuple[bytes, Salt]  # the `content` and the salt of a BlockHash
 class BlockHash(NamedTuple):
     """A block's hash, which covers all tokens up to its end, the salt of the sequences that may share it, its group."""
 
-    content: bytes  # sha256 of parent hash and tokens; not Python's hash(), which can collide (GHSA-rm76-4mrf-v9r8)
+    content: bytes  # config.block_hashes.hash_block of the block before it and the tokens
     salt: Salt
     group: int = 0  # number of the group of layers whose keys and values are in the block
     # Both follow from `content`, so that hashes with equal contents are equal
@@ -54,11 +54,11 @@ class BlockHasher:
     def __init__(self, block_size: int, scope: str) -> None:
         """Make a hasher; `scope` names what keys and values depend on besides tokens: instance, dtype and model."""
         self.block_size = block_size
-        self._root = hashlib.sha256(scope.encode()).digest()
+        self.root = hash_root(scope)
 
     def root_hash(self, salt: Salt) -> BlockHash:
         """Return the parent hash of a sequence's first block; it differs for each salt."""
-        return BlockHash(self._root, salt)
+        return BlockHash(self.root, salt)
 
     def hash_block_tokens(self, parent: BlockHash, tokens: Sequence[int]) -> BlockHash | None:
         """Return the hash of a block of `tokens`, given the hash of the block before it, `parent`.
@@ -67,7 +67,7 @@ class BlockHasher:
         """
         if min(tokens) < 0:
             return None
-        content = hashlib.sha256(parent.content + array("q", tokens).tobytes()).digest()
+        content = hash_block(parent.content, tokens)
         return BlockHash(content, parent.salt, 0, parent.content, parent.depth + 1)
 
     def hash_blocks(self, tokens: Sequence[int], salt: Salt) -> Iterator[BlockHash]:
@@ -92,6 +92,7 @@ class PrefixIndex:
         self._hits: dict[Prefix, int] = {}
         self._block_by_hash: dict[BlockHash, int] = {}
         self._hash_by_block: dict[int, BlockHash] = {}
+        self._names: dict[int, int] = {}  # by block of the tree's group: config.block_hashes.name_block
         self._salts_by_content: dict[tuple[bytes, int], set[Salt]] = {}  # by content hash and group: salts of blocks
         self._evicted: OrderedDict[BlockHash, None] = OrderedDict()  # oldest first
 
@@ -105,6 +106,8 @@ class PrefixIndex:
         assert block_hash not in self._block_by_hash
         assert block not in self._hash_by_block
         self._block_by_hash[block_hash], self._hash_by_block[block] = block, block_hash
+        if block_hash.group == self.tree_group:
+            self._names[block] = name_block(block_hash.content, block_hash.salt)
         self._salts_by_content.setdefault((block_hash.content, block_hash.group), set()).add(block_hash.salt)
         self._evicted.pop(block_hash, None)
 
@@ -113,6 +116,7 @@ class PrefixIndex:
         block_hash = self._hash_by_block.pop(block, None)
         if block_hash is not None:
             del self._block_by_hash[block_hash]
+            self._names.pop(block, None)
             key = block_hash.content, block_hash.group
             salts = self._salts_by_content[key]
             salts.remove(block_hash.salt)
@@ -161,6 +165,10 @@ class PrefixIndex:
         """Return the blocks of the group that forms the tree, by their hashes."""
         return {each: block for each, block in self._block_by_hash.items() if each.group == self.tree_group}
 
+    def list_names(self) -> Collection[int]:
+        """Return the names of the blocks of the group that forms the tree."""
+        return self._names.values()
+
     def __contains__(self, block: int) -> bool:
         return block in self._hash_by_block
 
@@ -171,6 +179,8 @@ class PrefixIndex:
         assert {block: block_hash for block_hash, block in self._block_by_hash.items()} == self._hash_by_block
         assert sum(map(len, self._salts_by_content.values())) == len(self._block_by_hash)
         assert not self._evicted.keys() & self._block_by_hash.keys()
+        tree = self.list_tree().items()
+        assert self._names == {block: name_block(each.content, each.salt) for each, block in tree}
         assert self._hits.keys() <= {block_hash.prefix for block_hash in self.list_tree()}
 
 

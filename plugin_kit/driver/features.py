@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from cache_strategies.base import KVCache
-from cache_strategies.features import PageDescribing, PageMarking, Pinning, PrefixListing
+from cache_strategies.features import BlockNames, PageDescribing, PageMarking, Pinning, PrefixListing
 from cache_strategies.types import CachedPrefix, PageState
 
 MARKS = set(PageState) - {PageState.FREE, PageState.UNTOUCHED}  # states of pages that a cache holds
@@ -24,6 +24,8 @@ def check_features(cache: KVCache) -> None:
         _check_described_pages(cache, cache)
     if isinstance(cache, PrefixListing):
         _check_prefixes(cache, cache)
+    if isinstance(cache, BlockNames):
+        _check_block_names(cache)
 
 
 def _find_own_pages(cache: KVCache) -> NDArray[np.bool_]:
@@ -96,3 +98,11 @@ def check_drop(cache: KVCache, listing: PrefixListing, prefixes: Sequence[Cached
     assert not {each.id for each in left} & dropped, "drop_prefix() left nodes that it should drop"
     assert num_bytes == expected, f"drop_prefix() left nodes of {num_bytes} bytes, and others have {expected}"
     assert listing.drop_prefix(top) is None, "drop_prefix() did not return None for an unknown id"
+
+
+def _check_block_names(naming: BlockNames) -> None:
+    """Assert that a cache names blocks only if it says how, and with numbers of 32 bits."""
+    names = naming.list_block_names()
+    if naming.block_naming() is None:
+        assert not names, "list_block_names() named blocks, and block_naming() is None"
+    assert all(0 <= name < 1 << 32 for name in names), "list_block_names() returned names of more than 32 bits"

@@ -28,6 +28,7 @@ from server.api.http.errors import ApiError
 from server.api.ops.live import LiveState
 from server.api.ops.monitoring import Observations
 from server.engine.ipc.client import EngineClient
+from server.engine.ipc.socket_client import SocketClient
 from server.logs import hide_exception_messages
 from server.processes.child_process import STOP_SIGNAL
 from server.processes.heartbeat import WorkerHandles
@@ -59,9 +60,9 @@ def serve_worker(
     grammar_limits = CallLimits(settings.grammar_timeout, parse_bytes(settings.grammar_memory))
     tokenizer = SandboxedTokenizer(Path(settings.model), limits, grammar_limits)
     if handles is None:
-        ApiServer(settings, EngineClient(socket_path), tokenizer).run(sockets=[listening_socket])
+        ApiServer(settings, SocketClient(socket_path), tokenizer).run(sockets=[listening_socket])
         return
-    client, metrics = EngineClient(socket_path, handles.recovery.estimate_seconds), handles.metrics_socket
+    client, metrics = SocketClient(socket_path, handles.recovery.estimate_seconds), handles.metrics_socket
     sockets = [listening_socket] if metrics is None else [listening_socket, metrics]
     ApiServer(settings, client, tokenizer, metrics, beat=handles.heartbeat.beat).run(sockets=sockets)
 

@@ -1,7 +1,7 @@
 """The command line: `kvmux serve`, `health`, `bench`, `evaluate`, `profile`, `doctor`, and their help.
 
-`flags.py` makes the flags of settings; `strategy.py` has `kvmux strategy`. Imports neither torch nor transformers, so
-that help and errors come at once.
+`flags.py` makes the flags of settings; `strategy.py` and `ray_flags.py` have `kvmux strategy` and `kvmux ray`. Imports
+neither torch nor transformers, so that help and errors come at once.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from server.cli.flags import add_settings, group_settings
 from server.cli.health import TIMEOUT
 from server.cli.health import check_health as ask_health
 from server.cli.parser import Commands, Parser, add_command, parse_seconds
+from server.cli.ray_flags import add_ray
 from server.cli.standard_streams import open_missing_streams, print_safely, redirect_to_devnull
 from server.cli.strategy import add_strategy
 from server.evaluation import flags as evaluation_flags
@@ -252,7 +253,7 @@ def _make_parser() -> Parser:
     parser = Parser(prog="kvmux", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"kvmux {get_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for add in (_add_serve, _add_health, _add_bench, _add_evaluate, _add_profile, _add_doctor, add_strategy):
+    for add in (_add_serve, _add_health, _add_bench, _add_evaluate, _add_profile, _add_doctor, add_strategy, add_ray):
         add(commands)
     return parser
 

@@ -29,6 +29,7 @@ DECODE_TOKENS = 128  # tokens whose computation delays others as much as one run
 PRESSURE_TOKENS = 512
 # Replicas whose costs differ by fewer tokens are equally good: the name of the prompt chooses between them
 EQUAL_TOKENS = 64
+EQUAL_BLOCKS = 16  # caches that differ by fewer blocks are equally full
 # Seconds after its end in which a request's prompt is believed to be cached though no statistics say so yet
 GRACE = 3.0
 
@@ -41,14 +42,15 @@ class Hint:
     """What a router is told about a request. The fields are those of the dict that is a request's first argument."""
 
     instance: str | None = None  # strategy instance that will serve it; None: each replica's own rules choose
-    names: Sequence[
-        int
-    ] = ()  # names of the prompt's full blocks, 32 bits each; they cover all tokens before, and the salt
+    # Names of the prompt's full blocks, 32 bits each; they cover all tokens before, and the salt. The list may grow
+    # while the answer is generated: then what was sent includes the answer
+    names: Sequence[int] = ()
     block_size: int = 0  # number of tokens in a block
     num_tokens: int = 0  # of the prompt
     max_tokens: int = 0  # of the answer
     conversation: str = ""  # equal for all requests of a conversation; empty: none
     replica: str | None = None  # id of the replica that has to serve it; None: any
+    avoid: Sequence[str] = ()  # ids of replicas that have failed the request, which is tried again
 
     @classmethod
     def from_dict(cls, found: Any) -> Hint | None:
@@ -90,6 +92,7 @@ class Replica:
     instances: dict[str, InstanceState] = field(default_factory=dict)
     queued_tokens: int = 0  # prompt tokens of its requests that were not computed when it reported
     num_requests: int = 0  # that it had when it reported
+    is_ready: bool = True  # False: it has reported that its engine is starting, or starting again
     reported: object = None  # the latest statistics, to see whether others have come
     reported_at: float = float("-inf")
     sent: dict[str, Sent] = field(default_factory=dict)  # by request id: those that have not ended
@@ -100,6 +103,7 @@ class Replica:
         if not statistics or statistics == self.reported:
             return
         self.reported, self.reported_at = statistics, now
+        self.is_ready = bool(statistics.get("ready", True))
         self.instances = {name: InstanceState.from_dict(each) for name, each in statistics["instances"].items()}
         self.queued_tokens = int(statistics["queued_tokens"])
         self.num_requests = int(statistics["num_requests"])
@@ -116,6 +120,10 @@ class Replica:
         recent = max((_count_common(hint, each.hint) for each in self._list_recent(now)), default=0)
         usable = max(0, hint.num_tokens - 1) // hint.block_size
         return min(max(resident, recent), usable) * hint.block_size
+
+    def count_names(self) -> int:
+        """Return how many blocks are cached in all instances, as the replica has reported."""
+        return sum(len(each.names) for each in self.instances.values())
 
     def _list_recent(self, now: float) -> Iterable[Sent]:
         while self.ended and self.ended[0][0] < now - GRACE:
@@ -183,6 +191,9 @@ class RoutingPolicy:
         replicas = [self._replicas.setdefault(id, Replica(id)) for id in candidates]
         if hint is not None and hint.replica is not None:
             return Decision([each.id for each in replicas if each.id == hint.replica], "asked for")
+        replicas = [each for each in replicas if each.is_ready] or replicas
+        if hint is not None and hint.avoid:
+            replicas = [each for each in replicas if each.id not in hint.avoid] or replicas
         if hint is not None and hint.instance is not None:
             able = [each for each in replicas if not each.instances or hint.instance in each.instances]
             replicas = able or replicas  # if none has the instance, any of them can say so
@@ -225,9 +236,11 @@ class RoutingPolicy:
             for each in replicas
         }
         limit = min(costs.values()) + EQUAL_TOKENS
-        # Equally good replicas are ordered by the prompt's first block, so that several routers agree on new prompts
+        # Of equally good replicas, those with less in their caches come first, and of these the prompt's first block
+        # chooses, so that several routers agree on new prompts
+        filled = {each.id: each.count_names() // EQUAL_BLOCKS for each in replicas}
         first_name = str(hint.names[0]) if hint.names else str(self._random.random())
-        ordered = sorted(costs, key=lambda id: (max(costs[id], limit), -cached[id], -_rank(first_name, id)))
+        ordered = sorted(costs, key=lambda id: (max(costs[id], limit), -cached[id], filled[id], -_rank(first_name, id)))
         best = cached[ordered[0]]
         return Decision(ordered, "cached" if best else "least loaded", best)
 

@@ -44,6 +44,7 @@ from server.engine.live.prefixes import describe_prefixes
 from server.engine.live.state import describe_live
 from server.engine.profiling.profiler import Profiler
 from server.engine.results import Event
+from server.engine.routing import describe_routing
 from server.engine.scheduling.request import RequestError
 from server.records import EngineInfo, EngineState, RequestRecord, StepReport
 
@@ -195,6 +196,8 @@ class Loop:
                 return msgspec.json.encode(describe_live(self._engine) | {"totals": totals})
             case "prefixes":
                 return msgspec.json.encode(describe_prefixes(self._core))
+            case "routing":
+                return msgspec.msgpack.encode(describe_routing(self._core))
             case "metrics":
                 return self._observer.snapshot(read_engine_state(self._core, self._processes.read_resident_bytes()))
         return msgspec.json.encode(run_command(self._core, payload))

@@ -77,6 +77,12 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 _FAMILIES_DECODER: msgspec.msgpack.Decoder[tuple[FamilyShape, ...]] = msgspec.msgpack.Decoder(tuple[FamilyShape, ...])
 _SNAPSHOT_DECODER: msgspec.msgpack.Decoder[Snapshot] = msgspec.msgpack.Decoder(Snapshot)
+decode_families, decode_snapshot = _FAMILIES_DECODER.decode, _SNAPSHOT_DECODER.decode
+
+
+def encode_snapshot(families: Sequence[FamilyShape], numbers: bytes) -> bytes:
+    """Return an encoded Snapshot; `numbers` are the values of all series, in their order."""
+    return msgspec.msgpack.encode(Snapshot(msgspec.Raw(msgspec.msgpack.encode(families)), numbers))
 
 
 class Renderer:
@@ -89,10 +95,10 @@ class Renderer:
 
     def render(self, encoded: bytes, *, openmetrics: bool) -> bytes:
         """Return the text of an encoded Snapshot, in Prometheus' format or in OpenMetrics 1.0."""
-        snapshot = _SNAPSHOT_DECODER.decode(encoded)
+        snapshot = decode_snapshot(encoded)
         if bytes(snapshot.families) != self._encoded_families:
             self._encoded_families = bytes(snapshot.families)
-            self._families, self._templates = _FAMILIES_DECODER.decode(self._encoded_families), {}
+            self._families, self._templates = decode_families(self._encoded_families), {}
         if openmetrics not in self._templates:
             self._templates[openmetrics] = _make_template(self._families, openmetrics=openmetrics)
         numbers = array("d", snapshot.numbers)

@@ -6,12 +6,13 @@ import signal
 
 from config.errors import SettingsError
 from config.settings import Settings
-from server.engine.build import build_engine
+from server.engine.build import Engine, build_engine
 from server.engine.info import compute_fingerprint, summarize_engine
 from server.engine.ipc.messages import Hello, Strategy
 from server.engine.ipc.server import EngineServer
 from server.engine.loop import Loop
 from server.engine.profiling.capture import Capture
+from server.engine.routing import find_block_naming
 from server.metrics.registry import Metrics
 from server.processes.child_process import STOP_SIGNAL
 from server.processes.heartbeat import EngineStatus
@@ -28,19 +29,30 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
     except SettingsError as error:
         status.send({"error": str(error)})
         return
-    hello = Hello(
-        engine.model_name,
-        list(engine.aliases),
-        engine.max_seq_len,
-        engine.core.model.info.vocab_size,
-        [  # disabled ones, too
-            Strategy(name, each.kind, name in engine.core.caches and engine.core.caches[name].contract.unbounded)
-            for name, each in settings.strategies.items()
-        ],
-        compute_fingerprint(engine),
-    )
-    with capture, EngineServer(socket_path, hello) as server:
+    with capture, EngineServer(socket_path, make_hello(engine)) as server:
         loop = Loop(engine, server, Metrics, restarts, status.beat, capture.count_step)
         signal.signal(STOP_SIGNAL, lambda *_: loop.stop())
         status.send({"ready": summarize_engine(engine)})
         loop.run()
+
+
+def make_hello(engine: Engine) -> Hello:
+    """Return the first message of an engine on each connection: what it serves."""
+    return Hello(
+        engine.model_name,
+        list(engine.aliases),
+        engine.max_seq_len,
+        engine.core.model.info.vocab_size,
+        [_describe_strategy(engine, name) for name in engine.settings.strategies],
+        compute_fingerprint(engine),
+    )
+
+
+def _describe_strategy(engine: Engine, name: str) -> Strategy:
+    """Return an instance's description, also of one that is disabled."""
+    kind, cache = engine.settings.strategies[name].kind, engine.core.isolation.caches.get(name)
+    if cache is None:
+        return Strategy(name, kind)
+    naming = find_block_naming(cache)
+    block_size, root = (0, b"") if naming is None else naming
+    return Strategy(name, kind, cache.contract.unbounded, block_size, root)

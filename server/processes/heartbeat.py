@@ -133,6 +133,7 @@ class StrategyCalls:
         *("idle_pages", "reclaim", "pinned_pages", "poll", "row_limit", "plan", "attend", "commit", "compact"),
         *("estimate_bytes", "usage", "blocks", "count_dropped_tokens", "token_budget", "collect_block_events"),
         *("clear", "pin", "pin_prefix", "unpin", "pins", "drop_prefix", "list_prefixes"),
+        *("block_naming", "list_block_names"),
         *("inspect", "mark_pages", "describe_page"),
     )
 

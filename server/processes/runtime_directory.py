@@ -22,15 +22,16 @@ MAX_SOCKET_PATH = 103  # maximum bytes of a socket's path; macOS has room for 10
 
 
 @contextlib.contextmanager
-def runtime_directory(url: str) -> Iterator[str]:
+def runtime_directory(url: str | None) -> Iterator[str]:
     """Make a directory for this user alone, with a path short enough for a Unix socket; remove it after the block.
 
-    `url` is where the server listens.
+    `url` is where the server listens; None: `kvmux health` does not look for it.
     """
     parent = _choose_parent()
     remove_leftovers(parent)
     with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent) as directory:
-        (Path(directory) / URL_FILE).write_text(url)
+        if url is not None:
+            (Path(directory) / URL_FILE).write_text(url)
         with _hold_lock(Path(directory)):
             yield directory
 

@@ -61,13 +61,14 @@ class Targets:
 class Supervisor:
     """The parent of all processes of a server.
 
-    `announce` is called once, when the engine is ready for the first time, with the summary that it has sent.
+    `announce` is called once, when the engine is ready for the first time, with the summary that it has sent. Without a
+    `listener` there are no API workers, but only the engine, at `socket_path`.
     """
 
     def __init__(
         self,
         settings: Settings,
-        listener: socket.socket,
+        listener: socket.socket | None,
         announce: Callable[[dict[str, Any]], None],
         *,
         metrics_listener: socket.socket | None = None,
@@ -81,7 +82,7 @@ class Supervisor:
         self._targets = targets
         self._timing = timing
         self._spawn_context = multiprocessing.get_context("spawn")
-        self._socket_path = ""  # path of the engine's socket; run() sets it and _signals
+        self.socket_path = ""  # path of the engine's socket; run() sets it and _signals
         self._signals: socket.socket
         self._files: ServedFiles  # the model's files that the engine maps; set whenever the engine is started
         self._status_pipe: Connection | None = None  # pipe on which the engine sends {"ready": ...} or {"error": ...}
@@ -94,12 +95,14 @@ class Supervisor:
         self._calls: StrategyCalls | None = None  # of the running engine
         self._disabled: dict[str, str] = {}  # strategy instances that engines must not use any more, with the reasons
         self._engine = Child("engine", self._start_engine, timing)
-        self._workers = [Child(f"worker-{i}", self._start_worker, timing) for i in range(settings.workers)]
+        num_workers = 0 if listener is None else settings.workers
+        self._workers = [Child(f"worker-{i}", self._start_worker, timing) for i in range(num_workers)]
 
     def run(self) -> int:
         """Run all processes until it is time to stop; return the exit code. Call it in the main thread, for signals."""
-        with runtime_directory(get_url(self._listener)) as directory, _open_signal_socket() as self._signals:
-            self._socket_path = os.path.join(directory, "engine.sock")
+        url = None if self._listener is None else get_url(self._listener)
+        with runtime_directory(url) as directory, _open_signal_socket() as self._signals:
+            self.socket_path = os.path.join(directory, "engine.sock")
             try:
                 for child in self._children():
                     child.start()
@@ -115,7 +118,7 @@ class Supervisor:
 
     # ------------------------------------------------------------ starting
     def _start_engine(self, name: str) -> tuple[SpawnProcess, Watchdog]:
-        Path(self._socket_path).unlink(missing_ok=True)  # a killed engine leaves its socket behind
+        Path(self.socket_path).unlink(missing_ok=True)  # a killed engine leaves its socket behind
         self._status_pipe, theirs = self._spawn_context.Pipe(duplex=False)
         self._recovery.record_start(monotonic())
         heartbeat = Heartbeat(self._spawn_context)
@@ -137,7 +140,7 @@ class Supervisor:
         return process, Watchdog(heartbeat, self._check_interval)
 
     def _spawn(self, name: str, target: str, heartbeat: Heartbeat, *rest: object) -> SpawnProcess:
-        args = (target, self._settings, self._socket_path, heartbeat, *rest)
+        args = (target, self._settings, self.socket_path, heartbeat, *rest)
         process = self._spawn_context.Process(target=run_child, args=args, name=name, daemon=True)
         with block_signals():
             process.start()
@@ -161,7 +164,7 @@ class Supervisor:
             elif child.process.sentinel in happened:
                 self._on_death(child)
             elif (silent := child.measure_silence()) >= self._settings.watchdog_timeout:
-                why, *stacks = child.kill_stuck(stacks_file(self._socket_path, child.name))
+                why, *stacks = child.kill_stuck(stacks_file(self.socket_path, child.name))
                 log.error("%s had no heartbeat for %.0f s and is killed; %s", child.name, silent, why)
                 for line in stacks:
                     log.error("%s: %s", child.name, line)
@@ -178,7 +181,7 @@ class Supervisor:
         instance, method, seconds = stuck
         log.error("cache strategy %r: %s() did not return for %.1f s; the engine is killed", instance, method, seconds)
         reason = f"cache strategy {instance!r} did not return from {method}()"
-        _, *stacks = self._engine.kill_stuck(stacks_file(self._socket_path, self._engine.name), reason)
+        _, *stacks = self._engine.kill_stuck(stacks_file(self.socket_path, self._engine.name), reason)
         for line in stacks:
             log.error("%s: %s", self._engine.name, line)
         others = set(self._settings.strategies) - {*self._disabled, instance}
@@ -250,9 +253,9 @@ class Supervisor:
     # ------------------------------------------------------------ stopping
     def _stop(self, outcome: int) -> int:
         """Stop the workers, then the engine, which the workers' requests need until then; return the exit code."""
-        self._listener.close()
-        if self._metrics_listener is not None:
-            self._metrics_listener.close()
+        for listener in (self._listener, self._metrics_listener):
+            if listener is not None:
+                listener.close()
         if outcome == STOPPED:
             log.info("stopping, once running requests have finished; Ctrl-C again stops at once")
         worker_grace = self._settings.drain_seconds + self._timing.worker_margin

@@ -20,8 +20,8 @@ from typing import Any
 
 from config.errors import SettingsError
 from config.settings import Settings
-from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import SamplingParams, Submit, Tokens
+from server.engine.ipc.socket_client import SocketClient
 from server.processes.child_process import request_stop, run_child
 from server.processes.heartbeat import EngineStatus, Heartbeat
 from server.profiling.running import run_bench, run_server
@@ -77,7 +77,7 @@ def _receive_status(status: Any) -> Mapping[str, Any]:
 async def _measure_token_gaps(
     path: str, kv_cache: str, sequences: Sequence[int], context: int, steps: int
 ) -> list[float]:
-    async with EngineClient(path) as client:
+    async with SocketClient(path) as client:
         while client.hello is None:
             await asyncio.sleep(POLL_INTERVAL)
         vocab, random = client.hello.vocab_size, Random(0)

@@ -18,7 +18,7 @@ import pytest
 
 from config.settings import Settings
 from server.api.worker import ApiServer
-from server.engine.ipc.client import EngineClient
+from server.engine.ipc.socket_client import SocketClient
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer, TokenizerBase
 from tests.api.fake_engine import FakeEngine, generates
@@ -43,7 +43,7 @@ class Api:
 
     url: str
     socket_path: Path
-    client: EngineClient
+    client: SocketClient
 
     def await_ready(self, ready: bool = True) -> None:
         deadline = time.monotonic() + 5
@@ -57,7 +57,7 @@ def running_api(tokenizer: TokenizerBase | None = None, **settings: Any) -> Iter
     """Without a tokenizer, a tiny one in this process."""
     with tempfile.TemporaryDirectory(prefix="kvmux-") as directory:  # short enough for a socket's address
         socket_path = Path(directory) / "engine.sock"
-        client = EngineClient(socket_path)
+        client = SocketClient(socket_path)
         defaults = {"admin_token": ADMIN_TOKEN, "min_priority": -(2**31), "max_kv_cache_priority": 100}
         tokenizer = tokenizer or Tokenizer(byte_level(), CHAT)
         server = ApiServer(Settings(**defaults | settings), client, tokenizer)

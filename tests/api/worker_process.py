@@ -18,8 +18,8 @@ import psutil
 
 from config.settings import Settings
 from server.api.worker import ApiServer
-from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Hello
+from server.engine.ipc.socket_client import SocketClient
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import CHAT
 from tests.api.fake_engine import FakeEngine, generates
@@ -49,7 +49,7 @@ class WatchedServer(ApiServer):
 
 
 def serve(longest: Synchronized[float], listener: socket.socket, path: str, settings: dict[str, Any]) -> None:
-    client = EngineClient(path)
+    client = SocketClient(path)
     WatchedServer(longest, Settings(**settings), client, Tokenizer(byte_level(), CHAT)).run(sockets=[listener])
 
 

@@ -15,8 +15,8 @@ import pytest
 from config.settings import Settings
 from server.engine import core
 from server.engine.device import device_memory
-from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Clear, Inspect, SamplingParams, Submit, Tokens
+from server.engine.ipc.socket_client import SocketClient
 from server.processes import engine as engine_process
 from server.processes.child_process import STOP_SIGNAL
 from tests.engine.engine_driver import Driver
@@ -46,7 +46,7 @@ class Worker(threading.Thread):
             os.kill(os.getpid(), STOP_SIGNAL)
 
     async def _ask(self) -> None:
-        async with EngineClient(self._path) as client:
+        async with SocketClient(self._path) as client:
             while client.hello is None:
                 await asyncio.sleep(0.01)
             submits = [Submit(name, random_prompt(20), sampling) for name, sampling in SAMPLINGS.items()]

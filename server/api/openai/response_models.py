@@ -7,6 +7,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from server.api.openai.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+from server.records import Routing
 
 
 class PromptTokensDetails(Struct):
@@ -68,6 +69,7 @@ class Explanation(Struct, rename={"miss": "miss_reason", "kv_bytes": "peak_kv_by
     rollout: str | None
     shadow: str | None  # the candidate instance under which the choice also ran
     fidelity: ShadowFidelity | None = None
+    routed: Routing | UnsetType = UNSET  # only if several replicas serve the model
 
 
 class Choice(Struct, kw_only=True):

@@ -185,6 +185,8 @@ def make_explanation(record: RequestRecord) -> Explanation:
     explanation = msgspec.convert(record, Explanation, from_attributes=True)
     if record.fidelity_tokens:
         explanation.fidelity = ShadowFidelity(record.fidelity_tokens, record.fidelity_kl, record.fidelity_top1)
+    if record.routing is not None:
+        explanation.routed = record.routing
     return explanation
 
 

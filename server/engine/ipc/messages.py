@@ -211,11 +211,12 @@ Command = (
 )
 
 
-# Questions are answered with JSON, except "metrics": with an encoded `server.metrics` Snapshot
-Question = Literal["kv_cache", "settings", "metrics", "rollouts", "fidelity", "live", "prefixes"]
+# Questions are answered with JSON, except "metrics": with an encoded `server.metrics` Snapshot, and "routing": with
+# MessagePack, as it has bytes
+Question = Literal["kv_cache", "settings", "metrics", "rollouts", "fidelity", "live", "prefixes", "routing"]
 ANSWER_TTL = 1.0  # seconds after its computation for which an answer to a question is reused
-# The same for "live", which clients ask twice a second, and for "prefixes", whose answer is large
-ANSWER_TTLS: Mapping[Question, float] = {"live": 0.45, "prefixes": 2.0}
+# The same for "live", which clients ask twice a second, for "prefixes", whose answer is large, and for "routing"
+ANSWER_TTLS: Mapping[Question, float] = {"live": 0.45, "prefixes": 2.0, "routing": 0.45}
 
 
 def get_answer_ttl(question: Question) -> float:
@@ -240,6 +241,9 @@ class Strategy(msgspec.Struct, frozen=True):
     name: str
     kind: str  # such as "paged"
     unbounded: bool = False  # whether a text may become longer than max_seq_len, as in `Contract`; a prompt may not
+    # What the names of its cached blocks are made of (config/block_hashes.py); 0: it keeps none for other requests
+    block_size: int = 0
+    hash_root: bytes = b""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

@@ -101,7 +101,7 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
         found = self._run(method, getattr(self.inner, method), *args, **kwargs)
         return found if convert is None else self._run(method, convert, found)
 
-    def _call_quietly(
+    def call_quietly(
         self, method: str, default: T, *args: Any, convert: Callable[[Any], T] | None = None, **kwargs: Any
     ) -> T:
         """Return a call's result, converted by `convert`; without it, it must have the type of `default`.
@@ -156,7 +156,7 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
             self._run(method, self._check_new_seat, seat, lengths)
         except StrategyError:
             if id(seat) not in self._seats:  # the seat of another sequence stays open
-                self._call_quietly("close", None, seat)
+                self.call_quietly("close", None, seat)
             raise
         assert isinstance(seat, Seat)
         self._seats[id(seat)], self._lengths[id(seat)] = seat, seat.length
@@ -166,7 +166,7 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
     def close(self, seat: Seat) -> None:
         del self._seats[id(seat)], self._lengths[id(seat)]
         self._unreported.discard(id(seat))
-        self._call_quietly("close", None, seat)
+        self.call_quietly("close", None, seat)
 
     @property
     def num_open_seats(self) -> int:
@@ -208,10 +208,10 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
             raise self.make_fault("crop", f"a seat has {seat.length} tokens after crop to {length}")
 
     def retain(self, seat: Seat, *, priority: int, ttl: float | None) -> None:
-        self._call_quietly("retain", None, seat, priority=priority, ttl=ttl)
+        self.call_quietly("retain", None, seat, priority=priority, ttl=ttl)
 
     def discard(self, seat: Seat) -> None:
-        self._call_quietly("discard", None, seat)
+        self.call_quietly("discard", None, seat)
 
     # ---------------------------------------------------------------- memory
     def bytes_for(self, num_tokens: int) -> int:
@@ -230,7 +230,7 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
     def idle_pages(self) -> int:
         if self._keeps_idle_pages:
             return 0
-        return max(0, min(self._call_quietly("idle_pages", 0), self.setup.arena.num_held_pages(self.name)))
+        return max(0, min(self.call_quietly("idle_pages", 0), self.setup.arena.num_held_pages(self.name)))
 
     def reclaim(self, pages: int) -> int:
         """Free idle pages; the number freed is counted by the arena, not taken from the strategy.
@@ -239,7 +239,7 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
         these pages, would be at fault for refusing sequences although there is memory.
         """
         before, promised = self.setup.arena.num_held_pages(self.name), min(pages, self.idle_pages())
-        self._call_quietly("reclaim", 0, pages)
+        self.call_quietly("reclaim", 0, pages)
         num_freed = max(0, before - self.setup.arena.num_held_pages(self.name))
         if num_freed < promised:
             self._keeps_idle_pages = True
@@ -248,12 +248,12 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
 
     def pinned_pages(self) -> Collection[int]:
         convert = partial(results.to_pages, num_pages=self.setup.arena.pages)
-        return self._call_quietly("pinned_pages", set[int](), convert=convert)
+        return self.call_quietly("pinned_pages", set[int](), convert=convert)
 
     # ---------------------------------------------------------------- a step
     def poll(self) -> None:
         if "poll" in self._overridden:
-            self._call_quietly("poll", None)
+            self.call_quietly("poll", None)
 
     def plan(self, rows: Sequence[Row]) -> Plan:
         plan = self._run("plan", self._plan, rows)
@@ -337,10 +337,10 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
     # ---------------------------------------------------------------- reports
     def usage(self) -> CacheUsage:
         nothing = CacheUsage(self.num_open_seats, 0, 0, 0, 0, 0, self.limit_bytes)
-        return self._call_quietly("usage", nothing, convert=results.to_usage)
+        return self.call_quietly("usage", nothing, convert=results.to_usage)
 
     def blocks(self) -> Blocks:
-        return self._call_quietly("blocks", Blocks(), convert=results.to_blocks)
+        return self.call_quietly("blocks", Blocks(), convert=results.to_blocks)
 
     def count_dropped_tokens(self, seat: Seat) -> int:
         return self.count_tokens([seat]).dropped
@@ -351,7 +351,7 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
         dropped = []
         for seat in seats:
             convert = partial(results.to_dropped_count, seat=seat, exact=self.contract.exact)
-            dropped.append(self._call_quietly("count_dropped_tokens", -1, seat, convert=convert))
+            dropped.append(self.call_quietly("count_dropped_tokens", -1, seat, convert=convert))
             if dropped[-1] < 0:
                 dropped = []  # the other seats would have the same fault, which counts once
                 break
@@ -359,7 +359,7 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
 
     def token_budget(self, length: int) -> int | None:
         convert = partial(results.to_budget, length=length, exact=self.contract.exact)
-        return self._call_quietly("token_budget", None, length, convert=convert)
+        return self.call_quietly("token_budget", None, length, convert=convert)
 
     def visible_positions(self, length: int, spec: LayerSpec) -> Tensor | None:
         return self.inner.visible_positions(length, spec)
@@ -369,7 +369,7 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
         if not isinstance(self.inner, PrefixListing):
             return (), 0
         nothing: tuple[Sequence[CachedPrefix], int] = ((), 0)
-        return self._call_quietly("list_prefixes", nothing, limit, convert=partial(results.to_prefixes, limit=limit))
+        return self.call_quietly("list_prefixes", nothing, limit, convert=partial(results.to_prefixes, limit=limit))
 
     def read_page_states(self, num_pages: int) -> Tensor:
         """Return the `PageState` of each page, uint8 [num_pages]: IN_USE if the strategy marks none, or after a fault.
@@ -380,18 +380,18 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
         if not isinstance(self.inner, PageMarking):
             return in_use
         marks = in_use.clone()
-        return self._call_quietly("mark_pages", in_use, marks, convert=lambda _: results.to_page_states(marks, in_use))
+        return self.call_quietly("mark_pages", in_use, marks, convert=lambda _: results.to_page_states(marks, in_use))
 
     def describe_page(self, page: int) -> PageInfo | None:
         """Return what the strategy knows about one of its pages, if anything."""
         if not isinstance(self.inner, PageDescribing):
             return None
-        return self._call_quietly("describe_page", None, page, convert=results.to_page_info)
+        return self.call_quietly("describe_page", None, page, convert=results.to_page_info)
 
     def collect_block_events(self) -> BlockEvents | None:
         if "collect_block_events" not in self._overridden:
             return None
-        return self._call_quietly("collect_block_events", None, convert=results.to_events)
+        return self.call_quietly("collect_block_events", None, convert=results.to_events)
 
     def check_integrity(self) -> None:
         """Check the guarded cache's bookkeeping; an AssertionError stays one, as it shows a bug."""

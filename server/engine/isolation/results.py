@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, TypeVar, get_args
@@ -19,6 +20,7 @@ from cache_strategies.arena import Arena
 from cache_strategies.base import Plan, Row, Seat
 from cache_strategies.types import (
     BlockEvents,
+    BlockNaming,
     Blocks,
     CachedPrefix,
     CacheUsage,
@@ -29,6 +31,7 @@ from cache_strategies.types import (
     Pin,
     Salt,
 )
+from config.block_hashes import NAME_TYPE
 from kernels.arguments import MAX_INDEX, by_head
 from kernels.ops import KVLocation, QueryTap
 from kernels.types import Slots
@@ -118,6 +121,20 @@ def to_prefixes(found: tuple[Iterable[object], int], limit: int) -> tuple[Sequen
     """Return what list_prefixes() returned, with texts and numbers. Raises ValueError for more than `limit`."""
     prefixes, omitted = found
     return [_to_prefix(each) for each in _take("prefixes", prefixes, limit)], _to_int(omitted)
+
+
+def to_block_naming(found: object) -> BlockNaming | None:
+    """Return what block_naming() returned, with plain values."""
+    if found is None:
+        return None
+    if not isinstance(found, BlockNaming):
+        raise TypeError(f"it returned {describe(found)}, not a BlockNaming or None")
+    return BlockNaming(_to_int(found.block_size), bytes(found.root))
+
+
+def to_block_names(found: Iterable[int]) -> array[int]:
+    """Return what list_block_names() returned as numbers of 32 bits."""
+    return array(NAME_TYPE, found)
 
 
 def _to_prefix(found: object) -> CachedPrefix:

@@ -274,7 +274,7 @@ def test_ids_differ_by_tenant_and_instance_and_stay() -> None:
     same = make_paged()
     same.close(read_prompt(same, [*TEXT, 1]))
     assert {each.id for each in list_nodes(same)} < ids, "an id is the same after a restart"
-    same._hasher._root = b"of another instance"
+    same._hasher.root = b"of another instance"
     same.close(read_prompt(same, [*TEXT, 1]))
     assert len({each.id for each in list_nodes(same)} - ids) == 1
 

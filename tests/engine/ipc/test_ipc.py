@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from server.engine.ipc import server as server_module
-from server.engine.ipc.client import EngineClient, EngineLost, encode_message, make_event_decoder
+from server.engine.ipc.client import EngineLost
 from server.engine.ipc.messages import Admitted, Answer, Cancel, FromEngine, Query, SamplingParams, Submit, Tokens
 from server.engine.ipc.server import (
     EngineServer,
@@ -23,6 +23,7 @@ from server.engine.ipc.server import (
     encode_events,
     make_message_decoder,
 )
+from server.engine.ipc.socket_client import SocketClient, encode_message, make_event_decoder
 from server.processes import framing
 from server.processes.framing import WireError
 from tests.api.fake_engine import HELLO
@@ -183,7 +184,7 @@ def test_a_socket_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- the client
-async def ready(client: EngineClient) -> None:
+async def ready(client: SocketClient) -> None:
     while client.hello is None:
         await asyncio.sleep(0.002)
 
@@ -192,7 +193,7 @@ def test_leaving_a_stream_cancels_what_still_runs(server: EngineServer, socket_p
     submits = [Submit(f"r-{i}", [1], SamplingParams(1)) for i in range(3)]
 
     async def use() -> list[object]:
-        async with EngineClient(socket_path) as client:
+        async with SocketClient(socket_path) as client:
             await ready(client)
             async with client.stream(submits) as stream:
                 worker_id = (await asyncio.to_thread(server.inbox.get))[0]
@@ -211,7 +212,7 @@ def test_leaving_a_stream_cancels_what_still_runs(server: EngineServer, socket_p
 
 def test_a_stream_ends_with_its_last_request(server: EngineServer, socket_path: Path) -> None:
     async def use() -> list[object]:
-        async with EngineClient(socket_path) as client:
+        async with SocketClient(socket_path) as client:
             await ready(client)
             async with client.stream([SUBMIT]) as stream:
                 server.send((await asyncio.to_thread(server.inbox.get))[0], [Tokens("r-0", [5], "stop")])
@@ -223,7 +224,7 @@ def test_a_stream_ends_with_its_last_request(server: EngineServer, socket_path: 
 
 def test_nothing_is_sent_over_a_connection_that_is_closing(server: EngineServer, socket_path: Path) -> None:
     async def use() -> None:
-        async with EngineClient(socket_path) as client:
+        async with SocketClient(socket_path) as client:
             await ready(client)
             assert client._connection is not None
             client._connection.transport.close()
@@ -238,7 +239,7 @@ def test_a_lost_engine_ends_everything_at_once(socket_path: Path) -> None:
     async def use() -> None:
         server = EngineServer(socket_path, HELLO)
         server.start()
-        async with EngineClient(socket_path) as client:
+        async with SocketClient(socket_path) as client:
             await ready(client)
             query = asyncio.ensure_future(client.query("metrics"))
             async with client.stream([SUBMIT]) as stream:

@@ -1,0 +1,110 @@
+"""`kvmux ray up`: its flags and help. What it does is in server/cluster, imported by name, as it needs Ray.
+
+Imports nothing heavy, as it comes with every start of the command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import pkgutil
+from collections.abc import Callable
+from typing import Any
+
+from config.errors import SettingsError
+from server.cli.flags import add_settings, group_settings
+from server.cli.parser import Commands, add_command
+from server.processes.child_process import USER_ERROR
+
+DESCRIPTION = """\
+Serves a model by several engines, on one machine or on many, with Ray Serve; needs pip install 'kvmux[ray]'.
+docs/operations/cluster.md describes it."""
+
+UP_DESCRIPTION = """\
+Starts replicas, each with an engine, and API processes that send each request to the replica that has most of
+its prompt cached, unless another one has much less to do.
+
+Without an address of a Ray cluster it starts one on this machine, and serves until Ctrl-C. With an address
+(--address or RAY_ADDRESS) it deploys to that cluster, and ends. `serve status` and `serve shutdown` are Ray's own
+commands for what runs there."""
+
+UP_EPILOG = """\
+On one machine, its CPU cores and, with --kv-memory auto, its memory are divided among the replicas.
+
+examples:
+  kvmux ray up --replicas 2
+  kvmux ray up --replicas 4 --model models/my-model --kv-memory 2GiB --threads 4
+  kvmux ray up --address auto --replicas 8 --gpus-per-replica 1 --model /shared/models/my-model
+"""
+
+
+def add_ray(commands: Commands) -> None:
+    """Add the command `ray` with its command `up`."""
+
+    def show_help(options: dict[str, Any]) -> int:
+        parser.print_help()
+        return USER_ERROR
+
+    parser = add_command(
+        commands,
+        "ray",
+        show_help,
+        "up [--replicas N] [settings]",
+        help="serve a model by several engines, on one machine or on many",
+        description=DESCRIPTION,
+    )
+    parts: Commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_up(parts)
+
+
+def _add_up(commands: Commands) -> None:
+    parser = add_command(
+        commands,
+        "up",
+        up,
+        "[--replicas N] [--address ADDRESS] [--model MODEL] [more settings]",
+        help="start replicas and API processes on Ray Serve",
+        description=UP_DESCRIPTION,
+        epilog=UP_EPILOG,
+        parent="kvmux ray",
+    )
+    group = parser.add_argument_group("replicas")
+    at_least_one, amount = _make_parser(int, 1), _make_parser(float, 0)
+    group.add_argument("--replicas", type=at_least_one, metavar="N", help="number of replicas (default: 1)")
+    group.add_argument(
+        "--max-replicas",
+        type=at_least_one,
+        metavar="N",
+        help="greatest number of replicas, to which Ray adds while requests wait or KV memory is full (default: none)",
+    )
+    group.add_argument(
+        "--replicas-per-node",
+        type=at_least_one,
+        metavar="N",
+        help="most replicas on a machine, among which it is divided (default: all, spread evenly over the machines)",
+    )
+    group.add_argument("--cpus-per-replica", type=amount, metavar="X", help="CPUs that Ray reserves for a replica")
+    group.add_argument("--gpus-per-replica", type=amount, metavar="X", help="GPUs that Ray gives a replica")
+    group.add_argument("--address", metavar="ADDRESS", help="address of a running Ray cluster; auto: one found here")
+    add_settings(parser, group_settings())
+
+
+def _make_parser(kind: type[int] | type[float], least: int) -> Callable[[str], float]:
+    """Return a parser of numbers from `least` on."""
+
+    def parse(text: str) -> float:
+        try:
+            if (number := kind(text)) >= least:
+                return number
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} on")
+
+    return parse
+
+
+def up(options: dict[str, Any]) -> int:
+    """Start replicas and API processes; return the exit code. Raises SettingsError if Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise SettingsError("kvmux ray needs Ray Serve, which is not installed: pip install 'kvmux[ray]'")
+    return int(pkgutil.resolve_name("server.cluster.serve.command:run")(options))

@@ -1,0 +1,50 @@
+"""How many replicas there are, and what each gets of the machine that it shares with others. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from config.errors import SettingsError
+from config.settings import Settings
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many processes there are, and what each takes of a machine."""
+
+    replicas: int = 1  # with max_replicas: the least number
+    max_replicas: int | None = None  # greatest number, to which Ray scales; None: no scaling
+    replicas_per_node: int | None = None  # greatest number on a machine; None: all, spread evenly over the machines
+    cpus: float = 0.0  # CPUs that Ray reserves for a replica; 0: none, so that it starts wherever there is room
+    gpus: float = 0.0  # GPUs that Ray reserves for a replica
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "replicas_per_node"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise SettingsError(f"{name} is {value}, and has to be at least 1")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise SettingsError(f"max_replicas is {self.max_replicas}, less than replicas, {self.replicas}: raise it")
+
+    def count_per_node(self, num_nodes: int) -> int:
+        """Return how many replicas of the greatest number may be on one of `num_nodes` machines."""
+        return self.replicas_per_node or math.ceil((self.max_replicas or self.replicas) / max(1, num_nodes))
+
+
+def divide_machine(settings: Settings, per_node: int, gpus: float = 0.0) -> Settings:
+    """Return the settings of one of `per_node` replicas on this machine: its part of the memory and the threads.
+
+    Settings that name a size or a number are for each replica and stay as they are. A replica that has a GPU for
+    itself has its memory for itself.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    sharing = per_node if not gpus else max(1, min(per_node, math.floor(1 / gpus)))
+    changes: dict[str, Any] = {}
+    if settings.kv_memory == "auto":
+        changes["kv_memory_share"] = settings.kv_memory_share / sharing
+    if settings.threads is None and per_node > 1:
+        changes["threads"] = max(1, cores // per_node)
+    return settings.model_copy(update=changes)

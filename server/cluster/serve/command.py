@@ -1,0 +1,122 @@
+"""`kvmux ray up`: starts Ray or connects to it, deploys the application, and serves until a signal.
+
+The flags are in server/cli/ray_flags.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from config.errors import SettingsError
+from config.settings import Settings, load_settings
+from server.cli.standard_streams import print_safely
+from server.cluster.scale import Scale
+from server.cluster.serve.deployment import APPLICATION_NAME, QUIET, build_application
+from server.listening import listen
+from server.models.files.directory import resolve_model_settings
+from server.version import get_version
+
+KEEP_ALIVE = 75  # seconds that the proxy keeps an idle connection, as in server/api/worker.py
+READY_TIMEOUT = 60.0  # seconds until the API processes have to know the replicas
+SCALE_FLAGS = {
+    "replicas": "replicas",
+    "max_replicas": "max_replicas",
+    "replicas_per_node": "replicas_per_node",
+    "cpus_per_replica": "cpus",
+    "gpus_per_replica": "gpus",
+}
+
+
+def run(options: dict[str, Any]) -> int:
+    """Deploy, and serve until a signal if the Ray cluster was started here; return the exit code."""
+    address = options.pop("address", None) or os.environ.get("RAY_ADDRESS")
+    scale = Scale(**{field: options.pop(flag) for flag, field in SCALE_FLAGS.items() if flag in options})
+    file = options.pop("config", None) or os.environ.get("KVMUX_CONFIG")
+    settings = load_settings(Path(file) if file else None, options)
+    if settings.metrics_port is not None:
+        raise SettingsError("metrics_port: Ray's proxy has one port, on which /metrics is; leave metrics_port out")
+    if address is not None:
+        _connect(address)
+        url = _deploy(settings, scale, "EveryNode")
+        print_safely(f"{_describe(url, scale)}\n\nStop it: serve shutdown --address ADDRESS", sys.stdout)
+        return 0
+    with listen(settings.host, settings.port) as probe:  # a wrong address is reported before anything is started
+        settings = settings.model_copy(update={"port": probe.getsockname()[1]})  # another one than 0
+    settings = resolve_model_settings(settings)  # likewise a model that is not there
+    stop = _catch_signals()
+    print_safely(f"kvmux {get_version()} starts Ray and {scale.replicas} replicas of {settings.model} ...", sys.stdout)
+    # "local": without an address Ray would connect to a cluster that it finds on this machine
+    ray.init("local", include_dashboard=False, logging_level="warning", log_to_driver=True, namespace="kvmux")
+    try:
+        print_safely(_describe(_deploy(settings, scale, "HeadOnly"), scale), sys.stdout)
+        stop.wait()
+        return 0
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    """Connect to a running cluster. Raises SettingsError if there is none."""
+    try:
+        ray.init(address=address, logging_level="warning", log_to_driver=False, namespace="kvmux")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise SettingsError(f"no Ray cluster at address {address!r}: {error}") from None
+
+
+def _deploy(settings: Settings, scale: Scale, proxies: str) -> str:
+    """Deploy the application and wait until it is ready; return its URL. Raises SettingsError if it cannot start."""
+    http = HTTPOptions(host=settings.host, port=settings.port, keep_alive_timeout_s=KEEP_ALIVE)
+    serve.start(proxy_location=proxies, http_options=http, logging_config=QUIET)
+    try:
+        serve.run(build_application(settings, scale), name=APPLICATION_NAME, route_prefix="/")
+    except RuntimeError as error:  # the replicas' logs, which were forwarded to stderr, have the cause
+        raise SettingsError(f"the replicas did not start: {error}") from None
+    url = _get_url(settings)
+    deadline = time.monotonic() + READY_TIMEOUT
+    while not _is_ready(url):
+        if time.monotonic() > deadline:
+            raise SettingsError(f"{url}/ready did not answer 200 within {READY_TIMEOUT:g} s; see `serve status`")
+        time.sleep(0.1)
+    return url
+
+
+def _get_url(settings: Settings) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/ready", timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def _describe(url: str, scale: Scale) -> str:
+    """Return the text to print once the application is ready."""
+    with urllib.request.urlopen(f"{url}/ready", timeout=5) as response:
+        model = json.load(response)["model"]
+    replicas = f"{scale.replicas} replica{'s' * (scale.replicas > 1)}"
+    return f"kvmux {get_version()} serves {model} on {url}, by {replicas}; {url}/v1/replicas lists them"
+
+
+def _catch_signals() -> threading.Event:
+    """Return an event that SIGINT and SIGTERM set."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop

@@ -1,0 +1,112 @@
+"""An API process on Ray Serve: the HTTP application of `kvmux serve`, whose requests a router sends to replicas.
+
+Paths below /replicas/ID/ are those of the whole application for one replica alone, its metrics and page included;
+GET /v1/replicas lists the ids. Ray's proxy holds the clients' connections, so server/api/http/connection.py
+is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from config.settings import Settings
+from config.sizes import parse_bytes
+from server.api.app import create_app
+from server.api.http.errors import ApiError, make_error_response
+from server.api.ops.live import LiveState
+from server.api.ops.monitoring import Observations
+from server.cluster.client import ClusterClient, ReplicaClient
+from server.cluster.hints import HintMaker
+from server.cluster.serve.ray_calls import HandleCalls
+from server.logs import configure_logging, hide_exception_messages
+from server.models.files.directory import resolve_model_settings
+from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
+
+log = logging.getLogger(__name__)
+
+REPLICA_PATH = re.compile(r"/replicas/([A-Za-z0-9_-]{1,64})(/.*)")
+MAX_APPS = 64  # most replicas whose applications are kept; more are made anew when they are asked for
+
+
+class ClusterIngress:
+    """The application of one API process."""
+
+    def __init__(self, settings: Settings, replicas: Any) -> None:
+        """Make the application; `replicas` is the deployment handle of the replicas."""
+        multiprocessing.current_process().name = "api"  # in the log
+        configure_logging(settings)
+        if not settings.log_prompts:
+            hide_exception_messages()
+        self._settings = resolve_model_settings(settings)
+        self._client = ClusterClient(HandleCalls(replicas), HintMaker(settings))
+        limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
+        self._tokenizer = SandboxedTokenizer(Path(self._settings.model), limits)
+        self._observations = Observations(self._client)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:  # the name is Ray's
+        app = self._make_app(self._client)
+        app.include_router(make_replicas_router(self._client))
+        return ReplicaPaths(app, self._client, self._make_app)
+
+    def _make_app(self, client: ClusterClient | ReplicaClient) -> FastAPI:
+        return create_app(self._settings, client, self._tokenizer, self._observations, LiveState(client))
+
+
+def make_replicas_router(client: ClusterClient) -> APIRouter:
+    """Return the router of GET /v1/replicas."""
+    routes = APIRouter(tags=["replicas"])
+
+    @routes.get("/v1/replicas")
+    async def list_replicas() -> Response:
+        """List the replicas, and whether each has an engine that is ready."""
+        data = [
+            {"id": id, "object": "replica", "ready": hello is not None, "path": f"/replicas/{id}/"}
+            for id, hello in client.replicas.items()
+        ]
+        return Response(msgspec.json.encode({"object": "list", "data": data}), media_type="application/json")
+
+    return routes
+
+
+class ReplicaPaths:
+    """An ASGI application that sends paths below /replicas/ID/ to the application of that replica.
+
+    Those applications need no lifespan of their own: they share what the main one starts.
+    """
+
+    def __init__(
+        self, app: ASGIApp, client: ClusterClient, make_app: Callable[[ClusterClient | ReplicaClient], ASGIApp]
+    ) -> None:
+        self._app = app
+        self._client = client
+        self._make_app = make_app
+        self._apps: dict[str, tuple[ReplicaClient, ASGIApp]] = {}  # by replica
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        found = REPLICA_PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
+        if found is None:
+            return await self._app(scope, receive, send)
+        id, path = found.groups()
+        client = self._client.get_replica(id)
+        if client is None:
+            error = ApiError(404, f"there is no replica {id!r}; GET /v1/replicas lists them", code="not_found")
+            return await make_error_response(Request(scope), error)(scope, receive, send)
+        raw_path = scope["raw_path"].removeprefix(f"/replicas/{id}".encode())
+        await self._get_app(id, client)({**scope, "path": path, "raw_path": raw_path}, receive, send)
+
+    def _get_app(self, id: str, client: ReplicaClient) -> ASGIApp:
+        known = self._apps.get(id)
+        if known is None or known[0] is not client:
+            if len(self._apps) >= MAX_APPS:
+                self._apps.clear()
+            known = self._apps[id] = client, self._make_app(client)
+        return known[1]

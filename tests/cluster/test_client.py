@@ -1,0 +1,427 @@
+"""The client of several replicas, with calls that a test's script answers: retries, cancels, merged answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from array import array
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from config.settings import Settings
+from server.cluster.client import ClusterClient, ReplicaLost, group_by_prompt
+from server.cluster.hints import HintMaker
+from server.cluster.messages import (
+    EngineGone,
+    ReplicaAnswer,
+    ReplicaInfo,
+    Routed,
+    decode_cancel,
+    decode_payload,
+    decode_submits,
+    encode,
+)
+from server.cluster.router_metrics import RouterCounts
+from server.engine.ipc.client import EngineLost, EngineRefused
+from server.engine.ipc.messages import (
+    Admitted,
+    Answer,
+    Cancel,
+    Clear,
+    Failed,
+    Hello,
+    Observed,
+    PinCachedPrefix,
+    SamplingParams,
+    Strategy,
+    Submit,
+    Tokens,
+    Unpin,
+)
+from server.metrics.exposition import FamilyShape, Renderer, Series, encode_snapshot
+
+HELLO = Hello("tiny", [], 256, 320, [Strategy("paged", "paged", block_size=4, hash_root=b"root")])
+Generate = Callable[["ScriptedCalls", dict[str, Any], Sequence[Submit]], AsyncGenerator[bytes, None]]
+
+
+class ScriptedCalls:
+    """Implements `ReplicaCalls`: replicas are names, and `generate` is a test's script."""
+
+    def __init__(self, script: Generate | None = None, replicas: Sequence[str] = ("a", "b", "c")) -> None:
+        self.replicas: dict[str, Hello | None] = dict.fromkeys(replicas, HELLO)
+        self.script = script
+        self.hints: list[dict[str, Any]] = []
+        self.called: list[tuple[str, str, bytes]] = []
+        self.closed = 0  # number of streams that ended before their script did
+        self.answers: Callable[[str, Any], Answer] = lambda replica, what: Answer(0, b"{}")
+
+    async def generate(self, hint: dict[str, Any], payload: bytes) -> AsyncGenerator[bytes, None]:
+        self.hints.append(hint)
+        free = [id for id in self.replicas if id not in hint["avoid"]]
+        hint["routed"] = {"replica": hint.get("replica") or free[0], "reason": "cached", "expected_cached_tokens": 4}
+        assert self.script is not None
+        try:
+            async for item in self.script(self, hint, decode_submits(payload)):
+                yield item
+        except (asyncio.CancelledError, GeneratorExit):
+            self.closed += 1
+            raise
+
+    async def call(self, method: str, replica: str, payload: bytes) -> bytes:
+        self.called.append((method, replica, payload))
+        if replica not in self.replicas:
+            raise ReplicaLost("gone", replica)
+        if method == "query":
+            return encode(ReplicaAnswer(replica, self.answers(replica, decode_payload(payload))))
+        return b""
+
+    async def broadcast(self, method: str, payload: bytes) -> Sequence[bytes]:
+        if method == "describe":
+            return [encode(ReplicaInfo(id, hello)) for id, hello in self.replicas.items()]
+        return [await self.call(method, id, payload) for id in self.replicas]
+
+
+def run(calls: ScriptedCalls, work: Callable[[ClusterClient], Any]) -> Any:
+    """Run `work` with a client that knows the replicas."""
+
+    async def main() -> Any:
+        async with ClusterClient(calls, HintMaker(Settings())) as client:
+            while client.hello is None:
+                await asyncio.sleep(0.001)
+            return await work(client)
+
+    return asyncio.run(main())
+
+
+def make_submit(request_id: str = "r-0", **fields: Any) -> Submit:
+    return Submit(request_id, [1, 2, 3, 4, 5], SamplingParams(max_tokens=8), **fields)
+
+
+async def complete(
+    calls: ScriptedCalls, hint: dict[str, Any], submits: Sequence[Submit]
+) -> AsyncGenerator[bytes, None]:
+    """Answer each request with two tokens."""
+    begin: list[Any] = [Routed(hint["routed"]["replica"], "cached", 4)]
+    yield encode([*begin, *(Admitted(each.request_id, "paged", "default", 4) for each in submits)])
+    yield encode([Tokens(each.request_id, [7, 8], "length") for each in submits])
+
+
+def read_all(*submits: Submit) -> Callable[[ClusterClient], Any]:
+    async def work(client: ClusterClient) -> list[Any]:
+        async with client.stream(submits) as stream:
+            return [event async for event in stream]
+
+    return work
+
+
+# ---------------------------------------------------------------- streams
+def test_events_arrive_in_order() -> None:
+    calls = ScriptedCalls(complete)
+    events = run(calls, read_all(make_submit()))
+    assert [type(each) for each in events] == [Admitted, Tokens]
+    assert (calls.hints[0]["instance"], calls.hints[0]["num_tokens"], len(calls.hints[0]["names"])) == ("paged", 5, 1)
+    assert calls.closed == 0
+    assert not [each for each in calls.called if each[0] == "cancel"]
+
+
+def test_each_prompt_is_routed_by_itself_and_its_choices_stay_together() -> None:
+    submits = [
+        make_submit("r-0-0"),
+        make_submit("r-0-1", sibling_of="r-0-0"),
+        make_submit("r-1-0"),
+        make_submit("r-1-1", sibling_of="r-1-0"),
+    ]
+    assert [[each.request_id for each in group] for group in group_by_prompt(submits)] == [
+        ["r-0-0", "r-0-1"],
+        ["r-1-0", "r-1-1"],
+    ]
+    calls = ScriptedCalls(complete)
+    events = run(calls, read_all(*submits))
+    assert len(calls.hints) == 2
+    assert sorted(each.request_id for each in events if isinstance(each, Tokens)) == sorted(
+        each.request_id for each in submits
+    )
+
+
+@pytest.mark.parametrize("how", ["raises", "says so"])
+def test_a_request_that_has_not_begun_is_tried_elsewhere(how: str) -> None:
+    async def lose_first(calls: ScriptedCalls, hint: dict[str, Any], submits: Sequence[Submit]) -> Any:
+        if hint["routed"]["replica"] in ("a", "b"):
+            if how == "raises":
+                raise ReplicaLost("it died")
+            yield encode([Routed(hint["routed"]["replica"]), EngineGone("it starts")])
+            return
+        async for item in complete(calls, hint, submits):
+            yield item
+
+    calls = ScriptedCalls(lose_first)
+    assert [type(each) for each in run(calls, read_all(make_submit()))] == [Admitted, Tokens]
+    assert [each["avoid"] for each in calls.hints] == [[], ["a"], ["a", "b"]]
+
+
+def test_a_request_that_no_replica_takes_fails() -> None:
+    async def lose(calls: ScriptedCalls, hint: dict[str, Any], submits: Sequence[Submit]) -> Any:
+        raise ReplicaLost("it died")
+        yield b""
+
+    calls = ScriptedCalls(lose, replicas="abcdef")
+    with pytest.raises(EngineLost, match="it died"):
+        run(calls, read_all(make_submit()))
+    assert len(calls.hints) == 3
+
+
+def test_a_request_that_has_begun_is_not_repeated() -> None:
+    async def lose_late(calls: ScriptedCalls, hint: dict[str, Any], submits: Sequence[Submit]) -> Any:
+        yield encode([Routed("a"), Admitted(submits[0].request_id, "paged", "default", 0)])
+        raise ReplicaLost("it died")
+
+    calls = ScriptedCalls(lose_late)
+    with pytest.raises(EngineLost, match="it died"):
+        run(calls, read_all(make_submit()))
+    assert len(calls.hints) == 1
+
+
+def test_an_unexpected_error_ends_the_request_alone() -> None:
+    async def fail(calls: ScriptedCalls, hint: dict[str, Any], submits: Sequence[Submit]) -> Any:
+        raise ValueError("a bug")
+        yield b""
+
+    (event,) = run(ScriptedCalls(fail), read_all(make_submit()))
+    assert isinstance(event, Failed)
+    assert event.status == 500
+
+
+async def never_end(calls: ScriptedCalls, hint: dict[str, Any], submits: Sequence[Submit]) -> Any:
+    yield encode([Routed("b"), *(Admitted(each.request_id, "paged", "default", 0) for each in submits)])
+    await asyncio.Event().wait()
+
+
+def test_leaving_a_stream_closes_its_calls() -> None:
+    async def work(client: ClusterClient) -> None:
+        async with client.stream([make_submit("r-0"), make_submit("r-1")]) as stream:
+            await anext(stream)
+            await anext(stream)
+        await asyncio.sleep(0.01)
+
+    calls = ScriptedCalls(never_end)
+    run(calls, work)
+    assert calls.closed == 2
+
+
+def test_a_choice_that_is_stopped_is_ended_on_its_replica() -> None:
+    """The others go on, so the stream is not closed; nor would a closed one send the record of an `explain`."""
+
+    async def work(client: ClusterClient) -> None:
+        submits = [make_submit("r-0"), make_submit("r-1", sibling_of="r-0")]
+        async with client.stream(submits) as stream:
+            await anext(stream)
+            stream.cancel("r-1", "stop")
+            await asyncio.sleep(0.01)
+            assert [(method, replica) for method, replica, _ in calls.called] == [("cancel", "b")]
+            assert decode_cancel(calls.called[0][2]) == Cancel("r-1", "stop")
+            assert calls.closed == 0
+
+    calls = ScriptedCalls(never_end)
+    run(calls, work)
+    assert calls.closed == 1
+
+
+def test_a_cancel_that_comes_before_the_replica_is_known_is_sent_later() -> None:
+    begin = asyncio.Event()
+
+    async def wait(calls: ScriptedCalls, hint: dict[str, Any], submits: Sequence[Submit]) -> Any:
+        await begin.wait()
+        async for item in never_end(calls, hint, submits):
+            yield item
+
+    async def work(client: ClusterClient) -> None:
+        submits = [make_submit("r-0"), make_submit("r-1", sibling_of="r-0")]
+        async with client.stream(submits) as stream:
+            stream.cancel("r-1")
+            await asyncio.sleep(0.01)
+            assert not calls.called
+            begin.set()
+            await anext(stream)
+            await asyncio.sleep(0.01)
+            assert [(method, replica) for method, replica, _ in calls.called] == [("cancel", "b")]
+
+    calls = ScriptedCalls(wait)
+    run(calls, work)
+
+
+# ---------------------------------------------------------------- which replicas there are
+def test_without_a_ready_replica_there_is_no_engine() -> None:
+    async def work(client: ClusterClient) -> None:
+        before = client.epoch
+        calls.replicas = {"a": None, "b": HELLO}
+        client._update([ReplicaInfo(id, hello) for id, hello in calls.replicas.items()])
+        assert client.get_hello() == HELLO
+        assert client.epoch is not before, "answers kept from before are out of date"
+        one = client.get_replica("a")
+        assert one is not None
+        with pytest.raises(EngineLost):
+            one.get_hello()
+        assert client.get_replica("c") is None
+        client._update([])
+        with pytest.raises(EngineLost):
+            client.get_hello()
+
+    calls = ScriptedCalls()
+    run(calls, work)
+
+
+def test_instances_of_all_replicas_can_be_asked_for() -> None:
+    other = msgspec.structs.replace(HELLO, strategies=[*HELLO.strategies, Strategy("new", "paged")])
+
+    async def work(client: ClusterClient) -> None:
+        client._update([ReplicaInfo("a", HELLO), ReplicaInfo("b", other)])
+        assert [each.name for each in client.get_hello().strategies] == ["paged", "new"]
+
+    run(ScriptedCalls(), work)
+
+
+def test_requests_of_one_replicas_client_go_there() -> None:
+    async def work(client: ClusterClient) -> None:
+        one = client.get_replica("c")
+        assert one is not None
+        async with one.stream([make_submit()]) as stream:
+            assert [event async for event in stream]
+        assert calls.hints[0]["replica"] == "c"
+        await one.query("live")
+        assert calls.called[-1][:2] == ("query", "c")
+
+    calls = ScriptedCalls(complete)
+    run(calls, work)
+
+
+def test_counts_that_do_not_arrive_are_sent_again() -> None:
+    async def work(client: ClusterClient) -> None:
+        client.replicas = {"z": HELLO}  # it has just ended
+        client.send_observed(Observed({200: 3}, 1000))
+        await asyncio.sleep(0.01)
+        client.replicas = {"a": HELLO}
+        client.send_observed(Observed({200: 1, 404: 2}, 1000))
+        await asyncio.sleep(0.01)
+
+    calls = ScriptedCalls()
+    run(calls, work)
+    sent = [
+        msgspec.msgpack.decode(payload, type=Observed) for method, _, payload in calls.called if method == "observe"
+    ]
+    assert sent[-1].responses == {200: 4, 404: 2}
+
+
+# ---------------------------------------------------------------- merged answers
+def query(calls: ScriptedCalls, what: Any) -> Any:
+    return json.loads(run(calls, lambda client: client.query(what)))
+
+
+def test_freed_bytes_are_added_up_and_errors_are_named() -> None:
+    def answer(replica: str, what: Any) -> Answer:
+        if replica == "b":
+            return Answer(0, b"", Failed("", 409, "not now", "busy"))
+        return Answer(0, json.dumps({"freed_bytes": 100}).encode())
+
+    calls = ScriptedCalls()
+    calls.answers = answer
+    assert query(calls, Clear("paged")) == {
+        "freed_bytes": 200,
+        "replicas": {
+            "a": {"freed_bytes": 100},
+            "b": {"error": {"message": "not now", "code": "busy"}},
+            "c": {"freed_bytes": 100},
+        },
+    }
+
+
+def test_a_command_that_all_refuse_is_refused() -> None:
+    calls = ScriptedCalls()
+    calls.answers = lambda *_: Answer(0, b"", Failed("", 404, "unknown", "not_found"))
+    with pytest.raises(EngineRefused, match="unknown"):
+        query(calls, Clear("paged"))
+
+
+def test_a_pin_names_its_replicas_and_is_removed_there() -> None:
+    calls = ScriptedCalls()
+    calls.answers = lambda replica, _: Answer(0, json.dumps({"id": f"pin-{replica}", "deleted": True}).encode())
+    pinned = query(calls, PinCachedPrefix("paged", "some", 60.0))
+    assert pinned["id"] == "a:pin-a,b:pin-b,c:pin-c"
+    calls.called.clear()
+    query(calls, Unpin("paged", "c:pin-c,a:pin-a,gone:pin-1"))
+    assert [(replica, decode_payload(payload)) for _, replica, payload in calls.called] == [
+        ("c", Unpin("paged", "pin-c")),
+        ("a", Unpin("paged", "pin-a")),
+    ]
+    with pytest.raises(EngineRefused, match="no pin"):
+        query(calls, Unpin("paged", "pin-1"))
+
+
+def test_lists_name_the_replica_of_each_item() -> None:
+    body = {"object": "list", "data": [{"name": "paged"}], "memory": {"bytes": 10, "usable_bytes": 7}}
+    calls = ScriptedCalls()
+    calls.answers = lambda *_: Answer(0, json.dumps(body).encode())
+    merged = query(calls, "kv_cache")
+    assert merged["data"] == [{"name": "paged", "replica": id} for id in "abc"]
+    assert merged["memory"] == {"bytes": 30, "usable_bytes": 21}
+
+
+def test_a_rollout_is_listed_once() -> None:
+    calls = ScriptedCalls()
+    calls.answers = lambda replica, _: Answer(0, json.dumps({"data": [{"name": "r", "state": replica}]}).encode())
+    (rollout,) = query(calls, "rollouts")["data"]
+    assert (rollout["name"], rollout["state"]) == ("r", "a")
+    assert {id: each["state"] for id, each in rollout["replicas"].items()} == {"a": "a", "b": "b", "c": "c"}
+
+
+# ---------------------------------------------------------------- merged metrics
+def make_snapshot(numbers: Sequence[float]) -> bytes:
+    """Return metrics of all kinds; the parser of prometheus_client reads what becomes of them."""
+    families = [
+        FamilyShape("gauge", "kvmux_one", "One.", (), (), (Series(()),)),
+        FamilyShape("counter", "kvmux_two", "Two.", ("strategy",), (), (Series(("x",)), Series(("y",)))),
+        FamilyShape("histogram", "kvmux_three", "Three.", (), (1.0, 2.0), (Series(()),)),
+        FamilyShape("info", "kvmux_four", "Four.", (), (), (Series((), {"version": "1"}),)),
+    ]
+    return encode_snapshot(families, array("d", numbers).tobytes())
+
+
+def test_metrics_keep_their_values_under_a_label(rng: random.Random) -> None:
+    values = {id: [float(rng.randrange(1, 100)) for _ in range(7)] for id in "abc"}
+    calls = ScriptedCalls()
+    calls.answers = lambda replica, _: Answer(0, make_snapshot(values[replica]))
+    encoded = run(calls, lambda client: client.query("metrics"))
+    text = Renderer().render(encoded, openmetrics=False).decode()
+    found = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    for id, (one, x, y, low, middle, high, total) in values.items():
+        replica = ("replica", id)
+        assert found["kvmux_one", replica] == one
+        assert found["kvmux_two_total", replica, ("strategy", "x")] == x
+        assert found["kvmux_two_total", replica, ("strategy", "y")] == y
+        assert found["kvmux_three_bucket", ("le", "1.0"), replica] == low
+        assert found["kvmux_three_bucket", ("le", "2.0"), replica] == low + middle
+        assert found["kvmux_three_count", replica] == low + middle + high
+        assert found["kvmux_three_sum", replica] == total
+        assert found["kvmux_four_info", replica, ("version", "1")] == 1
+
+
+def test_expectations_are_counted_beside_an_engines_metrics() -> None:
+    counts = RouterCounts()
+    counts.record(Routed("a", "cached", 96), 96)
+    counts.record(Routed("a", "cached", 96), 64)
+    counts.record(Routed("a", "least loaded", 0), 0)
+    text = Renderer().render(counts.append_to(make_snapshot([1.0] * 7)), openmetrics=False).decode()
+    assert 'kvmux_router_requests_total{reason="cached"} 2.0' in text
+    assert 'kvmux_router_requests_total{reason="least loaded"} 1.0' in text
+    assert "kvmux_router_expected_cached_tokens_total 192.0" in text
+    assert "kvmux_router_found_cached_tokens_total 160.0" in text
+    assert "kvmux_router_right_expectations_total 2.0" in text
+    assert "kvmux_one 1.0" in text

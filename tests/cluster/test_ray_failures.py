@@ -1,0 +1,179 @@
+"""Replicas that die, are busy, or are replaced while clients wait: what each client gets, and what stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.cluster.ray_cluster import ENGINE_TITLE, Cluster, running
+from tests.end_to_end.server_process import PATIENCE, eventually
+
+pytestmark = pytest.mark.ray
+
+NUM_REPLICAS = 4
+FLAGS = ("--kv-memory", "32MiB", "--max-num-seqs", "8", "--drain-seconds", "30", "--max-seq-len", "1024")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with running("--replicas", str(NUM_REPLICAS), *FLAGS) as started:
+        started.wait_for_replicas(NUM_REPLICAS)
+        yield started
+
+
+async def iter_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Yield the events of a stream; the last of a complete one is {"done": True}."""
+    async for line in response.aiter_lines():
+        if line == "data: [DONE]":
+            yield {"done": True}
+        elif line.startswith("data: "):
+            yield json.loads(line.removeprefix("data: "))
+
+
+async def stream(
+    client: httpx.AsyncClient, max_tokens: int, *, read: int | None = None, begun: asyncio.Event | None = None
+) -> str:
+    """Stream a completion, and disconnect after `read` events (None: read all); return how it ended.
+
+    `begun` is set once the first event has arrived.
+    """
+    body = {"prompt": f"{random.getrandbits(64):x} Once upon a time", "max_tokens": max_tokens, "ignore_eos": True}
+    async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        if response.status_code != 200:
+            return str(response.status_code)
+        events: list[dict[str, Any]] = []
+        async for event in iter_events(response):
+            events.append(event)
+            if begun is not None:
+                begun.set()
+            if len(events) == read:
+                return "disconnected"
+        if any("error" in event for event in events):
+            return "error"
+        return "complete" if events and events[-1].get("done") else "cut off"
+
+
+def run_streams(cluster: Cluster, *streams: tuple[int, int | None]) -> list[str]:
+    """Run streams of (max_tokens, read) at once; return how each ended."""
+
+    async def run() -> list[str]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE, limits=limits) as client:
+            return await asyncio.gather(*(stream(client, tokens, read=read) for tokens, read in streams))
+
+    return asyncio.run(run())
+
+
+def is_idle(cluster: Cluster) -> bool:
+    """Return whether no replica has a request, and none holds memory in use."""
+    return not (
+        cluster.metric("kvmux_num_requests_running")
+        or cluster.metric("kvmux_num_requests_waiting")
+        or cluster.metric("kvmux_kv_cache_bytes", state="used")
+    )
+
+
+def test_disconnects_leave_nothing_behind(cluster: Cluster) -> None:
+    lengths = [(random.randrange(20, 400), random.choice([None, 1, 3, 10, 30])) for _ in range(50)]
+    ended = Counter(run_streams(cluster, *lengths))
+    assert ended["disconnected"] > 10, ended
+    assert set(ended) <= {"disconnected", "complete"}, ended
+    eventually(lambda: is_idle(cluster))
+
+
+def test_a_killed_replica_costs_its_own_requests_only(cluster: Cluster) -> None:
+    """Its streams end with an error, or begin elsewhere if they had not begun; the others go on, and it returns."""
+    before = set(cluster.list_replicas())
+    victim = cluster.find_processes(ENGINE_TITLE)[0]
+
+    async def kill_under_load() -> list[str]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE, limits=limits) as client:
+            begun = [asyncio.Event() for _ in range(20)]
+            running = [asyncio.create_task(stream(client, 600, begun=each)) for each in begun]
+            for each in begun:
+                await each.wait()
+            victim.kill()
+            later = [asyncio.create_task(stream(client, 20)) for _ in range(20)]
+            return list(await asyncio.gather(*running, *later))
+
+    ended = asyncio.run(kill_under_load())
+    first, later = Counter(ended[:20]), Counter(ended[20:])
+    assert set(first) == {"complete", "error"}, first
+    assert first["complete"] >= 10, first
+    assert later == {"complete": 20}, later
+    after = set(cluster.wait_for_replicas(NUM_REPLICAS))
+    assert len(after & before) == NUM_REPLICAS - 1
+    eventually(lambda: is_idle(cluster))
+
+
+def test_a_killed_engine_is_restarted_in_its_replica(cluster: Cluster) -> None:
+    before = set(cluster.list_replicas())
+    engines = [
+        child
+        for replica in cluster.find_processes(ENGINE_TITLE)
+        for child in replica.children(recursive=True)
+        if "spawn_main" in " ".join(child.cmdline())
+    ]
+    assert len(engines) == NUM_REPLICAS
+    max(engines, key=psutil.Process.create_time).kill()
+    assert Counter(run_streams(cluster, *[(20, None)] * 24)) == {"complete": 24}
+    eventually(lambda: set(cluster.list_replicas()) == before)
+
+
+def test_an_update_loses_no_started_answer(cluster: Cluster) -> None:
+    """All replicas and API processes are replaced, with other settings, while clients come and go."""
+    before = set(cluster.list_replicas())
+
+    async def load(client: httpx.AsyncClient, until: asyncio.Event) -> list[str]:
+        ended = []
+        while not until.is_set():
+            ended.append(await stream(client, random.randrange(20, 300)))
+        return ended
+
+    async def update_under_load() -> Counter[str]:
+        limits = httpx.Limits(max_connections=None)
+        done = asyncio.Event()
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE, limits=limits) as client:
+            clients = [asyncio.create_task(load(client, done)) for _ in range(8)]
+            await asyncio.sleep(1.0)
+            result = await asyncio.to_thread(
+                cluster.run, "--replicas", str(NUM_REPLICAS), *FLAGS, "--max-queued-requests", "99", "--threads", "1"
+            )
+            await asyncio.sleep(1.0)
+            done.set()
+            ended = [outcome for each in clients for outcome in await each]
+        assert result.returncode == 0, result.stderr
+        return Counter(ended)
+
+    ended = asyncio.run(update_under_load())
+    assert set(ended) == {"complete"}, ended
+    assert not before & set(cluster.wait_for_replicas(NUM_REPLICAS))
+    assert cluster.get_json("/v1/settings")["max_queued_requests"] == 99
+
+
+def test_api_processes_share_what_replicas_report() -> None:
+    """A router knows what it has sent itself at once, and what others have sent once the replicas have reported it."""
+    with running("--replicas", "2", "--workers", "2", "--kv-memory", "64MiB") as cluster:
+        cluster.wait_for_replicas(2)
+        prompt = f"{random.getrandbits(64):x} " + "Once upon a time there was a king. " * 20
+
+        def ask() -> dict[str, Any]:
+            found = cluster.complete(prompt=prompt, max_tokens=1, explain=True)["choices"][0]["kv_cache"]
+            return {**found["routed"], "cached_tokens": found["cached_tokens"]}
+
+        first = ask()
+        time.sleep(4.0)  # longer than a period of the statistics
+        again = [ask() for _ in range(16)]
+        assert {each["replica"] for each in again} == {first["replica"]}
+        assert {each["reason"] for each in again} == {"cached"}
+        assert all(each["expected_cached_tokens"] == each["cached_tokens"] > 100 for each in again)
