@@ -27,7 +27,6 @@ STATISTICS_PERIOD = 1.0  # seconds between two reports of a replica to the route
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # each request has a line in kvmux' own log
 CONTROL_CALLS = 64  # calls of a replica beside its requests: cancels, queries, statistics
 INGRESS_CALLS = 4096  # most requests of an API process at a time
-SURGE_PERCENT = 25  # of the replicas: how many more there may be during an update, so that old ones serve until then
 DRAIN_MARGIN = 5.0  # seconds beyond `drain_seconds` until Ray kills a replica that drains
 
 
@@ -58,7 +57,6 @@ def build_application(settings: Settings, scale: Scale) -> Any:
         max_ongoing_requests=INGRESS_CALLS,
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
-        max_surge_percent=SURGE_PERCENT,
         **_get_draining(settings),
     )
     return ingress.bind(settings, replicas.bind(settings, per_node, scale.gpus))
@@ -75,10 +73,6 @@ def _get_replica_options(settings: Settings, scale: Scale, per_node: int) -> dic
         "logging_config": QUIET,
         **_get_draining(settings),
     }
-    if not scale.cpus and not scale.gpus and scale.replicas_per_node is None:
-        options["max_surge_percent"] = (
-            SURGE_PERCENT  # else there may be no place for one more, and an update would wait
-        )
     if scale.max_replicas is None:
         return options | {"num_replicas": scale.replicas}
     options["autoscaling_config"] = AutoscalingConfig(
