@@ -44,7 +44,7 @@ from server.engine.live.prefixes import describe_prefixes
 from server.engine.live.state import describe_live
 from server.engine.profiling.profiler import Profiler
 from server.engine.results import Event
-from server.engine.routing import describe_routing
+from server.engine.live.routing import describe_routing
 from server.engine.scheduling.request import RequestError
 from server.records import EngineInfo, EngineState, RequestRecord, StepReport
 

@@ -15,7 +15,7 @@ from server.cluster.hints import HintMaker
 from server.cluster.router import Hint, InstanceState
 from server.engine.build import Engine, build_engine
 from server.engine.ipc.messages import Caching, Hello, SamplingParams, Submit, Tokens
-from server.engine.routing import describe_routing
+from server.engine.live.routing import describe_routing
 from server.models.files.directory import EMBEDDED
 from server.processes.engine import make_hello
 

@@ -75,10 +75,10 @@ def test_a_thread_is_on_a_bodys_way_until_it_hands_the_body_on() -> None:
         call(ENGINE, "Heartbeat.beat"),
         call(WORKER, "BoundedConnection.data_received"),
         call(ENGINE, "Heartbeat.beat"),
-        call(WORKER, "EngineClient._send", kind="return"),
-        call(WORKER, "EngineClient._send", hint="submit"),
+        call(WORKER, "SocketClient._send", kind="return"),
+        call(WORKER, "SocketClient._send", hint="submit"),
         call(WORKER, "encode"),
-        call(WORKER, "EngineClient._send", kind="return", hint="submit"),
+        call(WORKER, "SocketClient._send", kind="return", hint="submit"),
         call(WORKER, "Detokenizer.__init__"),
         call(GATEWAY, "EngineServer._serve_worker"),
         call(ENGINE, "Loop._handle"),
@@ -86,7 +86,7 @@ def test_a_thread_is_on_a_bodys_way_until_it_hands_the_body_on() -> None:
         call(ENGINE, "Scheduler.submit"),
         call(ENGINE, "Scheduler.schedule"),
     ]
-    files = ["BoundedConnection", "EngineClient", "encode", "EngineServer", "Loop", "Core", "Scheduler"]
+    files = ["BoundedConnection", "SocketClient", "encode", "EngineServer", "Loop", "Core", "Scheduler"]
     assert list(find_body_way(calls)) == [f"{name}.py" for name in files]
 
 
