@@ -28,11 +28,13 @@ AVX512 = [
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
     *("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
 ]
+AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
 INSTRUCTION_SETS = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],
         "avx512": AVX512,
-        "amx": [*AVX512, "-mavx512bf16", "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+        "avx512_bf16": AVX512_BF16,
+        "amx": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     },
     "aarch64": {"neon": ["-DCPU_CAPABILITY=DEFAULT"]},
 }

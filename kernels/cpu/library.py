@@ -14,14 +14,10 @@ from kernels.cpu.backend import CpuOps
 from kernels.device import KernelsMissing
 
 FOLDER = Path(__file__).parent
-INSTRUCTION_SETS = ("amx", "avx512", "avx2", "neon")  # the fastest first
-AMX = (
-    "avx512_bf16",
-    "avx512_vnni",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-)  # CPU features that the "amx" library is compiled for, in addition to AVX-512
+INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512", "avx2", "neon")  # the fastest first
+# CPU features that a library is compiled for in addition to AVX-512
+AVX512_BF16 = ("avx512_bf16", "avx512_vnni")
+FEATURES = {"amx": (*AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"), "avx512_bf16": AVX512_BF16, "avx512": ()}
 
 
 def load(name: str) -> CpuOps:
@@ -58,4 +54,4 @@ def usable_instruction_sets() -> tuple[str, ...]:
     if (best := torch.backends.cpu.get_cpu_capability()) != "AVX512":
         return ("avx2",) if best == "AVX2" else ()
     has = torch.cpu.get_capabilities()
-    return ("amx", "avx512", "avx2") if all(has.get(name) for name in AMX) else ("avx512", "avx2")
+    return *(name for name, features in FEATURES.items() if all(map(has.get, features))), "avx2"

@@ -17,9 +17,9 @@ from tests.kernels.backend_matrix import BACKENDS
 
 CPUS = [name for name in BACKENDS if name.startswith("cpu-")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(1, 1), (16, 32), (37, 131), (64, 64), (129, 300)]  # [out, in]: fewer than a panel, whole tiles, odd
+SHAPES = [(1, 1), (16, 32), (37, 131), (64, 64), (129, 300), (70, 2100)]  # [out, in]: whole tiles, odd, long chunks
 FORMATS = [*product((8, 4), (32, 64, 96, None))]  # bits, columns of a group
-ROWS = (1, 2, 3, 4, 5, 6, 7, 15, 16, 17, 31, 32, 33, 64, 70)  # around what goes together somewhere
+ROWS = (*range(1, 18), 25, 31, 32, 33, 64, 70)  # around what goes together somewhere
 
 pytestmark = pytest.mark.parametrize("backend", CPUS)
 
@@ -75,7 +75,8 @@ def test_products_are_those_of_float64_however_many_rows(
     packed, bias = ops.pack(weight), torch.randn(shape[0]).to(dtype)
     expected = x.double() @ weight.double().T + bias.double()
     together = ops.linear(x.float(), packed, bias)  # rounded to the weight's type, and the result not at all
-    assert (together.double() - expected).abs().max() < 2e-6 * expected.abs().max()
+    error = 2e-6 * max(1, shape[1] / 300) ** 0.5  # of float32 sums, which grows as that of random steps does
+    assert (together.double() - expected).abs().max() < error * expected.abs().max()
     for rows in ROWS:
         assert torch.equal(ops.linear(x[:rows].float(), packed, bias), together[:rows]), rows
 
