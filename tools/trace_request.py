@@ -73,8 +73,7 @@ ASIDE = {  # functions, methods of any class, or classes, called on the way but 
     "Rollouts.observe": "roll-outs, of which there are none",
     "Rollouts.collect_rollbacks": "roll-outs",
     "Fallbacks.move_non_finite": "requests whose strategies are at fault",
-    "StepAccumulator.<lambda>": "figures of the step",
-    "StepAccumulator.make_report": "figures of the step",
+    "StepAccumulator": "figures of the step",
     "count_tokens": "figures of the step",
     "Core._end_stalled": "requests that their strategies hold up",
     "Core._end_quarantined": "requests of strategies in quarantine",
@@ -87,7 +86,6 @@ ASIDE = {  # functions, methods of any class, or classes, called on the way but 
 }
 PAUSE = 0.05  # seconds in which a request ends in all threads, once its response was read
 TIMEOUT = 60.0  # seconds for the server to start, and for a request
-
 UVICORN_SEND = "RequestResponseCycle.send"
 
 Way = dict[str, list[str]]  # the functions that are called of each file, both in order of the first call
