@@ -41,10 +41,10 @@ from server.engine.ipc.messages import (
 )
 from server.engine.ipc.server import EngineServer, WorkerDisconnected
 from server.engine.live.prefixes import describe_prefixes
+from server.engine.live.routing import describe_routing
 from server.engine.live.state import describe_live
 from server.engine.profiling.profiler import Profiler
 from server.engine.results import Event
-from server.engine.live.routing import describe_routing
 from server.engine.scheduling.request import RequestError
 from server.records import EngineInfo, EngineState, RequestRecord, StepReport
 

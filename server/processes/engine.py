@@ -10,9 +10,9 @@ from server.engine.build import Engine, build_engine
 from server.engine.info import compute_fingerprint, summarize_engine
 from server.engine.ipc.messages import Hello, Strategy
 from server.engine.ipc.server import EngineServer
+from server.engine.live.routing import find_block_naming
 from server.engine.loop import Loop
 from server.engine.profiling.capture import Capture
-from server.engine.live.routing import find_block_naming
 from server.metrics.registry import Metrics
 from server.processes.child_process import STOP_SIGNAL
 from server.processes.heartbeat import EngineStatus

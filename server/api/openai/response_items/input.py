@@ -75,6 +75,10 @@ class TextOptions(Body):
         """Return the response_format of a chat; None: any text."""
         return None if self.format is None else self.format.make_response_format()
 
+    def describe_format(self) -> dict[str, Any]:
+        """Return the format as it was sent, for the answer."""
+        return {"type": "text"} if self.format is None else self.format.model_dump(by_alias=True, exclude_unset=True)
+
 
 def _check_input(value: Any) -> Any:
     """Return the input as messages of a chat, in its JSON form."""

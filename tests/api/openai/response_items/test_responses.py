@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from server.engine.ipc.messages import Submit
 from tests.api.openai.tools.conftest import ToolServer, serving_tools
@@ -113,14 +114,22 @@ def test_choices_of_a_tool(qwen: ToolServer) -> None:
     assert json.loads(item.arguments) == {"city": "Bern"}
 
 
+class Place(BaseModel):
+    city: str
+
+
 def test_a_text_by_a_schema(qwen: ToolServer) -> None:
     qwen.says('{"city": "Bern"}')
     schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     form: Any = {"type": "json_schema", "name": "place", "schema": schema, "strict": True}
     answer = qwen.client.responses.create(model="tiny", input="x", text={"format": form})
     assert json.loads(answer.output_text) == {"city": "Bern"}
+    assert answer.text.format.type == "json_schema"
+    assert answer.text.format.schema_ == schema
     (submit,) = qwen.engine.all(Submit)
     assert json.dumps(schema)[1:-1] in (submit.grammar or "")
+    parsed = qwen.client.responses.parse(model="tiny", input="x", text_format=Place)
+    assert parsed.output_parsed == Place(city="Bern")
 
 
 @pytest.mark.parametrize(
