@@ -58,6 +58,13 @@ MAX_DEPTH = 16  # maximum depth of tables within tables in a setting's value
 StringList = Annotated[list[str] | None, NoDecode, BeforeValidator(_split_words)]
 
 
+def _check_memory(value: Any, least: str, reason: str) -> str:
+    """Return an amount of memory as text. Raises ValueError with the reason if it is below the least."""
+    if parse_bytes(value) < parse_bytes(least):
+        raise ValueError(f"should be {least} or more: {reason}")
+    return str(value)
+
+
 def _is_url(text: str) -> bool:
     """Return whether a text is a URL that begins with http:// or https:// and has a host."""
     try:
@@ -552,16 +559,12 @@ class Settings(BaseSettings):
     @field_validator("text_memory", mode="before")
     @classmethod
     def _check_text_memory(cls, value: Any) -> str:
-        if parse_bytes(value) < 2**24:
-            raise ValueError("should be 16MiB or more: ordinary prompts need that much")
-        return str(value)
+        return _check_memory(value, "16MiB", "ordinary prompts need that much")
 
     @field_validator("grammar_memory", mode="before")
     @classmethod
     def _check_grammar_memory(cls, value: Any) -> str:
-        if parse_bytes(value) < 2**27:
-            raise ValueError("should be 128MiB or more: the table of a large vocabulary takes half of that")
-        return str(value)
+        return _check_memory(value, "128MiB", "the table of a large vocabulary takes half of that")
 
     @field_validator("kv_memory", mode="before")
     @classmethod

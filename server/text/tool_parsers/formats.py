@@ -54,6 +54,9 @@ class ToolFormat:
 _DSML = "<\uff5cDSML\uff5c"  # DeepSeek V3.2's tags begin so
 _DEEPSEEK_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 _DEEPSEEK_CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
+_DEEPSEEK_SEP = "<\uff5ctool\u2581sep\uff5c>"
+_DEEPSEEK_BEGINS = (_DEEPSEEK_CALLS, _DEEPSEEK_CALL, "<\uff5ctool_calls_begin\uff5c>", "<\uff5ctool calls begin\uff5c>")
+_DEEPSEEK_ENDS = ("<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>")
 TOOL_FORMATS = (  # the first whose texts are in a chat template is that template's
     ToolFormat(
         "openai",
@@ -103,14 +106,14 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         "deepseek_v3",
         ((_DEEPSEEK_CALLS, "```json"),),
         read_deepseek,
-        begins=(_DEEPSEEK_CALLS, _DEEPSEEK_CALL, "<\uff5ctool_calls_begin\uff5c>", "<\uff5ctool calls begin\uff5c>"),
+        begins=_DEEPSEEK_BEGINS,
         inner=(_DEEPSEEK_CALL,),
-        within=("<\uff5ctool\u2581sep\uff5c>",),
-        ends=("<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
+        within=(_DEEPSEEK_SEP,),
+        ends=_DEEPSEEK_ENDS,
         form=CallForm(
             "named",
-            f"{_DEEPSEEK_CALLS}{_DEEPSEEK_CALL}function<\uff5ctool\u2581sep\uff5c>",
-            "\n```<\uff5ctool\u2581call\u2581end\uff5c><\uff5ctool\u2581calls\u2581end\uff5c>",
+            f"{_DEEPSEEK_CALLS}{_DEEPSEEK_CALL}function{_DEEPSEEK_SEP}",
+            "\n```" + "".join(_DEEPSEEK_ENDS),
             "\n```json\n",
         ),
     ),
@@ -118,15 +121,15 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         "deepseek_v31",
         ((_DEEPSEEK_CALLS,),),
         read_deepseek,
-        begins=(_DEEPSEEK_CALLS, _DEEPSEEK_CALL, "<\uff5ctool_calls_begin\uff5c>", "<\uff5ctool calls begin\uff5c>"),
+        begins=_DEEPSEEK_BEGINS,
         inner=(_DEEPSEEK_CALL,),
-        within=("<\uff5ctool\u2581sep\uff5c>",),
-        ends=("<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>"),
+        within=(_DEEPSEEK_SEP,),
+        ends=_DEEPSEEK_ENDS,
         form=CallForm(
             "named",
             f"{_DEEPSEEK_CALLS}{_DEEPSEEK_CALL}",
-            "<\uff5ctool\u2581call\u2581end\uff5c><\uff5ctool\u2581calls\u2581end\uff5c>",
-            "<\uff5ctool\u2581sep\uff5c>",
+            "".join(_DEEPSEEK_ENDS),
+            _DEEPSEEK_SEP,
         ),
     ),
     ToolFormat(

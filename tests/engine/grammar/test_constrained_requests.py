@@ -21,13 +21,12 @@ import pytest
 from server.engine.grammar import state
 from server.grammar.constraint import Constraint, constrain_to_choices, constrain_to_schema
 from server.grammar.lark import write_lark
-from server.text.encoder import Encoder
 from server.text.vocabulary import Vocabulary
 from tests.engine.engine_driver import Driver, RequestEvents, strategies
 from tests.engine.expected_tokens import random_prompt
 from tests.engine.fake_proposer import FakeProposer
+from tests.engine.grammar.conftest import EOS
 from tests.engine.test_step_recovery import LAST_LAYER, break_attend
-from tests.models.random_models import save_random_model
 
 SETTINGS: dict[str, Any] = {
     "strategies": strategies(paged={"kind": "paged", "block_size": 8}),
@@ -35,7 +34,6 @@ SETTINGS: dict[str, Any] = {
     "max_num_seqs": 6,
     "deterministic": True,  # a row's logits do not depend on the other rows
 }
-EOS = 1  # of the random models
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -75,20 +73,6 @@ CASES = {
         lambda text: re.fullmatch(r"a((\(*)\d\)*){0,3}\.", text) is not None and text.count("(") == text.count(")"),
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the directory of a random model that ends a text when it draws EOS."""
-    directory = tmp_path_factory.mktemp("constrained")
-    save_random_model("qwen2", directory)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def vocabulary(model: Path) -> Vocabulary:
-    return Encoder.from_directory(model).vocabulary
 
 
 @pytest.fixture(scope="module")

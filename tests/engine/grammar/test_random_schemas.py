@@ -12,17 +12,14 @@ import jsonschema
 import pytest
 
 from server.grammar.constraint import BOUNDED_WHITESPACE, constrain_to_schema
-from server.text.encoder import Encoder
 from server.text.vocabulary import Vocabulary
 from tests.engine.engine_driver import Driver
 from tests.engine.grammar.test_constrained_requests import Case, read, submit
 from tests.grammar.random_schemas import find_longest, make_schema
-from tests.models.random_models import save_random_model
 
 TOGETHER = 16  # requests in a batch
 MAX_TOKENS = 480
 SETTINGS: dict[str, Any] = {"max_seq_len": 512, "max_num_seqs": TOGETHER, "kv_memory": "96MiB", "kv_overcommit": 9}
-EOS = 1
 UNBOUNDED: list[Any] = [
     {"type": "object"},
     {"type": "array"},
@@ -53,19 +50,6 @@ UNBOUNDED: list[Any] = [
         ]
     },
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("schemas")
-    save_random_model("qwen2", directory)
-    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def vocabulary(model: Path) -> Vocabulary:
-    return Encoder.from_directory(model).vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -68,16 +68,8 @@ class TextFormat(Body):
 class TextOptions(Body):
     path_prefix = "text."
 
-    format: TextFormat | None = None
+    format: TextFormat = Field(default_factory=lambda: TextFormat(type="text"))
     verbosity: Ignored[str] = None
-
-    def make_response_format(self) -> dict[str, Any] | None:
-        """Return the response_format of a chat; None: any text."""
-        return None if self.format is None else self.format.make_response_format()
-
-    def describe_format(self) -> dict[str, Any]:
-        """Return the format as it was sent, for the answer."""
-        return {"type": "text"} if self.format is None else self.format.model_dump(by_alias=True, exclude_unset=True)
 
 
 def _check_input(value: Any) -> Any:
@@ -183,7 +175,7 @@ class ResponseRequest(GenerationRequest):
     tool_choice: Annotated[Any, PlainValidator(_read_choice)] = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
-    text: TextOptions | None = None
+    text: TextOptions = Field(default_factory=TextOptions)
     chat_template_kwargs: dict[str, Any] | None = None
     # Fields of other endpoints that a response has no place for
     n: Annotated[int, allow_only(1)] = 1
@@ -218,5 +210,5 @@ class ResponseRequest(GenerationRequest):
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,
-            "response_format": None if self.text is None else self.text.make_response_format(),
+            "response_format": self.text.format.make_response_format(),
         }

@@ -177,7 +177,7 @@ class _ResponseWriter:
             "previous_response_id": None,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
             "store": False,
-            "text": {"format": {"type": "text"} if body.text is None else body.text.describe_format()},
+            "text": {"format": body.text.format.model_dump(by_alias=True, exclude_unset=True)},
             "truncation": "disabled",
             "metadata": {},
             "usage": None if finish_reason is None else self._make_usage(fields["usage"]),
