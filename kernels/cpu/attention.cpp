@@ -6,7 +6,7 @@
 #include <torch/library.h>
 
 #include "attend.h"
-#include "attend_amx.h"
+#include "attend_bf16.h"
 #include "check.h"
 #include "dispatch.h"
 #include "thread_team.h"
@@ -109,8 +109,11 @@ AttentionKernels kernels_by() {
 
 template <typename T, typename KV>
 AttentionKernels kernels_of() {
-#ifdef __AMX_BF16__
-  if constexpr (std::is_same_v<T, at::BFloat16> && std::is_same_v<KV, T>) return kernels_by<AmxAttentionHead, T>();
+  [[maybe_unused]] constexpr bool BOTH_BF16 = std::is_same_v<T, at::BFloat16> && std::is_same_v<KV, T>;
+#if defined(__AMX_BF16__)
+  if constexpr (BOTH_BF16) return kernels_by<Bf16AttentionHead<AmxProducts>, T>();
+#elif defined(__AVX512BF16__)
+  if constexpr (BOTH_BF16) return kernels_by<Bf16AttentionHead<DotProducts>, T>();
 #endif
   return kernels_by<AttentionHead<KV>, T>();
 }

@@ -7,7 +7,8 @@
 namespace kvmux {
 
 // A queue of memory that is needed soon. The memory delivers cache lines one after the other, so they are prefetched in
-// small portions, spread over the computation.
+// small portions, spread over the computation. They are fetched into the second-level cache: on Zen 4 the first level
+// waits for 24 lines at a time, which limits a core to 11 GB/s.
 class PrefetchQueue {
  public:
   void clear() { at_ = count_ = lines_ = 0; }
@@ -30,7 +31,7 @@ class PrefetchQueue {
     while (n > 0 && at_ < count_) {
       Piece& piece = pieces_[at_];
       const int64_t now = std::min(n, piece.lines);
-      for (int64_t i = 0; i < now; ++i) __builtin_prefetch(piece.from + i * LINE);
+      for (int64_t i = 0; i < now; ++i) __builtin_prefetch(piece.from + i * LINE, READ, L2);
       piece.from += now * LINE;
       piece.lines -= now;
       n -= now;
@@ -39,8 +40,9 @@ class PrefetchQueue {
   }
 
  private:
-  static constexpr int64_t LINE = 64;   // bytes
-  static constexpr int64_t MOST = 256;  // pieces
+  static constexpr int READ = 0, L2 = 2;  // as __builtin_prefetch numbers them
+  static constexpr int64_t LINE = 64;     // bytes
+  static constexpr int64_t MOST = 256;    // pieces
   struct Piece {
     const char* from;
     int64_t lines;

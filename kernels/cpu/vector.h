@@ -163,6 +163,34 @@ inline void transpose(Raw (&rows)[W]) {
     to[3] = _mm256_unpackhi_ps(b, d);
   });
 }
+#elif defined(CPU_CAPABILITY_AVX512)
+// Two rounds within lanes of four numbers, and two that exchange lanes. Zen 4 takes two thirds of the time for an
+// instruction within lanes.
+inline void transpose(Raw (&rows)[W]) {
+  Raw quads[W];  // 4 i + j: in lane l, numbers 4 l + j of rows 4 i .. 4 i + 3
+  unroll<4>([&](auto i) {
+    const Raw* const x = rows + 4 * i;
+    const __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(x[0], x[1]));
+    const __m512d b = _mm512_castps_pd(_mm512_unpacklo_ps(x[2], x[3]));
+    const __m512d c = _mm512_castps_pd(_mm512_unpackhi_ps(x[0], x[1]));
+    const __m512d d = _mm512_castps_pd(_mm512_unpackhi_ps(x[2], x[3]));
+    Raw* const to = quads + 4 * i;
+    to[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+    to[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+    to[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d));
+    to[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
+  });
+  constexpr int EVEN = 0x88, ODD = 0xDD;  // lanes
+  unroll<4>([&](auto j) {
+    const Raw a = quads[j], b = quads[4 + j], c = quads[8 + j], d = quads[12 + j];
+    const Raw ab = _mm512_shuffle_f32x4(a, b, EVEN), cd = _mm512_shuffle_f32x4(c, d, EVEN);
+    rows[j] = _mm512_shuffle_f32x4(ab, cd, EVEN);
+    rows[8 + j] = _mm512_shuffle_f32x4(ab, cd, ODD);
+    const Raw ab_odd = _mm512_shuffle_f32x4(a, b, ODD), cd_odd = _mm512_shuffle_f32x4(c, d, ODD);
+    rows[4 + j] = _mm512_shuffle_f32x4(ab_odd, cd_odd, EVEN);
+    rows[12 + j] = _mm512_shuffle_f32x4(ab_odd, cd_odd, ODD);
+  });
+}
 #else
 // Takes log2(W) rounds of perfect shuffles.
 inline void transpose(Raw (&rows)[W]) {

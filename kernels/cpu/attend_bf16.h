@@ -1,17 +1,16 @@
-// The attention of attend.h for bfloat16 in AMX tiles: scores and weighted values are products of tiles, summed in
+// The attention of attend.h for bfloat16: scores and weighted values are products of bfloat16 numbers, summed in
 // float32. Weights are rounded to bfloat16 for the second product, and rounded in the sum that normalises them, too.
 //
-// A tile of keys and one of values are rearranged for AMX once for all query rows that are computed together. The
-// result of a row depends on its position alone: other rows of a product do not affect it, and keys that it does not
-// see add zeros.
+// A tile of keys and one of values are rearranged once for all query rows that are computed together. The result of a
+// row depends on its position alone: other rows of a product do not affect it, and keys that it does not see add zeros.
 #pragma once
 
-#ifdef __AMX_BF16__
+#ifdef __AVX512BF16__
 
 #include <optional>
 #include <vector>
 
-#include "amx.h"
+#include "bf16_products.h"
 #include "kv_tiles.h"
 #include "online_softmax.h"
 
@@ -27,15 +26,16 @@ inline __m512 exp2(__m512 x) {
   return _mm512_scalef_ps(power, x);
 }
 
-class AmxAttentionHead {
+template <typename Products>
+class Bf16AttentionHead : Bf16Blocks {
  public:
   using Kept = at::BFloat16;
   static constexpr int64_t ROWS = 128;  // query rows that are computed together
-  static constexpr int64_t padded(int64_t dim) { return (dim + PAIRS - 1) / PAIRS * PAIRS; }
+  static constexpr int64_t padded(int64_t dim) { return (dim + DEPTH - 1) / DEPTH * DEPTH; }
 
-  AmxAttentionHead(Plane<Kept> k, Plane<Kept> v, Mask mask, Scores scores, QueryRows rows)
+  Bf16AttentionHead(Plane<Kept> k, Plane<Kept> v, Mask mask, Scores scores, QueryRows rows)
       : mask_(mask), scores_(scores), rows_(rows), k_dim_(k.dim), v_dim_(v.dim), width_(padded(v.dim)),
-        chunks_(padded(k.dim) / PAIRS), newest_(rows.position(rows.count - 1)),
+        chunks_(padded(k.dim) / DEPTH), newest_(rows.position(rows.count - 1)),
         keys_(k, v, mask, rows.position(0), newest_) {
     for (int64_t r = 0; r < rows.count; ++r) position_[r] = rows.position(r);
   }
@@ -43,7 +43,7 @@ class AmxAttentionHead {
   // Stores `query` [k.dim] as query row number r, in the layout of tile registers.
   void set_query(int64_t r, const Kept* query) {
     for (int64_t c = 0; c < chunks_; ++c)
-      _mm512_store_si512(q_ + ((r / L * chunks_ + c) * L + r % L) * PAIRS, numbers(query, c, k_dim_));
+      _mm512_store_si512(q_ + ((r / L * chunks_ + c) * L + r % L) * DEPTH, numbers(query, c, k_dim_));
   }
 
   // Sets the keys and values that this thread reads next, from split number `split` on: their first tile is prefetched
@@ -56,7 +56,6 @@ class AmxAttentionHead {
 
   // Computes attention over the splits begin .. end - 1 of the sequence and writes its sums to `sums`.
   void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
-    const Tiles tiles;
     sums.clear(rows_.count, width_);
     keys_.begin(begin * SPLIT);
     for (int64_t split = begin; split < end; ++split) {
@@ -73,30 +72,23 @@ class AmxAttentionHead {
   }
 
  private:
-  static constexpr int64_t L = TILE_ROWS;     // rows of a tile register, and float32 numbers of a row
-  static constexpr int64_t PAIRS = 2 * L;     // bfloat16 numbers in a row of a tile register
-  static constexpr int64_t SIZE = L * PAIRS;  // bfloat16 numbers in a tile register
-  static constexpr int64_t TILE = 64;         // positions
+  static constexpr int64_t TILE = Products::TILE;  // positions
   static constexpr int64_t N = TILE / L;
   // The most by which a score may exceed the maximum to which its row's sums are relative: weights are at most 2^8.
   static constexpr float SLACK = 8.f;
   static constexpr int64_t PORTION = 8;  // cache lines prefetched in one go between computations
-  static_assert(SPLIT % TILE == 0 && TILE % (4 * L) == 0 && ROWS % L == 0);
-
-  // Loads numbers 32 c .. 32 c + 31 of a vector [dim]; numbers beyond its end are 0.
-  static __m512i numbers(const Kept* vector, int64_t c, int64_t dim) {
-    const int64_t n = std::min(PAIRS, dim - c * PAIRS);
-    return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((int64_t{1} << n) - 1), vector + c * PAIRS);
-  }
+  static_assert(SPLIT % TILE == 0 && TILE % DEPTH == 0 && ROWS % L == 0);
 
   void attend_tile(int64_t tile, const Keys<Kept, TILE>::Tile& found) {
+    if constexpr (Products::FEW > 0)
+      if (rows_.count <= Products::FEW) return attend_few(tile, found);
     transpose_keys(found.k, found.seen.end - tile);
     pair_values(found.v, found.seen.end - tile);
     const bool finite = keys_.all_see(found.seen) || finite_values(found.v, found.seen.end - tile);
     for (int64_t first = 0; first < rows_.count; first += L) {
       const Range seen = seen_by(first, tile);
       if (seen.empty()) continue;
-      multiply_keys(first);
+      products_.template multiply_keys<N>(q_ + first * chunks_ * DEPTH, k_, chunks_, count_at(first), s_, queue_);
       weigh(first, tile);
       if (finite)
         multiply_values(first, seen.end - tile);
@@ -105,12 +97,22 @@ class AmxAttentionHead {
     }
   }
 
+  // Computes a tile like attend_tile, without rearranging its values and keys beforehand.
+  void attend_few(int64_t tile, const Keys<Kept, TILE>::Tile& found) {
+    products_.multiply_stored_keys(q_, found.k, k_dim_, rows_.count, s_, queue_);
+    weigh(0, tile);
+    if (keys_.all_see(found.seen) || finite_values(found.v, found.seen.end - tile))
+      products_.multiply_stored_values(p_, found.v, v_dim_, width_, rows_.count, values_, queue_);
+    else
+      multiply_seen_values(0, tile, found.seen.end - tile, found.v);
+  }
+
   // Returns whether the values of the first `end` keys of a tile are finite.
   bool finite_values(const Kept* const* values, int64_t end) const {
     const __m512i exponent = _mm512_set1_epi16(0x7F80);
     __mmask32 broken = 0;
     for (int64_t j = 0; j < end; ++j)
-      for (int64_t c = 0; c * PAIRS < v_dim_; ++c)
+      for (int64_t c = 0; c * DEPTH < v_dim_; ++c)
         broken |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(numbers(values[j], c, v_dim_), exponent), exponent);
     return broken == 0;
   }
@@ -135,6 +137,13 @@ class AmxAttentionHead {
     std::copy(after.begin(), after.end(), sums);
   }
 
+  // Adds to the sums of the 16 query rows from `first` on their weights times the values of the tile's first `end`
+  // keys.
+  void multiply_values(int64_t first, int64_t end) {
+    products_.multiply_values(p_, v_, (end + DEPTH - 1) / DEPTH, width_, count_at(first), values_ + first * width_,
+                              queue_);
+  }
+
   int64_t count_at(int64_t first) const { return std::min(L, rows_.count - first); }
 
   int64_t oldest(int64_t first) const { return position_[first]; }
@@ -155,11 +164,7 @@ class AmxAttentionHead {
   void transpose_keys(const Kept* const* keys, int64_t end) {
     for (int64_t j = 0; j < end; j += L)
       for (int64_t c = 0; c < chunks_; ++c) {
-        Raw block[L];
-        unroll<L>([&](auto i) { block[i] = reinterpret_cast<Raw>(numbers(keys[j + i], c, k_dim_)); });
-        transpose(block);
-        Kept* to = k_ + (j / L * chunks_ + c) * SIZE;
-        unroll<L>([&](auto i) { Vec(block[i]).store(to + i * PAIRS); });
+        transpose_chunk(keys + j, c, k_dim_, k_ + (j / L * chunks_ + c) * SIZE);
         queue_.fetch(2 * PORTION);
       }
   }
@@ -168,52 +173,17 @@ class AmxAttentionHead {
   // ones come first. Always fills whole tile registers: values beyond the last key are multiplied, too, by weights of
   // 0.
   void pair_values(const Kept* const* values, int64_t end) {
-    constexpr __mmask32 ODD = 0xAAAAAAAA;
-    const int64_t columns = width_ / L, dim = v_dim_;
-    for (int64_t j = 0; j < end; j += PAIRS)
+    const int64_t columns = width_ / L;
+    for (int64_t j = 0; j < end; j += DEPTH)
       for (int64_t c = 0; c < columns / 2; ++c) {
-        Kept* const to = v_ + (j / PAIRS * columns + 2 * c) * SIZE;
+        Kept* const to = v_ + (j / DEPTH * columns + 2 * c) * SIZE;
         for (int64_t i = 0; i < L; ++i) {
-          const __m512i first = numbers(values[j + 2 * i], c, dim), second = numbers(values[j + 2 * i + 1], c, dim);
-          _mm512_store_si512(to + i * PAIRS, _mm512_mask_blend_epi16(ODD, first, _mm512_slli_epi32(second, 16)));
-          _mm512_store_si512(to + SIZE + i * PAIRS, _mm512_mask_blend_epi16(ODD, _mm512_srli_epi32(first, 16), second));
+          const auto [even, odd] = pair_chunk(values[j + 2 * i], values[j + 2 * i + 1], c, v_dim_);
+          _mm512_store_si512(to + i * DEPTH, even);
+          _mm512_store_si512(to + SIZE + i * DEPTH, odd);
           queue_.fetch(1);
         }
       }
-  }
-
-  // Computes the scores [16 rows][TILE] of the 16 query rows from `first` on. Each tile register of scores is stored
-  // while others are summed, as a store waits for its sum.
-  void multiply_keys(int64_t first) {
-    const Kept* q = q_ + first * chunks_ * PAIRS;
-    unroll<N>([&](auto n) {
-      const Kept* k = k_ + n * chunks_ * SIZE;
-      tile_zero<n>();
-      for (int64_t c = 0; c < chunks_; ++c) {
-        tile_load<4 + n % 2>(q + c * SIZE, TILE_BYTES);
-        tile_load<6 + n % 2>(k + c * SIZE, TILE_BYTES);
-        tile_dot<n, 4 + n % 2, 6 + n % 2>();
-      }
-      tile_store<n>(s_ + n * L, TILE * sizeof(float));
-    });
-  }
-
-  // Adds to the sums of the 16 query rows from `first` on their weights times the values of the tile's first `end`
-  // keys.
-  void multiply_values(int64_t first, int64_t end) {
-    const int64_t stride = width_ * sizeof(float);
-    for (int64_t column = 0; column < width_; column += PAIRS)
-      unroll<2>([&](auto n) {
-        float* to = values_ + first * width_ + column + n * L;
-        const Kept* v = v_ + (column + n * L) * PAIRS;
-        tile_load<n>(to, stride);
-        for (int64_t j = 0; j < end; j += PAIRS) {
-          tile_load<4 + n>(p_ + j * L, TILE_BYTES);
-          tile_load<6 + n>(v + j * width_, TILE_BYTES);
-          tile_dot<n, 4 + n, 6 + n>();
-        }
-        tile_store<n>(to, stride);
-      });
   }
 
   // Turns the scores of 16 query rows into softmax weights [TILE / 32][16 rows][32 keys], relative to the highest score
@@ -239,7 +209,7 @@ class AmxAttentionHead {
       unroll<N / 2>([&](auto j) {
         const __m512bh weights = _mm512_cvtne2ps_pbh(x[2 * j + 1], x[2 * j]);
         sum = _mm512_dpbf16_ps(sum, weights, one);
-        _mm512_store_si512(p_ + j * SIZE + r * PAIRS, reinterpret_cast<__m512i>(weights));
+        _mm512_store_si512(p_ + j * SIZE + r * DEPTH, reinterpret_cast<__m512i>(weights));
       });
       _mm512_store_ps(weights_ + (first + r) * L, sum);
     }
@@ -288,7 +258,7 @@ class AmxAttentionHead {
     const float total = _mm512_reduce_add_ps(_mm512_load_ps(weights_ + r * L));
     if (top_[r] == NOTHING && total == 0.f) return;  // skips a row that saw no key, unless its total is NaN
     float* values = values_ + r * width_;
-    for (int64_t d = 0; d < width_; d += PAIRS) {
+    for (int64_t d = 0; d < width_; d += DEPTH) {
       const auto [low, high] = interleave(load(values + d), load(values + d + L));
       low.store(values + d);
       high.store(values + d + L);
@@ -296,6 +266,7 @@ class AmxAttentionHead {
     sums.merge(r, top_[r] * LN2, total, values, width_);
   }
 
+  const Products products_{};
   Mask mask_;
   Scores scores_;
   QueryRows rows_;
