@@ -1,5 +1,7 @@
-// The attention of attend.h for bfloat16: scores and weighted values are products of bfloat16 numbers, summed in
-// float32. Weights are rounded to bfloat16 for the second product, and rounded in the sum that normalises them, too.
+// The attention of attend.h for queries in bfloat16, and for keys and values in bfloat16 or int8: scores and weighted
+// values are products of bfloat16 numbers, summed in float32. Weights are rounded to bfloat16 for the second product,
+// and rounded in the sum that normalises them, too. The numbers of int8 vectors are exact in bfloat16; scores are
+// multiplied by the scales of keys, and weights, once they are summed, by those of values.
 //
 // A tile of keys and one of values are rearranged once for all query rows that are computed together. The result of a
 // row depends on its position alone: other rows of a product do not affect it, and keys that it does not see add zeros.
@@ -26,10 +28,10 @@ inline __m512 exp2(__m512 x) {
   return _mm512_scalef_ps(power, x);
 }
 
-template <typename Products>
+template <typename KV, typename Products>
 class Bf16AttentionHead : Bf16Blocks {
  public:
-  using Kept = at::BFloat16;
+  using Kept = KV;
   static constexpr int64_t ROWS = 128;  // query rows that are computed together
   static constexpr int64_t padded(int64_t dim) { return (dim + DEPTH - 1) / DEPTH * DEPTH; }
 
@@ -41,7 +43,7 @@ class Bf16AttentionHead : Bf16Blocks {
   }
 
   // Stores `query` [k.dim] as query row number r, in the layout of tile registers.
-  void set_query(int64_t r, const Kept* query) {
+  void set_query(int64_t r, const Number* query) {
     for (int64_t c = 0; c < chunks_; ++c)
       _mm512_store_si512(q_ + ((r / L * chunks_ + c) * L + r % L) * DEPTH, numbers(query, c, k_dim_));
   }
@@ -72,6 +74,7 @@ class Bf16AttentionHead : Bf16Blocks {
   }
 
  private:
+  static constexpr bool SCALED = std::is_same_v<KV, int8_t>;
   static constexpr int64_t TILE = Products::TILE;  // positions
   static constexpr int64_t N = TILE / L;
   // The most by which a score may exceed the maximum to which its row's sums are relative: weights are at most 2^8.
@@ -80,11 +83,12 @@ class Bf16AttentionHead : Bf16Blocks {
   static_assert(SPLIT % TILE == 0 && TILE % DEPTH == 0 && ROWS % L == 0);
 
   void attend_tile(int64_t tile, const Keys<Kept, TILE>::Tile& found) {
+    if constexpr (SCALED) read_scales(found);
     if constexpr (Products::FEW > 0)
       if (rows_.count <= Products::FEW) return attend_few(tile, found);
     transpose_keys(found.k, found.seen.end - tile);
     pair_values(found.v, found.seen.end - tile);
-    const bool finite = keys_.all_see(found.seen) || finite_values(found.v, found.seen.end - tile);
+    const bool finite = keys_.all_see(found.seen) || finite_values(found);
     for (int64_t first = 0; first < rows_.count; first += L) {
       const Range seen = seen_by(first, tile);
       if (seen.empty()) continue;
@@ -101,19 +105,28 @@ class Bf16AttentionHead : Bf16Blocks {
   void attend_few(int64_t tile, const Keys<Kept, TILE>::Tile& found) {
     products_.multiply_stored_keys(q_, found.k, k_dim_, rows_.count, s_, queue_);
     weigh(0, tile);
-    if (keys_.all_see(found.seen) || finite_values(found.v, found.seen.end - tile))
+    if (keys_.all_see(found.seen) || finite_values(found))
       products_.multiply_stored_values(p_, found.v, v_dim_, width_, rows_.count, values_, queue_);
     else
       multiply_seen_values(0, tile, found.seen.end - tile, found.v);
   }
 
-  // Returns whether the values of the first `end` keys of a tile are finite.
-  bool finite_values(const Kept* const* values, int64_t end) const {
+  void read_scales(const Keys<Kept, TILE>::Tile& found) {
+    for (int64_t j = 0; j < TILE; ++j) {
+      k_scales_[j] = scale_of(found.k[j], k_dim_);
+      v_scales_[j] = scale_of(found.v[j], v_dim_);
+    }
+  }
+
+  // Returns whether the numbers that are multiplied by the weights of a tile are finite. int8 numbers
+  // are, and weights of 0 are not multiplied by scales.
+  bool finite_values(const Keys<Kept, TILE>::Tile& found) const {
+    if constexpr (SCALED) return true;
     const __m512i exponent = _mm512_set1_epi16(0x7F80);
     __mmask32 broken = 0;
-    for (int64_t j = 0; j < end; ++j)
+    for (const Kept* value : found.v)
       for (int64_t c = 0; c * DEPTH < v_dim_; ++c)
-        broken |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(numbers(values[j], c, v_dim_), exponent), exponent);
+        broken |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(numbers(value, c, v_dim_), exponent), exponent);
     return broken == 0;
   }
 
@@ -176,7 +189,7 @@ class Bf16AttentionHead : Bf16Blocks {
     const int64_t columns = width_ / L;
     for (int64_t j = 0; j < end; j += DEPTH)
       for (int64_t c = 0; c < columns / 2; ++c) {
-        Kept* const to = v_ + (j / DEPTH * columns + 2 * c) * SIZE;
+        Number* const to = v_ + (j / DEPTH * columns + 2 * c) * SIZE;
         for (int64_t i = 0; i < L; ++i) {
           const auto [even, odd] = pair_chunk(values[j + 2 * i], values[j + 2 * i + 1], c, v_dim_);
           _mm512_store_si512(to + i * DEPTH, even);
@@ -196,6 +209,7 @@ class Bf16AttentionHead : Bf16Blocks {
       Raw x[N];
       const float* s = s_ + r * TILE;
       unroll<N>([&](auto j) { x[j] = _mm512_load_ps(s + j * L); });
+      if constexpr (SCALED) unroll<N>([&](auto j) { x[j] = _mm512_mul_ps(x[j], _mm512_load_ps(k_scales_ + j * L)); });
       scale(x);
       if (!whole) hide(first + r, tile, x);
       __m512 highest = x[0];
@@ -205,10 +219,17 @@ class Bf16AttentionHead : Bf16Blocks {
       const __m512 top = _mm512_set1_ps(top_[first + r]);
       unroll<N>([&](auto j) { x[j] = exp2(_mm512_sub_ps(x[j], top)); });
       __m512 sum = _mm512_load_ps(weights_ + (first + r) * L);
+      if constexpr (SCALED)
+        unroll<N>([&](auto j) {
+          sum = _mm512_add_ps(sum, x[j]);
+          // A key that is not seen may have a scale of NaN.
+          const __mmask16 some = _mm512_cmp_ps_mask(x[j], _mm512_setzero_ps(), _CMP_NEQ_UQ);
+          x[j] = _mm512_maskz_mul_ps(some, x[j], _mm512_load_ps(v_scales_ + j * L));
+        });
       const __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3F803F80));
       unroll<N / 2>([&](auto j) {
         const __m512bh weights = _mm512_cvtne2ps_pbh(x[2 * j + 1], x[2 * j]);
-        sum = _mm512_dpbf16_ps(sum, weights, one);
+        if constexpr (!SCALED) sum = _mm512_dpbf16_ps(sum, weights, one);
         _mm512_store_si512(p_ + j * SIZE + r * DEPTH, reinterpret_cast<__m512i>(weights));
       });
       _mm512_store_ps(weights_ + (first + r) * L, sum);
@@ -277,11 +298,13 @@ class Bf16AttentionHead : Bf16Blocks {
   PrefetchQueue queue_;
   std::optional<Keys<Kept, TILE>> next_;  // the keys and values that this thread reads next, if known
   int64_t next_at_ = 0;
-  alignas(64) Kept q_[ROWS * MAX_DIM];  // [rows / 16][chunks][16 rows][32]; rows after the last one are not initialised
-  alignas(64) Kept k_[TILE * MAX_DIM];
-  alignas(64) Kept v_[TILE * MAX_DIM];
-  alignas(64) Kept p_[L * TILE];   // weights of 16 rows
-  alignas(64) float s_[L * TILE];  // and scores
+  alignas(
+      64) Number q_[ROWS * MAX_DIM];  // [rows / 16][chunks][16 rows][32]; rows after the last one are not initialised
+  alignas(64) Number k_[TILE * MAX_DIM];
+  alignas(64) Number v_[TILE * MAX_DIM];
+  alignas(64) Number p_[L * TILE];                     // weights of 16 rows
+  alignas(64) float s_[L * TILE];                      // and scores
+  alignas(64) float k_scales_[TILE], v_scales_[TILE];  // of int8 vectors
   alignas(64) float values_[ROWS * MAX_DIM];
   alignas(64) float weights_[ROWS * L];  // sums of the weights so far, one per vector lane, for each row
   float top_[ROWS];                      // of scores times log2(e)

@@ -109,11 +109,12 @@ AttentionKernels kernels_by() {
 
 template <typename T, typename KV>
 AttentionKernels kernels_of() {
-  [[maybe_unused]] constexpr bool BOTH_BF16 = std::is_same_v<T, at::BFloat16> && std::is_same_v<KV, T>;
+  [[maybe_unused]] constexpr bool IN_BF16 =
+      std::is_same_v<T, at::BFloat16> && (std::is_same_v<KV, T> || std::is_same_v<KV, int8_t>);
 #if defined(__AMX_BF16__)
-  if constexpr (BOTH_BF16) return kernels_by<Bf16AttentionHead<AmxProducts>, T>();
+  if constexpr (IN_BF16) return kernels_by<Bf16AttentionHead<KV, AmxProducts>, T>();
 #elif defined(__AVX512BF16__)
-  if constexpr (BOTH_BF16) return kernels_by<Bf16AttentionHead<DotProducts>, T>();
+  if constexpr (IN_BF16) return kernels_by<Bf16AttentionHead<KV, DotProducts>, T>();
 #endif
   return kernels_by<AttentionHead<KV>, T>();
 }

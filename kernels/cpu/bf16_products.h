@@ -25,8 +25,19 @@ struct Bf16Blocks {
     return _mm512_maskz_loadu_epi16(static_cast<__mmask32>((int64_t{1} << (dim - c * DEPTH)) - 1), vector + c * DEPTH);
   }
 
+  // int8 numbers are exact in bfloat16.
+  static __m512i numbers(const int8_t* vector, int64_t c, int64_t dim) {
+    const int64_t n = std::min(DEPTH, dim - c * DEPTH);
+    const auto mask = static_cast<__mmask32>((int64_t{1} << n) - 1);
+    const __m256i bytes = _mm256_maskz_loadu_epi8(mask, vector + c * DEPTH);
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low));
+  }
+
   // Transposes chunk c of 16 keys [dim] into a block.
-  static void transpose_chunk(const Number* const* keys, int64_t c, int64_t dim, Number* to) {
+  template <typename KV>
+  static void transpose_chunk(const KV* const* keys, int64_t c, int64_t dim, Number* to) {
     Raw block[L];
     unroll<L>([&](auto i) { block[i] = reinterpret_cast<Raw>(numbers(keys[i], c, dim)); });
     transpose(block);
@@ -35,7 +46,8 @@ struct Bf16Blocks {
 
   // Arranges chunk c of two values [dim] by pairs of numbers that have the same place: returns those of even places,
   // and of odd ones.
-  static std::pair<__m512i, __m512i> pair_chunk(const Number* first, const Number* second, int64_t c, int64_t dim) {
+  template <typename KV>
+  static std::pair<__m512i, __m512i> pair_chunk(const KV* first, const KV* second, int64_t c, int64_t dim) {
     constexpr __mmask32 ODD = 0xAAAAAAAA;
     const __m512i a = numbers(first, c, dim), b = numbers(second, c, dim);
     return {_mm512_mask_blend_epi16(ODD, a, _mm512_slli_epi32(b, 16)),
@@ -97,7 +109,8 @@ class DotProducts : Bf16Blocks {
 
   // Computes scores [rows][TILE] of queries [chunks of the depth][block] and TILE keys [dim]. Multiplies each chunk
   // right after it is transposed, so that the processor does both at once.
-  void multiply_stored_keys(const Number* q, const Number* const* keys, int64_t dim, int64_t rows, float* scores,
+  template <typename KV>
+  void multiply_stored_keys(const Number* q, const KV* const* keys, int64_t dim, int64_t rows, float* scores,
                             PrefetchQueue& queue) const {
     alignas(64) Number blocks[COLUMNS * SIZE];
     std::fill_n(scores, rows * TILE, 0.f);
@@ -113,8 +126,9 @@ class DotProducts : Bf16Blocks {
   }
 
   // Adds to sums [rows][width] the products of weights [block] and TILE values [dim].
-  void multiply_stored_values(const Number* weights, const Number* const* values, int64_t dim, int64_t width,
-                              int64_t rows, float* sums, PrefetchQueue& queue) const {
+  template <typename KV>
+  void multiply_stored_values(const Number* weights, const KV* const* values, int64_t dim, int64_t width, int64_t rows,
+                              float* sums, PrefetchQueue& queue) const {
     with_rows(rows, [&](auto R) {
       constexpr int C = R < 8 ? 2 : 1;  // chunks whose sums fit into registers
       int64_t c = 0;
@@ -182,8 +196,8 @@ class DotProducts : Bf16Blocks {
   }
 
   // Adds the products of R rows of weights and of C chunks of values from chunk c on.
-  template <int R, int C>
-  __attribute__((flatten)) static void add_values(const Number* weights, const Number* const* values, int64_t c,
+  template <int R, int C, typename KV>
+  __attribute__((flatten)) static void add_values(const Number* weights, const KV* const* values, int64_t c,
                                                   int64_t dim, int64_t width, float* sums, PrefetchQueue& queue) {
     float* const to = sums + c * DEPTH;
     Raw sum[R][2 * C];
