@@ -80,6 +80,7 @@ def test_kvmux_is_measured_beside_a_server_that_does_not_start(folder: Path) -> 
             assert each.value is not None, each.reason
             assert each.value > 0
     assert len(ours) == 2 * 4, "each row in each turn"
+    assert [each.turn for each in ours] == [1] * 4 + [2] * 4
     theirs = [each for each in found if each.server == "broken"]
     assert len(theirs) == len(ours)
     assert all(each.value is None and "no such model" in each.reason for each in theirs)
