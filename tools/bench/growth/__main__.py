@@ -86,6 +86,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", default="auto", help="as for `kvmux serve`")
     add("--weights", default="auto", choices=get_args(Weights), help="as for `kvmux serve`")
     add("--kv-memory", default="8GiB", help="as for `kvmux serve`; sizes without room are left out (default: 8GiB)")
+    add("--models", type=Path, default=cache_folder(), help="folder of the models (default: in the user's cache)")
     add("--json", type=Path, metavar="FILE", help="write the figures of all rounds to this file as JSON")
     add(
         "--plot",
@@ -104,7 +105,7 @@ def measure_model(name: str, options: argparse.Namespace, show_status: Callable[
     parts = [part for part in TIMES if part in options.part]
     if not parts:
         return
-    model = make_model(SHAPES[name], cache_folder(), show_status) if name in SHAPES else name
+    model = make_model(SHAPES[name], options.models, show_status) if name in SHAPES else name
     settings = {"model": str(model)} | {each: getattr(options, each) for each in ("dtype", "weights", "kv_memory")}
     wanted = GrowthOptions(
         Path(name).name,
