@@ -103,10 +103,10 @@ def test_what_memory_has_no_room_for_is_left_out() -> None:
 @pytest.mark.usefixtures("short")
 def test_strategies_can_be_chosen() -> None:
     settings = {"model": "tiny", "kv_memory": "64MiB"}
-    options = times.GrowthOptions("tiny", settings, ["quest:min_tokens=64", "streaming"], (300, 5000), rounds=1)
+    options = times.GrowthOptions("tiny", settings, ["quest:min_tokens=128", "streaming"], (300, 5000), rounds=1)
     points = list(times.measure_by_context(options, lambda text: None))
     found = [(point.strategy, point.size) for point in points]
-    assert found == [("quest-min_tokens64", 300), ("streaming", 300)], "and the model has no context of 5,000"
+    assert found == [("quest-min_tokens128", 300), ("streaming", 300)], "and the model has no context of 5,000"
 
 
 def test_every_built_in_kind_is_measured() -> None:
@@ -166,7 +166,7 @@ def test_a_table_has_a_column_for_each_kind() -> None:
 
 
 def test_a_time_has_the_limit_and_the_share_beside_it() -> None:
-    assert "| 128 | 2.5 (1, 40%) |" in as_text(make_points("m", "paged"))
+    assert "| 128 | 2.50 (1.00, 40%) |" in as_text(make_points("m", "paged"))
 
 
 def test_bad_arguments_are_reported(capsys: pytest.CaptureFixture[str]) -> None:

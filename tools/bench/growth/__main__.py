@@ -29,6 +29,7 @@ from tools.bench.growth.plot import draw
 from tools.bench.growth.points import GrowthPoint, as_json
 from tools.bench.growth.times import CONTEXTS, STREAMS, GrowthOptions, measure_by_context, measure_by_streams
 from tools.bench.table.models import LLAMA, QWEN, cache_folder, make_model
+from tools.bench.table.report import format_number
 from tools.status_line import status_line
 
 PARTS = ("context", "streams", "waiting", "blocks")
@@ -143,10 +144,10 @@ def _format_table(part: str, points: Sequence[GrowthPoint]) -> str:
 
 
 def _format_cell(point: GrowthPoint) -> str:
-    """Return the value; of a time also the limit as a share of it, and the limit."""
+    """Return the value, and of a time also the limit and which share of the time it is."""
     if point.limit is None:
         return f"{point.value:,.4g}"
-    return f"{point.value:,.3g} ({point.limit:,.3g}, {point.limit / point.value:.0%})"
+    return f"{format_number(point.value)} ({format_number(point.limit)}, {point.limit / point.value:.0%})"
 
 
 if __name__ == "__main__":

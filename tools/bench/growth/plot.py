@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tools.bench.growth.points import GrowthPoint
+from tools.bench.table.report import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,12 +90,12 @@ def _draw_strategy(axes: Axes, points: Sequence[GrowthPoint]) -> None:
     axes.plot(sizes, values, color=MEASURED, marker="o", markersize=2.5, linewidth=1.4)
     axes.plot(sizes, limits, color=LIMIT, linestyle="--", linewidth=1.2)
     for value, color, above in ((values[-1], MEASURED, 1), (limits[-1], LIMIT, -1)):
-        text, offset = f"{value:,.3g}", (4, 3 * above)
+        text, offset = format_number(value), (4, 3 * above)
         alignment = "bottom" if above > 0 else "top"
         axes.annotate(
             text, (sizes[-1], value), offset, textcoords="offset points", color=color, fontsize=8, va=alignment
         )
-    axes.margins(x=0.18)
+    axes.margins(x=0.2, y=0.15)  # room for the labels
     axes.grid(alpha=0.25)
     axes.tick_params(labelsize=8)
 
