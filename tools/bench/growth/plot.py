@@ -26,7 +26,7 @@ DPI = 80
 # Colours that stay apart for colour-blind readers (Okabe and Ito).
 MEASURED, LIMIT, OTHER = "#0072B2", "#D55E00", "#BBBBBB"
 LINES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
-TICKS = {"context": (128, 1024, 8192, 32_000), "streams": (1, 4, 16, 64)}
+TICKS = {"context": (128, 1024, 8192, 32_000), "streams": (1, 4, 16, 128)}
 
 
 def draw(points: Sequence[GrowthPoint], file: Path) -> list[Path]:
