@@ -13,7 +13,7 @@ import psutil
 from server.profiling.background_load import BUSY_THRESHOLD
 from tools.bench.peers.measure import PeerMeasurement
 from tools.bench.peers.ratios import ENOUGH_TURNS, OURS, format_ratio, list_ratios, pair_turns, ratio_as_json
-from tools.bench.peers.workloads import compute_needs
+from tools.bench.peers.workloads import WORKLOADS, compute_needs, list_rows
 from tools.bench.table.goals import LOWER_IS_BETTER, BenchmarkRow
 from tools.bench.table.report import DISTURBED_MARK, format_number, read_processor_name
 from tools.peers.programs import ServerProgram
@@ -177,3 +177,27 @@ def as_json(report: PeerReport) -> dict[str, Any]:
             for each in list_ratios([name for name in report.names if name != OURS], report.rows, report.measurements)
         ],
     }
+
+
+def read_measurements(report: Mapping[str, Any]) -> list[PeerMeasurement]:
+    """Return the measurements of a report that `as_json` made, of the rows that there still are.
+
+    Raises ValueError if it was made on another processor: its turns cannot be added to those of this one.
+    """
+    if (processor := report["machine"]["processor"]) != read_processor_name():
+        raise ValueError(f"measured on {processor}, and this is {read_processor_name()}: leave the file out")
+    rows = {(row.workload, row.what): row for row in list_rows(WORKLOADS)}
+    return [
+        PeerMeasurement(
+            each["server"],
+            rows[each["workload"], each["what"]],
+            each["value"],
+            each["limit"],
+            each["read_bandwidth"],
+            each["used_by_others"],
+            each["reason"] or "",
+            each.get("turn", 1),  # files from before there were turns have one
+        )
+        for each in report["measurements"]
+        if (each["workload"], each["what"]) in rows
+    ]
