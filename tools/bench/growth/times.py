@@ -8,6 +8,7 @@ strategies, which compact and evict as usual. So a step reads as many keys as af
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,8 +33,8 @@ from tools.bench.table.long_contexts import SETTINGS_FILE
 CONTEXTS = (128, 512, 1024, 2048, 4096, 8192, 16_384, 32_000)
 STREAMS = (1, 2, 4, 8, 16, 32, 64, 128)
 STEPS = 15  # of a round, if they are short
-MIN_STEPS = 5
-STEPS_SECONDS = 1.5  # after which a round has no further steps, once there are MIN_STEPS
+MIN_STEPS = 4
+STEPS_SECONDS = 1.0  # after which a round has no further steps, once there are MIN_STEPS
 WARMUP_STEPS = 5  # if they are short
 MIN_WARMUP_STEPS = 2  # the first one summarizes the blocks of `quest`
 WARMUP_SECONDS = 0.5
@@ -99,6 +100,7 @@ def build(options: GrowthOptions, length: int, streams: int) -> Engine:
 
     Each strategy may use all memory. Raises SettingsError.
     """
+    gc.collect()  # an engine before, which has references in circles, would keep its memory
     loaded = load_settings(SETTINGS_FILE, {**options.settings, "max_seq_len": None, "max_num_seqs": streams})
     strategies = {
         name: each.model_copy(update={"floor": "0%", "limit": "100%"})
