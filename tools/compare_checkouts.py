@@ -161,14 +161,27 @@ def measure_pairs(work: Measurement, ours: CheckoutServer, theirs: CheckoutServe
 
 # ---------------------------------------------------------------- results
 def compute_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the order statistics between which the median lies with at least 95 % probability."""
-    ordered, n = sorted(values), len(values)
-    below = 0.0
-    for rank in range(n // 2 + 1):
-        below += math.comb(n, rank) / 2**n  # the probability that at most `rank` values lie below the median
-        if below > 0.025:
-            return ordered[rank], ordered[n - 1 - rank]
-    raise AssertionError("a sum of half the coefficients is at least a half")
+    """Return the order statistics between which the median lies with at least 95 % probability.
+
+    Of fewer than six values they are the least and the largest, and the probability is that of `compute_coverage`.
+    """
+    ordered, rank = sorted(values), _find_rank(len(values))
+    return ordered[rank], ordered[-1 - rank]
+
+
+def compute_coverage(count: int) -> float:
+    """Return the probability that the interval of `count` independent values contains the median."""
+    return 1 - 2 * _compute_tail(count, _find_rank(count))
+
+
+def _find_rank(count: int) -> int:
+    """Return the number of values to leave out at each end of an interval."""
+    return max((rank for rank in range(count // 2) if _compute_tail(count, rank) <= 0.025), default=0)
+
+
+def _compute_tail(count: int, rank: int) -> float:
+    """Return the probability that at most `rank` of `count` values lie below the median: the next one is above it."""
+    return sum(math.comb(count, below) for below in range(rank + 1)) / (1 << count)
 
 
 def make_table(measurements: Sequence[Measurement], results: dict[str, list[Pair]]) -> Table:

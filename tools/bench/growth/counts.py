@@ -18,7 +18,7 @@ from kernels.ops import Ops
 from kernels.types import LayerSpec
 from server.engine.build import build_engine
 from server.engine.ipc.messages import SamplingParams, Submit
-from tools.bench.growth.plot import GrowthPoint
+from tools.bench.growth.points import GrowthPoint
 
 WAITING = (0, 10, 100, 1000, 10_000)
 BLOCKS = (1000, 10_000, 100_000, 1_000_000)

@@ -7,12 +7,13 @@ import json
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from server.profiling.running import sigterm_as_ctrl_c
-from tools.bench.peers.measure import PeerMeasurement, measure_servers
-from tools.bench.peers.report import PeerReport, as_json, as_text
+from tools.bench.peers.measure import measure_servers
+from tools.bench.peers.report import PeerReport, as_json, as_text, read_measurements
 from tools.bench.peers.servers import prepare_kvmux, prepare_llama_cpp, prepare_vllm
 from tools.bench.peers.workloads import DEFAULT_WORKLOADS, WORKLOADS
 from tools.bench.table.documents import BENCHMARKS, update_section
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"workloads of `kvmux bench` (default: {' '.join(DEFAULT_WORKLOADS)})",
     )
     add("--turns", type=int, default=2, help="times that each server is started and measured (default: 2)")
+    add("--earlier", type=Path, metavar="FILE", help="JSON of an earlier run on this machine, whose turns are added")
     add("--folder", type=parse_folder, default=peers_folder(), help="folder of servers (default: in the user's cache)")
     add("--models", type=parse_folder, default=cache_folder(), help="folder of models (default: in the user's cache)")
     add("--pip-args", default="", help="further arguments of pip, such as an index with torch's builds for CPUs")
@@ -75,8 +77,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, show_status: Callable[[str], None]) -> PeerReport:
-    """Install and measure what the options name; Ctrl-C ends it with what was measured so far. Raises OSError."""
+    """Install and measure what the options name; Ctrl-C ends it with what was measured so far.
+
+    Raises OSError, and ValueError for an earlier report of another machine.
+    """
     date = datetime.now().astimezone()
+    earlier = read_measurements(json.loads(options.earlier.read_text())) if options.earlier else []
+    turns = max((each.turn for each in earlier), default=0)
     model = make_model(QWEN, options.models, show_status)
     programs, missing = [prepare_kvmux(model)], dict[str, str]()
     for name in options.peers:
@@ -86,15 +93,15 @@ def run(options: argparse.Namespace, show_status: Callable[[str], None]) -> Peer
         except InstallError as error:
             missing[name] = str(error)
     workloads = [name for name in WORKLOADS if name in options.rows]
-    measurements, complete = list[PeerMeasurement](), False
+    measurements, complete = earlier, False
     try:
         for measurement in measure_servers(programs, workloads, options.turns, show_status):
-            measurements.append(measurement)
+            measurements.append(replace(measurement, turn=turns + measurement.turn))
         complete = True
     except KeyboardInterrupt:  # also SIGTERM
         if not measurements:
             raise
-    return PeerReport(date, options.turns, workloads, programs, missing, measurements, complete)
+    return PeerReport(date, turns + options.turns, workloads, programs, missing, measurements, complete)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from server.profiling.background_load import Neighbours
 from server.profiling.running import RunError
@@ -25,6 +25,7 @@ class PeerMeasurement:
     read_bandwidth: float | None = None  # bytes per second, measured just before
     background_load: float = 0.0
     reason: str = ""  # why there is no value
+    turn: int = 1
 
 
 def measure_servers(
@@ -35,7 +36,9 @@ def measure_servers(
         first = turn % len(programs)
         for program in [*programs[first:], *programs[:first]]:
             for shared in group_workloads(workloads, alone=program.start_for_each_workload):
-                yield from _measure_start(program, shared, f"turn {turn + 1} of {turns}: {program.name}", show_status)
+                what = f"turn {turn + 1} of {turns}: {program.name}"
+                for measurement in _measure_start(program, shared, what, show_status):
+                    yield replace(measurement, turn=turn + 1)
 
 
 def _measure_start(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from statistics import median
@@ -12,7 +12,8 @@ import psutil
 
 from server.profiling.background_load import BUSY_THRESHOLD
 from tools.bench.peers.measure import PeerMeasurement
-from tools.bench.peers.workloads import compute_needs
+from tools.bench.peers.ratios import ENOUGH_TURNS, OURS, format_ratio, list_ratios, pair_turns, ratio_as_json
+from tools.bench.peers.workloads import WORKLOADS, compute_needs, list_rows
 from tools.bench.table.goals import LOWER_IS_BETTER, BenchmarkRow
 from tools.bench.table.report import DISTURBED_MARK, format_number, read_processor_name
 from tools.peers.programs import ServerProgram
@@ -46,9 +47,9 @@ class PeerReport:
 
 
 def as_text(report: PeerReport) -> str:
-    """Return a heading, a table of figures, notes and a table of the servers, in GitHub's Markdown."""
-    parts = [_format_heading(report), _format_figures(report), *_format_notes(report), _format_servers(report)]
-    return "\n\n".join(parts)
+    """Return a heading, tables of figures and ratios, notes and a table of the servers, in GitHub's Markdown."""
+    tables = [_format_figures(report), *_format_ratios(report)]
+    return "\n\n".join([_format_heading(report), *tables, *_format_notes(report), _format_servers(report)])
 
 
 def _format_heading(report: PeerReport) -> str:
@@ -67,6 +68,31 @@ def _format_figures(report: PeerReport) -> str:
         limit = format_number(median(limits)) if limits else "-"
         lines.append(" | ".join([f"| {row.what}, {row.unit}", *cells, f"{limit} |"]))
     return "\n".join(lines)
+
+
+def _format_ratios(report: PeerReport) -> Iterator[str]:
+    """Yield an introduction and a table of the ratios to all peers, if there are any."""
+    peers = [name for name in report.names if name != OURS]
+    found = {(each.peer, each.row.what): each for each in list_ratios(peers, report.rows, report.measurements)}
+    peers = [name for name in peers if any(name == peer for peer, _ in found)]
+    if not found:
+        return
+    yield _explain_ratios(max(len(each.ratios) for each in found.values()))
+    lines = ["| times as fast as | " + " | ".join(peers) + " |", "|---|" + "---:|" * len(peers)]
+    for row in report.rows:
+        cells = [format_ratio(pair_turns(peer, row, report.measurements)) for peer in peers]
+        lines.append(" | ".join([f"| {row.what}", *cells]) + " |")
+    yield "\n".join(lines)
+
+
+def _explain_ratios(turns: int) -> str:
+    text = "How many times as fast kvmux is, the median of the ratios of the turns"
+    if turns == 1:
+        return f"{text}; one turn has no interval."
+    text += ", and the interval that contains the true median with a probability of 95 % for any distribution"
+    if turns >= ENOUGH_TURNS:
+        return f"{text}."
+    return f"{text}; of fewer than {ENOUGH_TURNS} turns it is the whole range, which contains it with the given one."
 
 
 def format_cell(measurements: Sequence[PeerMeasurement]) -> str:
@@ -134,6 +160,7 @@ def as_json(report: PeerReport) -> dict[str, Any]:
         "measurements": [
             {
                 "server": each.server,
+                "turn": each.turn,
                 "workload": each.row.workload,
                 "what": each.row.what,
                 "unit": each.row.unit,
@@ -145,4 +172,32 @@ def as_json(report: PeerReport) -> dict[str, Any]:
             }
             for each in report.measurements
         ],
+        "ratios": [
+            ratio_as_json(each)
+            for each in list_ratios([name for name in report.names if name != OURS], report.rows, report.measurements)
+        ],
     }
+
+
+def read_measurements(report: Mapping[str, Any]) -> list[PeerMeasurement]:
+    """Return the measurements of a report that `as_json` made, of the rows that there still are.
+
+    Raises ValueError if it was made on another processor: its turns cannot be added to those of this one.
+    """
+    if (processor := report["machine"]["processor"]) != read_processor_name():
+        raise ValueError(f"measured on {processor}, and this is {read_processor_name()}: leave the file out")
+    rows = {(row.workload, row.what): row for row in list_rows(WORKLOADS)}
+    return [
+        PeerMeasurement(
+            each["server"],
+            rows[each["workload"], each["what"]],
+            each["value"],
+            each["limit"],
+            each["read_bandwidth"],
+            each["used_by_others"],
+            each["reason"] or "",
+            each.get("turn", 1),  # files from before there were turns have one
+        )
+        for each in report["measurements"]
+        if (each["workload"], each["what"]) in rows
+    ]

@@ -25,8 +25,7 @@ def update_performance_doc(docs: Path, models: Path, show_status: Callable[[str]
             document, mark, run_module("server", "profile", "--model", str(make_model(shape, models, show_status)))
         )
     show_status("growth of costs")
-    model = str(make_model(QWEN, models, show_status))
-    growth_flags = ("--model", model, "--kv-memory", GROWTH_MEMORY, "--plot", str(docs / PICTURE))
+    growth_flags = ("--kv-memory", GROWTH_MEMORY, "--models", str(models), "--plot", str(docs / PICTURE))
     update_section(document, GROWTH, run_module("tools.bench.growth", *growth_flags))
 
 

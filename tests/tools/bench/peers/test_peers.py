@@ -80,6 +80,7 @@ def test_kvmux_is_measured_beside_a_server_that_does_not_start(folder: Path) -> 
             assert each.value is not None, each.reason
             assert each.value > 0
     assert len(ours) == 2 * 4, "each row in each turn"
+    assert [each.turn for each in ours] == [1] * 4 + [2] * 4
     theirs = [each for each in found if each.server == "broken"]
     assert len(theirs) == len(ours)
     assert all(each.value is None and "no such model" in each.reason for each in theirs)
@@ -271,6 +272,28 @@ def test_an_interrupted_run_shows_what_it_has_measured(
     assert command.main(["--peers", "--json", str(file), "--folder", str(tmp_path)]) == command.INTERRUPTED
     assert "- interrupted: some rows were not measured" in capsys.readouterr().out
     assert len(json.loads(file.read_text())["measurements"]) == 1
+
+
+def test_turns_of_an_earlier_run_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure_again(programs: object, workloads: object, turns: int, show: object) -> Iterator[PeerMeasurement]:
+        yield from (measurement(server, turn=turn) for turn in range(1, turns + 1) for server in ("kvmux", "vLLM"))
+
+    monkeypatch.setattr(command, "PEERS", {})
+    monkeypatch.setattr(command, "make_model", lambda shape, folder, show_status: folder)
+    monkeypatch.setattr(command, "measure_servers", measure_again)
+    files = [tmp_path / f"{i}.json" for i in range(2)]
+    flags = ["--peers", "--rows", "e8", "--folder", str(tmp_path)]
+    assert command.main([*flags, "--turns", "2", "--json", str(files[0])]) == 0
+    assert command.main([*flags, "--turns", "3", "--earlier", str(files[0]), "--json", str(files[1])]) == 0
+    told = json.loads(files[1].read_text())
+    assert [each["turn"] for each in told["measurements"] if each["server"] == "vLLM"] == [1, 2, 3, 4, 5]
+    assert "medians of 5 turns" in capsys.readouterr().out
+    told["machine"]["processor"] = "another"
+    files[1].write_text(json.dumps(told))
+    assert command.main([*flags, "--earlier", str(files[1])]) == command.FAILED
+    assert "measured on another" in capsys.readouterr().err
 
 
 def test_the_committed_document_has_a_place_for_the_tables() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cache_strategies.registry import BUILTIN
 from config.settings import load_settings
 from loadtest.bench.workloads import NAMED_WORKLOADS
 from tests.tools.bench.small_shape import SMALL_SHAPE
@@ -232,6 +233,18 @@ def test_the_settings_of_long_contexts_are_those_of_the_server() -> None:
         assert instance.options == {key: value for key, value in options.items() if key != "kind"}
     assert {each.strategy for each in ROWS if each.has_long_context} <= settings.strategies.keys()
     assert settings.max_num_seqs == max(WORKLOADS[each.workload].streams for each in ROWS if each.has_long_context)
+
+
+def test_long_contexts_are_measured_under_everything_that_keeps_or_reads_less() -> None:
+    """A new built-in kind, or another instance in the file, joins the rows."""
+    settings = load_settings(SETTINGS_FILE, {})
+    steps = {each.strategy for each in ROWS if (each.workload, each.measure) == ("e8", "step")}
+    exact_kinds = {"paged", "contiguous", "mirrored"}  # without options they read all keys and values
+    assert {settings.strategies[name].kind for name in steps} >= BUILTIN.keys() - exact_kinds
+    assert settings.strategies.keys() - {"contiguous"} == steps
+    for each in ROWS:
+        if each.has_long_context:
+            assert compute_limit(each, SPEEDS, KV) is not None, each.what
 
 
 def test_every_row_can_be_measured() -> None:
