@@ -65,13 +65,12 @@ class Cluster:
         processes = psutil.process_iter(["cmdline"])
         return [each for each in processes if "".join((each.info["cmdline"] or [])[:1]).startswith(title)]
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run `kvmux ray up` against this cluster: an update of what runs there."""
-        command = [get_python(), "-m", "server", "ray", "up", "--address", "auto", *arguments]
-        port = self.url.rpartition(":")[2]
-        return subprocess.run(
-            [*command, "--port", port], cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=PATIENCE
-        )
+    def update(self, num_replicas: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `kvmux ray up` against this cluster: an update of what runs there, one replica after the other."""
+        command = [get_python(), "-m", "server", "ray", "up", "--address", "auto", "--replicas", str(num_replicas)]
+        command += [*arguments, "--port", self.url.rpartition(":")[2]]
+        patience = PATIENCE * num_replicas
+        return subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=patience)
 
 
 def get_python() -> str:

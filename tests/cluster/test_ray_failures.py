@@ -147,7 +147,7 @@ def test_an_update_loses_no_started_answer(cluster: Cluster) -> None:
             clients = [asyncio.create_task(load(client, done)) for _ in range(8)]
             await asyncio.sleep(1.0)
             result = await asyncio.to_thread(
-                cluster.run, "--replicas", str(NUM_REPLICAS), *FLAGS, "--max-queued-requests", "99", "--threads", "1"
+                cluster.update, NUM_REPLICAS, *FLAGS, "--max-queued-requests", "99", "--threads", "1"
             )
             await asyncio.sleep(1.0)
             done.set()
