@@ -207,7 +207,7 @@ class ReplicaCallsClient(EngineClient):
         return decode_answer(await self._calls.call("query", replica, encode(what)))
 
     @abstractmethod
-    def _choose_one(self) -> str:
+    def choose_one(self) -> str:
         """Return the replica that answers what only one can answer; there is one if there is a Hello."""
 
     def send_observed(self, observed: Observed) -> None:
@@ -215,7 +215,7 @@ class ReplicaCallsClient(EngineClient):
         self.get_hello()
         self._responses.update(observed.responses)
         counts, self._responses = dict(self._responses), Counter()
-        self._spawn(self._send_counts(self._choose_one(), Observed(counts, observed.memory_bytes)))
+        self._spawn(self._send_counts(self.choose_one(), Observed(counts, observed.memory_bytes)))
 
     async def _send_counts(self, replica: str, observed: Observed) -> None:
         try:

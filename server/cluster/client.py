@@ -48,7 +48,7 @@ class ClusterClient(ReplicaCallsClient):
         if isinstance(what, Unpin):
             return await self._unpin(what)
         if asks_one_replica(what):
-            return (await self._query_replica(self._choose_one(), what)).answer
+            return (await self._query_replica(self.choose_one(), what)).answer
         if changes_answers(what):
             return merge_answers(what, await self._command_all(what))
         ready = [id for id, hello in self.replicas.items() if hello is not None]
@@ -99,7 +99,7 @@ class ClusterClient(ReplicaCallsClient):
         for each in self._clients.values():
             each.epoch = self.epoch
 
-    def _choose_one(self) -> str:
+    def choose_one(self) -> str:
         return min(id for id, hello in self.replicas.items() if hello is not None)
 
     # ------------------------------------------------------------ which replicas there are
@@ -185,5 +185,5 @@ class ReplicaClient(ReplicaCallsClient):
     def _invalidate_answers(self) -> None:
         self._cluster._invalidate_answers()
 
-    def _choose_one(self) -> str:
+    def choose_one(self) -> str:
         return self._replica

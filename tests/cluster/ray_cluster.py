@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,6 +65,17 @@ class Cluster:
         """Return the processes of Ray with that title."""
         processes = psutil.process_iter(["cmdline"])
         return [each for each in processes if "".join((each.info["cmdline"] or [])[:1]).startswith(title)]
+
+    def find_replica_process(self, replica: str) -> psutil.Process:
+        """Return the process of Ray that is a replica, by the lines that it has logged."""
+        found = re.findall(rf"pid=(\d+)\).* replica {replica}: connected", self.output.read_text())
+        return psutil.Process(int(found[-1]))
+
+    def find_engine(self, replica: str) -> psutil.Process:
+        """Return the process of a replica's engine."""
+        children = self.find_replica_process(replica).children(recursive=True)
+        engines = [each for each in children if "spawn_main" in " ".join(each.cmdline())]
+        return max(engines, key=psutil.Process.create_time)
 
     def update(self, num_replicas: int, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run `kvmux ray up` against this cluster: an update of what runs there, one replica after the other."""

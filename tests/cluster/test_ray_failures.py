@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -118,16 +120,73 @@ def test_a_killed_replica_costs_its_own_requests_only(cluster: Cluster) -> None:
 
 def test_a_killed_engine_is_restarted_in_its_replica(cluster: Cluster) -> None:
     before = set(cluster.list_replicas())
-    engines = [
-        child
-        for replica in cluster.find_processes(ENGINE_TITLE)
-        for child in replica.children(recursive=True)
-        if "spawn_main" in " ".join(child.cmdline())
-    ]
-    assert len(engines) == NUM_REPLICAS
-    max(engines, key=psutil.Process.create_time).kill()
+    cluster.find_engine(random.choice(sorted(before))).kill()
     assert Counter(run_streams(cluster, *[(20, None)] * 24)) == {"complete": 24}
     eventually(lambda: set(cluster.list_replicas()) == before)
+
+
+@contextmanager
+def slowed_down(process: psutil.Process) -> Iterator[None]:
+    """Have a process run for a tenth of the time until the block ends."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            process.suspend()
+            stop.wait(0.18)
+            process.resume()
+            stop.wait(0.02)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def count_served(cluster: Cluster, *, num_clients: int, num_requests: int) -> Counter[str]:
+    """Return how many requests each replica has served, all with prompts of their own."""
+
+    async def run() -> Counter[str]:
+        served = Counter[str]()
+        left = iter(range(num_requests))
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE) as client:
+
+            async def load() -> None:
+                for _ in left:
+                    body = {"prompt": f"{random.getrandbits(64):x}", "max_tokens": 60, "ignore_eos": True}
+                    response = await client.post("/v1/completions", json=body | {"explain": True})
+                    served[response.json()["choices"][0]["kv_cache"]["routed"]["replica"]] += 1
+
+            await asyncio.gather(*(load() for _ in range(num_clients)))
+        return served
+
+    return asyncio.run(run())
+
+
+def test_a_slow_replica_gets_less_work(cluster: Cluster) -> None:
+    slow, *others = cluster.wait_for_replicas(NUM_REPLICAS)
+    with slowed_down(cluster.find_engine(slow)):
+        served = count_served(cluster, num_clients=16, num_requests=200)
+    assert served.total() == 200
+    assert served[slow] < 0.5 * min(served[each] for each in others), (slow, served)
+
+
+def test_a_replica_that_hangs_keeps_no_others_from_serving(cluster: Cluster) -> None:
+    hanging, *others = cluster.wait_for_replicas(NUM_REPLICAS)
+    process = cluster.find_replica_process(hanging)
+    process.suspend()
+    try:
+        eventually(lambda: sorted(cluster.list_replicas()) == others)
+        served = count_served(cluster, num_clients=4, num_requests=40)
+        assert set(served) <= set(others), (hanging, served)
+        instances = cluster.get_json("/v1/kv_cache")["data"]
+        assert {each["replica"] for each in instances} == set(others)
+    finally:
+        process.resume()
+    cluster.wait_for_replicas(NUM_REPLICAS)
 
 
 def test_an_update_loses_no_started_answer(cluster: Cluster) -> None:
