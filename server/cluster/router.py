@@ -29,7 +29,7 @@ DECODE_TOKENS = 128  # tokens whose computation delays others as much as one run
 PRESSURE_TOKENS = 512
 # Replicas whose costs differ by fewer tokens are equally good: the name of the prompt chooses between them
 EQUAL_TOKENS = 64
-EQUAL_BLOCKS = 16  # caches that differ by fewer blocks are equally full
+EQUAL_BLOCKS = 4  # caches that differ by fewer blocks are equally full
 # Seconds by which a replica's report may be older than the newest one of another; each second more is as bad as so many
 # tokens of computation. A replica that computes a long prompt reports late; one that hangs does not report at all
 SILENT_AFTER = 3.0

@@ -10,13 +10,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from statistics import mean
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from tests.cluster.ray_cluster import ENGINE_TITLE, Cluster, running
+from tests.cluster.ray_cluster import Cluster, running
 from tests.end_to_end.server_process import PATIENCE, eventually
 
 pytestmark = pytest.mark.ray
@@ -42,14 +43,19 @@ async def iter_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]
 
 
 async def stream(
-    client: httpx.AsyncClient, max_tokens: int, *, read: int | None = None, begun: asyncio.Event | None = None
+    client: httpx.AsyncClient,
+    max_tokens: int,
+    *,
+    read: int | None = None,
+    begun: asyncio.Event | None = None,
+    path: str = "",
 ) -> str:
     """Stream a completion, and disconnect after `read` events (None: read all); return how it ended.
 
-    `begun` is set once the first event has arrived.
+    `begun` is set once the first event has arrived. `path` is that of a replica; empty: the router chooses.
     """
     body = {"prompt": f"{random.getrandbits(64):x} Once upon a time", "max_tokens": max_tokens, "ignore_eos": True}
-    async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+    async with client.stream("POST", f"{path}/v1/completions", json=body | {"stream": True}) as response:
         if response.status_code != 200:
             return str(response.status_code)
         events: list[dict[str, Any]] = []
@@ -94,8 +100,8 @@ def test_disconnects_leave_nothing_behind(cluster: Cluster) -> None:
 
 def test_a_killed_replica_costs_its_own_requests_only(cluster: Cluster) -> None:
     """Its streams end with an error, or begin elsewhere if they had not begun; the others go on, and it returns."""
-    before = set(cluster.list_replicas())
-    victim = cluster.find_processes(ENGINE_TITLE)[0]
+    before = cluster.wait_for_replicas(NUM_REPLICAS)
+    victim = cluster.find_replica_process(random.choice(before))
 
     async def kill_under_load() -> list[str]:
         limits = httpx.Limits(max_connections=None)
@@ -114,12 +120,12 @@ def test_a_killed_replica_costs_its_own_requests_only(cluster: Cluster) -> None:
     assert first["complete"] >= 10, first
     assert later == {"complete": 20}, later
     after = set(cluster.wait_for_replicas(NUM_REPLICAS))
-    assert len(after & before) == NUM_REPLICAS - 1
+    assert len(after.intersection(before)) == NUM_REPLICAS - 1
     eventually(lambda: is_idle(cluster))
 
 
 def test_a_killed_engine_is_restarted_in_its_replica(cluster: Cluster) -> None:
-    before = set(cluster.list_replicas())
+    before = set(cluster.wait_for_replicas(NUM_REPLICAS))
     cluster.find_engine(random.choice(sorted(before))).kill()
     assert Counter(run_streams(cluster, *[(20, None)] * 24)) == {"complete": 24}
     eventually(lambda: set(cluster.list_replicas()) == before)
@@ -171,7 +177,7 @@ def test_a_slow_replica_gets_less_work(cluster: Cluster) -> None:
     with slowed_down(cluster.find_engine(slow)):
         served = count_served(cluster, num_clients=16, num_requests=200)
     assert served.total() == 200
-    assert served[slow] < 0.5 * min(served[each] for each in others), (slow, served)
+    assert served[slow] < 0.5 * mean(served[each] for each in others), (slow, served)
 
 
 def test_a_replica_that_hangs_keeps_no_others_from_serving(cluster: Cluster) -> None:
