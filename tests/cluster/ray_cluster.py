@@ -24,7 +24,6 @@ from tests.end_to_end.server_process import PATIENCE, eventually, metric
 PYTHON_VARIABLE = "RAY_PYTHON"  # the Python that has Ray; tests/cluster/run.py sets it
 ROOT = Path(__file__).parents[2]
 SMALL = ("--threads", "1", "--dtype", "float32", "--log-level", "info")
-ENGINE_TITLE, INGRESS_TITLE = "ray::ServeReplica:kvmux:engine", "ray::ServeReplica:kvmux:ingress"
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,6 @@ class Cluster:
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of the samples of that name that have these labels; up to a second old."""
         return metric(self.get("/metrics").text, name, **labels)
-
-    def find_processes(self, title: str) -> list[psutil.Process]:
-        """Return the processes of Ray with that title."""
-        processes = psutil.process_iter(["cmdline"])
-        return [each for each in processes if "".join((each.info["cmdline"] or [])[:1]).startswith(title)]
 
     def find_replica_process(self, replica: str) -> psutil.Process:
         """Return the process of Ray that is a replica, by the lines that it has logged."""
