@@ -29,7 +29,11 @@ DECODE_TOKENS = 128  # tokens whose computation delays others as much as one run
 PRESSURE_TOKENS = 512
 # Replicas whose costs differ by fewer tokens are equally good: the name of the prompt chooses between them
 EQUAL_TOKENS = 64
-EQUAL_BLOCKS = 16  # caches that differ by fewer blocks are equally full
+EQUAL_BLOCKS = 4  # caches that differ by fewer blocks are equally full
+# Seconds by which a replica's report may be older than the newest one of another; each second more is as bad as so many
+# tokens of computation. A replica that computes a long prompt reports late; one that hangs does not report at all
+SILENT_AFTER = 3.0
+SILENCE_TOKENS = 256
 # Seconds after its end in which a request's prompt is believed to be cached though no statistics say so yet
 GRACE = 3.0
 
@@ -95,6 +99,7 @@ class Replica:
     is_ready: bool = True  # False: it has reported that its engine is starting, or starting again
     reported: object = None  # the latest statistics, to see whether others have come
     reported_at: float = float("-inf")
+    silence: float = 0.0  # seconds beyond SILENT_AFTER by which its report is older than that of another replica
     sent: dict[str, Sent] = field(default_factory=dict)  # by request id: those that have not ended
     ended: deque[tuple[float, Sent]] = field(default_factory=deque)  # those of the last GRACE seconds, with their ends
 
@@ -135,7 +140,8 @@ class Replica:
         """Return the work that a new request waits for, in prompt tokens."""
         since = [each for each in self.sent.values() if each.sent_at > self.reported_at]
         queued = self.queued_tokens + sum(each.uncached_tokens for each in since)
-        return queued + DECODE_TOKENS * max(self.num_requests + len(since), len(self.sent))
+        running = max(self.num_requests + len(since), len(self.sent))
+        return queued + DECODE_TOKENS * running + int(SILENCE_TOKENS * self.silence)
 
     def estimate_pressure(self, hint: Hint, cached_tokens: int) -> float:
         """Return what the memory that a request needs costs the instance's others, in prompt tokens."""
@@ -181,6 +187,10 @@ class RoutingPolicy:
         now = self._clock()
         for id, each in statistics.items():
             self._replicas[id].update(each, now)
+        newest = max((each.reported_at for each in self._replicas.values()), default=now)
+        for replica in self._replicas.values():  # one that has just joined has not reported yet
+            late = newest - replica.reported_at - SILENT_AFTER if replica.reported is not None else 0.0
+            replica.silence = max(0.0, late)
 
     def forget(self, replica: str) -> None:
         """Forget a replica that has died."""
@@ -268,6 +278,7 @@ def _rank(key: str, replica: str) -> int:
 
 # ---------------------------------------------------------------- Ray Serve
 try:
+    from ray.serve.exceptions import DeploymentUnavailableError
     from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 except ImportError:  # the extra kvmux[ray] is not installed: only the policy can be used
     pass
@@ -294,7 +305,19 @@ else:
             decision = self._policy.choose(Hint.from_dict(argument), [*by_id])
             if isinstance(argument, dict):
                 argument["routed"] = decision.explain()
+            if pending_request is not None:
+                # Else Ray would call this again at once, for ever, while the chosen replicas take nothing
+                pending_request.routing_context.should_backoff = True
+                if not decision.replicas:
+                    self._refuse(pending_request)
+                    return [[each] for each in by_id.values()]  # Ray notices with the first that there is nothing to do
             return [[by_id[id]] for id in decision.replicas]
+
+        def _refuse(self, pending_request: PendingRequest) -> None:
+            """Have a request fail, as the replica that it is for has gone: Ray would wait for it."""
+            if not pending_request.future.done():
+                pending_request.future.set_exception(DeploymentUnavailableError(self._deployment_id))
+                self._remove_pending_request_from_indices(pending_request)
 
         def _by_id(self, replicas: Mapping[ReplicaID, RunningReplica]) -> dict[str, RunningReplica]:
             return {id.unique_id: each for id, each in replicas.items()}

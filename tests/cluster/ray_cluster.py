@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,6 @@ from tests.end_to_end.server_process import PATIENCE, eventually, metric
 PYTHON_VARIABLE = "RAY_PYTHON"  # the Python that has Ray; tests/cluster/run.py sets it
 ROOT = Path(__file__).parents[2]
 SMALL = ("--threads", "1", "--dtype", "float32", "--log-level", "info")
-ENGINE_TITLE, INGRESS_TITLE = "ray::ServeReplica:kvmux:engine", "ray::ServeReplica:kvmux:ingress"
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,23 @@ class Cluster:
         """Return the sum of the samples of that name that have these labels; up to a second old."""
         return metric(self.get("/metrics").text, name, **labels)
 
-    def find_processes(self, title: str) -> list[psutil.Process]:
-        """Return the processes of Ray with that title."""
-        processes = psutil.process_iter(["cmdline"])
-        return [each for each in processes if "".join((each.info["cmdline"] or [])[:1]).startswith(title)]
+    def find_replica_process(self, replica: str) -> psutil.Process:
+        """Return the process of Ray that is a replica, by the lines that it has logged."""
+        found = re.findall(rf"pid=(\d+)\).* replica {replica}: connected", self.output.read_text())
+        return psutil.Process(int(found[-1]))
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run `kvmux ray up` against this cluster: an update of what runs there."""
-        command = [get_python(), "-m", "server", "ray", "up", "--address", "auto", *arguments]
-        port = self.url.rpartition(":")[2]
-        return subprocess.run(
-            [*command, "--port", port], cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=PATIENCE
-        )
+    def find_engine(self, replica: str) -> psutil.Process:
+        """Return the process of a replica's engine."""
+        children = self.find_replica_process(replica).children(recursive=True)
+        engines = [each for each in children if "spawn_main" in " ".join(each.cmdline())]
+        return max(engines, key=psutil.Process.create_time)
+
+    def update(self, num_replicas: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `kvmux ray up` against this cluster: an update of what runs there, one replica after the other."""
+        command = [get_python(), "-m", "server", "ray", "up", "--address", "auto", "--replicas", str(num_replicas)]
+        command += [*arguments, "--port", self.url.rpartition(":")[2]]
+        patience = PATIENCE * num_replicas
+        return subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=patience)
 
 
 def get_python() -> str:

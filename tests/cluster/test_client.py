@@ -13,8 +13,10 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import server.cluster.client
 from config.settings import Settings
-from server.cluster.client import ClusterClient, ReplicaLost, group_by_prompt
+from server.cluster.calls import ReplicaLost, group_by_prompt
+from server.cluster.client import ClusterClient
 from server.cluster.hints import HintMaker
 from server.cluster.messages import (
     EngineGone,
@@ -58,6 +60,7 @@ class ScriptedCalls:
         self.hints: list[dict[str, Any]] = []
         self.called: list[tuple[str, str, bytes]] = []
         self.closed = 0  # number of streams that ended before their script did
+        self.hanging = set[str]()  # replicas that do not answer
         self.answers: Callable[[str, Any], Answer] = lambda replica, what: Answer(0, b"{}")
 
     async def generate(self, hint: dict[str, Any], payload: bytes) -> AsyncGenerator[bytes, None]:
@@ -73,17 +76,21 @@ class ScriptedCalls:
             raise
 
     async def call(self, method: str, replica: str, payload: bytes) -> bytes:
-        self.called.append((method, replica, payload))
+        if method != "describe":
+            self.called.append((method, replica, payload))
         if replica not in self.replicas:
             raise ReplicaLost("gone", replica)
+        if replica in self.hanging:
+            await asyncio.Event().wait()
+        if method == "describe":
+            return encode(ReplicaInfo(replica, self.replicas[replica]))
         if method == "query":
             return encode(ReplicaAnswer(replica, self.answers(replica, decode_payload(payload))))
         return b""
 
-    async def broadcast(self, method: str, payload: bytes) -> Sequence[bytes]:
-        if method == "describe":
-            return [encode(ReplicaInfo(id, hello)) for id, hello in self.replicas.items()]
-        return [await self.call(method, id, payload) for id in self.replicas]
+    async def broadcast(self, method: str, payload: bytes, timeout: float) -> Sequence[bytes]:
+        async with asyncio.timeout(timeout):
+            return [await self.call(method, id, payload) for id in list(self.replicas)]
 
 
 def run(calls: ScriptedCalls, work: Callable[[ClusterClient], Any]) -> Any:
@@ -376,6 +383,70 @@ def test_a_rollout_is_listed_once() -> None:
     (rollout,) = query(calls, "rollouts")["data"]
     assert (rollout["name"], rollout["state"]) == ("r", "a")
     assert {id: each["state"] for id, each in rollout["replicas"].items()} == {"a": "a", "b": "b", "c": "c"}
+
+
+# ---------------------------------------------------------------- replicas that hang, start and join
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the client wait for hundredths of the seconds."""
+    for name in ("WATCH_INTERVAL", "START_TIMEOUT", "SLOW_AFTER", "COMMAND_TIMEOUT"):
+        monkeypatch.setattr(f"server.cluster.client.{name}", getattr(server.cluster.client, name) / 100)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_replica_that_hangs_does_not_take_the_others_away() -> None:
+    async def work(client: ClusterClient) -> Any:
+        calls.hanging = {"b"}
+        while client.replicas["b"] is not None:
+            await asyncio.sleep(0.001)
+        assert client.replicas == {"a": HELLO, "b": None, "c": HELLO}
+        assert client.hello == HELLO
+        answer = json.loads(await client.query(Clear("paged")))
+        calls.hanging.clear()
+        while client.replicas["b"] is None:
+            await asyncio.sleep(0.001)
+        return answer
+
+    calls = ScriptedCalls()
+    calls.answers = lambda *_: Answer(0, b'{"freed_bytes": 1}')
+    answer = run(calls, work)
+    assert answer["freed_bytes"] == 2
+    assert "did not answer" in answer["replicas"]["b"]["error"]["message"]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_replicas_stay_known_if_none_answers_in_time() -> None:
+    """It is more likely that this process, or its machine, is busy."""
+
+    async def work(client: ClusterClient) -> None:
+        calls.hanging = set("abc")
+        await asyncio.sleep(0.2)
+        assert client.replicas == dict.fromkeys("abc", HELLO)
+
+    calls = ScriptedCalls()
+    run(calls, work)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_client_has_started_once_a_replica_is_ready() -> None:
+    async def main(delay: float) -> Hello | None:
+        calls = ScriptedCalls(replicas=())
+        asyncio.get_running_loop().call_later(delay, calls.replicas.update, {"a": HELLO})
+        async with ClusterClient(calls, HintMaker(Settings())) as client:
+            return client.hello
+
+    assert asyncio.run(main(0.03)) == HELLO
+    assert asyncio.run(main(60.0)) is None, "it starts without any, too"
+
+
+def test_a_replica_that_joins_meanwhile_gets_a_command() -> None:
+    def answer(replica: str, what: Any) -> Answer:
+        calls.replicas["d"] = HELLO
+        return Answer(0, b'{"freed_bytes": 1}')
+
+    calls = ScriptedCalls()
+    calls.answers = answer
+    assert query(calls, Clear("paged"))["freed_bytes"] == 4
 
 
 # ---------------------------------------------------------------- merged metrics

@@ -1,11 +1,14 @@
-"""The files for Kubernetes and for `serve deploy`: valid by Kubernetes' own schemas, and in agreement with the code."""
+"""The files for Kubernetes and for `serve deploy`: valid by Kubernetes' and KubeRay's schemas, and fit for the code."""
 
 from __future__ import annotations
 
+import copy
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -18,9 +21,30 @@ from server.processes.child import DEFAULT_TIMING
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "config" / "kubernetes"
 VERSIONS = ["1.30", "1.37"]  # of Kubernetes
+KUBERAY_SCHEMAS = sorted(
+    (Path(__file__).parent / "kuberay").glob("*.json")
+)  # 1.5, the oldest that the documents name, and 1.7
 POD_DOCUMENTS: list[dict[str, Any]] = list(yaml.safe_load_all((KUBERNETES / "pod.yaml").read_text()))
 RAY_SERVICE: dict[str, Any] = yaml.safe_load((KUBERNETES / "rayservice.yaml").read_text())
 SERVE_CONFIG: dict[str, Any] = yaml.safe_load((ROOT / "config" / "ray" / "serve.yaml").read_text())
+
+
+def make_strict_validator(file: Path) -> jsonschema.Draft202012Validator:
+    """Return a validator by KubeRay's schema that allows no unknown fields, as `kubectl apply` does."""
+
+    def forbid_unknown(schema: Any) -> Any:
+        if isinstance(schema, list):
+            return [forbid_unknown(each) for each in schema]
+        if not isinstance(schema, dict):
+            return schema
+        strict = {name: forbid_unknown(each) for name, each in schema.items()}
+        if isinstance(schema.get("properties"), dict) and schema.get("type") == "object":
+            strict.setdefault("additionalProperties", False)
+        return strict
+
+    schema = json.loads(file.read_text())
+    schema["properties"]["metadata"] = {"type": "object", "required": ["name"]}
+    return jsonschema.Draft202012Validator(forbid_unknown(schema))
 
 
 def list_templates() -> list[dict[str, Any]]:
@@ -34,6 +58,19 @@ def test_a_pod_and_its_service_are_valid(version: str) -> None:
     assert [each["kind"] for each in POD_DOCUMENTS] == ["Deployment", "Service"]
     for document in POD_DOCUMENTS:
         kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("file", KUBERAY_SCHEMAS, ids=lambda file: file.stem)
+def test_a_rayservice_is_valid(file: Path) -> None:
+    validator = make_strict_validator(file)
+    assert [f"{error.json_path}: {error.message}" for error in validator.iter_errors(RAY_SERVICE)] == []
+    for path, wrong in [("spec.rayClusterConfig.headGroupSpec", "rayStartParam"), ("spec", "serveConfig")]:
+        document = copy.deepcopy(RAY_SERVICE)
+        part = document
+        for name in path.split("."):
+            part = part[name]
+        part[wrong] = "1"
+        assert not validator.is_valid(document), "the schema finds fields that there are not"
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -199,6 +199,17 @@ def test_each_replica_has_the_whole_api_below_its_path(cluster: Cluster) -> None
     assert cluster.get("/replicas/unknown/v1/models").status_code == 404
 
 
+def test_answers_of_one_replica_name_it(cluster: Cluster) -> None:
+    first = cluster.list_replicas()[0]
+    paths = ["/v1/live", "/v1/live/prefixes", "/v1/settings"]
+    assert {path: admin(cluster, "GET", path).headers["x-kvmux-replica"] for path in paths} == dict.fromkeys(
+        paths, first
+    )
+    assert admin(cluster, "POST", "/v1/profile", steps=1, seconds=0.1).headers["x-kvmux-replica"] == first
+    assert "x-kvmux-replica" not in admin(cluster, "GET", "/v1/kv_cache").headers
+    assert httpx.get(f"{cluster.url}/v1/live", timeout=PATIENCE).status_code == 401
+
+
 def test_the_live_state_is_streamed(cluster: Cluster) -> None:
     with httpx.stream("GET", f"{cluster.url}/v1/live/events", headers=ADMIN, timeout=PATIENCE) as response:
         lines = response.iter_lines()

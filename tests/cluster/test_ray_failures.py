@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from statistics import mean
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from tests.cluster.ray_cluster import ENGINE_TITLE, Cluster, running
+from tests.cluster.ray_cluster import Cluster, running
 from tests.end_to_end.server_process import PATIENCE, eventually
 
 pytestmark = pytest.mark.ray
@@ -40,14 +43,19 @@ async def iter_events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]
 
 
 async def stream(
-    client: httpx.AsyncClient, max_tokens: int, *, read: int | None = None, begun: asyncio.Event | None = None
+    client: httpx.AsyncClient,
+    max_tokens: int,
+    *,
+    read: int | None = None,
+    begun: asyncio.Event | None = None,
+    path: str = "",
 ) -> str:
     """Stream a completion, and disconnect after `read` events (None: read all); return how it ended.
 
-    `begun` is set once the first event has arrived.
+    `begun` is set once the first event has arrived. `path` is that of a replica; empty: the router chooses.
     """
     body = {"prompt": f"{random.getrandbits(64):x} Once upon a time", "max_tokens": max_tokens, "ignore_eos": True}
-    async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+    async with client.stream("POST", f"{path}/v1/completions", json=body | {"stream": True}) as response:
         if response.status_code != 200:
             return str(response.status_code)
         events: list[dict[str, Any]] = []
@@ -91,43 +99,106 @@ def test_disconnects_leave_nothing_behind(cluster: Cluster) -> None:
 
 
 def test_a_killed_replica_costs_its_own_requests_only(cluster: Cluster) -> None:
-    """Its streams end with an error, or begin elsewhere if they had not begun; the others go on, and it returns."""
-    before = set(cluster.list_replicas())
-    victim = cluster.find_processes(ENGINE_TITLE)[0]
+    """Its streams end with an error; those of others go on, later ones begin elsewhere, and it is replaced."""
+    before = cluster.wait_for_replicas(NUM_REPLICAS)
+    victim, *others = random.sample(before, NUM_REPLICAS)
+    process, engine = cluster.find_replica_process(victim), cluster.find_engine(victim)
 
-    async def kill_under_load() -> list[str]:
+    async def kill_under_load() -> tuple[list[str], list[str], list[str]]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE, limits=limits) as client:
-            begun = [asyncio.Event() for _ in range(20)]
-            running = [asyncio.create_task(stream(client, 600, begun=each)) for each in begun]
-            for each in begun:
-                await each.wait()
-            victim.kill()
-            later = [asyncio.create_task(stream(client, 20)) for _ in range(20)]
-            return list(await asyncio.gather(*running, *later))
 
-    ended = asyncio.run(kill_under_load())
-    first, later = Counter(ended[:20]), Counter(ended[20:])
-    assert set(first) == {"complete", "error"}, first
-    assert first["complete"] >= 10, first
-    assert later == {"complete": 20}, later
+            async def begin(replica: str) -> list[asyncio.Task[str]]:
+                begun = [asyncio.Event() for _ in range(5)]
+                path = f"/replicas/{replica}"
+                streams = [asyncio.create_task(stream(client, 900, begun=each, path=path)) for each in begun]
+                for each in begun:
+                    await each.wait()
+                return streams
+
+            lost = await begin(victim)
+            engine.suspend()  # else its streams may have ended before it is killed
+            kept = [task for each in others for task in await begin(each)]
+            process.kill()
+            later = [asyncio.create_task(stream(client, 20)) for _ in range(20)]
+            return await asyncio.gather(*lost), await asyncio.gather(*kept), await asyncio.gather(*later)
+
+    lost, kept, later = map(Counter, asyncio.run(kill_under_load()))
+    assert (lost, kept, later) == ({"error": 5}, {"complete": 15}, {"complete": 20})
     after = set(cluster.wait_for_replicas(NUM_REPLICAS))
-    assert len(after & before) == NUM_REPLICAS - 1
+    assert len(after.intersection(before)) == NUM_REPLICAS - 1
     eventually(lambda: is_idle(cluster))
 
 
 def test_a_killed_engine_is_restarted_in_its_replica(cluster: Cluster) -> None:
-    before = set(cluster.list_replicas())
-    engines = [
-        child
-        for replica in cluster.find_processes(ENGINE_TITLE)
-        for child in replica.children(recursive=True)
-        if "spawn_main" in " ".join(child.cmdline())
-    ]
-    assert len(engines) == NUM_REPLICAS
-    max(engines, key=psutil.Process.create_time).kill()
+    before = set(cluster.wait_for_replicas(NUM_REPLICAS))
+    cluster.find_engine(random.choice(sorted(before))).kill()
     assert Counter(run_streams(cluster, *[(20, None)] * 24)) == {"complete": 24}
     eventually(lambda: set(cluster.list_replicas()) == before)
+
+
+@contextmanager
+def slowed_down(process: psutil.Process) -> Iterator[None]:
+    """Have a process run for a tenth of the time until the block ends."""
+    stop = threading.Event()
+
+    def run() -> None:
+        while not stop.is_set():
+            process.suspend()
+            stop.wait(0.18)
+            process.resume()
+            stop.wait(0.02)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def count_served(cluster: Cluster, *, num_clients: int, num_requests: int) -> Counter[str]:
+    """Return how many requests each replica has served, all with prompts of their own."""
+
+    async def run() -> Counter[str]:
+        served = Counter[str]()
+        left = iter(range(num_requests))
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE) as client:
+
+            async def load() -> None:
+                for _ in left:
+                    body = {"prompt": f"{random.getrandbits(64):x}", "max_tokens": 60, "ignore_eos": True}
+                    response = await client.post("/v1/completions", json=body | {"explain": True})
+                    served[response.json()["choices"][0]["kv_cache"]["routed"]["replica"]] += 1
+
+            await asyncio.gather(*(load() for _ in range(num_clients)))
+        return served
+
+    return asyncio.run(run())
+
+
+def test_a_slow_replica_gets_less_work(cluster: Cluster) -> None:
+    slow, *others = cluster.wait_for_replicas(NUM_REPLICAS)
+    with slowed_down(cluster.find_engine(slow)):
+        served = count_served(cluster, num_clients=16, num_requests=200)
+    assert served.total() == 200
+    assert served[slow] < 0.5 * mean(served[each] for each in others), (slow, served)
+
+
+def test_a_replica_that_hangs_keeps_no_others_from_serving(cluster: Cluster) -> None:
+    hanging, *others = cluster.wait_for_replicas(NUM_REPLICAS)
+    process = cluster.find_replica_process(hanging)
+    process.suspend()
+    try:
+        eventually(lambda: sorted(cluster.list_replicas()) == others)
+        served = count_served(cluster, num_clients=4, num_requests=40)
+        assert set(served) <= set(others), (hanging, served)
+        instances = cluster.get_json("/v1/kv_cache")["data"]
+        assert {each["replica"] for each in instances} == set(others)
+    finally:
+        process.resume()
+    cluster.wait_for_replicas(NUM_REPLICAS)
 
 
 def test_an_update_loses_no_started_answer(cluster: Cluster) -> None:
@@ -147,7 +218,7 @@ def test_an_update_loses_no_started_answer(cluster: Cluster) -> None:
             clients = [asyncio.create_task(load(client, done)) for _ in range(8)]
             await asyncio.sleep(1.0)
             result = await asyncio.to_thread(
-                cluster.run, "--replicas", str(NUM_REPLICAS), *FLAGS, "--max-queued-requests", "99", "--threads", "1"
+                cluster.update, NUM_REPLICAS, *FLAGS, "--max-queued-requests", "99", "--threads", "1"
             )
             await asyncio.sleep(1.0)
             done.set()

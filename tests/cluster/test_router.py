@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.cluster.router import GRACE, Hint, RoutingPolicy
+from server.cluster.router import GRACE, SILENT_AFTER, Hint, RoutingPolicy
 from tests.cluster.simulation import BLOCK, RoundRobin, SimulatedReplica, make_chats, simulate
 
 IDS = ["a", "b", "c", "d"]
@@ -147,6 +147,29 @@ def test_a_request_for_one_replica_goes_there_or_nowhere() -> None:
     policy = make_policy(b=make_instance((1, 2, 3)))
     assert policy.choose(make_hint(1, 2, 3, replica="d"), IDS).replicas == ["d"]
     assert policy.choose(make_hint(1, 2, 3, replica="gone"), IDS).replicas == []
+
+
+def test_a_replica_that_does_not_report_gets_less_and_less() -> None:
+    clock, prompt = Clock(), make_hint(*range(30))
+    policy = RoutingPolicy(seed=0, clock=clock)
+    instances = {id: {"paged": make_instance(tuple(range(30)) if id == "a" else ())} for id in IDS}
+    statistics: dict[str, dict[str, Any]] = {}
+
+    def report(*ids: str) -> None:
+        statistics.update({id: {"instances": instances[id], **IDLE, "report": clock.now} for id in ids})
+        policy.update(statistics)
+
+    report(*IDS)
+    clock.now += 60.0
+    assert policy.choose(prompt, IDS).replicas[0] == "a", "no other one has reported since"
+    clock.now -= 60.0 - SILENT_AFTER - 1.0
+    report("b", "c", "d")
+    assert policy.choose(prompt, IDS).replicas[0] == "a", "it may have a long prompt to compute"
+    clock.now += 60.0
+    report("b", "c", "d")
+    assert policy.choose(prompt, IDS).replicas[-1] == "a"
+    report("a")
+    assert policy.choose(prompt, IDS).replicas[0] == "a"
 
 
 def test_several_routers_agree_on_new_prompts() -> None:

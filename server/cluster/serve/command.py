@@ -30,6 +30,8 @@ from server.version import get_version
 
 KEEP_ALIVE = 75  # seconds that the proxy keeps an idle connection, as in server/api/worker.py
 READY_TIMEOUT = 60.0  # seconds until the API processes have to know the replicas
+# Ray's processes let all others of the machine go first (15), unless its raylet finds this variable
+NICENESS = "RAY_worker_niceness"
 SCALE_FLAGS = {
     "replicas": "replicas",
     "max_replicas": "max_replicas",
@@ -57,6 +59,7 @@ def run(options: dict[str, Any]) -> int:
     settings = resolve_model_settings(settings)  # likewise a model that is not there
     stop = _catch_signals()
     print_safely(f"kvmux {get_version()} starts Ray and {scale.replicas} replicas of {settings.model} ...", sys.stdout)
+    os.environ.setdefault(NICENESS, "0")
     # "local": without an address Ray would connect to a cluster that it finds on this machine
     ray.init("local", include_dashboard=False, logging_level="warning", log_to_driver=True, namespace="kvmux")
     try:

@@ -57,6 +57,7 @@ def build_application(settings: Settings, scale: Scale) -> Any:
         max_ongoing_requests=INGRESS_CALLS,
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
+        max_surge_percent=100,  # new ones start before old ones end, so that clients never wait for an API process
         **_get_draining(settings),
     )
     return ingress.bind(settings, replicas.bind(settings, per_node, scale.gpus))

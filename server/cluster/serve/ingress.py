@@ -1,8 +1,8 @@
 """An API process on Ray Serve: the HTTP application of `kvmux serve`, whose requests a router sends to replicas.
 
 Paths below /replicas/ID/ are those of the whole application for one replica alone, its metrics and page included;
-GET /v1/replicas lists the ids. Ray's proxy holds the clients' connections, so server/api/http/connection.py
-is not used.
+GET /v1/replicas lists the ids. What only one replica can answer is answered by the application of the first one.
+Ray's proxy holds the clients' connections, so server/api/http/connection.py is not used.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config.settings import Settings
 from config.sizes import parse_bytes
 from server.api.app import create_app
 from server.api.http.errors import ApiError, make_error_response
+from server.api.http.middleware import LIVE_PATH, PROFILE_PATH
 from server.api.ops.live import LiveState
 from server.api.ops.monitoring import Observations
 from server.cluster.client import ClusterClient, ReplicaClient
@@ -34,6 +35,9 @@ from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
 log = logging.getLogger(__name__)
 
 REPLICA_PATH = re.compile(r"/replicas/([A-Za-z0-9_-]{1,64})(/.*)")
+# Paths whose answers are one replica's: they cannot be merged, or would be too large. DELETE goes to all replicas
+ONE_REPLICA_PATH = re.compile(rf"{LIVE_PATH}(/.*)?|{PROFILE_PATH}|/v1/settings")
+REPLICA_HEADER = b"x-kvmux-replica"  # the replica that has answered
 MAX_APPS = 64  # most replicas whose applications are kept; more are made anew when they are asked for
 
 
@@ -78,7 +82,7 @@ def make_replicas_router(client: ClusterClient) -> APIRouter:
 
 
 class ReplicaPaths:
-    """An ASGI application that sends paths below /replicas/ID/ to the application of that replica.
+    """An ASGI application that sends requests for one replica to the application of that replica.
 
     Those applications need no lifespan of their own: they share what the main one starts.
     """
@@ -92,16 +96,27 @@ class ReplicaPaths:
         self._apps: dict[str, tuple[ReplicaClient, ASGIApp]] = {}  # by replica
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = REPLICA_PATH.fullmatch(scope["path"]) if scope["type"] == "http" else None
-        if found is None:
+        if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        id, path = found.groups()
+        if (found := REPLICA_PATH.fullmatch(scope["path"])) is not None:
+            id, path = found.groups()
+            raw_path = scope["raw_path"].removeprefix(f"/replicas/{id}".encode())
+            scope = {**scope, "path": path, "raw_path": raw_path}
+        elif ONE_REPLICA_PATH.fullmatch(scope["path"]) and scope["method"] != "DELETE" and self._client.hello:
+            id = self._client.choose_one()
+        else:
+            return await self._app(scope, receive, send)
         client = self._client.get_replica(id)
         if client is None:
             error = ApiError(404, f"there is no replica {id!r}; GET /v1/replicas lists them", code="not_found")
             return await make_error_response(Request(scope), error)(scope, receive, send)
-        raw_path = scope["raw_path"].removeprefix(f"/replicas/{id}".encode())
-        await self._get_app(id, client)({**scope, "path": path, "raw_path": raw_path}, receive, send)
+
+        async def send_with_replica(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (REPLICA_HEADER, id.encode())]
+            await send(message)
+
+        await self._get_app(id, client)(scope, receive, send_with_replica)
 
     def _get_app(self, id: str, client: ReplicaClient) -> ASGIApp:
         known = self._apps.get(id)

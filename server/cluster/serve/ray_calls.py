@@ -12,12 +12,11 @@ from typing import Any
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
-from server.cluster.client import LOST_MESSAGE, ReplicaLost
+from server.cluster.calls import LOST_MESSAGE, ReplicaLost
 
 log = logging.getLogger(__name__)
 
 LOST = (RayActorError, ActorDiedError, ActorUnavailableError, DeploymentUnavailableError)
-BROADCAST_TIMEOUT = 8.0  # seconds that all replicas together have to answer
 
 
 class HandleCalls:
@@ -45,13 +44,10 @@ class HandleCalls:
             result: bytes = await response
             return result
 
-    async def broadcast(self, method: str, payload: bytes) -> Sequence[bytes]:
+    async def broadcast(self, method: str, payload: bytes, timeout: float) -> Sequence[bytes]:
         with _translate_errors():
             response = _run_outside_of_request(self._handle.broadcast, method, {}, payload)
-            try:
-                results = await response.results_async(timeout_s=BROADCAST_TIMEOUT, return_exceptions=True)
-            except TimeoutError:
-                raise ReplicaLost(f"a replica did not answer within {BROADCAST_TIMEOUT:g} s; try again") from None
+            results = await response.results_async(timeout_s=timeout, return_exceptions=True)
         failed = [each for each in results if isinstance(each, BaseException)]
         for error in failed:
             log.log(logging.INFO if isinstance(error, LOST) else logging.WARNING, "a replica did not answer: %r", error)

@@ -53,6 +53,7 @@ class EngineReplica:
             hide_exception_messages()
         self._streams: dict[str, Stream] = {}  # by request id
         self._counts = RouterCounts()
+        self._num_reports = 0
         settings = divide_machine(await asyncio.to_thread(resolve_model_settings, settings), per_node, gpus)
         self._host = EngineHost(settings)
         self._client = SocketClient(await asyncio.to_thread(self._host.wait_until_ready))
@@ -135,7 +136,8 @@ class EngineReplica:
         if answer.error is not None:
             return NOT_READY
         statistics: dict[str, Any] = msgspec.msgpack.decode(answer.body)
-        return statistics
+        self._num_reports += 1  # so that routers tell a replica that has nothing new from one that does not answer
+        return statistics | {"report": self._num_reports}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what server/cluster/autoscaling.py decides by."""

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import httpx
 
 from server.listening import listen
 from server.profiling.running import RunError, start_process
+from tools.compare_checkouts import compute_interval
 
 START_TIMEOUT = 120.0  # seconds that a server or a cluster may take to become ready
 TIMEOUT = 120.0  # seconds that a request may take
@@ -50,6 +51,7 @@ class Answer:
     replica: str
     first_token: float  # seconds from sending the request
     gaps: Sequence[float]  # seconds between events of the stream
+    turn: tuple[int, int] = (0, 0)  # number of the chat, and of the turn in it
 
     @property
     def computed_tokens(self) -> int:
@@ -78,6 +80,24 @@ class Round:
             "ttft_p50": statistics.median(each.first_token for each in self.answers),
             "ttft_p95": statistics.quantiles((each.first_token for each in self.answers), n=20)[-1],
         }
+
+    def times_by_turn(self) -> dict[tuple[int, int], float]:
+        """Return the seconds to the first token of each turn."""
+        return {each.turn: each.first_token for each in self.answers}
+
+
+def compare(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Return the medians of (ours, theirs), of their ratios and of their differences, with 95 % intervals."""
+    ratios, differences = [ours / theirs for ours, theirs in pairs], [ours - theirs for ours, theirs in pairs]
+    return {
+        "pairs": len(pairs),
+        "ours": statistics.median(ours for ours, _ in pairs),
+        "theirs": statistics.median(theirs for _, theirs in pairs),
+        "ratio": statistics.median(ratios),
+        "ratio_interval": compute_interval(ratios),
+        "difference": statistics.median(differences),
+        "difference_interval": compute_interval(differences),
+    }
 
 
 # ---------------------------------------------------------------- servers
@@ -179,9 +199,7 @@ class Plan:
         async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits) as client:
             await asyncio.gather(
                 *(
-                    self._chat(
-                        client, choose_path, i % self.tenants, beginnings[i % self.tenants], random.Random(each), found
-                    )
+                    self._chat(client, choose_path, i, beginnings[i % self.tenants], random.Random(each), found)
                     for i, each in enumerate(seeds)
                 )
             )
@@ -191,18 +209,22 @@ class Plan:
         self,
         client: httpx.AsyncClient,
         choose_path: Callable[[], str],
-        tenant: int,
+        chat: int,
         beginning: str,
         draw: random.Random,
         found: Round,
     ) -> None:
         messages = [{"role": "system", "content": beginning}]
         await asyncio.sleep(draw.uniform(0, 4 * self.pause))
-        for _ in range(self.turns):
+        for turn in range(self.turns):
             messages.append({"role": "user", "content": _make_text(draw, draw.randrange(8, 30))})
-            body = {"messages": messages, "max_tokens": self.output_tokens, "cache_salt": f"tenant {tenant}"}
+            body = {
+                "messages": messages,
+                "max_tokens": self.output_tokens,
+                "cache_salt": f"tenant {chat % self.tenants}",
+            }
             answer = await ask(client, f"{choose_path()}/v1/chat/completions", body)
-            found.answers.append(answer)
+            found.answers.append(replace(answer, turn=(chat, turn)))
             messages.append({"role": "assistant", "content": answer.text})
             await asyncio.sleep(draw.expovariate(1 / self.pause))
 
@@ -213,25 +235,31 @@ def _make_text(draw: random.Random, num_words: int) -> str:
 
 # ---------------------------------------------------------------- measurements
 def measure_chats(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of all three ways, each round's and, for times, the medians of all rounds."""
+    """Return the figures of all three ways, each round's and, for times, the intervals of the same turns."""
     plan = Plan(options.tenants, options.chats, options.turns, options.output_tokens, options.pause, options.seed)
     kv = f"{options.kv_mebibytes}MiB"
     rounds: dict[str, list[dict[str, Any]]] = {"router": [], "round robin": [], "one server": []}
+    pairs: list[tuple[float, float]] = []  # seconds to the first token of the same turn: by the router, and in turn
     with serving(options.python, "ray", "up", "--replicas", str(options.replicas), "--kv-memory", kv) as url:
         ids = list_replicas(url)
         turn = _take_turns([f"/replicas/{id}" for id in ids])
         for i in range(options.rounds):
             ways: list[tuple[str, Callable[[], str]]] = [("router", lambda: ""), ("round robin", turn)]
+            times: dict[str, dict[tuple[int, int], float]] = {}
             for name, choose in ways if i % 2 == 0 else ways[::-1]:
                 clear(url)
-                rounds[name].append(asyncio.run(plan.run(url, choose)).summarize())
+                found = asyncio.run(plan.run(url, choose))
+                times[name] = found.times_by_turn()
+                rounds[name].append(found.summarize())
                 print(name, rounds[name][-1], file=sys.stderr, flush=True)
+            pairs += [(seconds, times["round robin"][key]) for key, seconds in times["router"].items()]
     total = f"{options.kv_mebibytes * options.replicas}MiB"
     with serving(sys.executable, "serve", "--kv-memory", total) as url:
         clear(url)
         rounds["one server"].append(asyncio.run(plan.run(url, lambda: "")).summarize())
         print("one server", rounds["one server"][-1], file=sys.stderr, flush=True)
-    return {"plan": vars(plan), "replicas": options.replicas, "kv_memory": kv, "rounds": rounds}
+    figures = {"plan": vars(plan), "replicas": options.replicas, "kv_memory": kv, "rounds": rounds}
+    return figures | {"ttft_router_and_round_robin": compare(pairs)}
 
 
 def _take_turns(paths: Sequence[str]) -> Callable[[], str]:
@@ -240,32 +268,27 @@ def _take_turns(paths: Sequence[str]) -> Callable[[], str]:
 
 
 def measure_overhead(options: argparse.Namespace) -> dict[str, Any]:
-    """Return times of single streams on one replica behind Ray, and on a server alone; both run at once, by turns."""
+    """Return times of single streams on one replica behind Ray beside a server alone; both run at once, by turns."""
     kv = f"{options.kv_mebibytes}MiB"
-    found: dict[str, dict[str, list[float]]] = {name: {"ttft": [], "itl": []} for name in ("ray", "alone")}
+    pairs: dict[str, list[tuple[float, float]]] = {"ttft": [], "itl": []}
     with (
         serving(options.python, "ray", "up", "--replicas", "1", "--kv-memory", kv) as behind,
         serving(sys.executable, "serve", "--kv-memory", kv) as alone,
     ):
-        for i in range(2 * options.streams):
-            name, url = [("ray", behind), ("alone", alone)][i % 2]
-            answer = asyncio.run(
-                _ask_once(url, {"messages": [{"role": "user", "content": f"{i} river"}], "max_tokens": 64})
-            )
-            if i >= 4:  # the first ones warm up
-                found[name]["ttft"].append(answer.first_token)
-                found[name]["itl"] += answer.gaps
-    return {
-        name: {
-            f"{what}_{label}": quantile
-            for what, values in by_what.items()
-            for label, quantile in (
-                ("p50", statistics.median(values)),
-                ("p95", statistics.quantiles(values, n=20)[-1]),
-            )
-        }
-        for name, by_what in found.items()
-    }
+        for i in range(options.streams + 2):
+            body = {"messages": [{"role": "user", "content": f"{i} river"}], "max_tokens": 64}
+            urls = (behind, alone) if i % 2 else (alone, behind)
+            answers = {url: asyncio.run(_ask_once(url, body)) for url in urls}
+            if i >= 2:  # the first ones warm up
+                ours, theirs = answers[behind], answers[alone]
+                pairs["ttft"].append((ours.first_token, theirs.first_token))
+                pairs["itl"].append((_mean_gap(ours), _mean_gap(theirs)))
+    return {name: compare(each) for name, each in pairs.items()}
+
+
+def _mean_gap(answer: Answer) -> float:
+    """Return the mean seconds between two tokens; events may have several."""
+    return sum(answer.gaps) / (answer.output_tokens - 1)
 
 
 async def _ask_once(url: str, body: Mapping[str, Any]) -> Answer:
