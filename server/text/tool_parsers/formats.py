@@ -32,6 +32,7 @@ class ToolFormat:
     name: str
     in_template: tuple[tuple[str, ...], ...]  # its chat templates have all texts of one of these
     read: Syntax  # reads a call, or several, after a marker
+    form: CallForm  # how a call is written
     begins: tuple[str, ...] = ()  # markers before a call
     inner: tuple[str, ...] = ()  # a further marker that may follow those
     within: tuple[str, ...] = ()  # markers within a call
@@ -40,7 +41,6 @@ class ToolFormat:
     read_bare: Syntax | None = None  # reads a call from such a beginning on; default: `read`
     bare_at_start: bool = False  # whether such a beginning counts only at the start of a message, or after a call
     make_id: Callable[[str, int], str] = make_openai_id
-    form: CallForm | None = None  # how a call is written
     writes_calls: bool = False  # whether calls are written for chat templates of the family that leave them out
     aliases: tuple[str, ...] = ()
     harmony: bool = False  # whether the whole message is in gpt-oss's format, which `harmony.py` reads
@@ -236,7 +236,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         read_pythonic(marked=True),
         begins=("<|tool_call_start|>",),
         ends=("<|tool_call_end|>",),
-        form=CallForm("python", "<|tool_call_start|>[", name_end="("),
+        form=CallForm("python", "<|tool_call_start|>", "<|tool_call_end|>"),
     ),
     ToolFormat(
         "nemotron_json",
@@ -272,7 +272,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         bare=("[",),
         read_bare=read_pythonic(marked=False),
         bare_at_start=True,
-        form=CallForm("python", "[", name_end="("),
+        form=CallForm("python", ""),
         aliases=("pythonic",),
     ),
     ToolFormat(

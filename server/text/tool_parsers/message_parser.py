@@ -39,10 +39,12 @@ class MessageParser:
         schemas: Schemas | None = None,
         parallel: bool = True,
         reasoning_is_open: bool = False,
+        calls_come_first: bool = False,
     ) -> None:
         """Start a message. Without `tools` there are no calls in it, without `reasoning` no reasoning.
 
-        `schemas` are those of the parameters of all tools. With `reasoning_is_open` it begins within reasoning.
+        `schemas` are those of the parameters of all tools. With `reasoning_is_open` it begins within reasoning. With
+        `calls_come_first`, nothing is a call after the beginning of the content.
         """
         self.source = TextSource()
         self.tools = tools
@@ -59,6 +61,7 @@ class MessageParser:
         self._space = ""  # white space that belongs to the message only if text of the same channel follows
         self._strips = reasoning_is_open  # whether white space that follows is left out
         self._has_content = False
+        self._calls_come_first = calls_come_first
         self._is_at_start = True  # whether the message has no content yet, or none after a call
         self.budget = MAX_REREAD  # characters that may still be read a second time
         self._reading: Generator[None, None, None] = self.read()
@@ -113,7 +116,7 @@ class MessageParser:
 
     def _get_call_markers(self) -> tuple[str, ...]:
         """Return the markers with which a call may begin here."""
-        if self.tools is None or self.budget < 0:
+        if self.tools is None or self.budget < 0 or (self._calls_come_first and not self._is_at_start):
             return ()
         if self.channel == "reasoning":
             return self.tools.begins
@@ -155,6 +158,8 @@ class MessageParser:
         return None
 
     def _read_call(self, tools: ToolFormat, marker: str, start: int) -> Reading[None]:
+        if self._calls_come_first and not self._is_at_start:
+            raise NotACall
         if marker in tools.begins:
             if tools.inner:
                 yield from self.source.skip_space()
@@ -177,8 +182,9 @@ class MessageParser:
         self._text[self.channel] += [self._space, body]
         self._space = text[len(body) :]
         self._strips = False
-        self._is_at_start = False
-        self._has_content |= self.channel == "content"
+        if self.channel == "content":
+            self._is_at_start = False
+            self._has_content = True
 
     def switch(self, channel: Channel) -> None:
         """Begin a new part of the message. White space between two parts of content stays."""

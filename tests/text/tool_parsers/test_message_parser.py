@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -185,7 +186,6 @@ def test_a_family_is_described_completely(family: str) -> None:
     row = list_tool_formats()[family]
     assert row.in_template
     assert row.begins or row.bare
-    assert row.form is not None
 
 
 def test_each_row_has_a_writer() -> None:
@@ -193,17 +193,26 @@ def test_each_row_has_a_writer() -> None:
 
 
 @families
-@pytest.mark.parametrize("named", [True, False])
-def test_the_beginning_of_a_call_leads_to_a_call(family: str, named: bool) -> None:
-    """What `CallForm.begin` returns is how the family begins: going on from there as the family does makes a call."""
+def test_calls_that_come_first(family: str) -> None:
+    """With a document beside the calls, what looks like a call within it is a part of it."""
+    call = WRITERS[family]([("f", {"text": "a"})])
     row = list_tool_formats()[family]
-    assert row.form is not None
-    begun = row.form.begin("get_weather" if named else None)
-    whole = WRITERS[family]([("get_weather", {"city": "Rome"})])
-    if family == "phi4_mini_json":  # which writes lists after either of two markers
-        whole = whole.replace("functools", "<|tool_call|>")
-    size = next(size for size in range(len(whole)) if "".join(whole[:size].split()) == "".join(begun.split()))
-    assert parse(make_parser(family), [begun, whole[size:]])[2] == [("get_weather", {"city": "Rome"})]
+    if not row.harmony:
+        document = '["x", ' + json.dumps(call) + "]" + call
+        for pieces in ([document], list(document)):
+            assert parse(make_parser(family, calls_come_first=True), pieces) == (document, "", [])
+            assert parse(make_parser(family, "qwen3", calls_come_first=True), ["<think>Hm.</think>", *pieces]) == (
+                document,
+                "Hm.",
+                [],
+            )
+    found = parse(make_parser(family, calls_come_first=True), list(f"{call}\n{call}" if not row.harmony else call))
+    assert found[2][:1] == [("f", {"text": "a"})]
+
+
+def test_python_calls_after_reasoning() -> None:
+    text = "<think>Hm.</think>[f(text='a')]"
+    assert parse(make_parser("llama4_pythonic", "qwen3"), list(text)) == ("", "Hm.", [("f", {"text": "a"})])
 
 
 # ---------------------------------------------------------------- single formats

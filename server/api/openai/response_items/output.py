@@ -171,7 +171,7 @@ class _ResponseWriter:
             "max_output_tokens": body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "tools": [{"strict": None, **tool.model_dump()} for tool in body.tools],
+            "tools": [tool.model_dump() for tool in body.tools],
             "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
