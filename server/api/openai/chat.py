@@ -40,6 +40,7 @@ from server.api.openai.response_models import (
     ChatCompletion,
     ChatMessage,
     Delta,
+    DeltaFunctionCall,
     DeltaToolCall,
     FunctionCall,
     MessageToolCall,
@@ -57,6 +58,7 @@ from server.api.openai.tools.definitions import Tool, ToolChoice, ToolChoiceFiel
 from server.api.openai.tools.message_format import MessageFormat, MessageParsing
 from server.grammar.constraint import Constraint
 from server.text.tokenizer import truncate_prompt
+from server.text.tool_parsers.calls import ToolCall
 from server.text.tool_parsers.message_grammar import Content, MessageOutline
 
 
@@ -255,11 +257,14 @@ def _make_delta(delta: OutputDelta) -> Delta:
     if delta.reasoning:
         message.reasoning = message.reasoning_content = delta.reasoning
     if delta.tool_calls:
-        message.tool_calls = [
-            DeltaToolCall(call.id, FunctionCall(call.name, call.arguments), index=call.number)
-            for call in delta.tool_calls
-        ]
+        message.tool_calls = [_make_call_delta(call) for call in delta.tool_calls]
     return message
+
+
+def _make_call_delta(call: ToolCall) -> DeltaToolCall:
+    if not call.id:
+        return DeltaToolCall(call.number, DeltaFunctionCall(call.arguments))
+    return DeltaToolCall(call.number, DeltaFunctionCall(call.arguments, call.name), call.id, "function")
 
 
 def _make_chunk(delta: OutputDelta, message: Delta, generation: Generation[ChatRequest]) -> ChatChunk:

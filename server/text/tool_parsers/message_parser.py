@@ -1,6 +1,7 @@
 """Splits the text of one message, as it arrives, into reasoning, content and tool calls.
 
-A tool call is passed on once it is complete: only then it is known not to be text. So the parts of a message do not
+A tool call is passed on once it is certain. In formats with JSON that is when the arguments of a tool of the request
+begin, which follow in parts as they arrive; in others, when the call is complete. So the parts of a message do not
 depend on where its text was cut. What begins like a call and is none stays text, of which not a character is lost.
 Knows neither tokens nor requests.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Literal, NamedTuple, TypeAlias
 
-from server.text.tool_parsers.calls import Calls, Schemas, ToolCall, make_openai_id
+from server.text.tool_parsers.calls import Calls, Schemas, ToolCall, make_openai_id, merge_calls
 from server.text.tool_parsers.formats import ToolFormat
 from server.text.tool_parsers.reasoning import ReasoningFormat
 from server.text.tool_parsers.source import NotACall, Reading, TextSource, measure_partial_marker
@@ -87,7 +88,8 @@ class MessageParser:
             self._is_read = next(self._reading, self) is self
 
     def _take(self) -> MessageDelta:
-        delta = MessageDelta("".join(self._text["content"]), "".join(self._text["reasoning"]), tuple(self._calls))
+        content, reasoning = ("".join(self._text[channel]) for channel in ("content", "reasoning"))
+        delta = MessageDelta(content, reasoning, merge_calls(self._calls))
         self._text = {"content": [], "reasoning": []}
         self._calls = []
         return delta
@@ -142,10 +144,12 @@ class MessageParser:
     def _read_calls(self, marker: str) -> Reading[None]:
         """Read what follows a marker of calls; if it is no call, the marker is text, and what follows is read anew."""
         assert self.tools is not None, "only with tools there are such markers"
-        start = self.source.position - len(marker)
+        start, count = self.source.position - len(marker), self.calls.count
         try:
             yield from self._read_call(self.tools, marker, start)
         except NotACall:
+            if self.calls.count > count:
+                return self.end_certain_call()
             self.budget -= max(self.source.position, self.source.furthest) - start
             self.source.position = start + len(marker)
             return self.add_text(marker)
@@ -156,6 +160,13 @@ class MessageParser:
             if (yield from self.source.accept(*self.tools.ends)) is None:
                 break
         return None
+
+    def end_certain_call(self) -> None:
+        """End a call that goes on otherwise than calls do: what follows the last part of its arguments is text."""
+        self.budget -= max(self.source.position, self.source.furthest) - self.source.kept
+        self.source.position = self.source.kept
+        self.switch("content")
+        self._is_at_start = True
 
     def _read_call(self, tools: ToolFormat, marker: str, start: int) -> Reading[None]:
         if self._calls_come_first and not self._is_at_start:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from server.text.tool_parsers.formats import TOOL_FORMATS, list_tool_formats
 from server.text.tool_parsers.reasoning import list_reasoning_formats
-from tests.text.tool_parsers.writers import PYTHONIC, SCHEMAS, TAGGED, WRITERS, make_parser, parse
+from tests.text.tool_parsers.writers import IN_PARTS, PYTHONIC, SCHEMAS, TAGGED, WRITERS, make_parser, parse
 
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FAMILIES = sorted(WRITERS)
@@ -135,15 +135,60 @@ def test_what_is_no_call_stays_text(family: str, data: st.DataObject) -> None:
 
 @families
 def test_a_call_that_is_cut_off_is_text(family: str) -> None:
-    """As at max_tokens: up to the character that completes it."""
+    """As at max_tokens: up to the character with which it is certain, and later none of it is text."""
     text = WRITERS[family]([("get_weather", {"city": "Rome", "days": 2})])
-    complete = next(size for size in range(len(text) + 1) if parse(make_parser(family), [text[:size]])[2])
-    assert complete > len(text) * 2 // 3
-    for size in range(complete):
+    certain = next(size for size in range(len(text) + 1) if parse(make_parser(family), [text[:size]])[2])
+    assert certain == text.index('{"city') + 1 if family in IN_PARTS else certain > len(text) * 2 // 3
+    for size in range(certain):
         content, reasoning, calls = parse(make_parser(family), list(text[:size]))
         assert (reasoning, calls) == ("", [])
         if not list_tool_formats()[family].harmony:
             assert content == text[:size]
+    if family in IN_PARTS:
+        for size in range(certain, len(text)):
+            arguments, (content, _, calls) = read_parts(family, text[:size]), parse(make_parser(family), [text[:size]])
+            assert '{"city": "Rome", "days": 2}'.startswith(arguments)
+            assert len(arguments) == min(size - certain + 1, 27)
+            assert len(calls) == 1
+            assert text[certain + 26 : size].endswith(content)
+
+
+def read_parts(family: str, text: str) -> str:
+    """Return the arguments of the only call in a text that arrives by single characters, of as many parts."""
+    parser = make_parser(family)
+    deltas = [*map(parser.push, text), parser.finish()]
+    parts = [call for delta in deltas for call in delta.tool_calls]
+    assert [bool(part.id) for part in parts] == [bool(part.name) for part in parts]
+    assert [bool(part.id) for part in parts] == [True, *[False] * (len(parts) - 1)]
+    assert all(len(part.arguments) <= 2 for part in parts)  # a line break in a string is two characters
+    return "".join(part.arguments for part in parts)
+
+
+@pytest.mark.parametrize("family", sorted(IN_PARTS))
+@SETTINGS
+@given(data=st.data())
+def test_arguments_come_in_parts(family: str, data: st.DataObject) -> None:
+    """As the model writes them, wherever the text is cut."""
+    arguments = data.draw(st.dictionaries(WORDS, JSON, max_size=3) | TYPED)
+    written = json.dumps(
+        arguments, ensure_ascii=False, separators=data.draw(st.sampled_from([(",", ":"), (", ", ": ")]))
+    )
+    empty = WRITERS[family]([("get_weather", {})])
+    text = written.join(empty.rsplit("{}", 1))
+    assert read_parts(family, text) == written
+    pieces = [make_parser(family).push(text)]
+    assert "".join(call.arguments for delta in pieces for call in delta.tool_calls) == written
+    cut_off = text[: data.draw(st.integers(text.index(written) + 1, len(text)))]
+    assert written.startswith(read_parts(family, cut_off))
+
+
+def test_line_breaks_in_strings_are_escaped() -> None:
+    """Also next to backslashes, and outside of strings they stay as they are."""
+    written = '{\n"text": "a\nb\\\\\n\\"\tc",\n"x": "\\\\"\n}'
+    text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
+    found = read_parts("hermes", text)
+    assert json.loads(found) == json.loads(written, strict=False)
+    assert found.count("\n") == 3
 
 
 @families
@@ -259,11 +304,11 @@ def test_ways_that_models_also_write(family: str, text: str, calls: list[tuple[s
         ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "two words", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>' % ("9" * 5000)),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>' % ("[" * 5000)),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {}]</tool_call>'),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {"x": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {"x": 1e999}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {"x": %s}}</tool_call>' % ("9" * 5000)),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {"x": %s}}</tool_call>' % ("[" * 5000)),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {}]</tool_call>'),
         ("hermes", "<tool_call>f</tool_call>"),
         ("llama3_json", '{"name": "unknown", "parameters": {}}'),
         ("llama4_pythonic", "[f(1)]"),
@@ -284,6 +329,33 @@ def test_malformed_calls_are_text(family: str, text: str) -> None:
     good = WRITERS[family]([("f", {"text": "a"})])
     if not list_tool_formats()[family].bare_at_start and not text.endswith("[" * 9):
         assert parse(make_parser(family), list(f"{text}\n{good}"))[2][-1:] == [("f", {"text": "a"})]
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "arguments", "content"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', '{"x": NaN}', ""),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1]}}</tool_call> b', '{"x": 1', "]}}</tool_call> b"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}]</tool_call>', "{}", "]</tool_call>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}, "id": {"a": "}"}}</tool_call>c', "{}", "c"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "a"}, {"x": 1}] d', "{}", ', {"x": 1}] d'),
+        ("mistral_v11", '[TOOL_CALLS]f[ARGS]{"x": (1}', '{"x": (1}', ""),
+        ("openai", '<|channel|>commentary to=functions.f<|message|>{"x": }}', '{"x": }', "}"),
+    ],
+)
+def test_a_call_that_was_certain_and_goes_on_otherwise(family: str, text: str, arguments: str, content: str) -> None:
+    """What was sent of it stays, and the rest is text."""
+    for pieces in ([text], list(text), [text[:40], text[40:]]):
+        parser = make_parser(family)
+        deltas = [*map(parser.push, pieces), parser.finish()]
+        assert "".join(delta.content for delta in deltas) == content
+        assert "".join(call.arguments for delta in deltas for call in delta.tool_calls) == arguments
+
+
+@pytest.mark.parametrize("family", ["mistral", "hermes"])
+def test_an_empty_list_is_no_call(family: str) -> None:
+    text = f"{list_tool_formats()[family].begins[0]}[] a"
+    assert parse(make_parser(family), list(text)) == (text, "", [])
 
 
 def test_half_of_a_surrogate_pair_is_escaped() -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from server.text.tool_parsers.calls import merge_calls
 from server.text.tool_parsers.formats import list_tool_formats
 from server.text.tool_parsers.harmony import HarmonyParser
 from server.text.tool_parsers.message_parser import MessageDelta, MessageParser
@@ -157,6 +158,7 @@ WRITERS: dict[str, Write] = {
 }
 TAGGED = {"deepseek_v32", "minimax_m2", "glm45", "seed_oss", "qwen3_coder"}  # values are text between tags
 PYTHONIC = {"lfm2", "llama4_pythonic"}  # names are those of Python
+IN_PARTS = WRITERS.keys() - TAGGED - PYTHONIC  # whose arguments are passed on in parts
 
 
 def make_parser(family: str, reasoning: str | None = None, **how: Any) -> MessageParser:
@@ -167,11 +169,20 @@ def make_parser(family: str, reasoning: str | None = None, **how: Any) -> Messag
 
 def merge(deltas: Sequence[MessageDelta]) -> tuple[str, str, list[tuple[str, Any]]]:
     """Return content, reasoning and calls."""
-    calls = [call for delta in deltas for call in delta.tool_calls]
+    assert all(len({call.number for call in delta.tool_calls}) == len(delta.tool_calls) for delta in deltas)
+    calls = merge_calls(call for delta in deltas for call in delta.tool_calls)
     assert [call.number for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls)
     texts = "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas)
-    return *texts, [(call.name, json.loads(call.arguments)) for call in calls]
+    return *texts, [(call.name, read_arguments(call.arguments)) for call in calls]
+
+
+def read_arguments(text: str) -> Any:
+    """Return the arguments of a call; as text, if they were cut off."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def parse(parser: MessageParser, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, Any]]]:

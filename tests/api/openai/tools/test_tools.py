@@ -9,6 +9,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from config.errors import SettingsError
 from server.engine.ipc.messages import FromEngine, Submit, Tokens
@@ -109,10 +110,15 @@ def test_chunks_of_a_stream(qwen: ToolServer) -> None:
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
     assert "".join(delta.get("content", "") for delta in deltas) == "I look."
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-    assert [(call["index"], call["type"], call["function"]["name"]) for call in calls] == [
+    first = [call for call in calls if "id" in call]
+    assert [(call["index"], call["type"], call["function"]["name"]) for call in first] == [
         (0, "function", "get_weather"),
         (1, "function", "get_time"),
     ]
+    assert all(call.keys() == {"index", "function"} for call in calls if call not in first)
+    parts = [call["function"]["arguments"] for call in calls if call["index"] == 0]
+    assert len(parts) > 9
+    assert "".join(parts) == '{"city": "Z\u00fcrich \u2603"}'
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
     assert deltas[-1] == {}
 
@@ -157,7 +163,7 @@ def test_only_the_first_call_without_parallel_calls(qwen: ToolServer) -> None:
     assert [name for name, _ in calls_of(stream(qwen, parallel_tool_calls=False).message)] == ["get_weather"]
 
 
-@pytest.mark.parametrize("text", ['<tool_call>{"name": "get_w', "<tool_call>oops</tool_call>", CALL[:-14]])
+@pytest.mark.parametrize("text", ['<tool_call>{"name": "get_w', "<tool_call>oops</tool_call>", CALL[:48]])
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_malformed_call_is_text(qwen: ToolServer, text: str, reason: str) -> None:
     qwen.says(text, reason)
@@ -165,6 +171,24 @@ def test_a_malformed_call_is_text(qwen: ToolServer, text: str, reason: str) -> N
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, reason)
     chunks = chunks_of(qwen.chat(tools=[TOOL], stream=True))
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == text
+
+
+def test_a_call_that_max_tokens_cuts_off(qwen: ToolServer) -> None:
+    """As OpenAI does: its arguments are what there is of them, and the finish reason says so."""
+    qwen.says(CALL[:-20], "length")
+    for choice in (ask(qwen).choices[0], stream_choice(qwen)):
+        assert (choice.message.content or None, choice.finish_reason) == (None, "length")
+        (call,) = choice.message.tool_calls
+        assert '{"city": "Z\u00fcrich \u2603"}'.startswith(call.function.arguments)
+        assert len(call.function.arguments) > 9
+
+
+def stream_choice(server: ToolServer) -> Any:
+    """Return the choice that a stream adds up to, also if it was cut off, for which openai's helper raises."""
+    state = ChatCompletionStreamState()
+    for chunk in server.client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[TOOL], stream=True):
+        state.handle_chunk(chunk)
+    return state.current_completion_snapshot.choices[0]
 
 
 def test_a_call_before_the_end_of_the_tokens(qwen: ToolServer) -> None:
