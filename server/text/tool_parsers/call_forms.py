@@ -36,6 +36,7 @@ class CallForm:
     after: str = ""
     name_end: str = ""
     arguments: str = "arguments"
+    name: str = '"name"'  # the key of the name, and what an object has before it
     parameter: tuple[str, str, str] = ("", "", "")
 
     def write_list(self, calls: Sequence[Mapping[str, Any]]) -> str:
@@ -100,7 +101,7 @@ class CallRules:
                 head, body = before + name + self._form.name_end, self._add_arguments(rule, schema)
                 after = self._form.after
             case _:
-                head = f'{before}{{"name": {json.dumps(name)}, "{self._form.arguments}": '
+                head = f'{before}{{{self._form.name}: {json.dumps(name)}, "{self._form.arguments}": '
                 body, after = self._add_arguments(rule, schema), "}"
                 after += self._form.after if self._form.kind == "object" else ""
         text = ""

@@ -15,6 +15,7 @@ from server.text.tool_parsers.values import convert_text, dump_json, is_tool_nam
 
 Schemas = Mapping[str, Mapping[str, Any]]  # by a tool's name, the JSON schema of its parameters
 ALPHANUMERIC = string.ascii_letters + string.digits
+NAMES = ("name", "tool_name", "function")  # keys of the tool's name
 ARGUMENTS = ("arguments", "parameters")  # keys of a call's arguments
 
 
@@ -119,5 +120,5 @@ def split_call(value: Any) -> tuple[Any, Any]:
         raise NotACall
     if isinstance(inner := value.get("function"), dict):
         return split_call(inner)
-    name = next((value[key] for key in ("name", "tool_name", "function") if key in value), None)
+    name = next((value[key] for key in NAMES if key in value), None)
     return name, next((value[key] for key in ARGUMENTS if key in value), None)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from server.text.tool_parsers.calls import ARGUMENTS, Calls, split_call
+from server.text.tool_parsers.calls import ARGUMENTS, NAMES, Calls, split_call
 from server.text.tool_parsers.source import NotACall, Reading, TextSource
 from server.text.tool_parsers.values import load_json
 
@@ -55,22 +55,31 @@ def _read_object(source: TextSource, calls: Calls, *, only_known: bool = False) 
 
 
 def _read_object_head(source: TextSource) -> Reading[str]:
-    """Read a JSON object up to its arguments, which have to be an object; return the name."""
-    for text in ("{", '"name"', ":"):
-        yield from source.expect(text)
-        yield from source.skip_space()
-    yield from source.expect('"')
-    name, _ = yield from source.read_until('"')
-    yield from source.skip_space()
-    yield from source.expect(",")
-    yield from source.skip_space()
-    yield from source.expect(*(f'"{key}"' for key in ARGUMENTS))
-    yield from source.skip_space()
-    yield from source.expect(":")
-    yield from source.skip_space()
+    """Read a JSON object up to its arguments, which have to be an object, after texts; return the name among these."""
+    name = ""
     yield from source.expect("{")
-    source.position -= 1
-    return name
+    while True:
+        key = yield from _read_string(source)
+        yield from source.expect(":")
+        yield from source.skip_space()
+        if key in ARGUMENTS:
+            yield from source.expect("{")
+            source.position -= 1
+            return name
+        value = yield from _read_string(source)
+        name = value if key in NAMES else name
+        yield from source.expect(",")
+
+
+def _read_string(source: TextSource) -> Reading[str]:
+    """Read a JSON string without escape sequences, and white space around it."""
+    yield from source.skip_space()
+    yield from source.expect('"')
+    text, _ = yield from source.read_until('"')
+    if "\\" in text:
+        raise NotACall
+    yield from source.skip_space()
+    return text
 
 
 def read_arguments(source: TextSource, calls: Calls, name: str) -> Reading[None]:

@@ -289,6 +289,12 @@ def test_python_calls_after_reasoning() -> None:
         ("qwen3_coder", "<function=f>\n<parameter=text>\na\n<parameter=b>\nc\n</function>", [("f", {"text": "a", "b": "c"})]),  # noqa: E501
         ("glm45", "<tool_call>f\n<arg_key>text</arg_key><arg_value>5</arg_value></tool_call>", [("f", {"text": "5"})]),
         ("kimi_k2", '<|tool_call_begin|>functions.f<|tool_call_argument_begin|>{}<|tool_call_end|>', [("f", {})]),
+        ("cohere_command3", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"text": "a"}},\n    {"tool_call_id": "1", "tool_name": "f", "parameters": {}}\n]<|END_ACTION|>', [("f", {"text": "a"}), ("f", {})]),  # noqa: E501
+        ("internlm", 'Sure.<|action_start|><|plugin|>\n{"name": "f", "parameters": {"text": "Shanghai"}}<|action_end|>', [("f", {"text": "Shanghai"})]),  # noqa: E501
+        ("jamba", '<tool_calls>[\n    {"name": "f", "arguments": {"text": "a"}},\n    {"name": "f", "arguments": {}}\n]</tool_calls>', [("f", {"text": "a"}), ("f", {})]),  # noqa: E501
+        ("granite_20b_fc", '<function_call> {"name": "f", "arguments": {}} <function_call> {"name": "f", "arguments": {"text": "a"}}', [("f", {}), ("f", {"text": "a"})]),  # noqa: E501
+        ("hermes", '<tool_call>{"type": "function", "name": "f", "arguments": {}}</tool_call>', [("f", {})]),
+        ("hermes", '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {}}}</tool_call>', [("f", {})]),  # noqa: E501
         ("openai", '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"text": "a"}', [("f", {"text": "a"})]),  # noqa: E501
     ],
 )  # fmt: skip

@@ -154,6 +154,15 @@ WRITERS: dict[str, Write] = {
     "hermes": write_objects("<tool_call>\n", "\n</tool_call>", "\n"),
     "functionary_v31_llama3": write_each("<function=", ">", "</function>", ""),
     "llama4_pythonic": write_python("", ""),
+    "cohere_command3": lambda calls: (
+        "<|START_ACTION|>"
+        + dump([{"tool_call_id": "0", "tool_name": name, "parameters": given} for name, given in calls])
+        + "<|END_ACTION|>"
+    ),
+    "internlm": write_objects("<|action_start|><|plugin|>\n", "<|action_end|>", "\n", "parameters"),
+    "longcat": write_objects("<longcat_tool_call>\n", "\n</longcat_tool_call>", "\n"),
+    "jamba": write_list("<tool_calls>", "</tool_calls>"),
+    "granite_20b_fc": write_objects("<function_call> ", "", "\n"),
     "llama3_json": write_objects("", "", "; ", "parameters"),
 }
 TAGGED = {"deepseek_v32", "minimax_m2", "glm45", "seed_oss", "qwen3_coder"}  # values are text between tags
