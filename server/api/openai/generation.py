@@ -67,7 +67,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
         parts[-1]._replace(
             text="".join(part.text for part in parts),
             reasoning="".join(part.reasoning for part in parts),
-            tool_calls=merge_calls(call for part in parts for call in part.tool_calls),
+            tool_calls=_merge_calls_of(parts),
             tokens=[token for part in parts for token in part.tokens],
             logprobs=[score for part in parts for score in part.logprobs],
             comparison=merge_comparisons([part.comparison for part in parts if part.comparison is not None]),
@@ -76,6 +76,11 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
         )
         for _, parts in sorted(by_choice.items())
     ]
+
+
+def _merge_calls_of(deltas: Sequence[OutputDelta]) -> tuple[ToolCall, ...]:
+    calls = [call for delta in deltas for call in delta.tool_calls]
+    return merge_calls(calls) if calls else ()
 
 
 def merge_comparisons(parts: Sequence[Compared]) -> Compared | None:
