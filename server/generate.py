@@ -17,11 +17,12 @@ from cache_strategies.base import KVCache
 from cache_strategies.types import NO_SALT
 from server.engine.core import NON_FINITE_LOGITS_MESSAGE
 from server.engine.ipc.messages import SamplingParams
-from server.engine.sampling.draw import draw_tokens
+from server.engine.sampling.draw import NOTHING_ALLOWED, draw_tokens
 from server.engine.sampling.sampler import make_draws
-from server.engine.scheduling.request import Request, RequestError
+from server.engine.scheduling.request import OutputGrammar, Request, RequestError
 from server.models.base import Model
 from server.sequence import CachedSequence
+from server.text.errors import GrammarError
 
 FinishReason = Literal["stop", "length"]
 
@@ -38,16 +39,17 @@ class GeneratedToken(NamedTuple):
 
 
 def generate(
-    model: Model, cache: KVCache, prompt: Sequence[int], sampling: SamplingParams
+    model: Model, cache: KVCache, prompt: Sequence[int], sampling: SamplingParams, grammar: OutputGrammar | None = None
 ) -> Generator[GeneratedToken, None, None]:
     """Return an iterator over the tokens that follow a prompt; each is computed by `next()`.
 
-    The sequence has a seat in the cache from the first token until the iterator ends, is closed, or raises:
-    MemoryError if there is no room, StrategyError, NonFiniteLogitsError. Log-probabilities are not computed. Raises
-    ValueError at once for invalid arguments: an empty prompt, more tokens than the context, unknown token ids.
+    `grammar` is what they have to be, at its start. The sequence has a seat in the cache from the first token until the
+    iterator ends, is closed, or raises: MemoryError if there is no room, StrategyError, NonFiniteLogitsError, or
+    GrammarError if no token can follow. Log-probabilities are not computed. Raises ValueError at once for invalid
+    arguments: an empty prompt, more tokens than the context, unknown token ids.
     """
     _check_arguments(model, cache, prompt, sampling)
-    request = Request((0, ""), list(prompt), sampling, cache, "generate", NO_SALT)
+    request = Request((0, ""), list(prompt), sampling, cache, "generate", NO_SALT, grammar=grammar)
     try:
         request.check_allowed_tokens(model.info.eos_ids)
     except RequestError as error:
@@ -91,13 +93,21 @@ def _generate_tokens(model: Model, request: Request) -> Generator[GeneratedToken
             if token is None:
                 sequence.discard()
                 raise NonFiniteLogitsError(NON_FINITE_LOGITS_MESSAGE.format(request.cache.name))
+            _check_grammar(request.grammar, token)
             request.append_token(token, model.info.eos_ids)
+            _check_grammar(request.grammar, token)
             yield GeneratedToken(token, request.finish_reason)
             if request.finish_reason is not None:
                 return
             logits = _decode(model, token, sequence)
     finally:
         sequence.close()
+
+
+def _check_grammar(grammar: OutputGrammar | None, token: int) -> None:
+    """Raise GrammarError if a grammar has given up, or the sampling parameters leave no token that it allows."""
+    if grammar is not None and (grammar.fault is not None or token == NOTHING_ALLOWED):
+        raise GrammarError(grammar.fault or "with the other parameters, it allows no token here")
 
 
 @torch.inference_mode()
@@ -122,7 +132,7 @@ def _decode(model: Model, token: int, sequence: CachedSequence) -> Tensor:
 
 @torch.inference_mode()
 def _sample_token(model: Model, request: Request, logits: Tensor) -> int | None:
-    """Return the next token, sampled from logits [1, V]; None if they are NaN or infinite."""
+    """Return the next token, sampled from logits [1, V]; None if they are NaN or infinite, or NOTHING_ALLOWED."""
     draws = make_draws(request, model.info.eos_ids)
     [token] = draw_tokens(logits, draws, request.cache.setup.ops.sample)
     return token

@@ -9,21 +9,30 @@ from __future__ import annotations
 import operator
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from typing import Any, NamedTuple, TypedDict, Unpack
+from functools import cached_property
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
+from llguidance import LLTokenizer
 from pydantic import ValidationError
 
 from config.settings import load_settings
 from config.sources import did_you_mean
+from server.api.http.json_body import Body
 from server.api.openai.request_models import SamplingRequest
+from server.api.openai.structured.models import StructuredRequest
 from server.engine.build import build_engine
+from server.engine.grammar.state import GrammarState
 from server.engine.ipc.messages import Submit
 from server.engine.scheduling.request import RequestError
 from server.engine.scheduling.selection import Selector
 from server.generate import FinishReason, GeneratedToken, generate
+from server.grammar.lark import write_lark
+from server.grammar.matcher import TokenTable, compile_grammar
 from server.text.encoder import Encoder
-from server.text.errors import TokenizerError
+from server.text.errors import GrammarError, TokenizerError
 from server.text.output import Detokenizer, OutputText
+
+B = TypeVar("B", bound=Body)
 
 MAX_NUM_SEQS = 4  # maximum number of streams open at a time; the server's default would reserve memory for many more
 
@@ -74,6 +83,7 @@ class _Job(NamedTuple):
     kv_cache: str
     options: SamplingRequest
     tokens: Generator[GeneratedToken, None, None]
+    grammar: GrammarState | None  # of the text so far
 
 
 class LLM:
@@ -98,14 +108,17 @@ class LLM:
         *,
         max_tokens: int = 16,
         kv_cache: str | None = None,
+        structured_outputs: Mapping[str, Any] | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Completion:
         """Return the continuation of a prompt, which is a text or token ids.
 
-        `kv_cache` names the strategy instance; by default the settings choose it. Raises ValueError for invalid
-        arguments, MemoryError if open streams leave no room, StrategyError or NonFiniteLogitsError if computing fails.
+        `kv_cache` names the strategy instance; by default the settings choose it. `structured_outputs` says what the
+        text has to be, as the field of the HTTP API does: {"json": schema}, for example. Raises ValueError for invalid
+        arguments, MemoryError if open streams leave no room, StrategyError or NonFiniteLogitsError if computing fails,
+        GrammarError if the text cannot go on as it has to be.
         """
-        job = self._make_job(prompt, max_tokens, kv_cache, sampling)
+        job = self._make_job(prompt, max_tokens, kv_cache, sampling, structured_outputs)
         pieces = list(self._generate_pieces(job))
         finish_reason = pieces[-1].finish_reason
         assert finish_reason is not None
@@ -118,6 +131,7 @@ class LLM:
         *,
         max_tokens: int = 16,
         kv_cache: str | None = None,
+        structured_outputs: Mapping[str, Any] | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Generator[StreamedToken, None, None]:
         """Return an iterator over the tokens of the continuation; each is computed by `next()`.
@@ -125,7 +139,7 @@ class LLM:
         Memory is allocated with the first token and freed when the iterator ends or is closed. Raises the errors of
         `generate`.
         """
-        return self._generate_pieces(self._make_job(prompt, max_tokens, kv_cache, sampling))
+        return self._generate_pieces(self._make_job(prompt, max_tokens, kv_cache, sampling, structured_outputs))
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, with the special tokens that the model expects.
@@ -135,7 +149,12 @@ class LLM:
         return self._encoder.encode(text, add_special_tokens=True)
 
     def _make_job(
-        self, prompt: str | Sequence[int], max_tokens: int, kv_cache: str | None, sampling: SamplingOptions
+        self,
+        prompt: str | Sequence[int],
+        max_tokens: int,
+        kv_cache: str | None,
+        sampling: SamplingOptions,
+        structured_outputs: Mapping[str, Any] | None,
     ) -> _Job:
         """Check the arguments of `generate`. Raises ValueError for bad values, TypeError for bad names or types."""
         try:
@@ -149,8 +168,27 @@ class LLM:
             name, _ = self._selector.choose(submit, self.engine.core.arena.usage)
         except RequestError as error:
             raise ValueError(error.message) from None
-        core = self.engine.core
-        return _Job(ids, name, options, generate(core.model, core.caches[name], ids, params))
+        core, grammar = self.engine.core, self._make_grammar(structured_outputs)
+        return _Job(ids, name, options, generate(core.model, core.caches[name], ids, params, grammar), grammar)
+
+    def _make_grammar(self, structured_outputs: Mapping[str, Any] | None) -> GrammarState | None:
+        """Return the state of the grammar of a text that has begun. Raises ValueError if it cannot be used."""
+        if structured_outputs is None:
+            return None
+        request = _check(StructuredRequest, {"structured_outputs": dict(structured_outputs)})
+        (constraint,) = request.iter_constraints()
+        table, tokenizer = self._grammar_tokens
+        try:
+            compiled = compile_grammar(tokenizer, write_lark(constraint.kind, constraint.text))
+        except GrammarError as error:
+            raise ValueError(f"structured_outputs: {error}") from None
+        return GrammarState(compiled, self.engine.core.model.info.vocab_size, table.end_id)
+
+    @cached_property
+    def _grammar_tokens(self) -> tuple[TokenTable, LLTokenizer]:
+        """Return the tokens as llguidance reads them."""
+        table = TokenTable(self._encoder.vocabulary)
+        return table, table.make_tokenizer()
 
     def _generate_pieces(self, job: _Job) -> Generator[StreamedToken, None, None]:
         """Yield the job's tokens with their text, to the end or a stop string."""
@@ -164,7 +202,8 @@ class LLM:
         )
         with closing(job.tokens):
             for token, finish_reason in job.tokens:
-                text = output.push([token], finish_reason).text
+                is_complete = finish_reason == "stop" and job.grammar is not None and job.grammar.is_complete
+                text = output.push([token], finish_reason, ends_with_text=is_complete).text
                 reason: FinishReason | None = "stop" if output.stop_reason is not None else finish_reason
                 yield StreamedToken(text, token, reason)
                 if reason is not None:
@@ -179,8 +218,13 @@ def _check_sampling(sampling: Mapping[str, Any]) -> SamplingRequest:
     values = dict(sampling)
     if isinstance(bias := values.get("logit_bias"), Mapping):
         values["logit_bias"] = {str(token): by for token, by in bias.items()}  # as JSON has it
+    return _check(SamplingRequest, values)
+
+
+def _check(kind: type[B], values: dict[str, Any]) -> B:
+    """Return checked arguments. Raises ValueError for invalid values."""
     try:
-        return SamplingRequest.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
         raise ValueError("; ".join(_format_validation_error(problem) for problem in error.errors())) from None
 

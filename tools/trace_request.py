@@ -65,7 +65,7 @@ ASIDE = {  # functions, methods of any class, or classes, called on the way but 
     "Isolation.record_steps": "faults of strategies",
     "Isolation.collect_faults": "faults of strategies",
     "Isolation.record_non_finite": "faults of strategies",
-    "check_constraints": "requests whose text has to be something, of which there are none",
+    "get_constraint": "requests whose text has to be something, of which there are none",
     "StructuredRequest.iter_constraints": "requests whose text has to be something",
     "WaitingForGrammars": "requests whose grammars are not compiled, of which there are none",
     "find_grammar_fault": "requests that their grammars end",

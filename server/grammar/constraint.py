@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-ConstraintKind: TypeAlias = Literal["json_schema", "regex", "choice", "grammar", "lark"]
+ConstraintKind: TypeAlias = Literal["json_schema", "regex", "choice", "grammar", "lark", "message"]
 
 # White space within JSON, as llama.cpp allows it: none, a space, or one or two line feeds with indentation. As it has a
 # longest form, a model cannot go on writing white space until it has no tokens left.
@@ -23,7 +23,9 @@ class Constraint(NamedTuple):
     """What a text has to be; `param` is the field of the request that says so, for errors."""
 
     kind: ConstraintKind
-    text: str  # a schema in JSON; a regular expression; a list of texts in JSON; a grammar in Lark or GBNF; or in Lark
+    # A schema in JSON, a regular expression, a list of texts in JSON, a grammar in Lark or GBNF, or in Lark, or what
+    # `constrain_document` writes
+    text: str
     param: str
 
 
@@ -49,3 +51,8 @@ def add_json_options(schema: Mapping[str, Any] | bool, whitespace: str | None) -
 def constrain_to_choices(choices: Sequence[str], param: str) -> Constraint:
     """Return the constraint that a text is one of `choices`."""
     return Constraint("choice", json.dumps(list(choices), ensure_ascii=False), param)
+
+
+def constrain_document(frame: str, document: Constraint, param: str) -> Constraint:
+    """Return the constraint of a text by a grammar in Lark, in which `@document` stands for a text by another one."""
+    return Constraint("message", json.dumps([frame, document.kind, document.text], ensure_ascii=False), param)

@@ -21,7 +21,10 @@ GBNF_RULE = "::="  # occurs in every grammar of llama.cpp, and in none of Lark o
 
 
 def write_lark(kind: ConstraintKind, text: str) -> str:
-    """Return the Lark grammar of a constraint. Raises GrammarError if the text is not of its kind's form."""
+    """Return the Lark grammar of a constraint; of a message, llguidance's list of grammars that refer to each other.
+
+    Raises GrammarError if the text is not of its kind's form.
+    """
     match kind:
         case "json_schema":
             return f"start: %json {text}{OPTIONS}"
@@ -34,6 +37,11 @@ def write_lark(kind: ConstraintKind, text: str) -> str:
             return (_convert_gbnf(text) if GBNF_RULE in text else text) + OPTIONS
         case "lark":
             return text + OPTIONS
+        case "message":
+            frame, *document = json.loads(text)
+            grammars = {"message": frame + OPTIONS, "document": write_lark(*document)}
+            listed = [{"name": name, "lark_grammar": lark} for name, lark in grammars.items()]
+            return json.dumps({"grammars": listed}, ensure_ascii=False)
 
 
 def _to_lark_regex(regex: str) -> str:

@@ -71,7 +71,7 @@ class TokenTable:
 
 def compile_grammar(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
     """Return a compiled grammar at its start. Raises GrammarError for one that is wrong, or beyond the limits."""
-    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(lark), log_level=0, limits=make_limits())
+    matcher = LLMatcher(tokenizer, lark, log_level=0, limits=make_limits())
     if matcher.is_error():
         raise GrammarError(describe_error(matcher))
     return matcher

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import weakref
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import torch
 from config.errors import SettingsError
 from server.api.openai.request_models import SamplingRequest
 from server.llm import LLM, SamplingOptions
+from server.text.errors import GrammarError
 from tests.end_to_end.server_process import Server, serving
 from tests.engine.expected_tokens import random_prompt
 from tests.models.random_models import save_random_model
@@ -34,6 +36,12 @@ SETTINGS: dict[str, Any] = {
     "max_num_batched_tokens": 32,
     "weights_cache": "off",
     "strategies": STRATEGIES,
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"hero": {"type": "string", "maxLength": 8}, "pets": {"enum": [0, 1, 22]}},
+    "required": ["hero", "pets"],
+    "additionalProperties": False,
 }
 PROMPT = "Once upon a time there was a dog who liked to run in the park. One day "
 
@@ -55,6 +63,36 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def _toml(values: dict[str, Any]) -> str:
     return "".join(f"{name} = {value!r}\n" for name, value in values.items())
+
+
+# ---------------------------------------------------------------- texts that have to be something
+@pytest.mark.parametrize("strategy", ["paged", "window"])
+def test_structured_outputs(llm: LLM, server: Server, strategy: str) -> None:
+    """The same text as the server's, by the same grammar."""
+    for seed in range(3):
+        wanted: dict[str, Any] = {"max_tokens": 120, "seed": seed, "structured_outputs": {"json": SCHEMA}}
+        ours = llm.generate(PROMPT, kv_cache=strategy, **wanted)
+        theirs = server.complete(prompt=PROMPT, kv_cache=strategy, **wanted).json()["choices"][0]
+        assert (ours.text, ours.finish_reason) == (theirs["text"], theirs["finish_reason"])
+        value = json.loads(ours.text)
+        assert value.keys() == {"hero", "pets"}
+        assert value["pets"] in (0, 1, 22)
+        streamed = [piece.text for piece in llm.stream(PROMPT, kv_cache=strategy, **wanted)]
+        assert "".join(streamed) == ours.text
+
+
+def test_structured_outputs_that_cannot_be_used(llm: LLM) -> None:
+    for outputs, message in (
+        ({"json": {"not": {}}}, "structured_outputs: .*not"),
+        ({"regex": "("}, "regular expression"),
+        ({"regex": "a", "choice": ["b"]}, "should have one of"),
+        ({"jason": {}}, "jason"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.generate(PROMPT, structured_outputs=outputs)
+    (letter,) = llm.encode("z")[-1:]
+    with pytest.raises(GrammarError, match="allows no token"):
+        llm.generate(PROMPT, structured_outputs={"choice": ["yes"]}, allowed_token_ids=[letter])
 
 
 # ---------------------------------------------------------------- the same text as the server's

@@ -79,16 +79,41 @@ def test_choices_of_a_tool(client: openai.OpenAI, choice: Any, tools: list[Any])
     }
 
 
-def test_a_call_that_has_no_room_is_text(client: openai.OpenAI) -> None:
+def test_a_call_that_has_no_room_for_all_of_it(client: openai.OpenAI) -> None:
     for most in range(1, 64):
         asked: dict[str, Any] = {"model": "tools", "messages": [QUESTION], "tools": [TOOL], "max_tokens": most}
         (choice,) = client.chat.completions.create(**asked).choices
         parts = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
         assert "".join(part.content or "" for part in parts) == (choice.message.content or "")
-        calls = [call.function for part in parts for call in part.tool_calls or ()]
-        assert len(calls) == len(choice.message.tool_calls or ())
+        calls = [call.function for part in parts for call in part.tool_calls or () if call.function is not None]
+        arguments = [call.function.arguments for call in choice.message.tool_calls or () if call.type == "function"]
+        assert len([call for call in calls if call.name]) == len(arguments)
+        assert "".join(call.arguments or "" for call in calls) == "".join(arguments)
         if choice.finish_reason == "tool_calls":
             break
         assert choice.finish_reason == "length"
     else:
         pytest.fail("there was always too little room")
+
+
+def test_strict_tools_and_a_response_format(client: openai.OpenAI) -> None:
+    """The model would write other arguments; grammars hold it to the schema once it has begun a call."""
+    parameters = {"type": "object", "properties": {"city": {"enum": ["Bern", "Basel"]}}, "required": ["city"]}
+    parameters["additionalProperties"] = False
+    function = {"name": "get_weather", "parameters": parameters}
+    strict: Any = {"type": "function", "function": function | {"strict": True}}
+    format: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["clear", "grey"]}}}
+    asked: dict[str, Any] = {"model": "tools", "messages": [QUESTION], "max_tokens": 200}
+    for more in (
+        {"tools": [strict]},
+        {"tools": [{"type": "function", "function": function}], "response_format": format},
+    ):
+        (choice,) = client.chat.completions.create(**asked, **more).choices
+        message: Any = choice.message
+        assert message.reasoning == REASONING
+        assert json.loads(message.tool_calls[0].function.arguments)["city"] in ("Bern", "Basel")
+        parts = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, **more, stream=True)]
+        calls = [call.function for part in parts for call in part.tool_calls or () if call.index == 0 and call.function]
+        assert json.loads("".join(call.arguments or "" for call in calls))["city"] in ("Bern", "Basel")
+    (choice,) = client.chat.completions.create(**asked, response_format=format).choices
+    assert json.loads(choice.message.content or "") in ("clear", "grey")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,11 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from config.errors import SettingsError
+from server.grammar.constraint import constrain_to_schema
+from server.grammar.lark import write_lark
+from server.grammar.matcher import TokenTable, compile_grammar
 from server.models.formats.gguf_file import read_header
+from server.text.encoder import Encoder
 from server.text.gguf_tokenizer import PRE_TOKENIZERS, SPACE, make_tokenizer
 from tests.models.gguf_files import add_byte_level, write_to
 
@@ -160,6 +166,37 @@ def test_sentence_piece_agrees_with_transformers(tmp_path: Path) -> None:
     )
     for text in CORPUS:
         assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentence_piece"])
+def test_random_texts_by_a_grammar(kind: str, tmp_path: Path, rng: random.Random) -> None:
+    """What the tokens that a grammar allows say, as `tokenizers` decodes them, is JSON by its schema."""
+    theirs = gpt2_style(PRE["gpt-2"])
+    writers: dict[str, Any] = {
+        "bytes": lambda writer: add_byte_level(writer, theirs, "gpt-2"),
+        "sentence_piece": sentence_piece,
+    }
+    ours, _ = through_gguf(tmp_path / "a.gguf", writers[kind])
+    table = TokenTable(Encoder(ours).vocabulary)
+    members = {"text": {"type": "string", "maxLength": 9}, "count": {"enum": [1, 22, None]}}
+    schema = {"type": "object", "properties": members, "required": ["text"], "additionalProperties": False}
+    constraint = constrain_to_schema(schema, "")
+    start = compile_grammar(table.make_tokenizer(), write_lark(constraint.kind, constraint.text))
+    texts = set()
+    for _ in range(50):
+        matcher, tokens = start.deep_copy(), list[int]()
+        while not matcher.is_stopped():
+            packed = matcher.compute_bitmask()
+            allowed = [token for token in range(table.end_id) if packed[token // 8] >> token % 8 & 1]
+            tokens.append(rng.choice(allowed))
+            assert matcher.consume_token(tokens[-1])
+        text = ours.decode(tokens)
+        value = json.loads(text)
+        assert len(value["text"]) <= 9
+        assert value.keys() <= members.keys()
+        assert value.get("count") in (1, 22, None)
+        texts.add(text)
+    assert len(texts) > 25
 
 
 def test_runs_of_spaces_that_were_added_by_hand_are_merged(tmp_path: Path) -> None:

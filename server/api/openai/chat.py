@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
@@ -41,6 +40,7 @@ from server.api.openai.response_models import (
     ChatCompletion,
     ChatMessage,
     Delta,
+    DeltaFunctionCall,
     DeltaToolCall,
     FunctionCall,
     MessageToolCall,
@@ -53,12 +53,13 @@ from server.api.openai.responses import (
     set_choice_fields,
     set_prompt_fields,
 )
-from server.api.openai.structured.check import check_constraint, check_constraints
-from server.api.openai.tools.definitions import ToolChoice, ToolChoiceField, check_choice, get_schemas
-from server.api.openai.tools.message_format import MessageFormat, MessageParsing, begin_call, end_reasoning
+from server.api.openai.structured.check import check_constraint, check_document, get_constraint
+from server.api.openai.tools.definitions import Tool, ToolChoice, ToolChoiceField, check_choice, get_schemas
+from server.api.openai.tools.message_format import MessageFormat, MessageParsing
 from server.grammar.constraint import Constraint
-from server.text.processes.messages import Encoded
 from server.text.tokenizer import truncate_prompt
+from server.text.tool_parsers.calls import ToolCall
+from server.text.tool_parsers.message_grammar import Content, MessageOutline
 
 
 class ChatRequest(GenerationRequest, Rendering):
@@ -115,9 +116,12 @@ class ChatRequest(GenerationRequest, Rendering):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def may_call(self) -> bool:
-        """Whether the model may call a tool."""
-        return bool(self.tools) and (self.tool_choice is None or self.tool_choice.mode != "none")
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that the model may call."""
+        choice = self.tool_choice or ToolChoice("auto")
+        if choice.mode == "none":
+            return []
+        return [tool for tool in self.tools if choice.name in (None, tool.function.name)]
 
     @property
     def must_call(self) -> bool:
@@ -125,11 +129,9 @@ class ChatRequest(GenerationRequest, Rendering):
         return self.tool_choice is not None and self.tool_choice.mode == "required"
 
     @property
-    def called_tool(self) -> str | None:
-        """The name of the only tool that the model may call; None: there are several."""
-        if self.tool_choice is not None and self.tool_choice.name is not None:
-            return self.tool_choice.name
-        return self.tools[0].function.name if len(self.tools) == 1 else None
+    def may_call_several(self) -> bool:
+        """Whether a message may have several calls."""
+        return self.parallel_tool_calls and (self.tool_choice is None or self.tool_choice.name is None)
 
 
 def router(serving: Serving) -> APIRouter:
@@ -160,14 +162,10 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
     serving.limits.check_total_length(iter_texts(body.messages), "messages")
     longest = serving.limits.get_max_characters(hello.max_seq_len if body.truncate_prompt_tokens is None else None)
     special = body.add_special_tokens
-    parsing = make_parsing(serving.message_format, body)
+    document = get_constraint(body.iter_constraints())
+    parsing = make_parsing(serving.message_format, body, has_document=document is not None)
     encoded = await encode_chat(serving.tokenizer, body.messages, body, longest, add_special_tokens=special)
-    grammar = await make_grammar(serving, body)
-    if parsing is not None and body.must_call:
-        parsing = begin_with_call(parsing, encoded.text, body.called_tool, is_forced=grammar is not None)
-        if parsing.begun:
-            text = encoded.text + parsing.begun
-            encoded = Encoded(await serving.tokenizer.encode(text, add_special_tokens=special), text)
+    grammar = await make_grammar(serving, body, document, encoded.text)
     prompt = PromptTokens(truncate_prompt(encoded.ids, body.truncate_prompt_tokens), encoded.text)
     max_tokens = (
         max(1, hello.max_seq_len - len(prompt.ids)) if body.requested_max_tokens is None else body.requested_max_tokens
@@ -184,52 +182,49 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
     return make_job("chatcmpl", body, [prompt], sampling, body.n, hints, [conversation], grammar, parsing)
 
 
-async def make_grammar(serving: Serving, body: ChatRequest) -> str | None:
-    """Return the grammar of a chat's messages: of the calls that are required, or of what the text has to be.
+async def make_grammar(serving: Serving, body: ChatRequest, document: Constraint | None, prompt: str) -> str | None:
+    """Return the grammar of the messages that follow the prompt; None: they may be any text.
 
-    None: they may be any text. Raises as `check_constraint`, and ApiError for a text that is constrained although the
-    model may call tools instead.
+    `document` is what a message without tool calls has to be. Raises as `check_constraint`.
     """
-    constraints = list(body.iter_constraints())
-    if body.must_call:  # such a message has no text
-        schemas = get_schemas(body.tools)
-        if body.called_tool is not None:
-            schemas = {body.called_tool: schemas[body.called_tool]}
-        parallel = body.parallel_tool_calls and body.tool_choice is not None and body.tool_choice.name is None
-        lark = serving.message_format.make_grammar(schemas, parallel=parallel)
-        return None if lark is None else await check_constraint(serving, Constraint("lark", lark, "tools"))
-    if constraints and body.may_call:
-        param = constraints[0].param
-        message = f'{param}: cannot be combined with tools, unless tool_choice is "none" or "required"'
-        raise ApiError(400, message, param=param)
-    return await check_constraints(serving, constraints)
+    content = choose_content(body, document)
+    if content is None:
+        return None
+    format = serving.message_format
+    reasoning = "over" if body.continue_final_message else format.find_reasoning_state(prompt)
+    if document is not None and content == "document" and reasoning == "over":
+        return await check_constraint(serving, document)
+    schemas = get_schemas(body.callable_tools)
+    frame = format.make_grammar(MessageOutline(content, schemas, body.may_call_several, reasoning))
+    if frame is None:
+        return None
+    if document is None or content in ("calls", "text with calls"):
+        return await check_constraint(serving, Constraint("lark", frame, "tools"))
+    return await check_document(serving, frame, document, further_param="tools" if schemas else None)
 
 
-def make_parsing(format: MessageFormat, body: ChatRequest) -> MessageParsing | None:
+def choose_content(body: ChatRequest, document: Constraint | None) -> Content | None:
+    """Return what a message is beside reasoning; None: any text, in which there may be calls."""
+    if body.must_call:
+        return "calls"
+    if document is not None:
+        return "calls or document" if body.callable_tools else "document"
+    return "text with calls" if any(tool.function.strict for tool in body.callable_tools) else None
+
+
+def make_parsing(format: MessageFormat, body: ChatRequest, *, has_document: bool) -> MessageParsing | None:
     """Return how a chat's messages are split; None if they are not. Raises ApiError if tools cannot be used."""
-    if body.may_call and format.tools is None:
+    if body.callable_tools and format.tools is None:
         message = (
             "tools: the model's chat template shows no known way to write tool calls, so they could not be told from "
             "text; use a model that was trained with tools, name its format in the setting tool_call_parser, or send "
             'tool_choice: "none"'
         )
         raise ApiError(400, message, param="tools", code="tools_not_supported")
-    if not body.may_call and format.reasoning is None:
+    if not body.callable_tools and format.reasoning is None:
         return None
-    schemas = get_schemas(body.tools) if body.may_call else None
-    return MessageParsing(format, schemas, body.parallel_tool_calls, body.include_reasoning)
-
-
-def begin_with_call(parsing: MessageParsing, prompt: str, name: str | None, *, is_forced: bool) -> MessageParsing:
-    """Return the parsing of a message that calls a tool, the one of this name if there is one.
-
-    If no grammar forces the call, the prompt will end with its beginning, so that the model can only go on from there.
-    """
-    begun = end_reasoning(parsing.format, prompt) if is_forced else begin_call(parsing.format, prompt, name)
-    if begun is None:
-        message = "tool_choice: a call cannot be required of this model; send auto"
-        raise ApiError(400, message, param="tool_choice", code="tools_not_supported")
-    return replace(parsing, begun=begun)
+    schemas = get_schemas(body.tools) if body.callable_tools else None
+    return MessageParsing(format, schemas, body.parallel_tool_calls, body.include_reasoning, has_document)
 
 
 # ---------------------------------------------------------------- functions that make a response of generated text
@@ -262,11 +257,14 @@ def _make_delta(delta: OutputDelta) -> Delta:
     if delta.reasoning:
         message.reasoning = message.reasoning_content = delta.reasoning
     if delta.tool_calls:
-        message.tool_calls = [
-            DeltaToolCall(call.id, FunctionCall(call.name, call.arguments), index=call.number)
-            for call in delta.tool_calls
-        ]
+        message.tool_calls = [_make_call_delta(call) for call in delta.tool_calls]
     return message
+
+
+def _make_call_delta(call: ToolCall) -> DeltaToolCall:
+    if not call.id:
+        return DeltaToolCall(call.number, DeltaFunctionCall(call.arguments))
+    return DeltaToolCall(call.number, DeltaFunctionCall(call.arguments, call.name), call.id, "function")
 
 
 def _make_chunk(delta: OutputDelta, message: Delta, generation: Generation[ChatRequest]) -> ChatChunk:

@@ -53,7 +53,7 @@ from server.api.openai.responses import (
     set_choice_fields,
     set_prompt_fields,
 )
-from server.api.openai.structured.check import check_constraints
+from server.api.openai.structured.check import check_constraint, get_constraint
 from server.engine.ipc.messages import Hello, SamplingParams
 from server.text.errors import InfillError
 from server.text.output import locate_tokens
@@ -169,7 +169,8 @@ async def make_completion_job(
         check_prompt(each.ids, body.max_tokens, hello, unbounded=may_be_unbounded(hello, body, hints))
     sampling = _make_completion_sampling(body, hello, choices)
     conversations = [make_conversation_key(hints, body, get_prompt_beginning(prompt)) for prompt in body.prompt]
-    grammar = await check_constraints(serving, body.iter_constraints())
+    constraint = get_constraint(body.iter_constraints())
+    grammar = None if constraint is None else await check_constraint(serving, constraint)
     return make_job("cmpl", body, prompts, sampling, choices, hints, conversations, grammar)
 
 

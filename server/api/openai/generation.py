@@ -31,7 +31,7 @@ from server.engine.ipc.messages import (
 from server.records import RequestRecord
 from server.text.output import Detokenizer, OutputText, OutputToken
 from server.text.tokenizer import TokenizerBase
-from server.text.tool_parsers.calls import ToolCall
+from server.text.tool_parsers.calls import ToolCall, merge_calls
 from server.text.tool_parsers.message_parser import MessageParser
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class OutputDelta(NamedTuple):
     tokens: list[OutputToken]
     logprobs: list[TokenLogprob]  # one for each of `tokens`; empty if the request has no logprobs
     reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()  # or parts of them; at most one of each call
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token's id, that ended the text
     record: RequestRecord | None = None  # only in a choice's last delta, if the request has `explain`
@@ -67,7 +67,7 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
         parts[-1]._replace(
             text="".join(part.text for part in parts),
             reasoning="".join(part.reasoning for part in parts),
-            tool_calls=tuple(call for part in parts for call in part.tool_calls),
+            tool_calls=_merge_calls_of(parts),
             tokens=[token for part in parts for token in part.tokens],
             logprobs=[score for part in parts for score in part.logprobs],
             comparison=merge_comparisons([part.comparison for part in parts if part.comparison is not None]),
@@ -76,6 +76,11 @@ def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
         )
         for _, parts in sorted(by_choice.items())
     ]
+
+
+def _merge_calls_of(deltas: Sequence[OutputDelta]) -> tuple[ToolCall, ...]:
+    calls = [call for delta in deltas for call in delta.tool_calls]
+    return merge_calls(calls) if calls else ()
 
 
 def merge_comparisons(parts: Sequence[Compared]) -> Compared | None:
@@ -385,7 +390,7 @@ class Generation(Generic[B]):
         delta = delta._replace(
             text="".join(part.content for part in parts),
             reasoning=reasoning,
-            tool_calls=tuple(call for part in parts for call in part.tool_calls),
+            tool_calls=merge_calls(call for part in parts for call in part.tool_calls),
             finish_reason="tool_calls" if delta.finish_reason == "stop" and parser.calls.count else delta.finish_reason,
         )
         if ends or delta.text or delta.reasoning or delta.tool_calls:

@@ -118,8 +118,18 @@ class MessageToolCall(Struct):
     type: Literal["function"] = "function"
 
 
-class DeltaToolCall(MessageToolCall, kw_only=True):
+class DeltaFunctionCall(Struct):
+    arguments: str  # JSON, or a part of it
+    name: str | UnsetType = UNSET
+
+
+class DeltaToolCall(Struct):
+    """A call, or more of the arguments of the call with this index: then without id, type and name."""
+
     index: int
+    function: DeltaFunctionCall
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
 
 
 class ChatMessage(Struct):

@@ -1,19 +1,22 @@
-"""The form of a family's tool calls as they are written: to begin a call in a prompt, and to constrain one.
+"""The form of a family's tool calls as they are written, and the rules of a grammar that admits nothing but such calls.
 
-`make_call_grammar` is for `tool_choice` "required", a named tool, and tools with `strict`: it returns a grammar in the
-language of llguidance that admits nothing but calls whose arguments fit their schemas.
+The arguments of a call are by the schema of its tool. `message_grammar.py` puts calls into the grammar of a message.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from server.grammar.rules import GrammarRules, quote_string
 from server.text.tool_parsers.calls import Schemas
 from server.text.tool_parsers.values import find_types
+
+SPACE = r"/[ \n]{0,4}/"  # between calls
+_JSON_PARTS = re.compile(r'"[^"]*"|.')
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class CallForm:
     named   the name, `name_end`, the arguments in JSON
     tagged  the name, `name_end`, and for each argument the texts of `parameter`: before its key, before and after its
             value. Texts are written as they are, other values in JSON.
-    python  a list of calls in Python
+    python  a list of calls in Python, whose values are written in JSON, of which Python reads all but three words
     """
 
     kind: Literal["object", "list", "named", "tagged", "python"]
@@ -33,14 +36,8 @@ class CallForm:
     after: str = ""
     name_end: str = ""
     arguments: str = "arguments"
+    name: str = '"name"'  # the key of the name, and what an object has before it
     parameter: tuple[str, str, str] = ("", "", "")
-
-    def begin(self, name: str | None) -> str:
-        """Return the text with which a message calls a tool, up to its name; if that is given, up to the arguments."""
-        if self.kind in ("object", "list"):
-            key = "" if name is None else f'{name}", "{self.arguments}": '
-            return f'{self.before}{"[" if self.kind == "list" else ""}{{"name": "{key}'
-        return self.before if name is None else f"{self.before}{name}{self.name_end}"
 
     def write_list(self, calls: Sequence[Mapping[str, Any]]) -> str:
         """Return calls, objects with name and arguments, as text."""
@@ -49,79 +46,129 @@ class CallForm:
         return self.before + json.dumps(listed, ensure_ascii=False) + self.after
 
 
-def make_call_grammar(
-    form: CallForm, schemas: Schemas, *, parallel: bool, token_id: Callable[[str], int | None], markers: Iterable[str]
-) -> str | None:
-    """Return a grammar of messages that are calls of these tools; None if the form has none.
+class CallRules:
+    """Adds the rules of calls of these tools to a grammar."""
 
-    `token_id` returns the id of a marker that is a special token, which the grammar then names instead of its text.
-    Without `parallel` there is one call.
-    """
-    if form.kind == "python":
-        return None
-    writer = _GrammarWriter(form, {marker: token_id(marker) for marker in markers})
-    calls = " | ".join(writer.add_call(number, name, schema) for number, (name, schema) in enumerate(schemas.items()))
-    if form.kind == "list":
-        more = ' (", " call)*' if parallel else ""
-        start = f"{writer.quote(form.before + '[')} call{more} {writer.quote(']' + form.after)}"
-    else:
-        start = "call (SPACE call)*" if parallel else "call"
-    return "\n".join([f"start: {start}", f"call: {calls}", r"SPACE: /[ \n]*/", *writer.rules]) + "\n"
-
-
-class _GrammarWriter:
-    """Writes the rules of a grammar."""
-
-    def __init__(self, form: CallForm, special: Mapping[str, int | None]) -> None:
-        self.rules: list[str] = []
+    def __init__(self, rules: GrammarRules, form: CallForm, schemas: Schemas, *, parallel: bool) -> None:
+        """Without `parallel` there is one call."""
+        self._rules = rules
         self._form = form
-        self._special = {text: token for text, token in special.items() if token is not None}
+        self._schemas = schemas
+        self._parallel = parallel
 
-    def quote(self, text: str) -> str:
-        """Return a text as strings of the grammar, and special tokens."""
-        if not self._special:
-            return json.dumps(text, ensure_ascii=False) if text else ""
-        parts = re.split(f"({'|'.join(map(re.escape, sorted(self._special, key=len, reverse=True)))})", text)
-        quoted = [
-            f"<[{self._special[part]}]>" if part in self._special else json.dumps(part, ensure_ascii=False)
-            for part in parts
-            if part
-        ]
-        return " ".join(quoted)
+    def add_calls(self) -> str:
+        """Add the rule of a message that is calls, and nothing else."""
+        form = self._form
+        if form.kind in ("list", "python"):
+            return self._rules.add("calls", self._write_list(form.before))
+        calls = " | ".join(self._add_call(*each, form.before) for each in self._number_tools())
+        one = self._rules.add("call", calls)
+        return self._rules.add("calls", f"{one} ({self._rules.add('SPACE', SPACE)} {one})*" if self._parallel else one)
 
-    def add_call(self, number: int, name: str, schema: Mapping[str, Any]) -> str:
-        """Add the rule of a tool's call; return its name."""
-        form, rule = self._form, f"call_{number}"
-        if form.kind == "tagged":
-            return self._add_tagged_call(rule, name, schema)
-        self._add_json(f"{rule}_arguments", {"type": "object", **schema})
-        before, after = form.before + name + form.name_end, form.after
-        if form.kind in ("object", "list"):
-            before = f'{{"name": {json.dumps(name)}, "{form.arguments}": '
-            before, after = (form.before + before, "}" + form.after) if form.kind == "object" else (before, "}")
-        self.rules.append(f"{rule}: {self.quote(before)} {rule}_arguments {self.quote(after)}")
-        return rule
+    def add_text_with_calls(self, marker: str) -> str:
+        """Add the rule of a text in which each `marker` begins a call; if it is empty, what comes before the arguments.
 
-    def _add_tagged_call(self, rule: str, name: str, schema: Mapping[str, Any]) -> str:
-        properties, required = schema.get("properties", {}), schema.get("required", ())
-        parts = [self.quote(self._form.before + name + self._form.name_end)]
-        for number, (key, each) in enumerate(properties.items()):
-            parameter = self._add_parameter(f"{rule}_{number}", key, each, schema)
-            parts.append(parameter if key in required else f"{parameter}?")
-        self.rules.append(f"{rule}: {' '.join(parts)} {self.quote(self._form.after)}")
-        return rule
-
-    def _add_parameter(self, rule: str, key: str, each: Any, schema: Mapping[str, Any]) -> str:
-        opening, key_end, closing = self._form.parameter
-        if find_types(each, schema) <= {"string"}:
-            stop = json.dumps(closing, ensure_ascii=False)
-            self.rules.append(f"{rule}_value[suffix={stop}]: /(.|\\n)*/")
-            self.rules.append(f"{rule}: {self.quote(opening + key + key_end)} {rule}_value")
+        In the latter case a tool's name is a part of what begins its call.
+        """
+        rest = self._form.before[len(marker) :]
+        if self._form.kind in ("list", "python"):
+            one = self._rules.add("call", f"{self._rules.add_text_until('before', [marker])} {self._write_list(rest)}")
         else:
-            definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-            self._add_json(f"{rule}_value", {**definitions, **(each if isinstance(each, Mapping) else {})})
-            self.rules.append(f"{rule}: {self.quote(opening + key + key_end)} {rule}_value {self.quote(closing)}")
-        return rule
+            calls = " | ".join(self._add_call(*each, rest, marker) for each in self._number_tools())
+            one = self._rules.add("call", calls)
+        return self._rules.add("text", f"{one}{'*' if self._parallel else '?'} {self._rules.add_text()}")
 
-    def _add_json(self, rule: str, schema: Mapping[str, Any]) -> None:
-        self.rules.append(f"{rule}: %json {json.dumps(schema, ensure_ascii=False)}")
+    def _number_tools(self) -> list[tuple[str, str, Mapping[str, Any]]]:
+        """Return for each tool the name of its rule, its own name and its schema."""
+        return [(f"call_{number}", name, schema) for number, (name, schema) in enumerate(self._schemas.items())]
+
+    def _write_list(self, before: str) -> str:
+        calls = self._rules.add("item", " | ".join(self._add_call(*each, "") for each in self._number_tools()))
+        more = f" ({quote_string(', ')} {calls})*" if self._parallel else ""
+        opening, closing = self._rules.quote(before + "["), self._rules.quote("]" + self._form.after)
+        return f"{opening} {calls}{more} {closing}"
+
+    def _add_call(self, rule: str, name: str, schema: Mapping[str, Any], before: str, marker: str | None = None) -> str:
+        """Add the rule of a call, or of an item of a list; with `marker`, of a text and a call that begins with it."""
+        match self._form.kind:
+            case "python":
+                head, body = f"{name}(", self._add_python_arguments(rule, schema)
+                after = ")"
+            case "tagged":
+                head, body = before + name + self._form.name_end, self._add_tagged_arguments(rule, schema)
+                after = self._form.after
+            case "named":
+                head, body = before + name + self._form.name_end, self._add_arguments(rule, schema)
+                after = self._form.after
+            case _:
+                head = f'{before}{{{self._form.name}: {json.dumps(name)}, "{self._form.arguments}": '
+                body, after = self._add_arguments(rule, schema), "}"
+                after += self._form.after if self._form.kind == "object" else ""
+        text = ""
+        if marker is not None:
+            head, marker = ("", head) if not marker else (head, marker)
+            text = self._rules.add_text_until("before" if head else f"{rule}_before", [marker])
+        return self._rules.add(rule, f"{text} {self._quote_head(head)} {body} {self._rules.quote(after)}".strip())
+
+    def _quote_head(self, head: str) -> str:
+        """Return what comes before the arguments; without a marker, its brackets and strings are those of any JSON."""
+        if self._form.kind == "object" and head.startswith("{"):
+            return " ".join(quote_string(part) for part in _JSON_PARTS.findall(head))
+        return self._rules.quote(head)
+
+    def _add_arguments(self, rule: str, schema: Mapping[str, Any]) -> str:
+        return self._rules.add_json(f"{rule}_arguments", {"type": "object", **schema})
+
+    # ------------------------------------------------------------ arguments that are no JSON object
+    def _add_tagged_arguments(self, rule: str, schema: Mapping[str, Any]) -> str:
+        parts = []
+        for number, key, is_required in _list_parameters(schema):
+            parameter = self._add_tagged_parameter(f"{rule}_{number}", key, schema)
+            parts.append(parameter if is_required else f"{parameter}?")
+        return " ".join(parts)
+
+    def _add_tagged_parameter(self, rule: str, key: str, schema: Mapping[str, Any]) -> str:
+        opening, key_end, closing = self._form.parameter
+        head, each = self._rules.quote(opening + key + key_end), schema["properties"][key]
+        if texts := _list_texts(each):
+            choices = " | ".join(self._rules.quote(text + closing) for text in texts)
+            return self._rules.add(rule, f"{head} ({choices})")
+        if find_types(each, schema) <= {"string"}:
+            return self._rules.add(rule, f"{head} {self._rules.add_text_until(f'{rule}_value', [closing])}")
+        return self._rules.add(rule, f"{head} {self._add_value(rule, each, schema)} {self._rules.quote(closing)}")
+
+    def _add_python_arguments(self, rule: str, schema: Mapping[str, Any]) -> str:
+        """Add the rules of keyword arguments, in the order of the schema; return how others refer to them.
+
+        Each rule is of the arguments from one on, as commas stand only between them.
+        """
+        following, must_follow = "", False
+        for number, key, is_required in reversed(_list_parameters(schema)):
+            if not key.isidentifier():
+                continue
+            value = self._add_value(f"{rule}_{number}", schema["properties"][key], schema)
+            more = f" {quote_string(', ')} {following}" if following else ""
+            way = f"{quote_string(f'{key}=')} {value}" + (more if must_follow or not more else f" ({more})?")
+            skipped = f" | {following}" if following and not is_required else ""
+            following = self._rules.add(f"{rule}_from_{number}", way + skipped)
+            must_follow |= is_required
+        return following if must_follow or not following else f"{following}?"
+
+    def _add_value(self, rule: str, each: Any, schema: Mapping[str, Any]) -> str:
+        """Add the rule of a parameter's value in JSON."""
+        definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+        return self._rules.add_json(f"{rule}_value", {**definitions, **(each if isinstance(each, Mapping) else {})})
+
+
+def _list_parameters(schema: Mapping[str, Any]) -> list[tuple[int, str, bool]]:
+    """Return for each parameter its number, its name, and whether it is required."""
+    required = schema.get("required", ())
+    return [(number, key, key in required) for number, key in enumerate(schema.get("properties", {}))]
+
+
+def _list_texts(schema: Any) -> list[str]:
+    """Return the texts that are the only values of a parameter; none if it has others."""
+    if not isinstance(schema, Mapping):
+        return []
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) and all(isinstance(value, str) for value in values) else []

@@ -1,10 +1,13 @@
-"""Collects the tool calls that a reader finds, as names and arguments in JSON. Knows no format."""
+"""Collects the tool calls that a reader finds, as names and arguments in JSON. Knows no format.
+
+A call is found whole, or in parts: then it is certain as soon as its arguments begin, and the parts of these follow.
+"""
 
 from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from server.text.tool_parsers.source import NotACall
@@ -12,16 +15,28 @@ from server.text.tool_parsers.values import convert_text, dump_json, is_tool_nam
 
 Schemas = Mapping[str, Mapping[str, Any]]  # by a tool's name, the JSON schema of its parameters
 ALPHANUMERIC = string.ascii_letters + string.digits
+NAMES = ("name", "tool_name", "function")  # keys of the tool's name
 ARGUMENTS = ("arguments", "parameters")  # keys of a call's arguments
 
 
 class ToolCall(NamedTuple):
-    """A call of a tool: the id that its result will name, its number among the calls, and its arguments as JSON."""
+    """A call of a tool, or a part of one: only the first part has the id and the name.
+
+    Its result will name the id; `number` is that among the message's calls; `arguments` are JSON.
+    """
 
     id: str
     number: int
     name: str
     arguments: str
+
+
+def merge_calls(parts: Iterable[ToolCall]) -> tuple[ToolCall, ...]:
+    """Return one call for each number; it is still a part if its first one is not among `parts`."""
+    by_number: dict[int, list[ToolCall]] = {}
+    for part in parts:
+        by_number.setdefault(part.number, []).append(part)
+    return tuple(each[0]._replace(arguments="".join(part.arguments for part in each)) for each in by_number.values())
 
 
 def make_openai_id(name: str, index: int) -> str:
@@ -49,7 +64,7 @@ class Calls:
         make_id: Callable[[str, int], str] = make_openai_id,
         on_call: Callable[[ToolCall], None],
     ) -> None:
-        """Start with no call. Each is given to `on_call`; without `parallel` only the first one is."""
+        """Start with no call. Each, or each part, is given to `on_call`; without `parallel` only the first one is."""
         self.count = 0
         self.schemas = schemas
         self._parallel = parallel
@@ -68,9 +83,21 @@ class Calls:
                 raise NotACall
             made.append((name, dump_json(_read_arguments(arguments))))
         for name, text in made:
-            if self._parallel or not self.count:
-                self._on_call(ToolCall(self._make_id(name, self.count), self.count, name, text))
-            self.count += 1
+            self._begin(name, text)
+
+    def begin(self, name: str) -> None:
+        """Add a call whose arguments `extend` adds in parts."""
+        self._begin(name, "")
+
+    def extend(self, arguments: str) -> None:
+        """Add more JSON to the arguments of the call that was begun last."""
+        if arguments and (self._parallel or self.count == 1):
+            self._on_call(ToolCall("", self.count - 1, "", arguments))
+
+    def _begin(self, name: str, arguments: str) -> None:
+        if self._parallel or not self.count:
+            self._on_call(ToolCall(self._make_id(name, self.count), self.count, name, arguments))
+        self.count += 1
 
     def convert(self, name: str, key: str, text: str) -> Any:
         """Return the value that a text stands for as a parameter of a tool."""
@@ -93,5 +120,5 @@ def split_call(value: Any) -> tuple[Any, Any]:
         raise NotACall
     if isinstance(inner := value.get("function"), dict):
         return split_call(inner)
-    name = next((value[key] for key in ("name", "tool_name", "function") if key in value), None)
+    name = next((value[key] for key in NAMES if key in value), None)
     return name, next((value[key] for key in ARGUMENTS if key in value), None)

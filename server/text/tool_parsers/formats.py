@@ -32,6 +32,7 @@ class ToolFormat:
     name: str
     in_template: tuple[tuple[str, ...], ...]  # its chat templates have all texts of one of these
     read: Syntax  # reads a call, or several, after a marker
+    form: CallForm  # how a call is written
     begins: tuple[str, ...] = ()  # markers before a call
     inner: tuple[str, ...] = ()  # a further marker that may follow those
     within: tuple[str, ...] = ()  # markers within a call
@@ -40,7 +41,6 @@ class ToolFormat:
     read_bare: Syntax | None = None  # reads a call from such a beginning on; default: `read`
     bare_at_start: bool = False  # whether such a beginning counts only at the start of a message, or after a call
     make_id: Callable[[str, int], str] = make_openai_id
-    form: CallForm | None = None  # how a call is written
     writes_calls: bool = False  # whether calls are written for chat templates of the family that leave them out
     aliases: tuple[str, ...] = ()
     harmony: bool = False  # whether the whole message is in gpt-oss's format, which `harmony.py` reads
@@ -236,7 +236,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         read_pythonic(marked=True),
         begins=("<|tool_call_start|>",),
         ends=("<|tool_call_end|>",),
-        form=CallForm("python", "<|tool_call_start|>[", name_end="("),
+        form=CallForm("python", "<|tool_call_start|>", "<|tool_call_end|>"),
     ),
     ToolFormat(
         "nemotron_json",
@@ -247,13 +247,53 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         form=CallForm("list", "<TOOLCALL>", "</TOOLCALL>"),
     ),
     ToolFormat(
+        "cohere_command3",
+        (("<|START_ACTION|>",),),
+        read_json,
+        begins=("<|START_ACTION|>",),
+        ends=("<|END_ACTION|>",),
+        form=CallForm(
+            "list",
+            "<|START_ACTION|>",
+            "<|END_ACTION|>",
+            arguments="parameters",
+            name='"tool_call_id": "0", "tool_name"',
+        ),
+    ),
+    ToolFormat(
+        "internlm",
+        (("<|action_start|>",),),
+        read_json,
+        begins=("<|action_start|>",),
+        inner=("<|plugin|>",),
+        ends=("<|action_end|>",),
+        form=CallForm("object", "<|action_start|><|plugin|>\n", "<|action_end|>", arguments="parameters"),
+    ),
+    ToolFormat(
+        "longcat",
+        (("<longcat_tool_call>",),),
+        read_json,
+        begins=("<longcat_tool_call>",),
+        ends=("</longcat_tool_call>",),
+        form=CallForm("object", "<longcat_tool_call>\n", "\n</longcat_tool_call>"),
+    ),
+    ToolFormat(
         "hermes",
         (("<tool_call>",),),
         read_json,
         begins=("<tool_call>",),
         ends=("</tool_call>",),
         form=CallForm("object", "<tool_call>\n", "\n</tool_call>"),
-        aliases=("qwen25", "qwen3", "granite4"),
+        aliases=("qwen25", "qwen3", "granite4", "ernie45"),
+    ),
+    ToolFormat(
+        "jamba",
+        (("<tool_calls>",),),
+        read_json,
+        begins=("<tool_calls>",),
+        ends=("</tool_calls>",),
+        form=CallForm("list", "<tool_calls>", "</tool_calls>"),
+        aliases=("hunyuan_a13b",),
     ),
     ToolFormat(
         "functionary_v31_llama3",
@@ -272,7 +312,7 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         bare=("[",),
         read_bare=read_pythonic(marked=False),
         bare_at_start=True,
-        form=CallForm("python", "[", name_end="("),
+        form=CallForm("python", ""),
         aliases=("pythonic",),
     ),
     ToolFormat(
@@ -285,6 +325,13 @@ TOOL_FORMATS = (  # the first whose texts are in a chat template is that templat
         read_bare=read_bare_json,
         form=CallForm("object", "", arguments="parameters"),
         aliases=("llama3", "llama4_json"),
+    ),
+    ToolFormat(
+        "granite_20b_fc",
+        (("<function_call>",),),
+        read_json,
+        begins=("<function_call>",),
+        form=CallForm("object", "<function_call> "),
     ),
 )
 

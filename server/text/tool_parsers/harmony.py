@@ -12,7 +12,7 @@ import re
 
 from server.text.tool_parsers.message_parser import MessageParser
 from server.text.tool_parsers.source import NotACall, Reading
-from server.text.tool_parsers.values import load_json
+from server.text.tool_parsers.syntaxes import read_arguments
 
 HEADERS = ("<|start|>", "<|channel|>")
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -35,14 +35,16 @@ class HarmonyParser(MessageParser):
 
     def _read_part(self, marker: str) -> Reading[None]:
         """Read a header, and a call if it is one; other text is left to be read. What is no header is text."""
-        start = self.source.position - len(marker)
+        start, count = self.source.position - len(marker), self.calls.count
         try:
             header, _ = yield from self.source.read_until("<|message|>")
             recipient = _RECIPIENT.search(header)
             if self.tools is not None and recipient is not None and recipient[1].startswith(TOOLS):
                 self.switch("content")
-                return (yield from self._read_arguments(recipient[1].removeprefix(TOOLS)))
+                return (yield from read_arguments(self.source, self.calls, recipient[1].removeprefix(TOOLS)))
         except NotACall:
+            if self.calls.count > count:
+                return self.end_certain_call()
             self.budget -= max(self.source.position, self.source.furthest) - start
             self.source.position = start + len(marker)
             return self.add_text(marker)
@@ -50,8 +52,3 @@ class HarmonyParser(MessageParser):
         is_reasoning = channel is not None and channel[1] == "analysis" and self.reasoning is not None
         self.switch("reasoning" if is_reasoning else "content")
         return None
-
-    def _read_arguments(self, name: str) -> Reading[None]:
-        """Read the arguments of a call. Raises NotACall if they are not a JSON object."""
-        yield from self.source.skip_space()
-        self.calls.add(name, load_json((yield from self.source.read_brackets())))

@@ -1,6 +1,7 @@
 """Splits the text of one message, as it arrives, into reasoning, content and tool calls.
 
-A tool call is passed on once it is complete: only then it is known not to be text. So the parts of a message do not
+A tool call is passed on once it is certain. In formats with JSON that is when the arguments of a tool of the request
+begin, which follow in parts as they arrive; in others, when the call is complete. So the parts of a message do not
 depend on where its text was cut. What begins like a call and is none stays text, of which not a character is lost.
 Knows neither tokens nor requests.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Literal, NamedTuple, TypeAlias
 
-from server.text.tool_parsers.calls import Calls, Schemas, ToolCall, make_openai_id
+from server.text.tool_parsers.calls import Calls, Schemas, ToolCall, make_openai_id, merge_calls
 from server.text.tool_parsers.formats import ToolFormat
 from server.text.tool_parsers.reasoning import ReasoningFormat
 from server.text.tool_parsers.source import NotACall, Reading, TextSource, measure_partial_marker
@@ -39,10 +40,12 @@ class MessageParser:
         schemas: Schemas | None = None,
         parallel: bool = True,
         reasoning_is_open: bool = False,
+        calls_come_first: bool = False,
     ) -> None:
         """Start a message. Without `tools` there are no calls in it, without `reasoning` no reasoning.
 
-        `schemas` are those of the parameters of all tools. With `reasoning_is_open` it begins within reasoning.
+        `schemas` are those of the parameters of all tools. With `reasoning_is_open` it begins within reasoning. With
+        `calls_come_first`, nothing is a call after the beginning of the content.
         """
         self.source = TextSource()
         self.tools = tools
@@ -59,6 +62,7 @@ class MessageParser:
         self._space = ""  # white space that belongs to the message only if text of the same channel follows
         self._strips = reasoning_is_open  # whether white space that follows is left out
         self._has_content = False
+        self._calls_come_first = calls_come_first
         self._is_at_start = True  # whether the message has no content yet, or none after a call
         self.budget = MAX_REREAD  # characters that may still be read a second time
         self._reading: Generator[None, None, None] = self.read()
@@ -84,7 +88,8 @@ class MessageParser:
             self._is_read = next(self._reading, self) is self
 
     def _take(self) -> MessageDelta:
-        delta = MessageDelta("".join(self._text["content"]), "".join(self._text["reasoning"]), tuple(self._calls))
+        content, reasoning = ("".join(self._text[channel]) for channel in ("content", "reasoning"))
+        delta = MessageDelta(content, reasoning, merge_calls(self._calls))
         self._text = {"content": [], "reasoning": []}
         self._calls = []
         return delta
@@ -113,7 +118,7 @@ class MessageParser:
 
     def _get_call_markers(self) -> tuple[str, ...]:
         """Return the markers with which a call may begin here."""
-        if self.tools is None or self.budget < 0:
+        if self.tools is None or self.budget < 0 or (self._calls_come_first and not self._is_at_start):
             return ()
         if self.channel == "reasoning":
             return self.tools.begins
@@ -139,10 +144,12 @@ class MessageParser:
     def _read_calls(self, marker: str) -> Reading[None]:
         """Read what follows a marker of calls; if it is no call, the marker is text, and what follows is read anew."""
         assert self.tools is not None, "only with tools there are such markers"
-        start = self.source.position - len(marker)
+        start, count = self.source.position - len(marker), self.calls.count
         try:
             yield from self._read_call(self.tools, marker, start)
         except NotACall:
+            if self.calls.count > count:
+                return self.end_certain_call()
             self.budget -= max(self.source.position, self.source.furthest) - start
             self.source.position = start + len(marker)
             return self.add_text(marker)
@@ -154,7 +161,16 @@ class MessageParser:
                 break
         return None
 
+    def end_certain_call(self) -> None:
+        """End a call that goes on otherwise than calls do: what follows the last part of its arguments is text."""
+        self.budget -= max(self.source.position, self.source.furthest) - self.source.kept
+        self.source.position = self.source.kept
+        self.switch("content")
+        self._is_at_start = True
+
     def _read_call(self, tools: ToolFormat, marker: str, start: int) -> Reading[None]:
+        if self._calls_come_first and not self._is_at_start:
+            raise NotACall
         if marker in tools.begins:
             if tools.inner:
                 yield from self.source.skip_space()
@@ -177,8 +193,9 @@ class MessageParser:
         self._text[self.channel] += [self._space, body]
         self._space = text[len(body) :]
         self._strips = False
-        self._is_at_start = False
-        self._has_content |= self.channel == "content"
+        if self.channel == "content":
+            self._is_at_start = False
+            self._has_content = True
 
     def switch(self, channel: Channel) -> None:
         """Begin a new part of the message. White space between two parts of content stays."""

@@ -7,10 +7,11 @@ cut.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import cache
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -33,6 +34,7 @@ class TextSource:
     def __init__(self) -> None:
         self.position = 0
         self.furthest = 0  # up to where it was looked at
+        self.kept = 0  # up to where it is a part of calls that are certain
         self.ended = False  # whether no more text follows
         self._text = ""
 
@@ -50,7 +52,7 @@ class TextSource:
     def forget_read(self) -> None:
         """Drop the text before the position, which becomes 0."""
         self._text = self._text[self.position :]
-        self.position = self.furthest = 0
+        self.position = self.furthest = self.kept = 0
 
     def wait(self) -> Reading[None]:
         """Wait for more text. Raises NotACall if there is none."""
@@ -113,7 +115,7 @@ class TextSource:
         """
         while self.position >= len(self._text):
             yield from self.wait()
-        start, scan = self.position, _BracketScan(_PYTHON_SIGNS if python else _JSON_SIGNS)
+        start, scan = self.position, BracketScan(_PYTHON_SIGNS if python else _JSON_SIGNS)
         if self._text[start] not in _BRACKETS:
             raise NotACall
         scan.at = start
@@ -125,13 +127,67 @@ class TextSource:
         self.position = end
         return self._text[start:end]
 
+    def keep(self) -> None:
+        """Let what was read be a part of a call, whatever follows."""
+        self.kept = self.position
 
-class _BracketScan:
+    def read_brackets_in_parts(self, take: Callable[[str], None]) -> Reading[None]:
+        """Read a JSON text as `read_brackets` does, but give it to `take` and keep it as it arrives.
+
+        Raises NotACall at a bracket that is wrong, and at the end of the text, after the part before it.
+        """
+        scan, escape = BracketScan(_JSON_SIGNS), StringEscaper()
+        scan.at, end = self.position, None
+        while end is None:
+            try:
+                end = scan.find_end(self._text)
+            finally:
+                known = min(scan.at if end is not None or not scan.is_wrong else scan.at - 1, len(self._text))
+                take(escape.push(self._text[self.position : known]))
+                self.position = known
+                self.keep()
+            if end is None:
+                yield from self.wait()
+
+    def skip_to_closing(self, bracket: str) -> Reading[None]:
+        """Read up to the bracket that closes one that was opened before, and the bracket."""
+        scan = BracketScan(_JSON_SIGNS, bracket)
+        scan.at = self.position
+        while (end := scan.find_end(self._text)) is None:
+            yield from self.wait()
+        self.position = end
+
+
+class StringEscaper:
+    """Escapes line breaks and the like within strings of a JSON text that arrives in pieces; models write them so."""
+
+    _SIGNS = re.compile(r'\\.?|"|[\x00-\x1f]', re.DOTALL)
+
+    def __init__(self) -> None:
+        self._is_string = False
+        self._is_escaped = False  # whether the last piece ended with a backslash
+
+    def push(self, piece: str) -> str:
+        """Return the next piece with such characters escaped."""
+        first, self._is_escaped = (piece[:1] if self._is_escaped and piece else ""), self._is_escaped and not piece
+        return first + self._SIGNS.sub(self._escape, piece[len(first) :])
+
+    def _escape(self, found: re.Match[str]) -> str:
+        sign = found[0]
+        self._is_escaped = sign == "\\"
+        if sign == '"':
+            self._is_string = not self._is_string
+        return json.dumps(sign)[1:-1] if self._is_string and sign < " " else sign
+
+
+class BracketScan:
     """Finds the end of a text in brackets, and looks at each of its characters once."""
 
-    def __init__(self, signs: re.Pattern[str]) -> None:
+    def __init__(self, signs: re.Pattern[str], *opened: str) -> None:
+        """Start before the text, or within brackets that the brackets `opened` will close."""
         self._signs = signs
-        self._open: list[str] = []  # the brackets that will close those that are open
+        self._open = list(opened)  # the brackets that will close those that are open
+        self.is_wrong = False  # whether the last bracket cannot be there
         self._quote = ""  # the quote that will end a string; empty outside of strings
         self.at = 0  # up to where the text was looked at
 
@@ -147,14 +203,18 @@ class _BracketScan:
                 self._quote = sign
             elif sign in _BRACKETS:
                 if len(self._open) == MAX_DEPTH:
-                    raise NotACall
+                    self._refuse()
                 self._open.append(_BRACKETS[sign])
             elif self._open.pop() != sign:
-                raise NotACall
+                self._refuse()
             elif not self._open:
                 return self.at
         self.at = max(self.at, len(text))
         return None
+
+    def _refuse(self) -> NoReturn:
+        self.is_wrong = True
+        raise NotACall
 
 
 def find_first(text: str, markers: tuple[str, ...], start: int = 0, end: int | None = None) -> tuple[int, str] | None:

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from server.text.tool_parsers.calls import Calls, split_call
+from server.text.tool_parsers.calls import ARGUMENTS, NAMES, Calls, split_call
 from server.text.tool_parsers.source import NotACall, Reading, TextSource
 from server.text.tool_parsers.values import load_json
 
@@ -26,8 +26,71 @@ _LONGEST_BEGINNING = 64  # most characters of such a beginning
 def read_json(source: TextSource, calls: Calls) -> Reading[None]:
     """Read a JSON object with name and arguments, or a list of them."""
     yield from source.skip_space()
-    value = load_json((yield from source.read_brackets()))
-    calls.add_all([split_call(each) for each in (value if isinstance(value, list) else [value])])
+    if (yield from source.accept("[")) is None:
+        return (yield from _read_object(source, calls))
+    while True:
+        yield from source.skip_space()
+        yield from _read_object(source, calls)
+        yield from source.skip_space()
+        if (yield from source.expect(",", "]")) == "]":
+            return source.keep()
+
+
+def _read_object(source: TextSource, calls: Calls, *, only_known: bool = False) -> Reading[None]:
+    """Read a JSON object with name and arguments, in this order if the arguments are to be passed on in parts."""
+    start = source.position
+    try:
+        name = yield from _read_object_head(source)
+    except NotACall:
+        name = ""
+    if name in calls.schemas:
+        calls.begin(name)
+        yield from source.read_brackets_in_parts(calls.extend)
+        yield from source.skip_to_closing("}")
+    else:
+        source.position = start
+        value = load_json((yield from source.read_brackets()))
+        calls.add(*split_call(value), only_known=only_known)
+    source.keep()
+
+
+def _read_object_head(source: TextSource) -> Reading[str]:
+    """Read a JSON object up to its arguments, which have to be an object, after texts; return the name among these."""
+    name = ""
+    yield from source.expect("{")
+    while True:
+        key = yield from _read_string(source)
+        yield from source.expect(":")
+        yield from source.skip_space()
+        if key in ARGUMENTS:
+            yield from source.expect("{")
+            source.position -= 1
+            return name
+        value = yield from _read_string(source)
+        name = value if key in NAMES else name
+        yield from source.expect(",")
+
+
+def _read_string(source: TextSource) -> Reading[str]:
+    """Read a JSON string without escape sequences, and white space around it."""
+    yield from source.skip_space()
+    yield from source.expect('"')
+    text, _ = yield from source.read_until('"')
+    if "\\" in text:
+        raise NotACall
+    yield from source.skip_space()
+    return text
+
+
+def read_arguments(source: TextSource, calls: Calls, name: str) -> Reading[None]:
+    """Read the arguments of a call, a JSON object; for a name that is a tool's, they are passed on in parts."""
+    yield from source.skip_space()
+    if name in calls.schemas and (yield from source.accept("{")) is not None:
+        source.position -= 1
+        calls.begin(name)
+        yield from source.read_brackets_in_parts(calls.extend)
+    else:
+        calls.add(name, load_json((yield from source.read_brackets())))
 
 
 def read_bare_json(source: TextSource, calls: Calls) -> Reading[None]:
@@ -37,8 +100,7 @@ def read_bare_json(source: TextSource, calls: Calls) -> Reading[None]:
         if len(head) == _LONGEST_BEGINNING or re.fullmatch(r'\{\s*("[a-z]*)?', head) is None:
             raise NotACall
         yield from source.wait()
-    value = load_json((yield from source.read_brackets()))
-    calls.add(*split_call(value), only_known=True)
+    yield from _read_object(source, calls, only_known=True)
 
 
 def read_name_and_json(name_end: str) -> Syntax:
@@ -46,8 +108,7 @@ def read_name_and_json(name_end: str) -> Syntax:
 
     def read(source: TextSource, calls: Calls) -> Reading[None]:
         name, _ = yield from source.read_until(name_end)
-        yield from source.skip_space()
-        calls.add(name.strip(), load_json((yield from source.read_brackets())))
+        yield from read_arguments(source, calls, name.strip())
 
     return read
 
@@ -63,9 +124,7 @@ def read_mistral(source: TextSource, calls: Calls) -> Reading[None]:
         yield from source.read_until("[ARGS]")
     if marker == "{":
         source.position -= 1
-    yield from source.skip_space()
-    calls.add(name.strip(), load_json((yield from source.read_brackets())))
-    return None
+    return (yield from read_arguments(source, calls, name.strip()))
 
 
 def read_deepseek(source: TextSource, calls: Calls) -> Reading[None]:
@@ -76,20 +135,17 @@ def read_deepseek(source: TextSource, calls: Calls) -> Reading[None]:
         name, _ = yield from source.read_until("\n")
         yield from source.skip_space()
         yield from source.expect("```json", "```")
-    yield from source.skip_space()
-    value = load_json((yield from source.read_brackets()))
+    yield from read_arguments(source, calls, name.strip())
     if is_block:
         yield from source.skip_space()
         yield from source.accept("```")
-    calls.add(name.strip(), value)
 
 
 def read_kimi(source: TextSource, calls: Calls) -> Reading[None]:
     """Read a call of Kimi K2, whose id has the name in it: `functions.NAME:0`."""
     call_id, _ = yield from source.read_until("<|tool_call_argument_begin|>")
     name = call_id.strip().rpartition(":")[0] or call_id.strip()
-    yield from source.skip_space()
-    calls.add(name.removeprefix("functions."), load_json((yield from source.read_brackets())))
+    yield from read_arguments(source, calls, name.removeprefix("functions."))
 
 
 def read_tagged(call: tuple[str, str, str], parameter: tuple[str, str, str]) -> Syntax:

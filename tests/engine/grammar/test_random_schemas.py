@@ -14,7 +14,7 @@ import pytest
 from server.grammar.constraint import BOUNDED_WHITESPACE, constrain_to_schema
 from server.text.vocabulary import Vocabulary
 from tests.engine.engine_driver import Driver
-from tests.engine.grammar.test_constrained_requests import Case, read, submit
+from tests.engine.grammar.constrained import Case, read, submit
 from tests.grammar.random_schemas import find_longest, make_schema
 
 TOGETHER = 16  # requests in a batch

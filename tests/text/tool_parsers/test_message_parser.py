@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from server.text.tool_parsers.formats import TOOL_FORMATS, list_tool_formats
 from server.text.tool_parsers.reasoning import list_reasoning_formats
-from tests.text.tool_parsers.writers import PYTHONIC, SCHEMAS, TAGGED, WRITERS, make_parser, parse
+from tests.text.tool_parsers.writers import IN_PARTS, PYTHONIC, SCHEMAS, TAGGED, WRITERS, make_parser, parse
 
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FAMILIES = sorted(WRITERS)
@@ -134,15 +135,60 @@ def test_what_is_no_call_stays_text(family: str, data: st.DataObject) -> None:
 
 @families
 def test_a_call_that_is_cut_off_is_text(family: str) -> None:
-    """As at max_tokens: up to the character that completes it."""
+    """As at max_tokens: up to the character with which it is certain, and later none of it is text."""
     text = WRITERS[family]([("get_weather", {"city": "Rome", "days": 2})])
-    complete = next(size for size in range(len(text) + 1) if parse(make_parser(family), [text[:size]])[2])
-    assert complete > len(text) * 2 // 3
-    for size in range(complete):
+    certain = next(size for size in range(len(text) + 1) if parse(make_parser(family), [text[:size]])[2])
+    assert certain == text.index('{"city') + 1 if family in IN_PARTS else certain > len(text) * 2 // 3
+    for size in range(certain):
         content, reasoning, calls = parse(make_parser(family), list(text[:size]))
         assert (reasoning, calls) == ("", [])
         if not list_tool_formats()[family].harmony:
             assert content == text[:size]
+    if family in IN_PARTS:
+        for size in range(certain, len(text)):
+            arguments, (content, _, calls) = read_parts(family, text[:size]), parse(make_parser(family), [text[:size]])
+            assert '{"city": "Rome", "days": 2}'.startswith(arguments)
+            assert len(arguments) == min(size - certain + 1, 27)
+            assert len(calls) == 1
+            assert text[certain + 26 : size].endswith(content)
+
+
+def read_parts(family: str, text: str) -> str:
+    """Return the arguments of the only call in a text that arrives by single characters, of as many parts."""
+    parser = make_parser(family)
+    deltas = [*map(parser.push, text), parser.finish()]
+    parts = [call for delta in deltas for call in delta.tool_calls]
+    assert [bool(part.id) for part in parts] == [bool(part.name) for part in parts]
+    assert [bool(part.id) for part in parts] == [True, *[False] * (len(parts) - 1)]
+    assert all(len(part.arguments) <= 2 for part in parts)  # a line break in a string is two characters
+    return "".join(part.arguments for part in parts)
+
+
+@pytest.mark.parametrize("family", sorted(IN_PARTS))
+@SETTINGS
+@given(data=st.data())
+def test_arguments_come_in_parts(family: str, data: st.DataObject) -> None:
+    """As the model writes them, wherever the text is cut."""
+    arguments = data.draw(st.dictionaries(WORDS, JSON, max_size=3) | TYPED)
+    written = json.dumps(
+        arguments, ensure_ascii=False, separators=data.draw(st.sampled_from([(",", ":"), (", ", ": ")]))
+    )
+    empty = WRITERS[family]([("get_weather", {})])
+    text = written.join(empty.rsplit("{}", 1))
+    assert read_parts(family, text) == written
+    pieces = [make_parser(family).push(text)]
+    assert "".join(call.arguments for delta in pieces for call in delta.tool_calls) == written
+    cut_off = text[: data.draw(st.integers(text.index(written) + 1, len(text)))]
+    assert written.startswith(read_parts(family, cut_off))
+
+
+def test_line_breaks_in_strings_are_escaped() -> None:
+    """Also next to backslashes, and outside of strings they stay as they are."""
+    written = '{\n"text": "a\nb\\\\\n\\"\tc",\n"x": "\\\\"\n}'
+    text = f'<tool_call>{{"name": "f", "arguments": {written}}}</tool_call>'
+    found = read_parts("hermes", text)
+    assert json.loads(found) == json.loads(written, strict=False)
+    assert found.count("\n") == 3
 
 
 @families
@@ -185,7 +231,6 @@ def test_a_family_is_described_completely(family: str) -> None:
     row = list_tool_formats()[family]
     assert row.in_template
     assert row.begins or row.bare
-    assert row.form is not None
 
 
 def test_each_row_has_a_writer() -> None:
@@ -193,17 +238,26 @@ def test_each_row_has_a_writer() -> None:
 
 
 @families
-@pytest.mark.parametrize("named", [True, False])
-def test_the_beginning_of_a_call_leads_to_a_call(family: str, named: bool) -> None:
-    """What `CallForm.begin` returns is how the family begins: going on from there as the family does makes a call."""
+def test_calls_that_come_first(family: str) -> None:
+    """With a document beside the calls, what looks like a call within it is a part of it."""
+    call = WRITERS[family]([("f", {"text": "a"})])
     row = list_tool_formats()[family]
-    assert row.form is not None
-    begun = row.form.begin("get_weather" if named else None)
-    whole = WRITERS[family]([("get_weather", {"city": "Rome"})])
-    if family == "phi4_mini_json":  # which writes lists after either of two markers
-        whole = whole.replace("functools", "<|tool_call|>")
-    size = next(size for size in range(len(whole)) if "".join(whole[:size].split()) == "".join(begun.split()))
-    assert parse(make_parser(family), [begun, whole[size:]])[2] == [("get_weather", {"city": "Rome"})]
+    if not row.harmony:
+        document = '["x", ' + json.dumps(call) + "]" + call
+        for pieces in ([document], list(document)):
+            assert parse(make_parser(family, calls_come_first=True), pieces) == (document, "", [])
+            assert parse(make_parser(family, "qwen3", calls_come_first=True), ["<think>Hm.</think>", *pieces]) == (
+                document,
+                "Hm.",
+                [],
+            )
+    found = parse(make_parser(family, calls_come_first=True), list(f"{call}\n{call}" if not row.harmony else call))
+    assert found[2][:1] == [("f", {"text": "a"})]
+
+
+def test_python_calls_after_reasoning() -> None:
+    text = "<think>Hm.</think>[f(text='a')]"
+    assert parse(make_parser("llama4_pythonic", "qwen3"), list(text)) == ("", "Hm.", [("f", {"text": "a"})])
 
 
 # ---------------------------------------------------------------- single formats
@@ -235,6 +289,12 @@ def test_the_beginning_of_a_call_leads_to_a_call(family: str, named: bool) -> No
         ("qwen3_coder", "<function=f>\n<parameter=text>\na\n<parameter=b>\nc\n</function>", [("f", {"text": "a", "b": "c"})]),  # noqa: E501
         ("glm45", "<tool_call>f\n<arg_key>text</arg_key><arg_value>5</arg_value></tool_call>", [("f", {"text": "5"})]),
         ("kimi_k2", '<|tool_call_begin|>functions.f<|tool_call_argument_begin|>{}<|tool_call_end|>', [("f", {})]),
+        ("cohere_command3", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"text": "a"}},\n    {"tool_call_id": "1", "tool_name": "f", "parameters": {}}\n]<|END_ACTION|>', [("f", {"text": "a"}), ("f", {})]),  # noqa: E501
+        ("internlm", 'Sure.<|action_start|><|plugin|>\n{"name": "f", "parameters": {"text": "Shanghai"}}<|action_end|>', [("f", {"text": "Shanghai"})]),  # noqa: E501
+        ("jamba", '<tool_calls>[\n    {"name": "f", "arguments": {"text": "a"}},\n    {"name": "f", "arguments": {}}\n]</tool_calls>', [("f", {"text": "a"}), ("f", {})]),  # noqa: E501
+        ("granite_20b_fc", '<function_call> {"name": "f", "arguments": {}} <function_call> {"name": "f", "arguments": {"text": "a"}}', [("f", {}), ("f", {"text": "a"})]),  # noqa: E501
+        ("hermes", '<tool_call>{"type": "function", "name": "f", "arguments": {}}</tool_call>', [("f", {})]),
+        ("hermes", '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {}}}</tool_call>', [("f", {})]),  # noqa: E501
         ("openai", '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"text": "a"}', [("f", {"text": "a"})]),  # noqa: E501
     ],
 )  # fmt: skip
@@ -250,11 +310,11 @@ def test_ways_that_models_also_write(family: str, text: str, calls: list[tuple[s
         ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"name": "two words", "arguments": {}}</tool_call>'),
         ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>' % ("9" * 5000)),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": %s}}</tool_call>' % ("[" * 5000)),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {}]</tool_call>'),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {"x": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {"x": 1e999}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {"x": %s}}</tool_call>' % ("9" * 5000)),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {"x": %s}}</tool_call>' % ("[" * 5000)),
+        ("hermes", '<tool_call>{"name": "unknown", "arguments": {}]</tool_call>'),
         ("hermes", "<tool_call>f</tool_call>"),
         ("llama3_json", '{"name": "unknown", "parameters": {}}'),
         ("llama4_pythonic", "[f(1)]"),
@@ -275,6 +335,33 @@ def test_malformed_calls_are_text(family: str, text: str) -> None:
     good = WRITERS[family]([("f", {"text": "a"})])
     if not list_tool_formats()[family].bare_at_start and not text.endswith("[" * 9):
         assert parse(make_parser(family), list(f"{text}\n{good}"))[2][-1:] == [("f", {"text": "a"})]
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "arguments", "content"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', '{"x": NaN}', ""),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1]}}</tool_call> b', '{"x": 1', "]}}</tool_call> b"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}]</tool_call>', "{}", "]</tool_call>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}, "id": {"a": "}"}}</tool_call>c', "{}", "c"),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "a"}, {"x": 1}] d', "{}", ', {"x": 1}] d'),
+        ("mistral_v11", '[TOOL_CALLS]f[ARGS]{"x": (1}', '{"x": (1}', ""),
+        ("openai", '<|channel|>commentary to=functions.f<|message|>{"x": }}', '{"x": }', "}"),
+    ],
+)
+def test_a_call_that_was_certain_and_goes_on_otherwise(family: str, text: str, arguments: str, content: str) -> None:
+    """What was sent of it stays, and the rest is text."""
+    for pieces in ([text], list(text), [text[:40], text[40:]]):
+        parser = make_parser(family)
+        deltas = [*map(parser.push, pieces), parser.finish()]
+        assert "".join(delta.content for delta in deltas) == content
+        assert "".join(call.arguments for delta in deltas for call in delta.tool_calls) == arguments
+
+
+@pytest.mark.parametrize("family", ["mistral", "hermes"])
+def test_an_empty_list_is_no_call(family: str) -> None:
+    text = f"{list_tool_formats()[family].begins[0]}[] a"
+    assert parse(make_parser(family), list(text)) == (text, "", [])
 
 
 def test_half_of_a_surrogate_pair_is_escaped() -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from server.text.tool_parsers.calls import merge_calls
 from server.text.tool_parsers.formats import list_tool_formats
 from server.text.tool_parsers.harmony import HarmonyParser
 from server.text.tool_parsers.message_parser import MessageDelta, MessageParser
@@ -153,10 +154,20 @@ WRITERS: dict[str, Write] = {
     "hermes": write_objects("<tool_call>\n", "\n</tool_call>", "\n"),
     "functionary_v31_llama3": write_each("<function=", ">", "</function>", ""),
     "llama4_pythonic": write_python("", ""),
+    "cohere_command3": lambda calls: (
+        "<|START_ACTION|>"
+        + dump([{"tool_call_id": "0", "tool_name": name, "parameters": given} for name, given in calls])
+        + "<|END_ACTION|>"
+    ),
+    "internlm": write_objects("<|action_start|><|plugin|>\n", "<|action_end|>", "\n", "parameters"),
+    "longcat": write_objects("<longcat_tool_call>\n", "\n</longcat_tool_call>", "\n"),
+    "jamba": write_list("<tool_calls>", "</tool_calls>"),
+    "granite_20b_fc": write_objects("<function_call> ", "", "\n"),
     "llama3_json": write_objects("", "", "; ", "parameters"),
 }
 TAGGED = {"deepseek_v32", "minimax_m2", "glm45", "seed_oss", "qwen3_coder"}  # values are text between tags
 PYTHONIC = {"lfm2", "llama4_pythonic"}  # names are those of Python
+IN_PARTS = WRITERS.keys() - TAGGED - PYTHONIC  # whose arguments are passed on in parts
 
 
 def make_parser(family: str, reasoning: str | None = None, **how: Any) -> MessageParser:
@@ -167,11 +178,20 @@ def make_parser(family: str, reasoning: str | None = None, **how: Any) -> Messag
 
 def merge(deltas: Sequence[MessageDelta]) -> tuple[str, str, list[tuple[str, Any]]]:
     """Return content, reasoning and calls."""
-    calls = [call for delta in deltas for call in delta.tool_calls]
+    assert all(len({call.number for call in delta.tool_calls}) == len(delta.tool_calls) for delta in deltas)
+    calls = merge_calls(call for delta in deltas for call in delta.tool_calls)
     assert [call.number for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls)
     texts = "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas)
-    return *texts, [(call.name, json.loads(call.arguments)) for call in calls]
+    return *texts, [(call.name, read_arguments(call.arguments)) for call in calls]
+
+
+def read_arguments(text: str) -> Any:
+    """Return the arguments of a call; as text, if they were cut off."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def parse(parser: MessageParser, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, Any]]]:

@@ -25,7 +25,7 @@ class ResponseTool(Body):
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Ignored[bool] = None
+    strict: bool | None = Field(None, description="whether the arguments of a call are always by the schema")
 
     @model_validator(mode="wrap")
     @classmethod
@@ -34,8 +34,8 @@ class ResponseTool(Body):
         return handler(value)
 
     def make_chat_tool(self) -> dict[str, Any]:
-        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
+        function = self.model_dump(exclude={"type"}, exclude_none=True)
+        return {"type": "function", "function": function}
 
 
 class ReasoningOptions(Body):

@@ -32,24 +32,78 @@ def _encode_event(event: Json) -> bytes:
     return data + b"\nevent: " + str(event["type"]).encode()
 
 
-class _OpenItem:
-    """The item that a stream is adding text to: reasoning, or a message."""
+class _OpenText:
+    """The reasoning or the message that a stream is adding text to."""
 
     def __init__(self, kind: str, place: int) -> None:
         self.kind = kind
         self.place = place
         self.text = ""
         self.id = _make_id("rs" if kind == "reasoning" else "msg")
+        self._further: Json = {} if kind == "reasoning" else {"logprobs": []}
+        self._name = "reasoning_text" if kind == "reasoning" else "output_text"
 
-    def make_part(self) -> Json:
+    def open(self) -> list[Json]:
+        """Return the events that begin the item."""
+        item = self._make_item("in_progress", [])
+        added = {"type": "response.output_item.added", "output_index": self.place, "item": item}
+        return [added, self._make_event("content_part.added", part=self._make_part())]
+
+    def extend(self, text: str) -> list[Json]:
+        """Add text; return the events of doing so."""
+        self.text += text
+        return [self._make_event(f"{self._name}.delta", delta=text, **self._further)]
+
+    def close(self, status: str) -> tuple[Json, list[Json]]:
+        """Return the item as it is at its end, and the events that end it."""
+        part = self._make_part()
+        events = [
+            self._make_event(f"{self._name}.done", text=self.text, **self._further),
+            self._make_event("content_part.done", part=part),
+        ]
+        return self._make_item(status, [part]), events
+
+    def _make_event(self, name: str, **fields: Any) -> Json:
+        place = {"item_id": self.id, "output_index": self.place, "content_index": 0}
+        return {"type": f"response.{name}", **place, **fields}
+
+    def _make_part(self) -> Json:
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
-    def make_item(self, status: str, content: list[Json]) -> Json:
+    def _make_item(self, status: str, content: list[Json]) -> Json:
         if self.kind == "reasoning":
             return {"type": "reasoning", "id": self.id, "summary": [], "content": content, "status": status}
         return {"type": "message", "id": self.id, "role": "assistant", "content": content, "status": status}
+
+
+class _OpenCall:
+    """The call that a stream is adding arguments to."""
+
+    kind = "function_call"
+
+    def __init__(self, call: ToolCall, place: int) -> None:
+        self.place = place
+        self.text = ""
+        self._item = {"type": self.kind, "id": _make_id("fc"), "call_id": call.id, "name": call.name}
+        self._where = {"item_id": self._item["id"], "output_index": place}
+
+    def open(self) -> list[Json]:
+        """Return the events that begin the item."""
+        item = self._item | {"arguments": "", "status": "in_progress"}
+        return [{"type": "response.output_item.added", "output_index": self.place, "item": item}]
+
+    def extend(self, text: str) -> list[Json]:
+        """Add to the arguments; return the events of doing so."""
+        self.text += text
+        return [{"type": "response.function_call_arguments.delta", **self._where, "delta": text}] if text else []
+
+    def close(self, status: str) -> tuple[Json, list[Json]]:
+        """Return the item as it is at its end, and the events that end it."""
+        done = {"name": self._item["name"], "arguments": self.text}
+        event = {"type": "response.function_call_arguments.done", **self._where, **done}
+        return self._item | {"arguments": self.text, "status": status}, [event]
 
 
 class _ResponseWriter:
@@ -59,13 +113,13 @@ class _ResponseWriter:
         self._body = body
         self._number = 0  # of the next event
         self._items: list[Json] = []  # those that are complete
-        self._open: _OpenItem | None = None
+        self._open: _OpenText | _OpenCall | None = None
 
     def make_whole(self, deltas: Sequence[OutputDelta], generation: Generation[ChatRequest]) -> Json:
         """Return the whole response."""
         (delta,) = deltas
         self._add_parts(delta)
-        self._close(_find_status(delta.finish_reason))
+        self._close(_find_status(delta.finish_reason), [])
         return self._make_response(generation, delta.finish_reason)
 
     def make_events(self, delta: OutputDelta | None, generation: Generation[ChatRequest]) -> list[Json]:
@@ -79,7 +133,7 @@ class _ResponseWriter:
         events += self._add_parts(delta)
         if delta.finish_reason is not None:
             status = _find_status(delta.finish_reason)
-            events += self._close(status)
+            self._close(status, events)
             response = self._make_response(generation, delta.finish_reason)
             events.append({"type": f"response.{status}", "response": response})
         for event in events:
@@ -91,66 +145,39 @@ class _ResponseWriter:
     def _add_parts(self, delta: OutputDelta) -> list[Json]:
         """Add the parts of a delta to the response's items; return the events of doing so."""
         events: list[Json] = []
+        for call in delta.tool_calls:
+            if not call.id:  # goes on with the call before, which text of the same delta follows
+                assert isinstance(self._open, _OpenCall), "a part of a call follows its first part"
+                events += self._open.extend(call.arguments)
         for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
             if text:
                 events += self._add_text(kind, text)
         for call in delta.tool_calls:
-            events += self._close("completed") + self._add_call(call)
+            if call.id:
+                place = self._close("completed", events)
+                events += self._begin(_OpenCall(call, place), call.arguments)
         return events
 
     def _add_text(self, kind: str, text: str) -> list[Json]:
         events: list[Json] = []
-        if self._open is None or self._open.kind != kind:
-            events += self._close("completed")
-            self._open = _OpenItem(kind, len(self._items))
-            item = self._open.make_item("in_progress", [])
-            events.append({"type": "response.output_item.added", "output_index": self._open.place, "item": item})
-            events.append(self._make_part_event("content_part.added", part=self._open.make_part()))
-        self._open.text += text
-        name = "reasoning_text.delta" if kind == "reasoning" else "output_text.delta"
-        further: Json = {} if kind == "reasoning" else {"logprobs": []}
-        return [*events, self._make_part_event(name, delta=text, **further)]
+        if self._open is not None and self._open.kind == kind:
+            return self._open.extend(text)
+        place = self._close("completed", events)
+        return events + self._begin(_OpenText(kind, place), text)
 
-    def _make_part_event(self, name: str, **fields: Any) -> Json:
-        assert self._open is not None, "a part belongs to an item"
-        place = {"item_id": self._open.id, "output_index": self._open.place, "content_index": 0}
-        return {"type": f"response.{name}", **place, **fields}
+    def _begin(self, item: _OpenText | _OpenCall, text: str) -> list[Json]:
+        self._open = item
+        return [*item.open(), *item.extend(text)]
 
-    def _close(self, status: str) -> list[Json]:
-        """Complete the item that is open, if there is one; return the events of doing so."""
-        if self._open is None:
-            return []
-        part = self._open.make_part()
-        item = self._open.make_item(status, [part])
-        name = "reasoning_text.done" if self._open.kind == "reasoning" else "output_text.done"
-        further: Json = {} if self._open.kind == "reasoning" else {"logprobs": []}
-        events = [
-            self._make_part_event(name, text=self._open.text, **further),
-            self._make_part_event("content_part.done", part=part),
-            {"type": "response.output_item.done", "output_index": self._open.place, "item": item},
-        ]
-        self._items.append(item)
-        self._open = None
-        return events
-
-    def _add_call(self, call: ToolCall) -> list[Json]:
-        place, item_id = len(self._items), _make_id("fc")
-        item = {"type": "function_call", "id": item_id, "call_id": call.id, "name": call.name}
-        complete = item | {"arguments": call.arguments, "status": "completed"}
-        self._items.append(complete)
-        where = {"item_id": item_id, "output_index": place}
-        begun = item | {"arguments": "", "status": "in_progress"}
-        return [
-            {"type": "response.output_item.added", "output_index": place, "item": begun},
-            {"type": "response.function_call_arguments.delta", **where, "delta": call.arguments},
-            {
-                "type": "response.function_call_arguments.done",
-                **where,
-                "name": call.name,
-                "arguments": call.arguments,
-            },
-            {"type": "response.output_item.done", "output_index": place, "item": complete},
-        ]
+    def _close(self, status: str, events: list[Json]) -> int:
+        """Complete the item that is open, if any, and append the events of that; return the place of the next item."""
+        if self._open is not None:
+            item, closing = self._open.close(status)
+            place = self._open.place
+            events += [*closing, {"type": "response.output_item.done", "output_index": place, "item": item}]
+            self._items.append(item)
+            self._open = None
+        return len(self._items)
 
     # ------------------------------------------------------------ the response
     def _make_response(self, generation: Generation[ChatRequest], finish_reason: str | None) -> Json:
@@ -171,7 +198,7 @@ class _ResponseWriter:
             "max_output_tokens": body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "tools": [{"strict": None, **tool.model_dump()} for tool in body.tools],
+            "tools": [tool.model_dump() for tool in body.tools],
             "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,

@@ -9,21 +9,31 @@ from collections.abc import Iterable
 
 from server.api.http.errors import ApiError
 from server.api.openai.generation_job import Serving
-from server.grammar.constraint import Constraint
+from server.grammar.constraint import Constraint, constrain_document
 from server.text.errors import TextRefused
 
 
-async def check_constraints(serving: Serving, constraints: Iterable[Constraint]) -> str | None:
-    """Return the Lark grammar of the one constraint of a request; None if it has none. Raises as `check_constraint`."""
+def get_constraint(constraints: Iterable[Constraint]) -> Constraint | None:
+    """Return the one constraint of a request; None if it has none. Raises ApiError for several."""
     found = list(constraints)
     if len(found) > 1:
         first, second = found[0].param, found[1].param
         raise ApiError(400, f"{second}: cannot be combined with {first}; send one of them", param=second)
-    return await check_constraint(serving, found[0]) if found else None
+    return found[0] if found else None
+
+
+async def check_document(serving: Serving, frame: str, document: Constraint, further_param: str | None) -> str:
+    """Return the grammar of a message of which a document is a part: `frame` is its grammar in Lark.
+
+    `further_param` is the field that the frame is of; None: there is none. Raises as `check_constraint`.
+    """
+    if further_param is not None:
+        await check_constraint(serving, document)  # then an error of both together is not the document's
+    return await check_constraint(serving, constrain_document(frame, document, further_param or document.param))
 
 
 async def check_constraint(serving: Serving, constraint: Constraint) -> str:
-    """Return the Lark grammar of a constraint.
+    """Return the grammar of a constraint, as the engine gets it.
 
     Raises ApiError if it is wrong, too large, not supported (the message names the keyword of a schema) or takes too
     long to check; TextUnavailable if a later attempt may succeed.

@@ -21,6 +21,8 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f'should be the JSON schema of an object, with "type": "object", not {format_value(kind)}')
     if not isinstance(properties := schema.get("properties", {}), dict):
         raise ValueError(f"properties should be an object, not {format_value(properties)}")
+    if not isinstance(required := schema.get("required", []), list):
+        raise ValueError(f"required should be a list of names, not {format_value(required)}")
     return schema
 
 
@@ -37,7 +39,7 @@ class FunctionDefinition(Body):
     description: str | None = Field(None, max_length=MAX_DESCRIPTION_LENGTH)
     parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = Field(default_factory=dict)
     returns: dict[str, Any] | None = Field(None, alias="return")  # as transformers' get_json_schema() writes it
-    strict: Ignored[bool] = None  # the arguments are not constrained
+    strict: bool | None = Field(None, description="whether the arguments of a call are always by the schema")
 
 
 class Tool(Body):

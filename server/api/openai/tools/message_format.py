@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import TypeVar
 
 from config.errors import SettingsError
-from server.text.tool_parsers.call_forms import make_call_grammar
 from server.text.tool_parsers.calls import Schemas
 from server.text.tool_parsers.formats import ToolFormat, find_tool_format, list_tool_formats
 from server.text.tool_parsers.harmony import HarmonyParser
+from server.text.tool_parsers.message_grammar import MessageOutline, ReasoningState, make_message_grammar
 from server.text.tool_parsers.message_parser import MessageParser
 from server.text.tool_parsers.reasoning import ReasoningFormat, find_reasoning_format, list_reasoning_formats
 from server.text.vocabulary import Vocabulary
@@ -56,15 +56,15 @@ class MessageFormat:
         """Return the vocabulary in which only the markers of reasoning have text."""
         return self.vocabulary.with_visible(set(self._reasoning_markers))
 
-    def make_grammar(self, schemas: Schemas, *, parallel: bool) -> str | None:
-        """Return the grammar, in the language of llguidance, of messages that are calls of these tools.
+    def make_grammar(self, message: MessageOutline) -> str | None:
+        """Return the grammar, in llguidance's Lark, of such messages; None if calls cannot be told from other text."""
+        return make_message_grammar(message, self.tools, self.reasoning, self.vocabulary.find_special_token)
 
-        None: the family has none.
-        """
-        if self.tools is None or self.tools.form is None:
-            return None
-        find, markers = self.vocabulary.find_special_token, self.tools.markers
-        return make_call_grammar(self.tools.form, schemas, parallel=parallel, token_id=find, markers=markers)
+    def find_reasoning_state(self, prompt: str) -> ReasoningState:
+        """Return whether a message that follows the prompt is within reasoning, may begin with it, or has none."""
+        if self.reasoning is None or prompt.rstrip().endswith(self.reasoning.closing):
+            return "over"
+        return "open" if self.reasoning.is_open(prompt) else "possible"
 
     @property
     def _reasoning_markers(self) -> tuple[str, ...]:
@@ -90,7 +90,7 @@ class MessageParsing:
     schemas: Schemas | None  # of the tools that the model may call; None: calls are text
     parallel: bool = True  # whether a message may have several calls
     include_reasoning: bool = True
-    begun: str = ""  # the beginning of the message, which the prompt ends with
+    has_document: bool = False  # whether a message without calls is a document, in which nothing is a call
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -102,25 +102,12 @@ class MessageParsing:
         tools = None if self.schemas is None else self.format.tools
         reasoning = self.format.reasoning
         is_harmony = any(row is not None and row.harmony for row in (tools, reasoning))
-        is_open = reasoning is not None and reasoning.is_open(prompt.removesuffix(self.begun))
         make = HarmonyParser if is_harmony else MessageParser
-        parser = make(tools, reasoning, schemas=self.schemas, parallel=self.parallel, reasoning_is_open=is_open)
-        parser.push(self.begun)
-        return parser
-
-
-def begin_call(format: MessageFormat, prompt: str, name: str | None) -> str | None:
-    """Return the text with which a message begins that calls a tool, the one of this name if there is one.
-
-    It ends the reasoning if the prompt has begun that. None: the family's format is not known well enough.
-    """
-    if format.tools is None or format.tools.form is None:
-        return None
-    return end_reasoning(format, prompt) + format.tools.form.begin(name)
-
-
-def end_reasoning(format: MessageFormat, prompt: str) -> str:
-    """Return the text that ends the reasoning that a prompt has begun; empty if it has begun none."""
-    reasoning = format.reasoning
-    is_open = reasoning is not None and not reasoning.harmony and reasoning.is_open(prompt)
-    return f"\n{reasoning.closing[0]}\n\n" if reasoning is not None and is_open else ""
+        return make(
+            tools,
+            reasoning,
+            schemas=self.schemas,
+            parallel=self.parallel,
+            reasoning_is_open=reasoning is not None and reasoning.is_open(prompt),
+            calls_come_first=self.has_document,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -127,7 +128,7 @@ def test_a_text_by_a_schema(qwen: ToolServer) -> None:
     assert answer.text.format.type == "json_schema"
     assert answer.text.format.schema_ == schema
     (submit,) = qwen.engine.all(Submit)
-    assert json.dumps(schema)[1:-1] in (submit.grammar or "")
+    assert json.dumps(schema)[1:-1] in json.loads(submit.grammar or "")["grammars"][1]["lark_grammar"]
     parsed = qwen.client.responses.parse(model="tiny", input="x", text_format=Place)
     assert parsed.output_parsed == Place(city="Bern")
 
@@ -171,3 +172,31 @@ def test_fields_of_all_generation(qwen: ToolServer) -> None:
     (submit,) = qwen.engine.all(Submit)
     assert (submit.kv_cache, submit.sampling.max_tokens, submit.sampling.temperature) == ("short", 7, 0.5)
     assert submit.sampling.logit_bias == ((5, 1.0),)
+
+
+def test_arguments_come_in_parts(qwen: ToolServer) -> None:
+    """Each item is added, extended and done before the next one begins."""
+    qwen.says(f"I look.\n{CALL} And:\n{CALL}")
+    asked: Any = {"model": "tiny", "input": "Weather?", "tools": [TOOL]}
+    whole = qwen.client.responses.create(**asked)
+    with qwen.client.responses.stream(**asked) as stream:
+        events: list[Any] = list(stream)
+    kinds = {"response.output_item.added": "+", "response.function_call_arguments.delta": "a"}
+    kinds |= {"response.output_text.delta": "t", "response.output_item.done": "-"}
+    order = "".join(kinds.get(event.type, "") for event in events)
+    assert re.fullmatch(r"\+t+-\+a{9,}-\+t+-\+a{9,}-", order), order
+    parts = [event for event in events if event.type == "response.function_call_arguments.delta"]
+    for place in (1, 3):
+        assert "".join(part.delta for part in parts if part.output_index == place) == '{"city": "Z\u00fcrich"}'
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item.arguments for item in done if item.type == "function_call"] == ['{"city": "Z\u00fcrich"}'] * 2
+    assert [item.arguments for item in whole.output if item.type == "function_call"] == ['{"city": "Z\u00fcrich"}'] * 2
+
+
+def test_a_call_that_is_cut_off(qwen: ToolServer) -> None:
+    qwen.says(CALL[:-20], "length")
+    response = qwen.client.responses.create(model="tiny", input="Weather?", tools=[TOOL])
+    (call,) = response.output
+    assert call.type == "function_call"
+    assert (response.status, call.status) == ("incomplete", "incomplete")
+    assert '{"city": "Z\u00fcrich"}'.startswith(call.arguments)

@@ -15,6 +15,7 @@ import pytest
 
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer
+from server.text.vocabulary import Vocabulary
 from tests.api.conftest import running_api
 from tests.api.fake_engine import HELLO as SMALL
 from tests.api.fake_engine import FakeEngine, generates
@@ -43,6 +44,7 @@ class ToolServer:
     engine: FakeEngine
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
+    vocabulary: Vocabulary
 
     def says(self, text: str, finish_reason: str = "stop") -> None:
         """Let the model say this, one token in each message of the engine, and then end."""
@@ -73,6 +75,7 @@ def serving_tools(template: str, **settings: Any) -> Iterator[ToolServer]:
                 engine,
                 lambda text: list(backend.encode(text, add_special_tokens=False).ids),
                 lambda ids: str(backend.decode(list(ids), skip_special_tokens=False)),
+                tokenizer,
             )
 
 

@@ -9,16 +9,14 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from config.errors import SettingsError
-from server.api.openai.tools.message_format import MessageFormat
 from server.engine.ipc.messages import FromEngine, Submit, Tokens
-from server.text.chat import ChatTemplate
-from server.text.tokenizer import Tokenizer
+from server.grammar.matcher import TokenTable, compile_grammar
 from tests.api.fake_engine import admitted, scores
-from tests.api.openai.tools.conftest import TEMPLATES, ToolServer, serving_tools
+from tests.api.openai.tools.conftest import ToolServer, serving_tools
 from tests.api.payloads import chunks_of, error_of
-from tests.text.tiny_tokenizers import byte_level
 
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -29,6 +27,7 @@ TOOL: dict[str, Any] = {
     },
 }
 OTHER: dict[str, Any] = {"type": "function", "function": {"name": "get_time", "description": "Return the time."}}
+FUNCTION = TOOL["function"]
 MESSAGES: list[Any] = [{"role": "user", "content": "What is the weather in Z\u00fcrich?"}]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Z\u00fcrich \u2603"}}\n</tool_call>'
 SECOND = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
@@ -111,10 +110,15 @@ def test_chunks_of_a_stream(qwen: ToolServer) -> None:
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Hm."
     assert "".join(delta.get("content", "") for delta in deltas) == "I look."
     calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
-    assert [(call["index"], call["type"], call["function"]["name"]) for call in calls] == [
+    first = [call for call in calls if "id" in call]
+    assert [(call["index"], call["type"], call["function"]["name"]) for call in first] == [
         (0, "function", "get_weather"),
         (1, "function", "get_time"),
     ]
+    assert all(call.keys() == {"index", "function"} for call in calls if call not in first)
+    parts = [call["function"]["arguments"] for call in calls if call["index"] == 0]
+    assert len(parts) > 9
+    assert "".join(parts) == '{"city": "Z\u00fcrich \u2603"}'
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
     assert deltas[-1] == {}
 
@@ -159,7 +163,7 @@ def test_only_the_first_call_without_parallel_calls(qwen: ToolServer) -> None:
     assert [name for name, _ in calls_of(stream(qwen, parallel_tool_calls=False).message)] == ["get_weather"]
 
 
-@pytest.mark.parametrize("text", ['<tool_call>{"name": "get_w', "<tool_call>oops</tool_call>", CALL[:-14]])
+@pytest.mark.parametrize("text", ['<tool_call>{"name": "get_w', "<tool_call>oops</tool_call>", CALL[:48]])
 @pytest.mark.parametrize("reason", ["stop", "length"])
 def test_a_malformed_call_is_text(qwen: ToolServer, text: str, reason: str) -> None:
     qwen.says(text, reason)
@@ -167,6 +171,24 @@ def test_a_malformed_call_is_text(qwen: ToolServer, text: str, reason: str) -> N
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (text, None, reason)
     chunks = chunks_of(qwen.chat(tools=[TOOL], stream=True))
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == text
+
+
+def test_a_call_that_max_tokens_cuts_off(qwen: ToolServer) -> None:
+    """As OpenAI does: its arguments are what there is of them, and the finish reason says so."""
+    qwen.says(CALL[:-20], "length")
+    for choice in (ask(qwen).choices[0], stream_choice(qwen)):
+        assert (choice.message.content or None, choice.finish_reason) == (None, "length")
+        (call,) = choice.message.tool_calls
+        assert '{"city": "Z\u00fcrich \u2603"}'.startswith(call.function.arguments)
+        assert len(call.function.arguments) > 9
+
+
+def stream_choice(server: ToolServer) -> Any:
+    """Return the choice that a stream adds up to, also if it was cut off, for which openai's helper raises."""
+    state = ChatCompletionStreamState()
+    for chunk in server.client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[TOOL], stream=True):
+        state.handle_chunk(chunk)
+    return state.current_completion_snapshot.choices[0]
 
 
 def test_a_call_before_the_end_of_the_tokens(qwen: ToolServer) -> None:
@@ -248,7 +270,7 @@ def test_a_named_tool_is_called(qwen: ToolServer) -> None:
     submits = qwen.engine.all(Submit)
     assert all(qwen.decode(each.prompt).endswith("assistant\n") for each in submits)
     assert all("get_weather" in (each.grammar or "") and "get_time" not in (each.grammar or "") for each in submits)
-    begun = '<tool_call>\n{"name": "get_weather", "arguments": {"city": '
+    begun = '<tool_call>\n{"name": "get_weather", "argume'
     qwen.says(begun, "length")
     (choice,) = ask(qwen, tool_choice=named).choices
     assert (choice.message.content, choice.finish_reason) == (begun, "length")
@@ -261,18 +283,104 @@ def test_a_call_is_required(qwen: ToolServer) -> None:
     grammar = qwen.engine.all(Submit)[0].grammar or ""
     assert "get_time" in grammar
     assert "get_weather" in grammar
+    assert accepts(qwen, f"{THOUGHT}{SECOND}"), "the model may think before"
+    assert not accepts(qwen, f"I look.\n{SECOND}")
 
 
-def test_a_text_that_is_constrained_has_no_calls(qwen: ToolServer) -> None:
-    qwen.says("{}")
-    json_object = {"response_format": {"type": "json_object"}}
-    assert qwen.chat(tools=[TOOL], tool_choice="none", **json_object).status_code == 200
-    answer = qwen.chat(tools=[TOOL], **json_object)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("response_format: cannot be combined with tools")
+def accepts(server: ToolServer, text: str) -> bool:
+    """Return whether the grammar of the last request accepts a text, of the model's own tokens."""
+    tokenizer = TokenTable(server.vocabulary).make_tokenizer()
+    grammar = server.engine.all(Submit)[-1].grammar
+    assert grammar is not None
+    matcher, tokens = compile_grammar(tokenizer, grammar), server.encode(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
-FUNCTION = TOOL["function"]
+SCHEMA = {"type": "object", "properties": {"sky": {"enum": ["clear", "grey"]}}, "required": ["sky"]}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+WRONG = CALL.replace("city", "town")
+THOUGHT = "<think>\nHm, {} or a call?\n</think>\n\n"
+
+
+@pytest.mark.parametrize("before", ["", THOUGHT])
+def test_calls_or_a_document(qwen: ToolServer, before: str) -> None:
+    """With response_format, the model writes either calls or JSON, both by their schemas."""
+    qwen.says(before + CALL)
+    for choice in (ask(qwen, response_format=FORMAT).choices[0], stream(qwen, response_format=FORMAT)):
+        assert calls_of(choice.message) == [("get_weather", {"city": "Z\u00fcrich \u2603"})]
+        assert choice.finish_reason == "tool_calls"
+    for text in (CALL, SECOND, f"{CALL}\n{SECOND}", '{"sky": "grey"}'):
+        assert accepts(qwen, before + text), text
+    for text in ("", "It snows.", WRONG, '{"sky": "red"}', '{"sky": "grey"}' + CALL):
+        assert not accepts(qwen, before + text), text
+    document = '{"sky": "clear", "note": "<tool_call>{}</tool_call>"}'
+    qwen.says(before + document)
+    for choice in (ask(qwen, response_format=FORMAT).choices[0], stream(qwen, response_format=FORMAT)):
+        assert (choice.message.content, choice.finish_reason) == (document, "stop")
+        assert not choice.message.tool_calls
+
+
+def test_a_document_with_tools_that_may_not_be_called(qwen: ToolServer) -> None:
+    qwen.says('{"sky": "grey"}')
+    ask(qwen, response_format=FORMAT, tool_choice="none")
+    assert accepts(qwen, '{"sky": "grey"}')
+    assert not accepts(qwen, CALL)
+
+
+def test_errors_of_a_document_and_of_tools_name_their_field(qwen: ToolServer) -> None:
+    bad: Any = {"not": {"type": "string"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": bad}}}}
+    format = {"type": "json_schema", "json_schema": {"name": "x", "schema": bad}}
+    for body, param in (
+        ({"response_format": format, "tools": [TOOL]}, "response_format"),
+        ({"response_format": FORMAT, "tools": [tool]}, "tools"),
+        ({"response_format": format}, "response_format"),
+    ):
+        error = error_of(qwen.chat(**body))
+        assert (error["param"], error["code"]) == (param, "invalid_grammar")
+        assert "not" in error["message"]
+
+
+def test_a_document_after_reasoning(qwen: ToolServer) -> None:
+    """The grammar leaves the reasoning free; a prompt that has ended it allows no other."""
+    qwen.says(f'{THOUGHT}{{"sky": "grey"}}')
+    choice = ask(qwen, response_format=FORMAT, tools=openai.NOT_GIVEN).choices[0]
+    assert (choice.message.content, choice.message.reasoning) == ('{"sky": "grey"}', "Hm, {} or a call?")
+    assert accepts(qwen, f'{THOUGHT}{{"sky": "grey"}}')
+    assert accepts(qwen, '{"sky": "grey"}')
+    assert not accepts(qwen, f"{THOUGHT}It snows.")
+    qwen.says('{"sky": "grey"}')
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert ask(qwen, response_format=FORMAT, extra_body=off).choices[0].message.content == '{"sky": "grey"}'
+    assert not accepts(qwen, f'{THOUGHT}{{"sky": "grey"}}')
+    assert accepts(qwen, '{"sky": "grey"}')
+
+
+def test_a_document_after_reasoning_that_the_prompt_has_begun() -> None:
+    """What the model writes first is reasoning, so the document cannot be there."""
+    with serving_tools("deepseek_r1_distill") as server:
+        server.says('Hm.\n</think>\n\n{"sky": "grey"}')
+        asked: Any = {"model": "tiny", "messages": MESSAGES, "response_format": FORMAT}
+        message: Any = server.client.chat.completions.create(**asked).choices[0].message
+        assert (message.reasoning, message.content) == ("Hm.", '{"sky": "grey"}')
+        assert accepts(server, 'Hm.\n</think>\n\n{"sky": "grey"}')
+        assert not accepts(server, '{"sky": "grey"}')
+
+
+def test_strict_tools(qwen: ToolServer) -> None:
+    """A grammar lets the model write what it wants, until it begins a call."""
+    strict = {"type": "function", "function": FUNCTION | {"strict": True}}
+    qwen.says(f"I look.\n{CALL}")
+    response = qwen.chat(tools=[strict, OTHER])
+    assert "x-ignored-fields" not in response.headers
+    assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+    for text in ("", "It snows.", f"{THOUGHT}I look.\n{CALL} and\n{SECOND}", CALL):
+        assert accepts(qwen, text), text
+    for text in (WRONG, f"I look: {WRONG}", f"{CALL}{WRONG}", "<tool_call>"):
+        assert not accepts(qwen, text), text
+    for body in ({"tools": [strict], "tool_choice": "none"}, {"tools": [TOOL]}):
+        assert qwen.chat(**body).is_success
+        assert qwen.engine.all(Submit)[-1].grammar is None
 
 
 @pytest.mark.parametrize(
@@ -288,6 +396,7 @@ FUNCTION = TOOL["function"]
         ({"tools": [{"type": "function", "function": {"name": "f", "parametrs": {}}}]}, "tools[0].function.parametrs", "did you mean parameters"),  # noqa: E501
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters", "dictionary"),  # noqa: E501
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools[0].function.parameters", "schema of an object"),  # noqa: E501
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"required": 5}}}]}, "tools[0].function.parameters", "list of names"),  # noqa: E501
         ({"tool_choice": "sometimes"}, "tool_choice", "should be"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "should be"),
         ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice", "none of the tools"),
@@ -339,25 +448,6 @@ def test_messages_that_are_refused(qwen: ToolServer, messages: list[Any], words:
     assert response.status_code == 400
     assert words in error_of(response)["message"]
     assert qwen.chat(messages=[*MESSAGES, called(), ANSWER], tools=[TOOL]).is_success
-
-
-def test_a_grammar_names_the_special_tokens_of_the_vocabulary() -> None:
-    backend = byte_level()
-    backend.add_special_tokens(["<tool_call>"])
-    template = ChatTemplate({"default": (TEMPLATES / "qwen3.jinja").read_text()}, {})
-    format = MessageFormat.choose(Tokenizer(backend, template), "auto", "auto")
-    grammar = format.make_grammar({"f": {}}, parallel=True)
-    assert grammar is not None
-    assert f"<[{backend.token_to_id('<tool_call>')}]>" in grammar
-    assert '</tool_call>"' in grammar, "this is no token of the vocabulary"
-    assert MessageFormat.choose(Tokenizer(backend, template), "off", "auto").make_grammar({}, parallel=True) is None
-
-
-def test_strict_is_named_as_without_effect(qwen: ToolServer) -> None:
-    qwen.says(CALL)
-    response = qwen.chat(tools=[{"type": "function", "function": FUNCTION | {"strict": True}}])
-    assert response.is_success
-    assert response.headers["x-ignored-fields"] == "tools.function.strict"
 
 
 def test_models_without_tools() -> None:

@@ -1,0 +1,73 @@
+"""Writes the rules of a grammar in llguidance's dialect of Lark, piece by piece. Knows neither messages nor models."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from server.grammar.constraint import BOUNDED_WHITESPACE, add_json_options
+
+ANY_TEXT = "TEXT"  # the terminal of a text without special tokens
+ANY_TEXT_BODY = r"/(.|\n)*/"
+
+
+class GrammarRules:
+    """The rules of one grammar. A method that adds a rule returns the name by which others refer to it."""
+
+    def __init__(self, markers: Iterable[str], find_token: Callable[[str], int | None]) -> None:
+        """Start without rules.
+
+        `find_token` returns the id of a marker that is a special token, which rules then name instead of its text.
+        """
+        found = {marker: find_token(marker) for marker in markers}
+        self._special = {marker: token for marker, token in found.items() if token is not None}
+        self._pattern = "|".join(map(re.escape, sorted(found, key=len, reverse=True)))
+        self._rules: dict[str, str] = {}
+
+    def quote(self, text: str) -> str:
+        """Return a text as strings of the grammar, and special tokens.
+
+        Each marker is a string by itself: a text that goes on otherwise after a marker is only recognised if the two
+        ways have the same first string, as llguidance's lexer goes for the longest one and does not return.
+        """
+        parts = re.split(f"({self._pattern})", text) if self._pattern else [text]
+        return " ".join(
+            f"<[{self._special[part]}]>" if part in self._special else quote_string(part) for part in parts if part
+        )
+
+    def is_special(self, marker: str) -> bool:
+        """Return whether a marker is a special token."""
+        return marker in self._special
+
+    def add(self, name: str, body: str) -> str:
+        """Add a rule."""
+        self._rules[name] = body
+        return name
+
+    def add_json(self, name: str, schema: Mapping[str, Any]) -> str:
+        """Add the rule of JSON that a schema accepts."""
+        return self.add(name, f"%json {json.dumps(add_json_options(schema, BOUNDED_WHITESPACE), ensure_ascii=False)}")
+
+    def add_text(self) -> str:
+        """Add the rule of any text without special tokens."""
+        return self.add(ANY_TEXT, ANY_TEXT_BODY)
+
+    def add_text_until(self, name: str, markers: Iterable[str]) -> str:
+        """Add the rule of a text up to the first of these markers, and the marker."""
+        markers, text = list(markers), self.add_text()
+        plain = [quote_string(marker) for marker in markers if not self.is_special(marker)]
+        ways = [f"{text} {self.quote(marker)}" for marker in markers if self.is_special(marker)]
+        if plain:
+            ways.append(self.add(f"{name}_plain[lazy]", f"{text} ({' | '.join(plain)})").removesuffix("[lazy]"))
+        return self.add(name, " | ".join(ways))
+
+    def write(self, start: str) -> str:
+        """Return the grammar, of which `start` is the first rule."""
+        return "\n".join([f"start: {start}", *(f"{name}: {body}" for name, body in self._rules.items())]) + "\n"
+
+
+def quote_string(text: str) -> str:
+    """Return a text as a string of the grammar."""
+    return json.dumps(text, ensure_ascii=False)

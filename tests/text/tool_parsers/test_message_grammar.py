@@ -1,0 +1,203 @@
+"""Grammars of messages: llguidance accepts what each family writes, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from server.grammar.constraint import JSON_OBJECT, constrain_document, constrain_to_schema
+from server.grammar.lark import write_lark
+from server.text.tool_parsers.formats import TOOL_FORMATS, list_tool_formats
+from server.text.tool_parsers.message_grammar import Content, MessageOutline, ReasoningState, make_message_grammar
+from server.text.tool_parsers.reasoning import list_reasoning_formats
+from tests.text.tool_parsers.writers import PYTHONIC, SCHEMAS, TAGGED, WRITERS, dump, make_parser, parse
+
+llguidance: Any = pytest.importorskip("llguidance", reason="grammars are checked with llguidance")
+
+FAMILIES = sorted(row.name for row in TOOL_FORMATS)
+families = pytest.mark.parametrize("family", FAMILIES)
+TOOLS = {
+    "get_weather": {**SCHEMAS["get_weather"], "required": ["city", "days"], "additionalProperties": False},
+    "f": {"type": "object", "properties": {"text": {"type": "string"}}, "additionalProperties": False},
+}
+
+
+def make_grammar(
+    family: str,
+    content: Content,
+    *,
+    schemas: Any = TOOLS,
+    parallel: bool = True,
+    reasoning: ReasoningState = "over",
+    reasoning_parser: str = "qwen3",
+    find_token: Callable[[str], int | None] = lambda marker: None,
+) -> str | None:
+    """Return the grammar as the engine gets it, in which a document is a JSON object."""
+    message = MessageOutline(content, schemas, parallel, reasoning)
+    row = list_tool_formats()[family]
+    thoughts = list_reasoning_formats()["openai_gptoss" if row.harmony else reasoning_parser]
+    frame = make_message_grammar(message, row, thoughts, find_token)
+    if frame is None or "document" not in content:
+        return frame
+    document = constrain_document(frame, constrain_to_schema(JSON_OBJECT, ""), "")
+    return write_lark(document.kind, document.text)
+
+
+def accepts(grammar: str | None, text: str) -> bool:
+    assert grammar is not None
+    tokenizer = llguidance.LLTokenizer("byte")
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    assert not matcher.get_error(), f"{matcher.get_error()} in {grammar}"
+    tokens = tokenizer.tokenize_str(text)
+    return bool(
+        matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+    )
+
+
+def write(family: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
+    if family in PYTHONIC:  # the values as JSON writes them, which the parser takes, too
+        each = [f"{name}({', '.join(f'{key}={dump(value)}' for key, value in given.items())})" for name, given in calls]
+        form = list_tool_formats()[family].form
+        return f"{form.before}[{', '.join(each)}]{form.after}"
+    text = WRITERS[family](calls)
+    if family == "phi4_mini_json":  # which writes lists after either of two markers
+        text = text.replace("functools", "<|tool_call|>") + "<|/tool_call|>"
+    return text
+
+
+EVERY: dict[str, Any] = {"city": 'Z\u00fcrich <b> "a"', "days": -3, "share": 0.5, "exact": True}
+EVERY |= {"places": [{"x": [1]}], "options": None}
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("get_weather", EVERY),
+    ("get_weather", {"city": "", "days": 1}),
+    ("get_weather", {"city": "a", "days": 1, "options": None}),
+    ("f", {}),
+]
+
+
+# ---------------------------------------------------------------- calls alone
+@families
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_a_grammar_admits_what_the_family_writes(family: str, call: tuple[str, dict[str, Any]]) -> None:
+    text = write(family, [call])
+    assert accepts(make_grammar(family, "calls"), text), text
+    assert accepts(make_grammar(family, "calls", parallel=False), text), text
+    assert parse(make_parser(family), [text])[2] == [call]
+
+
+@families
+@pytest.mark.parametrize("content", ["calls", "calls or document"])
+def test_it_admits_nothing_else(family: str, content: Content) -> None:
+    grammar = make_grammar(family, content)
+    good = write(family, [("get_weather", {"city": "Rome", "days": 1})])
+    assert accepts(grammar, good)
+    for wrong in ("", "Hello!", good[:-1], good.replace("get_weather", "get_time"), good.replace("city", "town")):
+        assert not accepts(grammar, wrong) or wrong == good[:-1].rstrip() or json.loads(wrong), wrong
+    if family != "llama3_json" or content == "calls":  # whose calls are JSON objects, as documents are
+        assert not accepts(grammar, write(family, [("get_weather", {"city": "Rome", "days": "many"})]))
+        assert not accepts(grammar, write(family, [("get_weather", {"days": 1})]))
+
+
+@families
+def test_white_space_in_arguments_has_an_end(family: str) -> None:
+    if family not in TAGGED | PYTHONIC:
+        text = write(family, [("get_weather", {"city": "Rome", "days": 1})])
+        wide = text.replace('"days": 1', '"days":' + " " * 99 + "1")
+        assert wide != text
+        assert not accepts(make_grammar(family, "calls"), wide)
+
+
+@families
+def test_texts_of_a_list(family: str) -> None:
+    """Also where arguments are texts between tags."""
+    for schema in ({"enum": ["a", "b<"]}, {"type": "string", "enum": ["a", "b<"]}):
+        tools = {"f": {"type": "object", "properties": {"text": schema}, "required": ["text"]}}
+        grammar = make_grammar(family, "calls", schemas=tools)
+        assert accepts(grammar, write(family, [("f", {"text": "b<"})]))
+        assert not accepts(grammar, write(family, [("f", {"text": "c"})]))
+        assert not accepts(grammar, write(family, [("f", {})]))
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "deepseek_v31"])
+@pytest.mark.parametrize("content", ["calls", "text with calls"])
+def test_markers_that_are_special_tokens_are_named(family: str, content: Content) -> None:
+    row = list_tool_formats()[family]
+    ids = {marker: 200 + number for number, marker in enumerate(row.markers)}
+    grammar = make_grammar(family, content, find_token=ids.get)
+    assert grammar is not None
+    assert f"<[{ids[row.begins[0]]}]>" in grammar
+    assert row.begins[0] not in grammar
+    assert not llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0).get_error()
+
+
+# ---------------------------------------------------------------- calls or a document, calls within a text
+@families
+def test_calls_or_a_document(family: str) -> None:
+    grammar = make_grammar(family, "calls or document")
+    final = "<|channel|>final<|message|>" if list_tool_formats()[family].harmony else ""
+    for call in CALLS:
+        assert accepts(grammar, write(family, [call]))
+    for document in ("{}", '{"a": "<tool_call>"}'):
+        assert accepts(grammar, final + document)
+        assert not accepts(grammar, f"{final}{document} {write(family, [('f', {})])}")
+    assert not accepts(grammar, f"{final}[]")
+    assert accepts(make_grammar(family, "document"), final + "{}")
+    assert not accepts(make_grammar(family, "document"), write(family, [("f", {})])) or family == "llama3_json"
+
+
+@families
+def test_calls_within_a_text(family: str) -> None:
+    if family == "llama4_pythonic":
+        assert make_grammar(family, "text with calls") is None
+        return
+    grammar, single = make_grammar(family, "text with calls"), make_grammar(family, "text with calls", parallel=False)
+    is_harmony = list_tool_formats()[family].harmony
+    final = "<|channel|>final<|message|>" if is_harmony else ""
+    for text in ("", "Hello.", "<tool> { [ functions"):
+        assert accepts(grammar, final + text), text
+        assert accepts(single, final + text), text
+    before = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant" if is_harmony else "I look.\n"
+    for call in CALLS:
+        assert accepts(grammar, before + write(family, [call])), call
+        assert accepts(single, before + write(family, [call])), call
+    wrong = write(family, [("get_weather", {"city": "Rome", "days": "many"})])
+    assert not accepts(grammar, before + wrong)
+    assert not accepts(single, before + wrong)
+    if not is_harmony:
+        one, other = before + write(family, [CALLS[0]]), write(family, [CALLS[3]])
+        assert accepts(grammar, f"{one} And: {other} So.")
+        assert not accepts(grammar, f"{one} And: {wrong}")
+        assert accepts(single, f"{one} And: {wrong}"), "of which nothing is returned"
+
+
+# ---------------------------------------------------------------- reasoning
+@pytest.mark.parametrize("name", [row for row in list_reasoning_formats() if row not in ("openai_gptoss", "gpt_oss")])
+def test_reasoning_before_a_document(name: str) -> None:
+    row = list_reasoning_formats()[name]
+    for closing in row.closing:
+        thought = f"Hm, {{}} or <b>.\n{closing}\n\n"
+        opened = make_grammar("hermes", "document", reasoning="open", reasoning_parser=name)
+        assert accepts(opened, thought + "{}")
+        assert not accepts(opened, "{}")
+        assert not accepts(opened, thought + "no")
+        over = make_grammar("hermes", "document", reasoning="over", reasoning_parser=name)
+        assert accepts(over, "{}")
+        assert not accepts(over, thought + "{}")
+        possible = make_grammar("hermes", "document", reasoning="possible", reasoning_parser=name)
+        assert accepts(possible, "{}")
+        for opening in row.opening:
+            assert accepts(possible, f"{opening}{thought}{{}}")
+            assert not accepts(possible, f"{opening}{thought}x")
+
+
+@pytest.mark.parametrize("content", ["calls", "calls or document"])
+def test_reasoning_before_calls(content: Content) -> None:
+    call = write("hermes", [CALLS[0]])
+    assert accepts(make_grammar("hermes", content, reasoning="possible"), call)
+    assert accepts(make_grammar("hermes", content, reasoning="possible"), f"<think>\nHm.\n</think>\n\n{call}")
+    assert accepts(make_grammar("hermes", content, reasoning="open"), f"\nHm.\n</think>\n\n{call}")
+    harmony = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{write('openai', [CALLS[0]])}"
+    assert accepts(make_grammar("openai", content), harmony)
