@@ -44,10 +44,14 @@ struct Bf16Blocks {
     unroll<L>([&](auto i) { Vec(block[i]).store(to + i * DEPTH); });
   }
 
+  struct Pairs {
+    __m512i even, odd;
+  };
+
   // Arranges chunk c of two values [dim] by pairs of numbers that have the same place: returns those of even places,
   // and of odd ones.
   template <typename KV>
-  static std::pair<__m512i, __m512i> pair_chunk(const KV* first, const KV* second, int64_t c, int64_t dim) {
+  static Pairs pair_chunk(const KV* first, const KV* second, int64_t c, int64_t dim) {
     constexpr __mmask32 ODD = 0xAAAAAAAA;
     const __m512i a = numbers(first, c, dim), b = numbers(second, c, dim);
     return {_mm512_mask_blend_epi16(ODD, a, _mm512_slli_epi32(b, 16)),
