@@ -42,7 +42,7 @@ class Bf16AttentionHead : Bf16Blocks {
     for (int64_t r = 0; r < rows.count; ++r) position_[r] = rows.position(r);
   }
 
-  // Stores `query` [k.dim] as query row number r, in the layout of tile registers.
+  // Stores `query` [k.dim] as query row number r, in the layout of blocks (Bf16Blocks).
   void set_query(int64_t r, const Number* query) {
     for (int64_t c = 0; c < chunks_; ++c)
       _mm512_store_si512(q_ + ((r / L * chunks_ + c) * L + r % L) * DEPTH, numbers(query, c, k_dim_));
@@ -118,8 +118,8 @@ class Bf16AttentionHead : Bf16Blocks {
     }
   }
 
-  // Returns whether the numbers that are multiplied by the weights of a tile are finite. int8 numbers
-  // are, and weights of 0 are not multiplied by scales.
+  // Returns whether the numbers that are multiplied by the weights of a tile are finite. int8 numbers are,
+  // and weights of 0 are not multiplied by scales.
   bool finite_values(const Keys<Kept, TILE>::Tile& found) const {
     if constexpr (SCALED) return true;
     const __m512i exponent = _mm512_set1_epi16(0x7F80);
@@ -173,7 +173,7 @@ class Bf16AttentionHead : Bf16Blocks {
     return mask_.latest(newest(first)).begin <= tile && tile + TILE <= oldest(first) + 1;
   }
 
-  // Transposes the keys of a tile into tile registers' layout, [TILE / 16][chunks][16 pairs of numbers][16 keys][2].
+  // Transposes the keys of a tile into blocks, [TILE / 16][chunks][16 pairs of numbers][16 keys][2].
   void transpose_keys(const Kept* const* keys, int64_t end) {
     for (int64_t j = 0; j < end; j += L)
       for (int64_t c = 0; c < chunks_; ++c) {
@@ -183,7 +183,7 @@ class Bf16AttentionHead : Bf16Blocks {
   }
 
   // Arranges values by pairs of keys, [TILE / 32][width / 16][16 pairs of keys][16 numbers][2]; of 32 numbers, the even
-  // ones come first. Always fills whole tile registers: values beyond the last key are multiplied, too, by weights of
+  // ones come first. Always fills whole blocks: values beyond the last key are multiplied, too, by weights of
   // 0.
   void pair_values(const Kept* const* values, int64_t end) {
     const int64_t columns = width_ / L;
@@ -298,8 +298,8 @@ class Bf16AttentionHead : Bf16Blocks {
   PrefetchQueue queue_;
   std::optional<Keys<Kept, TILE>> next_;  // the keys and values that this thread reads next, if known
   int64_t next_at_ = 0;
-  alignas(
-      64) Number q_[ROWS * MAX_DIM];  // [rows / 16][chunks][16 rows][32]; rows after the last one are not initialised
+  // [rows / 16][chunks][16 rows][32]; rows after the last one are not initialised
+  alignas(64) Number q_[ROWS * MAX_DIM];
   alignas(64) Number k_[TILE * MAX_DIM];
   alignas(64) Number v_[TILE * MAX_DIM];
   alignas(64) Number p_[L * TILE];                     // weights of 16 rows
