@@ -62,6 +62,15 @@ class Child:
         self.watchdog.check_heartbeat()
         return self.watchdog.silent_seconds
 
+    def is_stopped(self) -> bool:
+        """Return whether the process is stopped by SIGSTOP or a debugger."""
+        assert self.process is not None, self.name
+        assert self.process.pid is not None, self.name
+        try:
+            return _is_stopped(psutil.Process(self.process.pid))
+        except psutil.Error:  # it has just ended
+            return False
+
     def reap(self) -> tuple[int | None, str]:
         """Clean up after a process that has ended; return its exit code and a description of how it ended."""
         assert self.process is not None, self.name
@@ -111,10 +120,14 @@ def describe_exit(exitcode: int | None) -> str:
     return f"killed by {name}" + (" (by the system, if memory ran out)" if name == "SIGKILL" else "")
 
 
+def _is_stopped(process: psutil.Process) -> bool:
+    return process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+
+
 def _explain_silence(pid: int, stacks: Path) -> list[str]:
     try:
         process = psutil.Process(pid)
-        if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+        if _is_stopped(process):
             return ["it was stopped, by SIGSTOP or a debugger"]
         process.send_signal(child_process.DUMP_SIGNAL)
         lines = _read_stacks(stacks)

@@ -140,7 +140,8 @@ class StrategyCalls:
     def __init__(self, context: SpawnContext, instances: Sequence[str]) -> None:
         self._instances = list(instances)
         self.running: Any = context.RawArray("Q", 1)  # in shared memory
-        self._seen, self._seen_at = 0, 0.0  # in the supervisor: the latest value, and since when it has been seen
+        # in the supervisor: the latest value, the seconds for which it has been seen, and when it was last looked at
+        self._seen, self._seconds, self._checked_at = 0, 0.0, monotonic()
 
     # ------------------------------------------------------------ the engine
     def encode_methods(self, instance: str) -> Mapping[str, int]:
@@ -149,16 +150,24 @@ class StrategyCalls:
         return {method: first + i for i, method in enumerate(self.METHODS)}
 
     # ------------------------------------------------------------ the supervisor
-    def find_stuck(self, timeout: float) -> StuckCall | None:
-        """Return the running call if this process has seen it for `timeout` seconds; call this often."""
+    def find_stuck(self, timeout: float, interval: float) -> StuckCall | None:
+        """Return the running call if this process has seen it for `timeout` seconds.
+
+        Call this every `interval` seconds. As in `Watchdog`, a longer pause counts as two intervals: after a suspension
+        of the machine no call has had the time to return.
+        """
         running, now = self.running[0], monotonic()
-        if running != self._seen:
-            self._seen, self._seen_at = running, now
-        code, seconds = running % NUM_CODES, now - self._seen_at
-        if not code or seconds < timeout:
+        passed, self._checked_at = min(now - self._checked_at, 2 * interval), now
+        self._seconds = self._seconds + passed if running == self._seen else 0.0
+        self._seen, code = running, running % NUM_CODES
+        if not code or self._seconds < timeout:
             return None
         instance, method = divmod(code - 1, len(self.METHODS))
-        return StuckCall(self._instances[instance], self.METHODS[method], seconds)
+        return StuckCall(self._instances[instance], self.METHODS[method], self._seconds)
+
+    def restart_timer(self) -> None:
+        """Measure the time of the running call anew, as the engine could not go on until now."""
+        self._seconds = 0.0
 
 
 class EngineStatus:

@@ -173,10 +173,16 @@ class Supervisor:
         self._recovery.extend_if_late()
 
     def _check_strategy_calls(self) -> None:
-        """Kill the engine if a strategy's call does not return, and note that the next engine must not use it."""
+        """Kill the engine if a strategy's call does not return, and note that the next engine must not use it.
+
+        An engine that is stopped (SIGSTOP, a debugger) is not the strategy's fault: the watchdog alone deals with it.
+        """
         assert self._calls is not None
-        stuck = self._calls.find_stuck(self._settings.strategy_timeout)
+        stuck = self._calls.find_stuck(self._settings.strategy_timeout, self._check_interval)
         if stuck is None or self._engine.kill_reason:
+            return
+        if self._engine.is_stopped():
+            self._calls.restart_timer()
             return
         instance, method, seconds = stuck
         log.error("cache strategy %r: %s() did not return for %.1f s; the engine is killed", instance, method, seconds)

@@ -109,6 +109,17 @@ def engine_in_a_call(settings: Settings, socket_path: str, status: Any, restarts
     engine(settings, socket_path, status, restarts)
 
 
+def engine_stopped_in_a_call(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
+    """Stop in a strategy's plan() in the first process; print what later ones must not use."""
+    say(f"without {status.disabled}")
+    if not restarts:
+        status.send({"ready": READY})
+        status.beat()
+        enter(status.calls, "short", "plan")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    engine(settings, socket_path, status, restarts)
+
+
 def engine_always_in_a_call(settings: Settings, socket_path: str, status: Any, restarts: int) -> None:
     """Beat, but never return from a call of the first strategy that is not disabled."""
     name = next(name for name in settings.strategies if name not in status.disabled)

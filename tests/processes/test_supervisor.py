@@ -288,6 +288,16 @@ def test_a_call_of_a_strategy_that_does_not_return_disables_the_strategy(start: 
     assert server.process.wait() == 0
 
 
+def test_a_stopped_engine_does_not_disable_the_strategy_it_was_in(start: Start) -> None:
+    """Stopping is not the strategy's fault, so the next engine uses the strategy again."""
+    server = start("engine_stopped_in_a_call", watchdog=3.0)
+    server.read_until("without {}")
+    server.read_until("engine had no heartbeat for . s and is killed; it was stopped, by SIGSTOP", "without {}")
+    server.signal(signal.SIGTERM)
+    assert "did not return" not in "".join([*server.seen, server.rest()])
+    assert server.process.wait() == 0
+
+
 def test_the_last_strategy_is_not_disabled(start: Start) -> None:
     server = start("engine_always_in_a_call")
     server.read_until(
