@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 
 from server.profiling.running import sigterm_as_ctrl_c
-from tools.bench.peers.measure import measure_servers
+from tools.bench.peers.measure import measure_decoding, measure_servers
 from tools.bench.peers.report import PeerReport, as_json, as_text, read_measurements
 from tools.bench.peers.servers import prepare_kvmux, prepare_llama_cpp, prepare_vllm
 from tools.bench.peers.workloads import DEFAULT_WORKLOADS, WORKLOADS
@@ -49,6 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"workloads of `kvmux bench` (default: {' '.join(DEFAULT_WORKLOADS)})",
     )
     add("--turns", type=int, default=2, help="times that each server is started and measured (default: 2)")
+    add(
+        "--decode-turns",
+        type=int,
+        default=0,
+        metavar="N",
+        help="further turns of the rows between two tokens, after prompts that servers find cached (default: none)",
+    )
     add("--earlier", type=Path, metavar="FILE", help="JSON of an earlier run on this machine, whose turns are added")
     add("--folder", type=parse_folder, default=peers_folder(), help="folder of servers (default: in the user's cache)")
     add("--models", type=parse_folder, default=cache_folder(), help="folder of models (default: in the user's cache)")
@@ -56,8 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--json", type=Path, metavar="FILE", help="write all measurements to this file as JSON")
     add("--docs", type=Path, metavar="FOLDER", help=f"write the tables into {BENCHMARKS} of this folder")
     options = parser.parse_args(arguments)
-    if options.turns < 1:
-        parser.error("--turns should be at least 1")
+    if min(options.turns, options.decode_turns) < 0 or not options.turns + options.decode_turns:
+        parser.error("--turns and --decode-turns should be at least 0, and one of them at least 1")
     if options.docs and (set(options.peers) < PEERS.keys() or not set(DEFAULT_WORKLOADS) <= set(options.rows)):
         parser.error("--docs: the document shows all servers and rows; leave --peers and --rows out")
     with sigterm_as_ctrl_c(), status_line() as show_status:
@@ -97,11 +104,16 @@ def run(options: argparse.Namespace, show_status: Callable[[str], None]) -> Peer
     try:
         for measurement in measure_servers(programs, workloads, options.turns, show_status):
             measurements.append(replace(measurement, turn=turns + measurement.turn))
+        turns += options.turns
+        decoded = workloads if options.decode_turns else []
+        for measurement in measure_decoding(programs, decoded, options.decode_turns, show_status):
+            measurements.append(replace(measurement, turn=turns + measurement.turn))
         complete = True
     except KeyboardInterrupt:  # also SIGTERM
         if not measurements:
             raise
-    return PeerReport(date, turns + options.turns, workloads, programs, missing, measurements, complete)
+    turns = max(each.turn for each in measurements)
+    return PeerReport(date, turns, workloads, programs, missing, measurements, complete)
 
 
 if __name__ == "__main__":

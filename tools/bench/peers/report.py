@@ -53,7 +53,9 @@ def as_text(report: PeerReport) -> str:
 
 
 def _format_heading(report: PeerReport) -> str:
-    turns = "one turn" if report.turns == 1 else f"medians of {report.turns} turns"
+    fewest = min((len(report.find(name, row)) for row in report.rows for name in report.names), default=report.turns)
+    several = f"{fewest} to {report.turns}" if 0 < fewest < report.turns else f"{report.turns}"
+    turns = "one turn" if report.turns == 1 else f"medians of {several} turns"
     return (
         f"{report.date.date().isoformat()}: {read_processor_name()}, {psutil.cpu_count()} processors, {turns}. In "
         "brackets the share of the limit of the same minute; the column of limits has their median."

@@ -44,12 +44,14 @@ def compute_needs(workloads: Iterable[str]) -> ServerNeeds:
     return ServerNeeds(max(each.arrivals.max_concurrency or 1 for each in named), tokens + SPARE_TOKENS)
 
 
-def run_workload(url: str, workload: str, name: str, timeout: float = WORKLOAD_TIMEOUT) -> Results:
+def run_workload(
+    url: str, workload: str, name: str, timeout: float = WORKLOAD_TIMEOUT, seed: int | None = None
+) -> Results:
     """Run a workload once and return its results. Raises RunError if a request fails, or an answer has a wrong length.
 
-    Answers of kvmux are those of its default strategy. `name` names the server.
+    Answers of kvmux are those of its default strategy. `name` names the server. The same `seed` gives the same prompts.
     """
-    flags = ["--workload", workload, "--rounds", "1"]
+    flags = ["--workload", workload, "--rounds", "1", *([] if seed is None else ["--seed", str(seed)])]
     results = run_bench(url, [*flags, "--strategies", DEFAULT_STRATEGY] if name == "kvmux" else flags, timeout)
     if any(each["not_of_asked_length"] for each in results):
         raise RunError("answers do not have the requested length")

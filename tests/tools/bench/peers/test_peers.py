@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -20,7 +21,7 @@ from server.profiling.running import RunError
 from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench.peers import __main__ as command
 from tools.bench.peers import measure, workloads
-from tools.bench.peers.measure import PeerMeasurement, measure_servers
+from tools.bench.peers.measure import PeerMeasurement, measure_decoding, measure_servers
 from tools.bench.peers.report import PeerReport, as_json, as_text, format_cell
 from tools.bench.peers.servers import prepare_kvmux
 from tools.bench.peers.workloads import compute_needs, list_rows, run_workload
@@ -33,6 +34,7 @@ from tools.peers import programs
 from tools.peers.installer import Installer, InstallError
 from tools.peers.programs import ServerNeeds, ServerProgram, StartCommand, run_program
 
+FOUND_TOKENS = "kvmux_prefix_cache_hits_total"
 SPEEDS = Speeds(20e9, 1e12)
 
 
@@ -89,6 +91,42 @@ def test_kvmux_is_measured_beside_a_server_that_does_not_start(folder: Path) -> 
         f"turn {turn} of 2: {name}, starting"
         for turn, name in ((1, "kvmux"), (1, "broken"), (2, "broken"), (2, "kvmux"))
     ]
+    assert find_children() <= others
+
+
+@pytest.mark.alone
+@pytest.mark.usefixtures("short")
+def test_decoding_is_measured_on_running_servers_with_the_same_prompts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others, cached, ran = find_children(), [], []  # prompt tokens that were found, and the servers, of each run
+
+    def observe(url: str, workload: str, name: str, **flags: Any) -> workloads.Results:
+        results = run_workload(url, workload, name, **flags)
+        metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+        cached.append(sum(float(line.split()[-1]) for line in metrics.splitlines() if line.startswith(FOUND_TOKENS)))
+        ran.append(name)
+        return results
+
+    monkeypatch.setattr(measure, "run_workload", observe)
+    ours = prepare_kvmux(folder / SMALL_SHAPE.name)
+    compared = [
+        ours,
+        replace(ours, name="another kvmux"),
+        fail("broken", "print('no such model'); raise SystemExit(3)"),
+    ]
+    found = list(measure_decoding(compared, ["e8", "f"], 2, ignore))
+    assert {each.row.measure for each in found} == {"step"}, "only rows that do not depend on computing prompts"
+    assert [(each.server, each.turn) for each in found if each.server != "broken"] == [
+        ("kvmux", 1),
+        ("another kvmux", 1),
+        ("another kvmux", 2),
+        ("kvmux", 2),
+    ]
+    assert ["no such model" in each.reason for each in found if each.server == "broken"] == [True]
+    assert ran == ["kvmux", "another kvmux", *(each.server for each in found[1:])]
+    assert cached[0] == cached[1] == 0
+    assert min(cached[2:]) > 0
     assert find_children() <= others
 
 
@@ -302,7 +340,14 @@ def test_the_committed_document_has_a_place_for_the_tables() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--rows", "nothing"], ["--turns", "0"], ["--docs", ".", "--rows", "e8"], ["--docs", ".", "--peers"]]
+    "arguments",
+    [
+        ["--rows", "nothing"],
+        ["--turns", "0"],
+        ["--decode-turns", "-1"],
+        ["--docs", ".", "--rows", "e8"],
+        ["--docs", ".", "--peers"],
+    ],
 )
 def test_wrong_arguments_are_reported(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
