@@ -7,7 +7,8 @@ of the operation. Measures nothing; kernels.py does.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ QUANTIZED_BITS, QUANTIZED_GROUP = 4, 64  # what most checkpoints of MLX have
 LAYERS = [LayerSpec(KV_HEADS, HEADS, HEAD_DIM, HEAD_DIM, scale=HEAD_DIM**-0.5)] * 24
 BLOCK_SIZE = 32  # tokens
 
-
+Layout = Literal["paged", "contiguous", "ring"]
 Calls = Sequence[tuple[Any, ...]]  # the arguments of each call of one operation
 
 
@@ -201,46 +202,57 @@ def dequantize(dtype: torch.dtype, tokens: int) -> Calls:
 
 
 class Sequences:
-    """The keys and values of sequences of `context` tokens, 1 GiB in all, in blocks at random places."""
+    """The keys and values of sequences of `context` tokens, 1 GiB in all, in blocks at random places.
 
-    def __init__(self, dtype: torch.dtype, context: int) -> None:
-        per_token = compute_block_bytes(LAYERS, BLOCK_SIZE, dtype) // BLOCK_SIZE
-        self.num_sequences = max(1, -(-GIBIBYTE // (per_token * context)))
-        self.context, self.dtype = context, dtype
-        width = -(-context // BLOCK_SIZE)
-        page = compute_block_bytes(LAYERS, BLOCK_SIZE, dtype)
+    In the layout "paged" blocks have 32 tokens; in the others each sequence has one block. A "ring" keeps the latest
+    tokens of a longer sequence, and the newest one lies in the middle of its block.
+    """
+
+    def __init__(self, dtype: torch.dtype, context: int, layout: Layout = "paged", batch: int = 1) -> None:
+        """Fill memory with random keys and values, for calls with `batch` sequences each."""
+        self.context, self.dtype, self.layout, self.batch = context, dtype, layout, batch
+        self.block_size = BLOCK_SIZE if layout == "paged" else context
+        width, page = -(-context // self.block_size), compute_block_bytes(LAYERS, self.block_size, dtype)
+        self.num_sequences = -(-GIBIBYTE // (width * page * batch)) * batch
         arena = Pages(self.num_sequences * width, page)
+        self.store = KVStore(arena, LAYERS, self.block_size, dtype)
         arena.memory.view(dtype).copy_(make_random_values(arena.memory.nbytes // dtype.itemsize, dtype))
-        self.store = KVStore(arena, LAYERS, BLOCK_SIZE, dtype)
+        for plane in chain.from_iterable(map(self.store.planes, self.store.layers)):
+            if plane.scale is not None:
+                plane.scale.fill_(1.0)
         self.block_table = torch.randperm(self.num_sequences * width).int().view(self.num_sequences, width)
 
     def iter_slots(self, queries: int = 1) -> Iterator[tuple[Slots, int]]:
-        """Yield the addresses of the last `queries` tokens of each sequence, and a layer, for all layers."""
-        for sequence in range(self.num_sequences):
-            at = self.make_slots(sequence, queries)
+        """Yield the addresses of the last `queries` tokens of `batch` sequences, and a layer, for all of them."""
+        for first in range(0, self.num_sequences, self.batch):
+            at = self.make_slots(first, queries)
             yield from ((at, layer) for layer in range(len(LAYERS)))
 
-    def make_slots(self, sequence: int, queries: int) -> Slots:
+    def make_slots(self, first: int, queries: int) -> Slots:
+        """Return the addresses of the last `queries` tokens of the sequences from number `first` on."""
         assert queries <= self.context
-        start = torch.tensor([self.context - queries], dtype=torch.int32)
+        ring = self.context if self.layout == "ring" else 0
+        end = self.context + ring // 2
         return Slots(
             self.block_table,
-            BLOCK_SIZE,
-            table_row=torch.tensor([sequence], dtype=torch.int32),
-            q_start=torch.tensor([0, queries], dtype=torch.int32),
-            start=start,
-            num_decode=int(queries == 1),
+            self.block_size,
+            table_row=torch.arange(first, first + self.batch, dtype=torch.int32),
+            q_start=torch.arange(self.batch + 1, dtype=torch.int32) * queries,
+            start=torch.full((self.batch,), end - queries, dtype=torch.int32),
+            num_decode=self.batch if queries == 1 else 0,
             max_q=queries,
-            max_kv=self.context,
+            max_kv=end,
+            ring=ring,
         )
 
 
-def attend(dtype: torch.dtype, context: int, queries: int = 1) -> Calls:
-    """Return calls that attend from the last queries of one sequence each."""
-    sequences = Sequences(dtype, context)
-    q = make_random_values(queries * HEADS * HEAD_DIM, dtype).view(queries, HEADS, HEAD_DIM)
-    out = torch.empty_like(q)
-    return [(out, q, sequences.store, layer, at, LAYERS[layer]) for at, layer in sequences.iter_slots(queries)]
+def attend(dtype: torch.dtype, context: int, queries: int = 1, batch: int = 1, layout: Layout = "paged") -> Calls:
+    """Return calls that attend from the last queries of `batch` sequences each; for stored int8 these are bfloat16."""
+    sequences = Sequences(dtype, context, layout, batch)
+    rows, q_dtype = batch * queries, torch.bfloat16 if dtype is torch.int8 else dtype
+    q = make_random_values(rows * HEADS * HEAD_DIM, q_dtype).view(rows, HEADS, HEAD_DIM)
+    out, spec = torch.empty_like(q), LAYERS[0]._replace(window=context if layout == "ring" else None)
+    return [(out, q, sequences.store, layer, at, spec) for at, layer in sequences.iter_slots(queries)]
 
 
 def write_kv(dtype: torch.dtype, context: int) -> Calls:

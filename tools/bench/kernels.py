@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,16 @@ from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import OpInfo
 from server.profiling.machine import measure_fastest, measure_read_bandwidth
 from tools.bench import kernel_inputs
-from tools.bench.kernel_inputs import GIBIBYTE, LAYERS, Calls, Sequences, attend, make_random_values, pack_weights
+from tools.bench.kernel_inputs import (
+    GIBIBYTE,
+    LAYERS,
+    Calls,
+    Layout,
+    Sequences,
+    attend,
+    make_random_values,
+    pack_weights,
+)
 
 CONTEXTS = {  # tokens of the sequence; for products and sampling, rows of x or of logits
     "attend": (128, 1024, 4096, 16384),
@@ -40,6 +49,14 @@ CONTEXTS = {  # tokens of the sequence; for products and sampling, rows of x or 
 }
 DEFAULT_CONTEXTS = (512,)
 OP_NAMES = [op.full_name for op in OPS]
+
+
+class AttentionInput(NamedTuple):
+    """What a call of attend reads, besides its context and dtype."""
+
+    queries: int = 1  # of each sequence
+    batch: int = 1  # sequences
+    layout: Layout = "paged"
 
 
 class Row(NamedTuple):
@@ -59,22 +76,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = (REFERENCE, *(backend.name for backend in list_backends("cpu")), "sdpa", "sdpa+gather")
     parser.add_argument("--backend", nargs="+", choices=names, help="which backends (default: all)")
     parser.add_argument(
-        "--dtype", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32", "bfloat16"]
+        "--dtype",
+        nargs="+",
+        choices=("float32", "bfloat16", "float16", "int8"),
+        default=["float32", "bfloat16"],
+        help="int8: stored keys and values, for attend alone",
     )
     parser.add_argument("--context", type=_positive_int, nargs="+", help="tokens, or rows")
     parser.add_argument(
         "--queries", type=_positive_int, default=1, help="queries of attend, as a chunk of a prompt (default: 1)"
     )
+    parser.add_argument("--batch", type=_positive_int, default=1, help="sequences of a call of attend (default: 1)")
+    parser.add_argument(
+        "--layout", choices=get_args(Layout), default="paged", help="of attend's keys and values (default: paged)"
+    )
     parser.add_argument("--threads", type=_positive_int, help="default: torch's choice")
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     options = parser.parse_args(arguments)
+    if "int8" in options.dtype and options.op != ["attend"]:
+        parser.error("--dtype int8: stored keys and values have this dtype; add --op attend")
     if options.threads:
         torch.set_num_threads(options.threads)
     if not options.json:
         print(
             f"{'op':20} {'backend':12} {'dtype':9} {'context':>7} {'µs/call':>9} {'GB/s':>7} {'memory':>7} {'share':>6}"
         )
-    for row in measure_ops(options.op, options.backend, options.dtype, options.context, options.queries):
+    attention = AttentionInput(options.queries, options.batch, options.layout)
+    for row in measure_ops(options.op, options.backend, options.dtype, options.context, attention):
         if options.json:
             print(json.dumps(row._asdict()), flush=True)
         else:
@@ -97,16 +125,17 @@ def measure_ops(
     backend_names: Sequence[str] | None,
     dtypes: Sequence[str],
     contexts: Sequence[int] | None,
-    queries: int = 1,
+    attention: AttentionInput,
 ) -> Iterator[Row]:
-    """Measure these operations; yield a row for each backend, dtype and context. `queries` are those of attend."""
+    """Measure these operations; yield a row for each backend, dtype and context."""
     memory, backends = make_random_values(GIBIBYTE // 4, torch.float32), _load_backends(backend_names)
     for op in (op for op in OPS if op.full_name in ops):
         for dtype in dtypes:
             for context in contexts or CONTEXTS.get(op.full_name, DEFAULT_CONTEXTS):
                 print(f"\r{op.full_name}, {dtype}, {context} ...\033[K\r", end="", file=sys.stderr, flush=True)
-                sdpa = queries == 1 and (backend_names is None or "sdpa" in backend_names)
-                for run in _make_runs(op, getattr(torch, dtype), context, queries, backends, sdpa=sdpa):
+                sdpa = attention == AttentionInput() and dtype != "int8"
+                sdpa = sdpa and (backend_names is None or "sdpa" in backend_names)
+                for run in _make_runs(op, getattr(torch, dtype), context, attention, backends, sdpa=sdpa):
                     bandwidth = measure_read_bandwidth(memory)
                     seconds = measure_fastest(run.run_once)
                     speed = run.num_bytes / seconds
@@ -148,9 +177,9 @@ def _load_backends(backend_names: Sequence[str] | None) -> Mapping[str, Ops]:
 
 
 def _make_runs(
-    op: OpInfo, dtype: torch.dtype, context: int, queries: int, backends: Mapping[str, Ops], *, sdpa: bool
+    op: OpInfo, dtype: torch.dtype, context: int, attention: AttentionInput, backends: Mapping[str, Ops], *, sdpa: bool
 ) -> Iterator[Run]:
-    calls = attend(dtype, context, queries) if op.name == "attend" else kernel_inputs.make_calls(op, dtype, context)
+    calls = attend(dtype, context, *attention) if op.name == "attend" else kernel_inputs.make_calls(op, dtype, context)
     size = sum(op.count_bytes(*call) for call in calls)
     for name, ops in backends.items():
         packed = [pack_weights(ops, op.name, call) for call in calls]

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 from itertools import product
+from typing import get_args
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from kernels import backends as loading
 from kernels.backends import REFERENCE, list_backends
 from kernels.cpu.library import find_memory_reader
 from kernels.device import KernelsMissing
 from kernels.ops import Ops
+from kernels.reference.backend import ReferenceOps
+from kernels.selfcheck.op_db import OPS
+from kernels.store import Plane, compute_vector_bytes
+from kernels.types import Slots
 from tools.bench import kernel_inputs
 from tools.bench import kernels as bench
 
@@ -39,9 +46,36 @@ def test_every_operation_has_a_row_for_every_backend(capsys: pytest.CaptureFixtu
 
 def test_attention_is_measured_over_chunks_of_a_prompt_too(capsys: pytest.CaptureFixture[str]) -> None:
     chunk = ["--op", "attend", "--backend", "reference", "sdpa", "--dtype", "float32", "--context", "40", "--json"]
-    bench.main([*chunk, "--queries", "40"])
+    bench.main([*chunk, "--queries", "40", "--batch", "2", "--layout", "contiguous"])
     (row,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert (row["op"], row["backend"], row["context"]) == ("attend", "reference", 40)
+
+
+@pytest.mark.parametrize("layout", get_args(kernel_inputs.Layout))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_attention_reads_whole_sequences_in_each_layout(layout: kernel_inputs.Layout, dtype: torch.dtype) -> None:
+    """One query, and every stored number is seen: the result is torch's, of the keys in whatever order."""
+    out, q, store, layer, at, spec = kernel_inputs.attend(dtype, 64, batch=3, layout=layout)[-1]
+    ReferenceOps().attend(out, q, store, layer, at, spec)
+    k, v = (_read_planes(plane, at) for plane in store.planes(layer))  # [3, H, 64, D]
+    expected = F.scaled_dot_product_attention(q.float()[:, :, None], k, v, scale=spec.scale, enable_gqa=True)
+    torch.testing.assert_close(
+        out.float(), expected[:, :, 0], atol=2e-2 if dtype is not torch.float32 else 1e-5, rtol=1e-2
+    )
+    (op,) = (op for op in OPS if op.full_name == "attend")
+    assert op.count_bytes(out, q, store, layer, at, spec) == 3 * 64 * 2 * 2 * compute_vector_bytes(64, dtype)
+
+
+def _read_planes(plane: Plane, at: Slots) -> Tensor:
+    blocks = at.table[at.table_row].long()  # [3, blocks]
+    numbers = plane.numbers.float() if plane.scale is None else plane.numbers * plane.scale[..., None]
+    return numbers[blocks].transpose(1, 2).flatten(2, 3)
+
+
+@pytest.mark.parametrize("flags", [["--dtype", "int8"], ["--layout", "rows"], ["--batch", "0"]])
+def test_wrong_flags_are_refused(flags: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(flags)
 
 
 def test_what_is_missing_is_reported_once_on_a_line_of_its_own(
