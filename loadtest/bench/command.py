@@ -95,7 +95,7 @@ async def run_benchmark(options: BenchOptions, workloads: Sequence[Workload]) ->
                 bars.advance(task, int(counts))
                 return outcome
 
-            measuring = Rounds(strategies, server.vocabulary, seed, rounds, send, show_status)
+            measuring = Rounds(strategies, server.vocabulary, seed, rounds, send, show_status, options.warm_up)
             for workload in fitted:
                 figures |= await measuring.measure(workload)
     return BenchReport(

@@ -71,6 +71,7 @@ class BenchOptions:
     shared_tokens: int | None = None
     max_tokens: int | None = None
     seed: int | None = None
+    warm_up: bool = True
     body: Mapping[str, Any] = field(default_factory=dict)
     json: Path | None = None
 
@@ -147,6 +148,12 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         type=_non_negative_int,
         metavar="N",
         help="seed of the random prompts (default: a new one each time, so that no cache has the prompts)",
+    )
+    add(
+        "--warm-up",
+        action=argparse.BooleanOptionalAction,
+        help="send a few requests that are not measured first (the default); without them, a server that has run the "
+        "same workload with the same --seed finds all its prompts cached",
     )
 
 

@@ -34,12 +34,13 @@ class Rounds:
     # sends a request; arguments: model name, request, whether the progress bar counts it
     send: Callable[[str, BenchRequest, bool], Awaitable[Outcome]]
     show_status: Callable[[str], None]  # called with a text that describes the current measurement
+    warms_up: bool = True  # send a few unmeasured requests first
 
     async def measure(self, workload: Workload) -> dict[Key, Figures]:
         """Measure a workload; return the figures of each of its phases under each strategy."""
         figures = {Key(workload.name, phase, name): Figures() for phase in workload.phases for name in self.strategies}
         for models in self.strategies.values():
-            if len(models) == 1:
+            if self.warms_up and len(models) == 1:
                 await self._warm_up(workload, models)
         for number in range(self.rounds):
             for name in rotate(list(self.strategies), number):

@@ -21,7 +21,9 @@ ROUNDS = 4
 Sent = list[tuple[str, BenchRequest, bool]]
 
 
-def measured(workload: Drawn, **more: list[str]) -> tuple[dict[Key, Figures], Sent, list[str]]:
+def measured(
+    workload: Drawn, *, warms_up: bool = True, **more: list[str]
+) -> tuple[dict[Key, Figures], Sent, list[str]]:
     """Return the figures, the requests by model, and the status messages."""
     sent: Sent = []
     told: list[str] = []
@@ -31,7 +33,7 @@ def measured(workload: Drawn, **more: list[str]) -> tuple[dict[Key, Figures], Se
         await asyncio.sleep(0)
         return Outcome(request.max_tokens, float(len(sent)), Reply([len(sent) + 1.0], len(sent) + 2.0))
 
-    rounds = Rounds(STRATEGIES | more, make_vocabulary([300, 9999]), 7, ROUNDS, send, told.append)
+    rounds = Rounds(STRATEGIES | more, make_vocabulary([300, 9999]), 7, ROUNDS, send, told.append, warms_up)
     return asyncio.run(rounds.measure(workload)), sent, told
 
 
@@ -58,6 +60,12 @@ def test_warming_up_is_short_and_not_counted() -> None:
     assert len(warm_up) == 8 * len(STRATEGIES)
     assert {ask.max_tokens for _, ask in warm_up} == {MAX_WARM_UP_TOKENS}
     assert [counts for _, _, counts in sent].index(True) == len(warm_up)
+
+
+def test_without_warming_up_every_request_is_measured() -> None:
+    _, sent, _ = measured(NAMED_WORKLOADS["c8"], warms_up=False)
+    assert all(counts for _, _, counts in sent)
+    assert len(sent) == ROUNDS * NAMED_WORKLOADS["c8"].requests * len(STRATEGIES)
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(512, 8), (4096, 4), (16_384, 1), (100_000, 1)])

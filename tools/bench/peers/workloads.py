@@ -49,9 +49,11 @@ def run_workload(
 ) -> Results:
     """Run a workload once and return its results. Raises RunError if a request fails, or an answer has a wrong length.
 
-    Answers of kvmux are those of its default strategy. `name` names the server. The same `seed` gives the same prompts.
+    Answers of kvmux are those of its default strategy. `name` names the server. The same `seed` gives the same prompts,
+    and no others are sent before them, so that a server that has computed them finds them all.
     """
-    flags = ["--workload", workload, "--rounds", "1", *([] if seed is None else ["--seed", str(seed)])]
+    repeated = [] if seed is None else ["--seed", str(seed), "--no-warm-up"]
+    flags = ["--workload", workload, "--rounds", "1", *repeated]
     results = run_bench(url, [*flags, "--strategies", DEFAULT_STRATEGY] if name == "kvmux" else flags, timeout)
     if any(each["not_of_asked_length"] for each in results):
         raise RunError("answers do not have the requested length")
