@@ -3,6 +3,7 @@
 #   make serve ARGS="--port 9000"        any flag of `kvmux serve`
 #   make test ARGS="tests/cli -x"        any argument of pytest
 #   make fuzz SECONDS=60                 seconds to run, if no test fails before
+#   make test THOROUGH_SHARE=1           all tests with thousands of cases, not a share of them drawn anew in each run
 #   make test PROCESSES=4                processes for the tests that may run side by side; 0: one, for debuggers
 #   make install PYTHON=python3.12       the Python for the virtual environment
 #   make install PIP_ARGS="..."          further arguments of every pip install
@@ -16,6 +17,7 @@ PIP_ARGS ?=
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
 PROCESSES ?= 2
+THOROUGH_SHARE ?= 0.25
 SECONDS ?= 600
 URL ?= http://127.0.0.1:8000
 
@@ -43,8 +45,8 @@ install: $(VENV)/.base  ## make the virtual environment and install the server
 serve: $(VENV)/.base  ## serve the embedded model, or as ARGS says
 	$(VENV)/bin/kvmux serve $(ARGS)
 
-test: $(VENV)/.with-test  ## run the tests
-	$(call PYTEST,not slow and not ray and not alone,-n $(PROCESSES) --dist loadfile)
+test: $(VENV)/.with-test  ## run the tests; of those with thousands of cases a share, another one in each run
+	$(call PYTEST,not slow and not ray and not alone,-n $(PROCESSES) --dist loadfile --thorough-share $(THOROUGH_SHARE))
 	$(call PYTEST,not slow and not ray and alone)
 
 test-fast: $(VENV)/.with-test  ## run the tests that take two minutes together, for daily work

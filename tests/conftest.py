@@ -6,7 +6,6 @@ And which of them want the machine for themselves, while the others run in two p
 import gc
 import os
 import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ ALONE = (
     "test_logs.py",
     "tools/torture",
 )
-# Folders and files of tests with thousands of cases.
+# Folders and files of tests with thousands of cases; `--thorough-share` runs a part of them, another one in each run.
 THOROUGH = (
     "cache_strategies/test_arena.py",
     "contract",
@@ -46,6 +45,12 @@ THOROUGH = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
+    parser.addoption(
+        "--thorough-share",
+        type=float,
+        default=1.0,
+        help="share of the tests marked `thorough` that run, drawn by --seed (default: 1, all of them)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -53,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tests = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(tests)
@@ -61,6 +66,17 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
             item.add_marker(pytest.mark.alone)
         if any(path.is_relative_to(each) for each in THOROUGH):
             item.add_marker(pytest.mark.thorough)
+    left_out = [item for item in items if item.get_closest_marker("thorough") and not _is_drawn(config, item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _is_drawn(config: pytest.Config, item: pytest.Item) -> bool:
+    """Return whether a thorough test runs. A test that is named on the command line does."""
+    named = any("::" in argument for argument in config.args)
+    share = config.option.thorough_share
+    return named or random.Random(f"{config.option.seed} {item.nodeid} drawn").random() < share
 
 
 def pytest_collection_finish() -> None:

@@ -55,6 +55,23 @@ def test_each_run_draws_anew_and_with_a_seed_the_same() -> None:
     assert drawn("--seed=7") == drawn("--seed=7")
 
 
+def test_a_share_of_the_thorough_tests_is_drawn_by_the_seed() -> None:
+    file = "tests/cache_strategies/test_arena.py"
+
+    def collect(target: str, *arguments: str) -> set[str]:
+        code, printed = run("pytest", target, "--collect-only", "--verbose", "--verbose", *arguments)
+        assert code == 0, printed
+        return {*re.findall(r"<Function (.*)>", printed)}
+
+    every = collect(file)
+    first, again, other = (collect(file, "--thorough-share", "0.5", "--seed", seed) for seed in ("7", "7", "8"))
+    assert first == again
+    assert first < every
+    assert first != other < every
+    one = min(every - first)
+    assert collect(f"{file}::{one}", "--thorough-share", "0") == {one}, "a named test always runs"
+
+
 def test_fuzzing_ends_in_time_and_passes_where_nothing_fails(tmp_path: Path) -> None:
     arguments = ("--seconds", "1", "--seed", "5", BROKEN, f"--corpus={tmp_path}")
     code, printed = run("tests.fuzzing", *arguments, **{MENDED: "1"})
