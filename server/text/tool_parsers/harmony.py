@@ -12,7 +12,7 @@ import re
 
 from server.text.tool_parsers.message_parser import MessageParser
 from server.text.tool_parsers.source import NotACall, Reading
-from server.text.tool_parsers.syntaxes import read_arguments
+from server.text.tool_parsers.syntaxes.json_calls import read_arguments
 
 HEADERS = ("<|start|>", "<|channel|>")
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

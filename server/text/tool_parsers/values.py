@@ -72,6 +72,14 @@ def convert_text(text: str, key: str, schema: Mapping[str, Any]) -> Any:
     return text if "string" in types else value
 
 
+def convert_quoted_text(text: str, key: str, schema: Mapping[str, Any]) -> Any:
+    """Return the value of a text that was marked as one: it stays a text unless the parameter cannot be one."""
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and "string" in find_types(properties.get(key), schema):
+        return text
+    return convert_text(text, key, schema)
+
+
 def _get_type(value: Any) -> str:
     return next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), "null")
 
@@ -88,17 +96,31 @@ def find_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
         given = each.get("type")
         if named := {name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)}:
             types |= named
-        elif isinstance(options := each.get("enum", [each["const"]] if "const" in each else None), list):
+        elif options := list_options(each):
             types |= {_get_type(option) for option in options}
         elif isinstance(reference := each.get("$ref"), str):
-            todo.append(_resolve(reference, root))
+            todo.append(resolve_reference(reference, root))
         else:
             lists = [each.get(name) for name in ("anyOf", "oneOf", "allOf")]
             todo += [part for parts in lists if isinstance(parts, list) for part in parts]
     return types
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+def list_parameters(schema: Mapping[str, Any]) -> list[tuple[int, str, bool]]:
+    """Return for each parameter its number, its name, and whether it is required."""
+    required = schema.get("required", ())
+    return [(number, key, key in required) for number, key in enumerate(schema.get("properties", {}))]
+
+
+def list_options(schema: Any) -> list[Any]:
+    """Return the values that a schema lists as the only ones; none if it lists none."""
+    if not isinstance(schema, Mapping):
+        return []
+    options = [schema["const"]] if "const" in schema else schema.get("enum")
+    return options if isinstance(options, list) else []
+
+
+def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
     """Return the part of a schema that a reference such as "#/$defs/Place" names; None if there is none."""
     found: Any = root
     for name in reference.removeprefix("#/").split("/"):

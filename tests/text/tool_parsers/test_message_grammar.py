@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from server.grammar.lark import write_lark
 from server.text.tool_parsers.formats import TOOL_FORMATS, list_tool_formats
 from server.text.tool_parsers.message_grammar import Content, MessageOutline, ReasoningState, make_message_grammar
 from server.text.tool_parsers.reasoning import list_reasoning_formats
-from tests.text.tool_parsers.writers import PYTHONIC, SCHEMAS, TAGGED, WRITERS, dump, make_parser, parse
+from tests.text.tool_parsers.writers import GEMMA, PYTHONIC, SCHEMAS, TAGGED, WRITERS, dump, make_parser, parse
 
 llguidance: Any = pytest.importorskip("llguidance", reason="grammars are checked with llguidance")
 
@@ -61,7 +62,7 @@ def write(family: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     if family in PYTHONIC:  # the values as JSON writes them, which the parser takes, too
         each = [f"{name}({', '.join(f'{key}={dump(value)}' for key, value in given.items())})" for name, given in calls]
         form = list_tool_formats()[family].form
-        return f"{form.before}[{', '.join(each)}]{form.after}"
+        return form.before + form.between.join(each) + form.after
     text = WRITERS[family](calls)
     if family == "phi4_mini_json":  # which writes lists after either of two markers
         text = text.replace("functools", "<|tool_call|>") + "<|/tool_call|>"
@@ -103,7 +104,7 @@ def test_it_admits_nothing_else(family: str, content: Content) -> None:
 
 @families
 def test_white_space_in_arguments_has_an_end(family: str) -> None:
-    if family not in TAGGED | PYTHONIC:
+    if family not in TAGGED | PYTHONIC | GEMMA:
         text = write(family, [("get_weather", {"city": "Rome", "days": 1})])
         wide = text.replace('"days": 1', '"days":' + " " * 99 + "1")
         assert wide != text
@@ -116,7 +117,8 @@ def test_texts_of_a_list(family: str) -> None:
     for schema in ({"enum": ["a", "b<"]}, {"type": "string", "enum": ["a", "b<"]}):
         tools = {"f": {"type": "object", "properties": {"text": schema}, "required": ["text"]}}
         grammar = make_grammar(family, "calls", schemas=tools)
-        assert accepts(grammar, write(family, [("f", {"text": "b<"})]))
+        written = write(family, [("f", {"text": "b<"})])
+        assert accepts(grammar, re.sub(r"<!\[CDATA\[(.*)]]>", r"\1", written))  # MiniCPM's parser also takes it plain
         assert not accepts(grammar, write(family, [("f", {"text": "c"})]))
         assert not accepts(grammar, write(family, [("f", {})]))
 
@@ -150,7 +152,7 @@ def test_calls_or_a_document(family: str) -> None:
 
 @families
 def test_calls_within_a_text(family: str) -> None:
-    if family == "llama4_pythonic":
+    if family in ("llama4_pythonic", "xlam"):  # whose calls begin as any text may
         assert make_grammar(family, "text with calls") is None
         return
     grammar, single = make_grammar(family, "text with calls"), make_grammar(family, "text with calls", parallel=False)

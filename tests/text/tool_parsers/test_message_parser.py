@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from server.text.tool_parsers.formats import TOOL_FORMATS, list_tool_formats
 from server.text.tool_parsers.reasoning import list_reasoning_formats
-from tests.text.tool_parsers.writers import IN_PARTS, PYTHONIC, SCHEMAS, TAGGED, WRITERS, make_parser, parse
+from tests.text.tool_parsers.writers import GEMMA, IN_PARTS, PYTHONIC, SCHEMAS, TAGGED, WRITERS, make_parser, parse
 
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FAMILIES = sorted(WRITERS)
@@ -37,10 +37,26 @@ TYPED = st.fixed_dictionaries(
 )
 
 
+BARE_KEYS = st.text(st.sampled_from("ab_\u00e9-."), min_size=1, max_size=4)
+BARE = st.recursive(
+    st.none() | st.booleans() | st.integers() | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(BARE_KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def has_no_quote(calls: list[tuple[str, dict[str, Any]]]) -> bool:
+    """Return whether no text has one of Gemma's quotes, for which there is no escape."""
+    return '<|"|>' not in repr(calls).replace("\\", "")
+
+
 def calls_of(family: str) -> st.SearchStrategy[list[tuple[str, dict[str, Any]]]]:
     """Return random calls that the family can write."""
     if family in TAGGED:  # a value is text, and its type is the schema's
         one = st.tuples(st.just("get_weather"), TYPED) | st.tuples(st.just("f"), st.fixed_dictionaries({"text": WORDS}))
+    elif family in GEMMA:
+        one = st.tuples(st.sampled_from(sorted(SCHEMAS)), st.dictionaries(BARE_KEYS, BARE, max_size=3))
+        return st.lists(one, min_size=1, max_size=3).filter(has_no_quote)
     elif family in PYTHONIC:
         one = st.tuples(st.sampled_from(["get_weather", "f"]), TYPED)
     else:
