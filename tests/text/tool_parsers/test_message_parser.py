@@ -233,7 +233,7 @@ def test_what_arguments_may_be(family: str) -> None:
     every["options"] = None
     (call,) = parse(make_parser(family), [WRITERS[family]([("get_weather", every)])])[2]
     assert call == ("get_weather", every)
-    assert [type(value) for value in call[1].values()] == [type(value) for value in every.values()]
+    assert {key: type(value) for key, value in call[1].items()} == {key: type(value) for key, value in every.items()}
 
 
 @families
@@ -311,6 +311,7 @@ def test_python_calls_after_reasoning() -> None:
         ("granite_20b_fc", '<function_call> {"name": "f", "arguments": {}} <function_call> {"name": "f", "arguments": {"text": "a"}}', [("f", {}), ("f", {"text": "a"})]),  # noqa: E501
         ("hermes", '<tool_call>{"type": "function", "name": "f", "arguments": {}}</tool_call>', [("f", {})]),
         ("hermes", '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {}}}</tool_call>', [("f", {})]),  # noqa: E501
+        ("openai", ' to=functions.f<|channel|>commentary json<|message|>{"text": "a"}<|call|>', [("f", {"text": "a"})]),
         ("openai", '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"text": "a"}', [("f", {"text": "a"})]),  # noqa: E501
     ],
 )  # fmt: skip
