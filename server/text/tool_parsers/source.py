@@ -41,7 +41,11 @@ class TextSource:
 
     def push(self, piece: str) -> None:
         """Add text."""
-        self._text += piece
+        text, self._text = self._text, ""
+        text += (
+            piece  # Python extends a string in place if nothing else refers to it: a long call is not copied each time
+        )
+        self._text = text
 
     def find(self, markers: tuple[str, ...]) -> tuple[int, str] | None:
         """Return the index of the first of these markers that was not read, and the marker; None if there is none."""

@@ -12,6 +12,7 @@ from server.text.tool_parsers.source import MAX_DEPTH, NotACall, Reading, TextSo
 from server.text.tool_parsers.values import load_json
 
 _WORDS = {"None": None, "True": True, "False": False}  # of Python, which some chat templates write
+_SIGNS = frozenset("{}[],<>")  # of the notation; they are not in keys
 
 
 def read_gemma(quote: str) -> Syntax:
@@ -38,34 +39,38 @@ class _ValueReader:
     def read_members(self) -> Reading[dict[str, Any]]:
         """Read the members of an object, and the bracket that closes it."""
         members: dict[str, Any] = {}
-        while (yield from self._is_within("}")):
+        while (yield from self._has_more("}", is_first=not members)):
             key = yield from self._read_key()
             members[key] = yield from self._read_value()
         return members
 
     def _read_items(self) -> Reading[list[Any]]:
         items: list[Any] = []
-        while (yield from self._is_within("]")):
+        while (yield from self._has_more("]", is_first=not items)):
             items.append((yield from self._read_value()))
         return items
 
-    def _is_within(self, closing: str) -> Reading[bool]:
-        """Read the comma between members or items, or the bracket after the last one; return whether one follows."""
+    def _has_more(self, closing: str, *, is_first: bool) -> Reading[bool]:
+        """Read the comma before another member or item, or the bracket after the last one; return which it was."""
         yield from self._source.skip_space()
         if (yield from self._source.accept(closing)) is not None:
             return False
-        yield from self._source.accept(",")
-        yield from self._source.skip_space()
+        if not is_first:
+            yield from self._source.expect(",")
+            yield from self._source.skip_space()
         return True
 
     def _read_key(self) -> Reading[str]:
-        if (yield from self._source.accept(self._quote, '"')) is None:
+        """Read a key, which may stand between quotes, and the colon after it."""
+        if (mark := (yield from self._source.accept(self._quote, '"'))) is None:
             key, _ = yield from self._source.read_until(":")
-            return key.strip()
-        key, _ = yield from self._source.read_until(self._quote, '"')
-        yield from self._source.skip_space()
-        yield from self._source.expect(":")
-        return key
+        else:
+            key, _ = yield from self._source.read_until(mark)
+            yield from self._source.skip_space()
+            yield from self._source.expect(":")
+        if not key.strip() or _SIGNS.intersection(key):
+            raise NotACall
+        return key.strip()
 
     def _read_value(self) -> Reading[Any]:
         yield from self._source.skip_space()
