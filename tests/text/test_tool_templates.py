@@ -24,7 +24,7 @@ from tests.text.tool_parsers.writers import parse
 TEMPLATES = {file.stem: file.read_text() for file in (Path(__file__).parent / "templates/tools").glob("*.jinja")}
 TEMPLATES["llama3"] = (Path(__file__).parent / "templates/llama3.jinja").read_text()
 FAMILIES = {  # the rows of tool calls and of reasoning, by template
-    "apertus": ("apertus", None),
+    "apertus": ("apertus", "apertus"),
     "apriel15": ("jamba", None),
     "apriel16": ("jamba", None),
     "deepseek_r1_distill": ("deepseek_v3", "qwen3"),
@@ -33,7 +33,7 @@ FAMILIES = {  # the rows of tool calls and of reasoning, by template
     "devstral": ("mistral_v11", None),
     "functionary31": ("functionary_v31_llama3", None),
     "functiongemma": ("functiongemma", None),
-    "gemma4": ("gemma4", None),
+    "gemma4": ("gemma4", "gemma4"),
     "gigachat3": ("gigachat3", None),
     "gigachat31": ("gigachat3", None),
     "glm47": ("glm45", "qwen3"),

@@ -135,6 +135,21 @@ def test_markers_that_are_special_tokens_are_named(family: str, content: Content
     assert not llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0).get_error()
 
 
+def test_special_tokens_within_other_markers_are_named() -> None:
+    """A token is no text for the model, also where a marker is a token and a text."""
+    grammar = make_grammar(
+        "gigachat3",
+        "calls",
+        reasoning="possible",
+        reasoning_parser="gemma4",
+        find_token={"<|channel>": 7, "<|function_call|>": 8}.get,
+    )
+    assert grammar is not None
+    assert '<[7]> "thought"' in grammar
+    assert "<[8]>" in grammar
+    assert not llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0).get_error()
+
+
 # ---------------------------------------------------------------- calls or a document, calls within a text
 @families
 def test_calls_or_a_document(family: str) -> None:

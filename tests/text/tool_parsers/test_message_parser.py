@@ -532,10 +532,19 @@ def test_a_call_ends_the_reasoning() -> None:
         ("deepseek_r1", "<|Assistant|>", True),
         ("deepseek_r1", "<|Assistant|></think>", False),
         ("mistral", "[/INST]", False),
+        ("gemma4", "<|turn>model\n", False),
+        ("gemma4", "<|turn>model\n<|channel>thought\n", True),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", False),
     ],
 )
 def test_whether_a_message_begins_within_reasoning(name: str, prompt: str, is_open: bool) -> None:
     assert list_reasoning_formats()[name].is_open(prompt) is is_open
+
+
+def test_a_message_of_gemma() -> None:
+    text = '<|channel>thought\nHm.\n<channel|><|tool_call>call:f{text:<|"|>a<|"|>}<tool_call|>'
+    for pieces in ([text], list(text)):
+        assert parse(make_parser("gemma4", "gemma4"), pieces) == ("", "Hm.", [("f", {"text": "a"})])
 
 
 def test_a_message_of_gpt_oss() -> None:
