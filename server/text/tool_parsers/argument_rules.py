@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from server.grammar.rules import GrammarRules, quote_string
-from server.text.tool_parsers.gemma_rules import GemmaRules
+from server.text.tool_parsers.notation_rules import ElementRules, GemmaRules
 from server.text.tool_parsers.tool_format import CallForm
 from server.text.tool_parsers.values import find_types, list_options, list_parameters
 
@@ -31,7 +31,9 @@ class ArgumentRules:
             case "python":
                 return self._add_keywords(rule, schema)
             case "gemma":
-                return GemmaRules(self._rules, self._form.quote, schema, rule).add_members(rule, schema)
+                return GemmaRules(self._rules, schema, rule, self._form.mark).add_members(rule, schema)
+            case "elements":
+                return ElementRules(self._rules, schema, rule, self._form.mark).add_members(rule, schema)
 
     def _add_tags(self, rule: str, schema: Mapping[str, Any]) -> str:
         parts = []

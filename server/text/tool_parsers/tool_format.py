@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 from server.text.tool_parsers.calls import Syntax, make_openai_id
 
-ArgumentForm: TypeAlias = Literal["json", "tags", "python", "gemma"]
+ArgumentForm: TypeAlias = Literal["json", "tags", "python", "gemma", "elements"]
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,11 @@ class CallForm:
     If there is a text `between` calls, several calls form a list, which begins with `before` and ends with `after`.
     The arguments are written as
 
-    json    a JSON object
-    tags    `parameter` for each, with its KEY and its VALUE: texts as they are, other values in JSON
-    python  key=value for each, with values in JSON, of which Python reads all but three words
-    gemma   key:value for each: texts between `quote`, and objects and lists as in JSON, but with bare keys
+    json      a JSON object
+    tags      `parameter` for each, with its KEY and its VALUE: texts as they are, other values in JSON
+    python    key=value for each, with values in JSON, of which Python reads all but three words
+    gemma     key:value for each: texts between two `mark`s, and objects and lists as in JSON, but with bare keys
+    elements  an element for each, which may have others in it, whose tags follow the `mark`
     """
 
     call: str
@@ -34,7 +35,7 @@ class CallForm:
     between: str = ""
     after: str = ""
     parameter: str = ""
-    quote: str = ""
+    mark: str = ""
 
     def split_call(self, name: str) -> tuple[str, str]:
         """Return the texts of a call of this tool before and after its arguments."""

@@ -18,6 +18,7 @@ _JSON_TYPES: tuple[tuple[type, str], ...] = (
     (list, "array"),
     (dict, "object"),
 )
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _NAME = re.compile(r"[A-Za-z0-9_./:-]{1,128}")
 
 
@@ -60,7 +61,11 @@ def convert_text(text: str, key: str, schema: Mapping[str, Any]) -> Any:
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or key not in properties:
         return text
-    types = find_types(properties[key], schema)
+    return convert_value(text, find_types(properties[key], schema))
+
+
+def convert_value(text: str, types: set[str]) -> Any:
+    """Return the value of one of these JSON types that a text stands for; without types, of any."""
     if types == {"string"}:
         return text
     try:
@@ -101,8 +106,7 @@ def find_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
         elif isinstance(reference := each.get("$ref"), str):
             todo.append(resolve_reference(reference, root))
         else:
-            lists = [each.get(name) for name in ("anyOf", "oneOf", "allOf")]
-            todo += [part for parts in lists if isinstance(parts, list) for part in parts]
+            todo += [part for key in _ALTERNATIVES if isinstance(parts := each.get(key), list) for part in parts]
     return types
 
 
@@ -110,6 +114,22 @@ def list_parameters(schema: Mapping[str, Any]) -> list[tuple[int, str, bool]]:
     """Return for each parameter its number, its name, and whether it is required."""
     required = schema.get("required", ())
     return [(number, key, key in required) for number, key in enumerate(schema.get("properties", {}))]
+
+
+def find_part(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
+    """Return what a schema, or the first of its alternatives that has it, says under a name; None if none does."""
+    todo, seen = [schema], set[int]()
+    while todo:
+        each = todo.pop(0)
+        if not isinstance(each, Mapping) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if name in each:
+            return each[name]
+        if isinstance(reference := each.get("$ref"), str):
+            todo.append(resolve_reference(reference, root))
+        todo += [part for key in _ALTERNATIVES if isinstance(parts := each.get(key), list) for part in parts]
+    return None
 
 
 def list_options(schema: Any) -> list[Any]:

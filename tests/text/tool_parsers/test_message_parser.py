@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from server.text.tool_parsers.formats import TOOL_FORMATS, list_tool_formats
 from server.text.tool_parsers.reasoning import list_reasoning_formats
-from tests.text.tool_parsers.writers import GEMMA, IN_PARTS, PYTHONIC, SCHEMAS, TAGGED, WRITERS, make_parser, parse
+from tests.text.tool_parsers.writers import (
+    ELEMENTS,
+    GEMMA,
+    IN_PARTS,
+    PYTHONIC,
+    SCHEMAS,
+    TAGGED,
+    WRITERS,
+    make_parser,
+    parse,
+)
 
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FAMILIES = sorted(WRITERS)
@@ -45,6 +55,25 @@ BARE = st.recursive(
 )
 
 
+# The types of what is in a nested element are those of its text, where the schema does not say more
+UNTYPED = st.recursive(
+    st.booleans() | st.integers() | st.text(st.sampled_from("ab<>/\u00e9"), min_size=1),
+    lambda inner: st.lists(inner, min_size=1, max_size=3) | st.dictionaries(BARE_KEYS, inner, min_size=1, max_size=3),
+    max_leaves=6,
+)
+NESTED = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": WORDS,
+        "days": st.integers(),
+        "share": st.none() | st.floats(allow_nan=False, allow_infinity=False),
+        "exact": st.booleans(),
+        "places": st.lists(st.dictionaries(BARE_KEYS, UNTYPED, max_size=2), max_size=2),
+        "options": st.none() | st.dictionaries(BARE_KEYS, UNTYPED, min_size=1, max_size=2),
+    },
+)
+
+
 def has_no_quote(calls: list[tuple[str, dict[str, Any]]]) -> bool:
     """Return whether no text has one of Gemma's quotes, for which there is no escape."""
     return '<|"|>' not in repr(calls).replace("\\", "")
@@ -57,6 +86,10 @@ def calls_of(family: str) -> st.SearchStrategy[list[tuple[str, dict[str, Any]]]]
     elif family in GEMMA:
         one = st.tuples(st.sampled_from(sorted(SCHEMAS)), st.dictionaries(BARE_KEYS, BARE, max_size=3))
         return st.lists(one, min_size=1, max_size=3).filter(has_no_quote)
+    elif family in ELEMENTS:
+        one = st.tuples(st.just("get_weather"), NESTED) | st.tuples(
+            st.just("f"), st.fixed_dictionaries({"text": WORDS})
+        )
     elif family in PYTHONIC:
         one = st.tuples(st.sampled_from(["get_weather", "f"]), TYPED)
     else:
@@ -354,6 +387,8 @@ def test_python_calls_after_reasoning() -> None:
         ("minimax", '<tool_calls>\n{"name": "f", "arguments": {}}\n{"name": "unknown", "arguments": {}}', [("f", {}), ("unknown", {})]),  # noqa: E501
         ("minimax", '<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>', [("f", {})]),
         ("minicpm5", '<function name="f"><param name="text"><![CDATA[</param>\n]]></param></function>', [("f", {"text": "</param>\n"})]),  # noqa: E501
+        ("minimax_m3", ']<]minimax[>[<invoke name="get_weather">\n]<]minimax[>[<days>3]<]minimax[>[</days>\n]<]minimax[>[<places>\n]<]minimax[>[<item>{"a": 1}]<]minimax[>[</item>\n]<]minimax[>[</places>]<]minimax[>[</invoke>', [("get_weather", {"days": 3, "places": [{"a": 1}]})]),  # noqa: E501
+        ("minimax_m3", ']<]minimax[>[<invoke name="get_weather">]<]minimax[>[<places>]<]minimax[>[</places>]<]minimax[>[</invoke>', [("get_weather", {"places": []})]),  # noqa: E501
         ("step3", '<steptml:invoke name="f"><steptml:parameter name="text">a</steptml:parameter></steptml:invoke>', [("f", {"text": "a"})]),  # noqa: E501
         ("hy_v3", "<tool_calls><tool_call>f<tool_sep></tool_call></tool_calls>", [("f", {})]),
         ("poolside_v1", "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n</tool_call>", [("f", {"text": "a"})]),  # noqa: E501
@@ -402,6 +437,9 @@ def test_ways_that_models_also_write(family: str, text: str, calls: list[tuple[s
         ("gemma4", "<|tool_call>call:f{x:1,}<tool_call|>"),
         ("gemma4", '<|tool_call>call:f{x:<|"|>a<|"|>y:1}<tool_call|>'),
         ("gemma4", "<|tool_call>f{}<tool_call|>"),
+        ("minimax_m3", ']<]minimax[>[<invoke name="f">]<]minimax[>[<text>a]<]minimax[>[</other>]<]minimax[>[</invoke>'),
+        ("minimax_m3", ']<]minimax[>[<invoke name="f">]<]minimax[>[<text>a]<]minimax[>[<b>c]<]minimax[>[</b>]<]minimax[>[</text>'),  # noqa: E501
+        ("minimax_m3", ']<]minimax[>[<invoke name="f">%s' % (']<]minimax[>[<a>' * 500)),
         ("apertus", '<|tools_prefix|>[{"f": 5}]<|tools_suffix|>'),
         ("xlam", '[{"name": "unknown", "arguments": {}}]'),
         ("xlam", '["a"]'),

@@ -129,6 +129,23 @@ def write_python(before: str, after: str, separator: str = ", ") -> Write:
     return write
 
 
+def write_elements(calls: Sequence[Call]) -> str:
+    """Write what MiniMax M3's chat template does; a null, which that leaves out, is a text."""
+    mark = "]<]minimax[>["
+
+    def write_any(value: Any) -> str:
+        if value and isinstance(value, dict):
+            return "".join(f"{mark}<{key}>{write_any(each)}{mark}</{key}>" for key, each in value.items())
+        if value and isinstance(value, list):
+            return "".join(f"{mark}<item>{write_any(each)}{mark}</item>" for each in value)
+        return write_value(value)
+
+    each = [
+        f'{mark}<invoke name="{name}">{write_any(given) if given else ""}{mark}</invoke>\n' for name, given in calls
+    ]
+    return f"{mark}<tool_call>\n{''.join(each)}{mark}</tool_call>"
+
+
 def write_gemma(before: str, quote: str, after: str) -> Write:
     """Write what Gemma's chat templates do: no quotes around keys, and texts between `quote`s."""
 
@@ -214,6 +231,7 @@ WRITERS: dict[str, Write] = {
     "lfm2": write_python("<|tool_call_start|>[", "]<|tool_call_end|>"),
     "olmo3": write_python("<function_calls>\n", "\n</function_calls>", "\n"),
     "gemma4": write_gemma("<|tool_call>", '<|"|>', "<tool_call|>"),
+    "minimax_m3": write_elements,
     "functiongemma": write_gemma("<start_function_call>", "<escape>", "<end_function_call>"),
     "nemotron_json": write_list("<TOOLCALL>", "</TOOLCALL>"),
     "hermes": write_objects("<tool_call>\n", "\n</tool_call>", "\n"),
@@ -251,7 +269,8 @@ TAGGED = {  # values are text between tags
 }
 PYTHONIC = {"lfm2", "llama4_pythonic", "olmo3"}  # names are those of Python
 GEMMA = {"gemma4", "functiongemma"}  # keys are bare
-IN_PARTS = WRITERS.keys() - TAGGED - PYTHONIC - GEMMA  # whose arguments are passed on in parts
+ELEMENTS = {"minimax_m3"}  # keys are names of tags
+IN_PARTS = WRITERS.keys() - TAGGED - PYTHONIC - GEMMA - ELEMENTS  # whose arguments are passed on in parts
 
 
 def make_parser(family: str, reasoning: str | None = None, **how: Any) -> MessageParser:

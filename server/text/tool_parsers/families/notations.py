@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from server.text.tool_parsers.syntaxes.elements import read_elements
 from server.text.tool_parsers.syntaxes.gemma import read_gemma
 from server.text.tool_parsers.syntaxes.pythonic import read_bare_llama4, read_pythonic, read_pythonic_until
 from server.text.tool_parsers.tool_format import CallForm, ToolFormat
 
+_MARK = "]<]minimax[>["  # before each tag of MiniMax M3's
 NOTATION_FORMATS = (
     ToolFormat(
         "lfm2",
@@ -34,7 +36,7 @@ NOTATION_FORMATS = (
         begins=("<|tool_call>",),
         within=('<|"|>',),
         ends=("<tool_call|>",),
-        form=CallForm("<|tool_call>call:NAME{ARGUMENTS}<tool_call|>", "gemma", quote='<|"|>'),
+        form=CallForm("<|tool_call>call:NAME{ARGUMENTS}<tool_call|>", "gemma", mark='<|"|>'),
     ),
     ToolFormat(
         "functiongemma",
@@ -43,7 +45,21 @@ NOTATION_FORMATS = (
         begins=("<start_function_call>",),
         within=("<escape>",),
         ends=("<end_function_call>",),
-        form=CallForm("<start_function_call>call:NAME{ARGUMENTS}<end_function_call>", "gemma", quote="<escape>"),
+        form=CallForm("<start_function_call>call:NAME{ARGUMENTS}<end_function_call>", "gemma", mark="<escape>"),
+    ),
+    ToolFormat(
+        "minimax_m3",
+        ((_MARK,),),
+        read_elements(_MARK),
+        begins=(f"{_MARK}<tool_call>",),
+        within=(_MARK,),
+        ends=(f"{_MARK}</tool_call>",),
+        bare=(f'{_MARK}<invoke name="',),
+        form=CallForm(
+            f'{_MARK}<tool_call>\n{_MARK}<invoke name="NAME">ARGUMENTS{_MARK}</invoke>\n{_MARK}</tool_call>',
+            "elements",
+            mark=_MARK,
+        ),
     ),
     ToolFormat(
         "llama4_pythonic",
