@@ -58,8 +58,9 @@ class GrammarRules:
     def add_text_until(self, name: str, markers: Iterable[str]) -> str:
         """Add the rule of a text up to the first of these markers, and the marker."""
         markers, text = list(markers), self.add_text()
-        plain = [quote_string(marker) for marker in markers if not self.is_special(marker)]
-        ways = [f"{text} {self.quote(marker)}" for marker in markers if self.is_special(marker)]
+        special = [marker for marker in markers if marker.startswith(tuple(self._special))]
+        plain = [quote_string(marker) for marker in markers if marker not in special]
+        ways = [f"{text} {self.quote(marker)}" for marker in special]
         if plain:
             ways.append(self.add(f"{name}_plain[lazy]", f"{text} ({' | '.join(plain)})").removesuffix("[lazy]"))
         return self.add(name, " | ".join(ways))

@@ -66,7 +66,7 @@ class CallForm:
         return head + json.dumps(arguments, ensure_ascii=False) + tail
 
 
-def list_calls(call: str, before: str = "", after: str = "") -> CallForm:
+def make_list_form(call: str, before: str = "", after: str = "") -> CallForm:
     """Return the form of a list in brackets of such calls, whose arguments are in JSON."""
     return CallForm(call, before=f"{before}[", between=", ", after=f"]{after}")
 
@@ -80,7 +80,7 @@ class ToolFormat:
     read: Syntax  # reads a call, or several, after a marker
     form: CallForm  # how a call is written
     begins: tuple[str, ...] = ()  # markers before a call
-    inner: tuple[str, ...] = ()  # a further marker that may follow those
+    inner: tuple[str, ...] = ()  # further markers that may follow those
     within: tuple[str, ...] = ()  # markers within a call
     ends: tuple[str, ...] = ()  # markers that may follow a call, and are no text of the message
     bare: tuple[str, ...] = ()  # beginnings of calls without a marker

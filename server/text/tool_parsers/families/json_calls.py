@@ -14,12 +14,12 @@ from server.text.tool_parsers.syntaxes.json_calls import (
     read_name_and_json,
     read_named_objects,
 )
-from server.text.tool_parsers.tool_format import CallForm, ToolFormat, list_calls
+from server.text.tool_parsers.tool_format import CallForm, ToolFormat, make_list_form
 
 _OBJECT = '{"name": "NAME", "arguments": ARGUMENTS}'
 _PARAMETERS = '{"name": "NAME", "parameters": ARGUMENTS}'
 _COHERE = '{"tool_call_id": "0", "tool_name": "NAME", "parameters": ARGUMENTS}'
-_BAR = "\uff5c"  # a wide vertical bar, which DeepSeek and Step have in their special tokens
+_BAR = "\uff5c"  # a wide vertical bar, which DeepSeek has in its special tokens
 _DEEPSEEK_CALLS = f"<{_BAR}tool\u2581calls\u2581begin{_BAR}>"
 _DEEPSEEK_CALL = f"<{_BAR}tool\u2581call\u2581begin{_BAR}>"
 _DEEPSEEK_SEP = f"<{_BAR}tool\u2581sep{_BAR}>"
@@ -92,7 +92,7 @@ JSON_FORMATS = (
         begins=("[TOOL_CALLS]",),
         within=("[ARGS]", "[CALL_ID]"),
         make_id=make_mistral_id,
-        form=list_calls(_OBJECT, "[TOOL_CALLS]"),
+        form=make_list_form(_OBJECT, "[TOOL_CALLS]"),
     ),
     ToolFormat(
         "phi4_mini_json",
@@ -100,7 +100,7 @@ JSON_FORMATS = (
         read_json,
         begins=("<|tool_call|>", "functools"),
         ends=("<|/tool_call|>",),
-        form=list_calls(_OBJECT, "<|tool_call|>", "<|/tool_call|>"),
+        form=make_list_form(_OBJECT, "<|tool_call|>", "<|/tool_call|>"),
         writes_calls=True,
         aliases=("phi4_mini",),
     ),
@@ -109,7 +109,7 @@ JSON_FORMATS = (
         (("<|tool_call|>",),),
         read_json,
         begins=("<|tool_call|>", "<tool_call>"),
-        form=list_calls(_OBJECT, "<|tool_call|>"),
+        form=make_list_form(_OBJECT, "<|tool_call|>"),
         writes_calls=True,
         ends=("</tool_call>",),
     ),
@@ -119,7 +119,7 @@ JSON_FORMATS = (
         read_json,
         begins=("<TOOLCALL>",),
         ends=("</TOOLCALL>",),
-        form=list_calls(_OBJECT, "<TOOLCALL>", "</TOOLCALL>"),
+        form=make_list_form(_OBJECT, "<TOOLCALL>", "</TOOLCALL>"),
     ),
     ToolFormat(
         "cohere_command3",
@@ -127,7 +127,7 @@ JSON_FORMATS = (
         read_json,
         begins=("<|START_ACTION|>",),
         ends=("<|END_ACTION|>",),
-        form=list_calls(_COHERE, "<|START_ACTION|>", "<|END_ACTION|>"),
+        form=make_list_form(_COHERE, "<|START_ACTION|>", "<|END_ACTION|>"),
         aliases=("cohere_command4",),
     ),
     ToolFormat(
@@ -136,7 +136,7 @@ JSON_FORMATS = (
         read_named_objects,
         begins=("<|tools_prefix|>",),
         ends=("<|tools_suffix|>",),
-        form=list_calls('{"NAME": ARGUMENTS}', "<|tools_prefix|>", "<|tools_suffix|>"),
+        form=make_list_form('{"NAME": ARGUMENTS}', "<|tools_prefix|>", "<|tools_suffix|>"),
     ),
     ToolFormat(
         "gigachat3",
@@ -178,7 +178,7 @@ JSON_FORMATS = (
         read_json_until("</tool_calls>"),
         begins=("<tool_calls>",),
         ends=("</tool_calls>",),
-        form=list_calls(_OBJECT, "<tool_calls>", "</tool_calls>"),
+        form=make_list_form(_OBJECT, "<tool_calls>", "</tool_calls>"),
         aliases=("hunyuan_a13b",),
     ),
     ToolFormat(
@@ -207,7 +207,7 @@ JSON_FORMATS = (
         bare=("[",),
         read_bare=read_bare_json,
         bare_at_start=True,
-        form=list_calls(_OBJECT),
+        form=make_list_form(_OBJECT),
     ),
     ToolFormat(
         "llama3_json",

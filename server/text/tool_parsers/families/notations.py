@@ -21,7 +21,7 @@ NOTATION_FORMATS = (
     ),
     ToolFormat(
         "olmo3",
-        (("<function_calls>", "<functions>"), ("<function_calls>", "function_calls")),
+        (("<function_calls>",),),
         read_pythonic_until("</function_calls>"),
         begins=("<function_calls>",),
         within=("</function_calls>",),

@@ -106,7 +106,6 @@ TAG_FORMATS = (
         "minicpm5",
         (("<function name=", "<param name="),),
         read_tagged('<function name="NAME">ARGUMENTS</function>', '<param name="KEY">VALUE</param>', cdata=True),
-        begins=(),
         bare=('<function name="',),
         form=CallForm(
             '<function name="NAME">ARGUMENTS</function>', "tags", parameter='<param name="KEY">VALUE</param>'

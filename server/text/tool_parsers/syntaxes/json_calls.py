@@ -6,15 +6,11 @@ If the tool is one of the request, its arguments are passed on as they arrive; o
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
-from typing import TypeAlias
 
 from server.text.tool_parsers.calls import ARGUMENTS, NAMES, Calls, Syntax, split_call
 from server.text.tool_parsers.source import NotACall, Reading, TextSource
 from server.text.tool_parsers.values import load_json
-
-ReadItem: TypeAlias = Callable[[TextSource, Calls], Reading[None]]
 
 # How a JSON object or a list goes on whose first object is a call, and the beginnings of such texts
 _FIRST_KEY = re.compile(r'(\[\s*)?\{\s*"(name|type|function|parameters|arguments)"')
@@ -53,7 +49,7 @@ def _read_objects(source: TextSource, calls: Calls, *, only_known: bool) -> Read
     return (yield from _read_list(source, calls, partial(_read_object, only_known=only_known)))
 
 
-def _read_list(source: TextSource, calls: Calls, read_item: ReadItem) -> Reading[None]:
+def _read_list(source: TextSource, calls: Calls, read_item: Syntax) -> Reading[None]:
     """Read the items of a list, of which at least one must be there, and the bracket that closes it."""
     while True:
         yield from source.skip_space()
