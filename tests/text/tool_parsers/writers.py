@@ -193,6 +193,20 @@ WRITERS: dict[str, Write] = {
     "deepseek_v31": write_each(
         f"<{D}tool\u2581call\u2581begin{D}>", f"<{D}tool\u2581sep{D}>", f"<{D}tool\u2581call\u2581end{D}>", "", DEEPSEEK
     ),
+    "gigachat35": write_tags(
+        f'<{D}GCML{D}invoke name="{{}}">',
+        f'<{D}GCML{D}parameter name="{{}}" string="true">{{}}</{D}GCML{D}parameter>',
+        f"</{D}GCML{D}invoke>",
+        (f"<{D}GCML{D}tool_calls>\n", f"\n</{D}GCML{D}tool_calls>"),
+        line="",
+    ),
+    "dots": write_tags(
+        '<invoke name="{}">',
+        '<parameter name="{}">{}</parameter>',
+        "</invoke>",
+        ("<dots_function_call>\n", "\n</dots_function_call>"),
+        line="",
+    ),
     "step3": write_tags(
         '<steptml:invoke name="{}">',
         '<steptml:parameter name="{}">{}</steptml:parameter>',
@@ -258,6 +272,8 @@ WRITERS: dict[str, Write] = {
 }
 TAGGED = {  # values are text between tags
     "deepseek_v32",
+    "dots",
+    "gigachat35",
     "glm45",
     "hy_v3",
     "minicpm5",

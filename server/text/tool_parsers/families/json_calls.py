@@ -154,6 +154,7 @@ JSON_FORMATS = (
         inner=("<|plugin|>",),
         ends=("<|action_end|>",),
         form=CallForm(f"<|action_start|><|plugin|>\n{_PARAMETERS}<|action_end|>"),
+        aliases=("interns1",),
     ),
     ToolFormat(
         "longcat",
@@ -188,7 +189,7 @@ JSON_FORMATS = (
         begins=("<tool_call>",),
         ends=("</tool_call>",),
         form=CallForm(f"<tool_call>\n{_OBJECT}\n</tool_call>"),
-        aliases=("qwen25", "qwen3", "granite4", "ernie45"),
+        aliases=("qwen25", "qwen3", "granite4", "ernie45", "trinity"),
     ),
     ToolFormat(
         "functionary_v31_llama3",

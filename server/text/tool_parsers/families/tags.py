@@ -8,6 +8,8 @@ from server.text.tool_parsers.tool_format import CallForm, ToolFormat
 _BAR = "\uff5c"  # a wide vertical bar, which DeepSeek and Step have in their special tokens
 _DSML = f"<{_BAR}DSML{_BAR}"  # DeepSeek V3.2's tags begin so
 _DSML_END = f"</{_BAR}DSML{_BAR}"
+_GCML = f"<{_BAR}GCML{_BAR}"  # and GigaChat 3.5's so
+_GCML_END = f"</{_BAR}GCML{_BAR}"
 _STEP_CALLS = f"<{_BAR}tool_calls_begin{_BAR}>"
 _STEP_CALL = f"<{_BAR}tool_call_begin{_BAR}>"
 _STEP_SEP = f"<{_BAR}tool_sep{_BAR}>"
@@ -30,6 +32,22 @@ TAG_FORMATS = (
             parameter=f'{_DSML}parameter name="KEY" string="true">VALUE{_DSML_END}parameter>\n',
         ),
         aliases=("deepseek_v4",),
+    ),
+    ToolFormat(
+        "gigachat35",
+        ((f"{_GCML}invoke",), ("GCML", "invoke name=")),
+        read_tagged(
+            f'{_GCML}invoke name="NAME">ARGUMENTS{_GCML_END}invoke>',
+            f'{_GCML}parameter name="KEY>VALUE{_GCML_END}parameter>',
+        ),
+        begins=(f"{_GCML}tool_calls>",),
+        ends=(f"{_GCML_END}tool_calls>",),
+        bare=(f'{_GCML}invoke name="',),
+        form=CallForm(
+            f'{_GCML}tool_calls>\n{_GCML}invoke name="NAME">\nARGUMENTS{_GCML_END}invoke>\n{_GCML_END}tool_calls>',
+            "tags",
+            parameter=f'{_GCML}parameter name="KEY" string="true">VALUE{_GCML_END}parameter>\n',
+        ),
     ),
     ToolFormat(
         "step3",
@@ -64,6 +82,19 @@ TAG_FORMATS = (
         ),
     ),
     ToolFormat(
+        "dots",
+        (("<dots_function_call>",),),
+        read_tagged('<invoke name="NAME">ARGUMENTS</invoke>', '<parameter name="KEY">VALUE</parameter>'),
+        begins=("<dots_function_call>",),
+        ends=("</dots_function_call>",),
+        bare=('<invoke name="',),
+        form=CallForm(
+            '<dots_function_call>\n<invoke name="NAME">\nARGUMENTS</invoke>\n</dots_function_call>',
+            "tags",
+            parameter='<parameter name="KEY">VALUE</parameter>\n',
+        ),
+    ),
+    ToolFormat(
         "hy_v3",
         (("<tool_sep>", "<arg_key>"),),
         read_tagged("NAME<tool_sep>ARGUMENTS</tool_call>", "<arg_key>KEY</arg_key> <arg_value>VALUE</arg_value>"),
@@ -88,7 +119,7 @@ TAG_FORMATS = (
             "tags",
             parameter="<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
         ),
-        aliases=("glm47", "poolside_v1"),
+        aliases=("glm47", "ling3", "poolside_v1", "spark25"),
     ),
     ToolFormat(
         "solar_open2",

@@ -21,7 +21,7 @@ class _Tags(NamedTuple):
     value: str  # before a value, after white space
     value_end: str
     closing: str
-    cdata: bool  # whether a value may stand between the marks of CDATA
+    cdata: bool  # whether a value may be marked as CDATA of XML
 
     @property
     def value_ends(self) -> tuple[str, ...]:
@@ -32,9 +32,9 @@ class _Tags(NamedTuple):
 def read_tagged(call: str, parameter: str, *, cdata: bool = False) -> Syntax:
     """Return the reader of calls of a form such as <function=NAME>ARGUMENTS</function>.
 
-    `parameter` is the form of an argument, such as <parameter=KEY>VALUE</parameter>. A space in a form stands for any
-    white space. Models sometimes leave out the text that ends a value: the next parameter or the end of the call, at
-    the start of a line, ends it, too.
+    `parameter` is the form of an argument, such as <parameter=KEY>VALUE</parameter>. A space after NAME, or between KEY
+    and VALUE, stands for any white space. Models sometimes leave out the text that ends a value: the next parameter or
+    the end of the call, at the start of a line, ends it, too.
     """
     tags = _split_forms(call, parameter, cdata)
 
@@ -56,6 +56,7 @@ def read_tagged(call: str, parameter: str, *, cdata: bool = False) -> Syntax:
 
 
 def _split_forms(call: str, parameter: str, cdata: bool) -> _Tags:
+    """Return the texts between the places of the forms."""
     opening, _, rest = call.partition("NAME")
     name_end, _, closing = rest.partition("ARGUMENTS")
     parameter_opening, _, rest = parameter.partition("KEY")
