@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from server.grammar.constraint import BOUNDED_WHITESPACE, add_json_options
@@ -23,7 +23,8 @@ class GrammarRules:
         """
         found = {marker: find_token(marker) for marker in markers}
         self._special = {marker: token for marker, token in found.items() if token is not None}
-        self._pattern = "|".join(map(re.escape, sorted(found, key=len, reverse=True)))
+        whole = [marker for marker in found if marker in self._special or not any(map(marker.count, self._special))]
+        self._pattern = "|".join(map(re.escape, sorted(whole, key=len, reverse=True)))
         self._rules: dict[str, str] = {}
 
     def quote(self, text: str) -> str:
@@ -57,11 +58,26 @@ class GrammarRules:
     def add_text_until(self, name: str, markers: Iterable[str]) -> str:
         """Add the rule of a text up to the first of these markers, and the marker."""
         markers, text = list(markers), self.add_text()
-        plain = [quote_string(marker) for marker in markers if not self.is_special(marker)]
-        ways = [f"{text} {self.quote(marker)}" for marker in markers if self.is_special(marker)]
+        special = [marker for marker in markers if marker.startswith(tuple(self._special))]
+        plain = [quote_string(marker) for marker in markers if marker not in special]
+        ways = [f"{text} {self.quote(marker)}" for marker in special]
         if plain:
             ways.append(self.add(f"{name}_plain[lazy]", f"{text} ({' | '.join(plain)})").removesuffix("[lazy]"))
         return self.add(name, " | ".join(ways))
+
+    def add_members(self, name: str, members: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Add the rules of members in this order, each with whether it must be there; return how others refer to them.
+
+        Each rule is of the members from one on, as separators stand only between them.
+        """
+        following, must_follow = "", False
+        for number, (member, is_required) in reversed(list(enumerate(members))):
+            more = f" {quote_string(separator)} {following}" if following else ""
+            way = member + (more if must_follow or not more else f" ({more})?")
+            skipped = f" | {following}" if following and not is_required else ""
+            following = self.add(f"{name}_from_{number}", way + skipped)
+            must_follow |= is_required
+        return following if must_follow or not following else f"{following}?"
 
     def write(self, start: str) -> str:
         """Return the grammar, of which `start` is the first rule."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from server.text.tool_parsers.source import NotACall
-from server.text.tool_parsers.values import convert_text, dump_json, is_tool_name, load_json
+from server.text.tool_parsers.source import NotACall, Reading, TextSource
+from server.text.tool_parsers.values import convert_quoted_text, convert_text, dump_json, is_tool_name, load_json
 
 Schemas = Mapping[str, Mapping[str, Any]]  # by a tool's name, the JSON schema of its parameters
 ALPHANUMERIC = string.ascii_letters + string.digits
@@ -99,9 +99,16 @@ class Calls:
             self._on_call(ToolCall(self._make_id(name, self.count), self.count, name, arguments))
         self.count += 1
 
+    def convert_quoted(self, name: str, key: str, value: Any) -> Any:
+        """Return the value of a parameter of a tool whose texts are marked as such."""
+        return convert_quoted_text(value, key, self.schemas.get(name, {})) if isinstance(value, str) else value
+
     def convert(self, name: str, key: str, text: str) -> Any:
         """Return the value that a text stands for as a parameter of a tool."""
         return convert_text(text, key, self.schemas.get(name, {}))
+
+
+Syntax: TypeAlias = Callable[[TextSource, Calls], Reading[None]]  # a reader of calls
 
 
 def _read_arguments(arguments: Any) -> dict[str, Any]:

@@ -3,7 +3,9 @@
     <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>final<|message|>content<|return|>
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"x": 1}<|call|>
 
-`<|start|>assistant` before the first header is the prompt's last part.
+`<|start|>assistant` before the first header is the prompt's last part. The recipient may follow it at once:
+
+    <|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>{"x": 1}<|call|>
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import re
 
 from server.text.tool_parsers.message_parser import MessageParser
 from server.text.tool_parsers.source import NotACall, Reading
-from server.text.tool_parsers.syntaxes import read_arguments
+from server.text.tool_parsers.syntaxes.json_calls import read_arguments
 
 HEADERS = ("<|start|>", "<|channel|>")
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -26,12 +28,21 @@ class HarmonyParser(MessageParser):
 
     def read(self) -> Reading[None]:
         """Read the message to its end."""
+        yield from self._read_recipient()
         while True:
             marker = yield from self.read_text((*HEADERS, *ENDS) if self.budget >= 0 else ENDS)
             if marker is None:
                 return
             if marker in HEADERS:
                 yield from self._read_part(marker)
+
+    def _read_recipient(self) -> Reading[None]:
+        """Read the rest of a header that the prompt has begun, if it goes on with a recipient."""
+        yield from self.source.skip_space()
+        found = yield from self.source.accept("to=")
+        self.source.position = 0
+        if found is not None:
+            yield from self._read_part("")
 
     def _read_part(self, marker: str) -> Reading[None]:
         """Read a header, and a call if it is one; other text is left to be read. What is no header is text."""

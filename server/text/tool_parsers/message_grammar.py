@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
 from server.grammar.rules import GrammarRules
-from server.text.tool_parsers.call_forms import CallRules
+from server.text.tool_parsers.call_rules import CallRules
 from server.text.tool_parsers.calls import Schemas
-from server.text.tool_parsers.formats import ToolFormat
 from server.text.tool_parsers.reasoning import HARMONY_MARKERS, ReasoningFormat
+from server.text.tool_parsers.tool_format import ToolFormat
 
 Content: TypeAlias = Literal["calls", "document", "calls or document", "text with calls"]
 ReasoningState: TypeAlias = Literal["open", "possible", "over"]
@@ -56,8 +56,8 @@ def _add_content(rules: GrammarRules, message: MessageOutline, tools: ToolFormat
     assert tools is not None, "only with tools there are calls"
     calls = CallRules(rules, tools.form, message.schemas, parallel=message.parallel)
     if message.content == "text with calls":
-        marker = next((marker for marker in tools.begins if tools.form.before.startswith(marker)), "")
-        return None if tools.form.kind == "python" and not marker else calls.add_text_with_calls(marker)
+        marker = tools.form.find_marker(tools.begins)
+        return None if tools.form.between and not marker else calls.add_text_with_calls(marker)
     return calls.add_calls() if message.content == "calls" else f"{calls.add_calls()} | {DOCUMENT}"
 
 

@@ -12,9 +12,9 @@ from collections.abc import Generator
 from typing import Literal, NamedTuple, TypeAlias
 
 from server.text.tool_parsers.calls import Calls, Schemas, ToolCall, make_openai_id, merge_calls
-from server.text.tool_parsers.formats import ToolFormat
 from server.text.tool_parsers.reasoning import ReasoningFormat
 from server.text.tool_parsers.source import NotACall, Reading, TextSource, measure_partial_marker
+from server.text.tool_parsers.tool_format import ToolFormat
 
 # Most characters that may be read a second time because they began like a call; after that the message is only text
 MAX_REREAD = 2**18
@@ -172,9 +172,10 @@ class MessageParser:
         if self._calls_come_first and not self._is_at_start:
             raise NotACall
         if marker in tools.begins:
-            if tools.inner:
+            while tools.inner:
                 yield from self.source.skip_space()
-                yield from self.source.accept(*tools.inner)
+                if (yield from self.source.accept(*tools.inner)) is None:
+                    break
             yield from tools.read(self.source, self.calls)
             return
         if tools.bare_at_start and not self._is_at_start:

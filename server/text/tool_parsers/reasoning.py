@@ -20,12 +20,13 @@ class ReasoningFormat:
     in_template: tuple[str, ...] = ()  # its chat templates have one of these texts; none: only a setting names it
     assume_open: bool = False  # whether the message begins with reasoning though neither it nor the prompt says so
     harmony: bool = False  # whether it is a part of gpt-oss's format, which `harmony.py` reads
+    within: tuple[str, ...] = ()  # special tokens that are a part of those texts
     aliases: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Return all markers; those that are special tokens must be in the text that is read."""
-        return HARMONY_MARKERS if self.harmony else (*self.opening, *self.closing)
+        return HARMONY_MARKERS if self.harmony else (*self.opening, *self.closing, *self.within)
 
     def is_open(self, prompt: str) -> bool:
         """Return whether a message that follows the prompt begins within the reasoning."""
@@ -41,6 +42,9 @@ REASONING_FORMATS = (  # the first with a text that is in a chat template is tha
     ReasoningFormat("openai_gptoss", (), (), ("<|channel|>",), harmony=True, aliases=("gpt_oss",)),
     ReasoningFormat("mistral", ("[THINK]",), ("[/THINK]",), ("[THINK]",)),
     ReasoningFormat("seed_oss", ("<seed:think>",), ("</seed:think>",), ("<seed:think>", "seed:think")),
+    ReasoningFormat("gemma4", ("<|channel>thought",), ("<channel|>",), ("<|channel>",), within=("<|channel>",)),
+    ReasoningFormat("apertus", ("<|inner_prefix|>",), ("<|inner_suffix|>",), ("<|inner_prefix|>",)),
+    ReasoningFormat("minimax_m3", ("<mm:think>",), ("</mm:think>",), ("<mm:think>", "mm:think")),
     ReasoningFormat("cohere", ("<|START_THINKING|>",), ("<|END_THINKING|>",), ("<|START_THINKING|>",)),
     ReasoningFormat(
         "granite",
@@ -53,7 +57,17 @@ REASONING_FORMATS = (  # the first with a text that is in a chat template is tha
         ("<think>",),
         ("</think>",),
         ("<think>", "</think>"),
-        aliases=("think", "glm45", "granite33", "deepseek_v3", "kimi_k2", "minimax_m2"),
+        aliases=(
+            "think",
+            "glm45",
+            "granite33",
+            "deepseek_v3",
+            "kimi_k2",
+            "minimax_m2",
+            "nemotron_v3",
+            "olmo3",
+            "step3p5",
+        ),
     ),
     ReasoningFormat("deepseek_r1", ("<think>",), ("</think>",), assume_open=True),
 )

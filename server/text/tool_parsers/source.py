@@ -17,6 +17,7 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]
 
 MAX_DEPTH = 128  # most brackets within brackets in a tool call
+MAX_BEGINNING = 64  # most characters by which a call without a marker is known
 MAX_HEAD = 512  # most characters before a marker that ends a name
 _SPACE = re.compile(r"\s*")
 _BRACKETS = {"{": "}", "[": "]", "(": ")"}
@@ -40,7 +41,11 @@ class TextSource:
 
     def push(self, piece: str) -> None:
         """Add text."""
-        self._text += piece
+        text, self._text = self._text, ""
+        text += (
+            piece  # Python extends a string in place if nothing else refers to it: a long call is not copied each time
+        )
+        self._text = text
 
     def find(self, markers: tuple[str, ...]) -> tuple[int, str] | None:
         """Return the index of the first of these markers that was not read, and the marker; None if there is none."""
@@ -87,6 +92,16 @@ class TextSource:
         if found is None:
             raise NotACall
         return found
+
+    def expect_beginning(self, beginning: re.Pattern[str], part: re.Pattern[str]) -> Reading[None]:
+        """Wait until the text goes on with a `beginning`, but do not read it.
+
+        Raises NotACall as soon as what follows is not a `part` of such a beginning.
+        """
+        while beginning.match(head := self.slice(self.position, self.position + MAX_BEGINNING)) is None:
+            if len(head) == MAX_BEGINNING or part.fullmatch(head) is None:
+                raise NotACall
+            yield from self.wait()
 
     def read_until(self, *markers: str, limit: int | None = MAX_HEAD) -> Reading[tuple[str, str]]:
         """Read up to the first of these markers, and the marker; return both.

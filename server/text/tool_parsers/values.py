@@ -18,6 +18,7 @@ _JSON_TYPES: tuple[tuple[type, str], ...] = (
     (list, "array"),
     (dict, "object"),
 )
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _NAME = re.compile(r"[A-Za-z0-9_./:-]{1,128}")
 
 
@@ -60,7 +61,11 @@ def convert_text(text: str, key: str, schema: Mapping[str, Any]) -> Any:
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or key not in properties:
         return text
-    types = find_types(properties[key], schema)
+    return convert_value(text, find_types(properties[key], schema))
+
+
+def convert_value(text: str, types: set[str]) -> Any:
+    """Return the value of one of these JSON types that a text stands for; without types, of any."""
     if types == {"string"}:
         return text
     try:
@@ -70,6 +75,14 @@ def convert_text(text: str, key: str, schema: Mapping[str, Any]) -> Any:
     if not types or _get_type(value) in types or (_get_type(value) == "integer" and "number" in types):
         return value
     return text if "string" in types else value
+
+
+def convert_quoted_text(text: str, key: str, schema: Mapping[str, Any]) -> Any:
+    """Return the value of a text that was marked as one: it stays a text unless the parameter cannot be one."""
+    properties = schema.get("properties")
+    if isinstance(properties, Mapping) and "string" in find_types(properties.get(key), schema):
+        return text
+    return convert_text(text, key, schema)
 
 
 def _get_type(value: Any) -> str:
@@ -88,17 +101,46 @@ def find_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
         given = each.get("type")
         if named := {name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)}:
             types |= named
-        elif isinstance(options := each.get("enum", [each["const"]] if "const" in each else None), list):
+        elif options := list_options(each):
             types |= {_get_type(option) for option in options}
         elif isinstance(reference := each.get("$ref"), str):
-            todo.append(_resolve(reference, root))
+            todo.append(resolve_reference(reference, root))
         else:
-            lists = [each.get(name) for name in ("anyOf", "oneOf", "allOf")]
-            todo += [part for parts in lists if isinstance(parts, list) for part in parts]
+            todo += [part for key in _ALTERNATIVES if isinstance(parts := each.get(key), list) for part in parts]
     return types
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> Any:
+def list_parameters(schema: Mapping[str, Any]) -> list[tuple[int, str, bool]]:
+    """Return for each parameter its number, its name, and whether it is required."""
+    required = schema.get("required", ())
+    return [(number, key, key in required) for number, key in enumerate(schema.get("properties", {}))]
+
+
+def find_part(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
+    """Return what a schema, or the first of its alternatives that has it, says under a name; None if none does."""
+    todo, seen = [schema], set[int]()
+    while todo:
+        each = todo.pop(0)
+        if not isinstance(each, Mapping) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if name in each:
+            return each[name]
+        if isinstance(reference := each.get("$ref"), str):
+            todo.append(resolve_reference(reference, root))
+        todo += [part for key in _ALTERNATIVES if isinstance(parts := each.get(key), list) for part in parts]
+    return None
+
+
+def list_options(schema: Any) -> list[Any]:
+    """Return the values that a schema lists as the only ones; none if it lists none."""
+    if not isinstance(schema, Mapping):
+        return []
+    options = [schema["const"]] if "const" in schema else schema.get("enum")
+    return options if isinstance(options, list) else []
+
+
+def resolve_reference(reference: str, root: Mapping[str, Any]) -> Any:
     """Return the part of a schema that a reference such as "#/$defs/Place" names; None if there is none."""
     found: Any = root
     for name in reference.removeprefix("#/").split("/"):

@@ -16,7 +16,7 @@ GUIDE = (Path(__file__).parents[3] / "docs" / "guide" / "tools.md").read_text()
 @pytest.mark.parametrize("setting", ["tool_call_parser", "reasoning_parser"])
 def test_the_guide_has_every_name(setting: str) -> None:
     table = GUIDE.partition(f"| `{setting}` |")[2].partition("\n\n")[0]
-    named = set(re.findall(r"`(\w+)`", table))
+    named = set(re.findall(r"`([\w-]+)`", table))
     known = list_tool_formats() if setting == "tool_call_parser" else list_reasoning_formats()
     assert known.keys() <= named
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,17 @@ from server.grammar.lark import write_lark
 from server.text.tool_parsers.formats import TOOL_FORMATS, list_tool_formats
 from server.text.tool_parsers.message_grammar import Content, MessageOutline, ReasoningState, make_message_grammar
 from server.text.tool_parsers.reasoning import list_reasoning_formats
-from tests.text.tool_parsers.writers import PYTHONIC, SCHEMAS, TAGGED, WRITERS, dump, make_parser, parse
+from tests.text.tool_parsers.writers import (
+    ELEMENTS,
+    GEMMA,
+    PYTHONIC,
+    SCHEMAS,
+    TAGGED,
+    WRITERS,
+    dump,
+    make_parser,
+    parse,
+)
 
 llguidance: Any = pytest.importorskip("llguidance", reason="grammars are checked with llguidance")
 
@@ -61,10 +72,13 @@ def write(family: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
     if family in PYTHONIC:  # the values as JSON writes them, which the parser takes, too
         each = [f"{name}({', '.join(f'{key}={dump(value)}' for key, value in given.items())})" for name, given in calls]
         form = list_tool_formats()[family].form
-        return f"{form.before}[{', '.join(each)}]{form.after}"
+        return form.before + form.between.join(each) + form.after
     text = WRITERS[family](calls)
     if family == "phi4_mini_json":  # which writes lists after either of two markers
         text = text.replace("functools", "<|tool_call|>") + "<|/tool_call|>"
+    if family in ELEMENTS:  # an object without properties in its schema is written in JSON
+        mark = list_tool_formats()[family].form.mark
+        text = text.replace(f"{mark}<x>{mark}<item>1{mark}</item>{mark}</x>", '{"x": [1]}')
     return text
 
 
@@ -103,7 +117,7 @@ def test_it_admits_nothing_else(family: str, content: Content) -> None:
 
 @families
 def test_white_space_in_arguments_has_an_end(family: str) -> None:
-    if family not in TAGGED | PYTHONIC:
+    if family not in TAGGED | PYTHONIC | GEMMA | ELEMENTS:
         text = write(family, [("get_weather", {"city": "Rome", "days": 1})])
         wide = text.replace('"days": 1', '"days":' + " " * 99 + "1")
         assert wide != text
@@ -116,20 +130,51 @@ def test_texts_of_a_list(family: str) -> None:
     for schema in ({"enum": ["a", "b<"]}, {"type": "string", "enum": ["a", "b<"]}):
         tools = {"f": {"type": "object", "properties": {"text": schema}, "required": ["text"]}}
         grammar = make_grammar(family, "calls", schemas=tools)
-        assert accepts(grammar, write(family, [("f", {"text": "b<"})]))
+        written = write(family, [("f", {"text": "b<"})])
+        assert accepts(grammar, re.sub(r"<!\[CDATA\[(.*)]]>", r"\1", written))  # MiniCPM's parser also takes it plain
         assert not accepts(grammar, write(family, [("f", {"text": "c"})]))
         assert not accepts(grammar, write(family, [("f", {})]))
 
 
-@pytest.mark.parametrize("family", ["hermes", "mistral", "deepseek_v31"])
+WITH_TOKENS = [
+    "apertus",
+    "deepseek_v31",
+    "gemma4",
+    "hermes",
+    "hy_v3",
+    "kimi_k2",
+    "minimax_m3",
+    "mistral",
+    "solar_open2",
+]
+
+
+@pytest.mark.parametrize("family", WITH_TOKENS)
 @pytest.mark.parametrize("content", ["calls", "text with calls"])
 def test_markers_that_are_special_tokens_are_named(family: str, content: Content) -> None:
-    row = list_tool_formats()[family]
-    ids = {marker: 200 + number for number, marker in enumerate(row.markers)}
+    """Also where a marker is only a part of a text: a model that writes tokens could not go on with their text."""
+    markers = list_tool_formats()[family].markers
+    tokens = [marker for marker in markers if not any(other in marker and other != marker for other in markers)]
+    ids = {token: 200 + number for number, token in enumerate(tokens)}
     grammar = make_grammar(family, content, find_token=ids.get)
     assert grammar is not None
-    assert f"<[{ids[row.begins[0]]}]>" in grammar
-    assert row.begins[0] not in grammar
+    assert any(f"<[{token}]>" in grammar for token in ids.values())
+    assert not [token for token in tokens if dump(token)[1:-1] in grammar]
+    assert not llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0).get_error()
+
+
+def test_special_tokens_within_other_markers_are_named() -> None:
+    """A token is no text for the model, also where a marker is a token and a text."""
+    grammar = make_grammar(
+        "gigachat3",
+        "calls",
+        reasoning="possible",
+        reasoning_parser="gemma4",
+        find_token={"<|channel>": 7, "<|function_call|>": 8}.get,
+    )
+    assert grammar is not None
+    assert '<[7]> "thought"' in grammar
+    assert "<[8]>" in grammar
     assert not llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0).get_error()
 
 
@@ -150,7 +195,7 @@ def test_calls_or_a_document(family: str) -> None:
 
 @families
 def test_calls_within_a_text(family: str) -> None:
-    if family == "llama4_pythonic":
+    if family in ("llama4_pythonic", "xlam"):  # whose calls begin as any text may
         assert make_grammar(family, "text with calls") is None
         return
     grammar, single = make_grammar(family, "text with calls"), make_grammar(family, "text with calls", parallel=False)

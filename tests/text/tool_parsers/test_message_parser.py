@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 
 from server.text.tool_parsers.formats import TOOL_FORMATS, list_tool_formats
 from server.text.tool_parsers.reasoning import list_reasoning_formats
-from tests.text.tool_parsers.writers import IN_PARTS, PYTHONIC, SCHEMAS, TAGGED, WRITERS, make_parser, parse
+from tests.text.tool_parsers.writers import (
+    ELEMENTS,
+    GEMMA,
+    IN_PARTS,
+    PYTHONIC,
+    SCHEMAS,
+    TAGGED,
+    WRITERS,
+    make_parser,
+    parse,
+)
 
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FAMILIES = sorted(WRITERS)
@@ -37,10 +47,49 @@ TYPED = st.fixed_dictionaries(
 )
 
 
+BARE_KEYS = st.text(st.sampled_from("ab_\u00e9-."), min_size=1, max_size=4)
+BARE = st.recursive(
+    st.none() | st.booleans() | st.integers() | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(BARE_KEYS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+# The types of what is in a nested element are those of its text, where the schema does not say more
+UNTYPED = st.recursive(
+    st.booleans() | st.integers() | st.text(st.sampled_from("ab<>/\u00e9"), min_size=1),
+    lambda inner: st.lists(inner, min_size=1, max_size=3) | st.dictionaries(BARE_KEYS, inner, min_size=1, max_size=3),
+    max_leaves=6,
+)
+NESTED = st.fixed_dictionaries(
+    {},
+    optional={
+        "city": WORDS,
+        "days": st.integers(),
+        "share": st.none() | st.floats(allow_nan=False, allow_infinity=False),
+        "exact": st.booleans(),
+        "places": st.lists(st.dictionaries(BARE_KEYS, UNTYPED, max_size=2), max_size=2),
+        "options": st.none() | st.dictionaries(BARE_KEYS, UNTYPED, min_size=1, max_size=2),
+    },
+)
+
+
+def has_no_quote(calls: list[tuple[str, dict[str, Any]]]) -> bool:
+    """Return whether no text has one of Gemma's quotes, for which there is no escape."""
+    return '<|"|>' not in repr(calls).replace("\\", "")
+
+
 def calls_of(family: str) -> st.SearchStrategy[list[tuple[str, dict[str, Any]]]]:
     """Return random calls that the family can write."""
     if family in TAGGED:  # a value is text, and its type is the schema's
         one = st.tuples(st.just("get_weather"), TYPED) | st.tuples(st.just("f"), st.fixed_dictionaries({"text": WORDS}))
+    elif family in GEMMA:
+        one = st.tuples(st.sampled_from(sorted(SCHEMAS)), st.dictionaries(BARE_KEYS, BARE, max_size=3))
+        return st.lists(one, min_size=1, max_size=3).filter(has_no_quote)
+    elif family in ELEMENTS:
+        one = st.tuples(st.just("get_weather"), NESTED) | st.tuples(
+            st.just("f"), st.fixed_dictionaries({"text": WORDS})
+        )
     elif family in PYTHONIC:
         one = st.tuples(st.sampled_from(["get_weather", "f"]), TYPED)
     else:
@@ -133,6 +182,42 @@ def test_what_is_no_call_stays_text(family: str, data: st.DataObject) -> None:
         assert content == text
 
 
+GARBAGE = ["\\u00", "\\ud83d", "\\", '"', "'", "\n", "\x00", "NaN", "{" * 200, "[" * 130, "}", "]", ")", '<|"|>', "]]>"]
+
+
+@families
+@SETTINGS
+@given(data=st.data())
+def test_damaged_calls_are_calls_or_text(family: str, data: st.DataObject) -> None:
+    """No text of a model is an error, and its parts do not depend on the cuts."""
+    text = WRITERS[family](data.draw(calls_of(family)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(text)))
+        end = min(len(text), start + data.draw(st.integers(0, 30)))
+        inserted = data.draw(st.sampled_from(["", text[start:end] * 2, *GARBAGE, *list_tool_formats()[family].markers]))
+        text = text[:start] + inserted + text[end:]
+    whole = parse(make_parser(family), [text])
+    assert parse(make_parser(family), cut(data, text)) == whole
+    assert parse(make_parser(family), list(text)) == whole
+    assert all(isinstance(arguments, dict) for _, arguments in whole[2]) or family in IN_PARTS
+    assert whole[2] or whole[0] == text or list_tool_formats()[family].harmony
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "qwen3_coder", "gemma4", "olmo3", "lfm2"])
+def test_ten_thousand_calls(family: str) -> None:
+    calls: list[tuple[str, Any]] = [("f", {"text": str(number)}) for number in range(10_000)]
+    assert parse(make_parser(family), [WRITERS[family](calls)]) == ("", "", calls)
+
+
+@families
+def test_a_call_may_be_long(family: str) -> None:
+    """A megabyte in one argument, most of whose characters mean something in some format."""
+    call: tuple[str, dict[str, Any]] = ("f", {"text": "x" + "{[(\"'\\<>,:" * 90_000 + "x"})
+    text = WRITERS[family]([call])
+    pieces = [text[start : start + 1000] for start in range(0, len(text), 1000)]
+    assert parse(make_parser(family), pieces) == ("", "", [call])
+
+
 @families
 def test_a_call_that_is_cut_off_is_text(family: str) -> None:
     """As at max_tokens: up to the character with which it is certain, and later none of it is text."""
@@ -170,9 +255,8 @@ def read_parts(family: str, text: str) -> str:
 def test_arguments_come_in_parts(family: str, data: st.DataObject) -> None:
     """As the model writes them, wherever the text is cut."""
     arguments = data.draw(st.dictionaries(WORDS, JSON, max_size=3) | TYPED)
-    written = json.dumps(
-        arguments, ensure_ascii=False, separators=data.draw(st.sampled_from([(",", ":"), (", ", ": ")]))
-    )
+    separators = data.draw(st.sampled_from([(",", ":"), (", ", ": ")]))
+    written = json.dumps(arguments, ensure_ascii=data.draw(st.booleans()), separators=separators)
     empty = WRITERS[family]([("get_weather", {})])
     text = written.join(empty.rsplit("{}", 1))
     assert read_parts(family, text) == written
@@ -217,7 +301,7 @@ def test_what_arguments_may_be(family: str) -> None:
     every["options"] = None
     (call,) = parse(make_parser(family), [WRITERS[family]([("get_weather", every)])])[2]
     assert call == ("get_weather", every)
-    assert [type(value) for value in call[1].values()] == [type(value) for value in every.values()]
+    assert {key: type(value) for key, value in call[1].items()} == {key: type(value) for key, value in every.items()}
 
 
 @families
@@ -293,8 +377,27 @@ def test_python_calls_after_reasoning() -> None:
         ("internlm", 'Sure.<|action_start|><|plugin|>\n{"name": "f", "parameters": {"text": "Shanghai"}}<|action_end|>', [("f", {"text": "Shanghai"})]),  # noqa: E501
         ("jamba", '<tool_calls>[\n    {"name": "f", "arguments": {"text": "a"}},\n    {"name": "f", "arguments": {}}\n]</tool_calls>', [("f", {"text": "a"}), ("f", {})]),  # noqa: E501
         ("granite_20b_fc", '<function_call> {"name": "f", "arguments": {}} <function_call> {"name": "f", "arguments": {"text": "a"}}', [("f", {}), ("f", {"text": "a"})]),  # noqa: E501
+        ("gemma4", '<|tool_call>call:f{text:<|"|>a, {b}<|"|>, x: [1,-2.5e3,true,None,{y:[]}]}<tool_call|>', [("f", {"text": "a, {b}", "x": [1, -2500.0, True, None, {"y": []}]})]),  # noqa: E501
+        ("gemma4", '<|tool_call>call:f{<|"|>text<|"|>:<|"|>a<|"|>,"x":{<|"|>y<|"|>:1}}', [("f", {"text": "a", "x": {"y": 1}})]),  # noqa: E501
+        ("gemma4", '<|tool_call>call:f{text:a b}', [("f", {"text": "a b"})]),
+        ("functiongemma", "<start_function_call>call:get_weather{days:<escape>3<escape>,city:<escape>5<escape>}<end_function_call>", [("get_weather", {"days": 3, "city": "5"})]),  # noqa: E501
+        ("olmo3", '<function_calls>f(text="a\nb")\nget_weather(days=1, exact=true, options=null)</function_calls>', [("f", {"text": "a\nb"}), ("get_weather", {"days": 1, "exact": True, "options": None})]),  # noqa: E501
+        ("apertus", '<|tools_prefix|>[\n{"f": {"text": "a"}},\n{"unknown": {}}\n]<|tools_suffix|>', [("f", {"text": "a"}), ("unknown", {})]),  # noqa: E501
+        ("gigachat3", 'Hm.\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {}}', [("f", {})]),
+        ("minimax", '<tool_calls>\n{"name": "f", "arguments": {}}\n{"name": "unknown", "arguments": {}}', [("f", {}), ("unknown", {})]),  # noqa: E501
+        ("minimax", '<tool_calls>[{"name": "f", "arguments": {}}]</tool_calls>', [("f", {})]),
+        ("minicpm5", '<function name="f"><param name="text"><![CDATA[</param>\n]]></param></function>', [("f", {"text": "</param>\n"})]),  # noqa: E501
+        ("minimax_m3", ']<]minimax[>[<invoke name="get_weather">\n]<]minimax[>[<days>3]<]minimax[>[</days>\n]<]minimax[>[<places>\n]<]minimax[>[<item>{"a": 1}]<]minimax[>[</item>\n]<]minimax[>[</places>]<]minimax[>[</invoke>', [("get_weather", {"days": 3, "places": [{"a": 1}]})]),  # noqa: E501
+        ("minimax_m3", ']<]minimax[>[<invoke name="get_weather">]<]minimax[>[<places>]<]minimax[>[</places>]<]minimax[>[</invoke>', [("get_weather", {"places": []})]),  # noqa: E501
+        ("step3", '<steptml:invoke name="f"><steptml:parameter name="text">a</steptml:parameter></steptml:invoke>', [("f", {"text": "a"})]),  # noqa: E501
+        ("hy_v3", "<tool_calls><tool_call>f<tool_sep></tool_call></tool_calls>", [("f", {})]),
+        ("poolside_v1", "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n</tool_call>", [("f", {"text": "a"})]),  # noqa: E501
+        ("llama4_pythonic", '{"name": "f", "parameters": {"text": "a"}}', [("f", {"text": "a"})]),
+        ("xlam", '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>', [("f", {})]),
+        ("qwen3_coder", "<function=f><parameter=text>1</parameter><parameter=text>2</parameter></function>", [("f", {"text": "2"})]),  # noqa: E501
         ("hermes", '<tool_call>{"type": "function", "name": "f", "arguments": {}}</tool_call>', [("f", {})]),
         ("hermes", '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {}}}</tool_call>', [("f", {})]),  # noqa: E501
+        ("openai", ' to=functions.f<|channel|>commentary json<|message|>{"text": "a"}<|call|>', [("f", {"text": "a"})]),
         ("openai", '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"text": "a"}', [("f", {"text": "a"})]),  # noqa: E501
     ],
 )  # fmt: skip
@@ -324,6 +427,22 @@ def test_ways_that_models_also_write(family: str, text: str, calls: list[tuple[s
         ("llama4_pythonic", "[unknown()]"),
         ("llama4_pythonic", "[f(text=%s)]" % ("(" * 5000)),
         ("lfm2", "<|tool_call_start|>f()<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[f(text=1, text=2)]<|tool_call_end|>"),
+        ("lfm2", "<|tool_call_start|>[%sf()]<|tool_call_end|>" % ("a." * 2000)),
+        ("lfm2", "<|tool_call_start|>[f(x=%s1)]<|tool_call_end|>" % ("-" * 5000)),
+        ("lfm2", "<|tool_call_start|>[f(x=0x%s)]<|tool_call_end|>" % ("F" * 9999)),
+        ("olmo3", "<function_calls>import os; f()</function_calls>"),
+        ("gemma4", "<|tool_call>call:f{x:%s1" % ("[" * 500)),
+        ("gemma4", "<|tool_call>call:f{:1}<tool_call|>"),
+        ("gemma4", "<|tool_call>call:f{x:1,}<tool_call|>"),
+        ("gemma4", '<|tool_call>call:f{x:<|"|>a<|"|>y:1}<tool_call|>'),
+        ("gemma4", "<|tool_call>f{}<tool_call|>"),
+        ("minimax_m3", ']<]minimax[>[<invoke name="f">]<]minimax[>[<text>a]<]minimax[>[</other>]<]minimax[>[</invoke>'),
+        ("minimax_m3", ']<]minimax[>[<invoke name="f">]<]minimax[>[<text>a]<]minimax[>[<b>c]<]minimax[>[</b>]<]minimax[>[</text>'),  # noqa: E501
+        ("minimax_m3", ']<]minimax[>[<invoke name="f">%s' % (']<]minimax[>[<a>' * 500)),
+        ("apertus", '<|tools_prefix|>[{"f": 5}]<|tools_suffix|>'),
+        ("xlam", '[{"name": "unknown", "arguments": {}}]'),
+        ("xlam", '["a"]'),
         ("mistral", "[TOOL_CALLS]no call at all"),
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parametr=text>\na\n</parameter>\n</function>\n</tool_call>"),
         ("glm45", "<tool_call>f\n<arg_key>text</arg_key>\n<arg_key>b</arg_key>\n</tool_call>"),
@@ -451,10 +570,19 @@ def test_a_call_ends_the_reasoning() -> None:
         ("deepseek_r1", "<|Assistant|>", True),
         ("deepseek_r1", "<|Assistant|></think>", False),
         ("mistral", "[/INST]", False),
+        ("gemma4", "<|turn>model\n", False),
+        ("gemma4", "<|turn>model\n<|channel>thought\n", True),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", False),
     ],
 )
 def test_whether_a_message_begins_within_reasoning(name: str, prompt: str, is_open: bool) -> None:
     assert list_reasoning_formats()[name].is_open(prompt) is is_open
+
+
+def test_a_message_of_gemma() -> None:
+    text = '<|channel>thought\nHm.\n<channel|><|tool_call>call:f{text:<|"|>a<|"|>}<tool_call|>'
+    for pieces in ([text], list(text)):
+        assert parse(make_parser("gemma4", "gemma4"), pieces) == ("", "Hm.", [("f", {"text": "a"})])
 
 
 def test_a_message_of_gpt_oss() -> None:

@@ -85,12 +85,78 @@ def write_glm(calls: Sequence[Call]) -> str:
     return "\n".join(f"<tool_call>{name}\n{pairs(arguments)}</tool_call>" for name, arguments in calls)
 
 
-def write_python(before: str, after: str) -> Write:
+def write_hy(calls: Sequence[Call]) -> str:
+    each = [
+        f"<tool_call>{name}<tool_sep>\n"
+        + "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{write_value(value)}</arg_value>\n" for key, value in given.items()
+        )
+        + "</tool_call>\n"
+        for name, given in calls
+    ]
+    return "<tool_calls>\n" + "".join(each) + "</tool_calls>"
+
+
+def write_solar(calls: Sequence[Call]) -> str:
+    return "\n".join(
+        f"<|tool_call:start|>{name}\n"
+        + "".join(
+            f"<|tool_arg:start|>{key}<|tool_arg:value|>{write_value(value)}<|tool_arg:end|>\n"
+            for key, value in given.items()
+        )
+        + "<|tool_call:end|>"
+        for name, given in calls
+    )
+
+
+def write_minicpm(calls: Sequence[Call]) -> str:
+    def write_parameter(key: str, value: Any) -> str:
+        text = write_value(value)
+        marked = f"<![CDATA[{text}]]>" if isinstance(value, str) and set("<&\n") & set(text) else text
+        return f'<param name="{key}">{marked}</param>'
+
+    return "\n".join(
+        f'<function name="{name}">{"".join(write_parameter(*each) for each in given.items())}</function>'
+        for name, given in calls
+    )
+
+
+def write_python(before: str, after: str, separator: str = ", ") -> Write:
     def write(calls: Sequence[Call]) -> str:
         each = [f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls]
-        return before + "[" + ", ".join(each) + "]" + after
+        return before + separator.join(each) + after
 
     return write
+
+
+def write_elements(calls: Sequence[Call]) -> str:
+    """Write what MiniMax M3's chat template does; a null, which that leaves out, is a text."""
+    mark = "]<]minimax[>["
+
+    def write_any(value: Any) -> str:
+        if value and isinstance(value, dict):
+            return "".join(f"{mark}<{key}>{write_any(each)}{mark}</{key}>" for key, each in value.items())
+        if value and isinstance(value, list):
+            return "".join(f"{mark}<item>{write_any(each)}{mark}</item>" for each in value)
+        return write_value(value)
+
+    each = [
+        f'{mark}<invoke name="{name}">{write_any(given) if given else ""}{mark}</invoke>\n' for name, given in calls
+    ]
+    return f"{mark}<tool_call>\n{''.join(each)}{mark}</tool_call>"
+
+
+def write_gemma(before: str, quote: str, after: str) -> Write:
+    """Write what Gemma's chat templates do: no quotes around keys, and texts between `quote`s."""
+
+    def write_any(value: Any) -> str:
+        if isinstance(value, str):
+            return quote + value + quote
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{write_any(each)}" for key, each in sorted(value.items())) + "}"
+        return f"[{','.join(map(write_any, value))}]" if isinstance(value, list) else dump(value)
+
+    return lambda calls: "".join(f"{before}call:{name}{write_any(given)}{after}" for name, given in calls)
 
 
 def write_harmony(calls: Sequence[Call]) -> str:
@@ -127,6 +193,33 @@ WRITERS: dict[str, Write] = {
     "deepseek_v31": write_each(
         f"<{D}tool\u2581call\u2581begin{D}>", f"<{D}tool\u2581sep{D}>", f"<{D}tool\u2581call\u2581end{D}>", "", DEEPSEEK
     ),
+    "gigachat35": write_tags(
+        f'<{D}GCML{D}invoke name="{{}}">',
+        f'<{D}GCML{D}parameter name="{{}}" string="true">{{}}</{D}GCML{D}parameter>',
+        f"</{D}GCML{D}invoke>",
+        (f"<{D}GCML{D}tool_calls>\n", f"\n</{D}GCML{D}tool_calls>"),
+        line="",
+    ),
+    "dots": write_tags(
+        '<invoke name="{}">',
+        '<parameter name="{}">{}</parameter>',
+        "</invoke>",
+        ("<dots_function_call>\n", "\n</dots_function_call>"),
+        line="",
+    ),
+    "step3": write_tags(
+        '<steptml:invoke name="{}">',
+        '<steptml:parameter name="{}">{}</steptml:parameter>',
+        "</steptml:invoke>",
+        (
+            f"<{D}tool_calls_begin{D}>\n<{D}tool_call_begin{D}>function<{D}tool_sep{D}>",
+            f"<{D}tool_call_end{D}>\n<{D}tool_calls_end{D}>",
+        ),
+        line="",
+    ),
+    "hy_v3": write_hy,
+    "solar_open2": write_solar,
+    "minicpm5": write_minicpm,
     "minimax_m2": write_tags(
         '<invoke name="{}">',
         '<parameter name="{}">{}</parameter>',
@@ -149,11 +242,16 @@ WRITERS: dict[str, Write] = {
     "mistral": write_list("[TOOL_CALLS]", ""),
     "phi4_mini_json": write_list("functools", ""),
     "granite": write_list("<|tool_call|>", ""),
-    "lfm2": write_python("<|tool_call_start|>", "<|tool_call_end|>"),
+    "lfm2": write_python("<|tool_call_start|>[", "]<|tool_call_end|>"),
+    "olmo3": write_python("<function_calls>\n", "\n</function_calls>", "\n"),
+    "gemma4": write_gemma("<|tool_call>", '<|"|>', "<tool_call|>"),
+    "minimax_m3": write_elements,
+    "functiongemma": write_gemma("<start_function_call>", "<escape>", "<end_function_call>"),
     "nemotron_json": write_list("<TOOLCALL>", "</TOOLCALL>"),
     "hermes": write_objects("<tool_call>\n", "\n</tool_call>", "\n"),
     "functionary_v31_llama3": write_each("<function=", ">", "</function>", ""),
-    "llama4_pythonic": write_python("", ""),
+    "llama4_pythonic": write_python("[", "]"),
+    "xlam": write_list("", ""),
     "cohere_command3": lambda calls: (
         "<|START_ACTION|>"
         + dump([{"tool_call_id": "0", "tool_name": name, "parameters": given} for name, given in calls])
@@ -161,13 +259,34 @@ WRITERS: dict[str, Write] = {
     ),
     "internlm": write_objects("<|action_start|><|plugin|>\n", "<|action_end|>", "\n", "parameters"),
     "longcat": write_objects("<longcat_tool_call>\n", "\n</longcat_tool_call>", "\n"),
+    "minimax": lambda calls: (
+        "<tool_calls>\n"
+        + "".join(dump({"name": name, "arguments": given}) + "\n" for name, given in calls)
+        + "</tool_calls>"
+    ),
+    "apertus": lambda calls: f"<|tools_prefix|>{dump([{name: given} for name, given in calls])}<|tools_suffix|>",
+    "gigachat3": write_objects("<|function_call|>", "", "\n"),
     "jamba": write_list("<tool_calls>", "</tool_calls>"),
     "granite_20b_fc": write_objects("<function_call> ", "", "\n"),
     "llama3_json": write_objects("", "", "; ", "parameters"),
 }
-TAGGED = {"deepseek_v32", "minimax_m2", "glm45", "seed_oss", "qwen3_coder"}  # values are text between tags
-PYTHONIC = {"lfm2", "llama4_pythonic"}  # names are those of Python
-IN_PARTS = WRITERS.keys() - TAGGED - PYTHONIC  # whose arguments are passed on in parts
+TAGGED = {  # values are text between tags
+    "deepseek_v32",
+    "dots",
+    "gigachat35",
+    "glm45",
+    "hy_v3",
+    "minicpm5",
+    "minimax_m2",
+    "qwen3_coder",
+    "seed_oss",
+    "solar_open2",
+    "step3",
+}
+PYTHONIC = {"lfm2", "llama4_pythonic", "olmo3"}  # names are those of Python
+GEMMA = {"gemma4", "functiongemma"}  # keys are bare
+ELEMENTS = {"minimax_m3"}  # keys are names of tags
+IN_PARTS = WRITERS.keys() - TAGGED - PYTHONIC - GEMMA - ELEMENTS  # whose arguments are passed on in parts
 
 
 def make_parser(family: str, reasoning: str | None = None, **how: Any) -> MessageParser:

@@ -12,11 +12,12 @@ from typing import TypeVar
 
 from config.errors import SettingsError
 from server.text.tool_parsers.calls import Schemas
-from server.text.tool_parsers.formats import ToolFormat, find_tool_format, list_tool_formats
+from server.text.tool_parsers.formats import find_tool_format, list_tool_formats
 from server.text.tool_parsers.harmony import HarmonyParser
 from server.text.tool_parsers.message_grammar import MessageOutline, ReasoningState, make_message_grammar
 from server.text.tool_parsers.message_parser import MessageParser
 from server.text.tool_parsers.reasoning import ReasoningFormat, find_reasoning_format, list_reasoning_formats
+from server.text.tool_parsers.tool_format import ToolFormat
 from server.text.vocabulary import Vocabulary
 
 T = TypeVar("T")

@@ -1,0 +1,192 @@
+"""The rules of a grammar for values in notations other than JSON, by their schemas.
+
+What a schema says with other words than those below is not held to.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from server.grammar.rules import GrammarRules, quote_string
+from server.text.tool_parsers.values import dump_json, list_options, list_parameters, resolve_reference
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_BARE_KEY = re.compile(r"[^\s:,{}\[\]<>\"']+")
+
+
+class NotationRules(ABC):
+    """Adds the rules of values in one notation to a grammar."""
+
+    def __init__(self, rules: GrammarRules, root: Mapping[str, Any], prefix: str) -> None:
+        """`root` is the schema to whose parts references refer; `prefix` begins the names of the rules of those."""
+        self.rules = rules
+        self.root = root
+        self._prefix = prefix
+        self._references: dict[str, str] = {}  # names of rules, by reference
+
+    def add(self, rule: str, schema: Any) -> str:
+        """Add the rule of the values that a schema accepts; return its name, which may be that of another rule."""
+        if not isinstance(schema, Mapping):
+            return self.add_any(rule, {})
+        if isinstance(reference := schema.get("$ref"), str):
+            return self._add_reference(reference)
+        if options := list_options(schema):
+            return self.rules.add(rule, " | ".join(map(self.write, options)))
+        alternatives = schema.get("anyOf") or schema.get("oneOf")
+        if isinstance(alternatives, list):
+            ways = [self.add(f"{rule}_{number}", each) for number, each in enumerate(alternatives)]
+            return self.rules.add(rule, " | ".join(ways))
+        types = schema.get("type", "object" if "properties" in schema else "")
+        ways = [self._add_type(rule, name, schema) for name in (types if isinstance(types, list) else [types])]
+        return self.rules.add(rule, " | ".join(ways))
+
+    def _add_type(self, rule: str, name: Any, schema: Mapping[str, Any]) -> str:
+        match name:
+            case "string":
+                return self.add_text()
+            case "integer" | "number" | "boolean" | "null":
+                bounds = {key: schema[key] for key in _BOUNDS if key in schema}
+                return self.write_word(self.rules.add_json(f"{rule}_{name}", {"type": name, **bounds}))
+            case "array" if schema.get("maxItems") != 0:
+                return self.write_array(self.add(f"{rule}_item", schema.get("items")), schema)
+            case "object" if schema.get("properties"):
+                return self.write_object(self.add_members(rule, schema))
+        return self.add_any(f"{rule}_any", {**schema, "type": name} if name else schema)
+
+    def _add_reference(self, reference: str) -> str:
+        """Add the rule of what a reference refers to, once: it may refer to itself."""
+        if reference not in self._references:
+            name = f"{self._prefix}_reference_{len(self._references)}"
+            self._references[reference] = name
+            self.rules.add(name, self.add(f"{name}_value", resolve_reference(reference, self.root)))
+        return self._references[reference]
+
+    @abstractmethod
+    def add_members(self, rule: str, schema: Mapping[str, Any]) -> str:
+        """Add the rules of an object's members, without its brackets; return how other rules refer to them."""
+
+    @abstractmethod
+    def add_text(self) -> str:
+        """Add the rule of a text."""
+
+    @abstractmethod
+    def add_any(self, rule: str, schema: Mapping[str, Any]) -> str:
+        """Add the rule of a value of which little is known."""
+
+    @abstractmethod
+    def write_word(self, word: str) -> str:
+        """Return the rule of a number, true, false or null, given its rule in JSON."""
+
+    @abstractmethod
+    def write_array(self, item: str, schema: Mapping[str, Any]) -> str:
+        """Return the rule of a list of such items."""
+
+    @abstractmethod
+    def write_object(self, members: str) -> str:
+        """Return the rule of an object with these members."""
+
+    @abstractmethod
+    def write(self, value: Any) -> str:
+        """Return one value as strings of the grammar."""
+
+
+class GemmaRules(NotationRules):
+    """Values as in JSON, but with bare keys, and texts between two quotes of several characters without any escapes.
+
+    An object is `{city:<|"|>Bern<|"|>,days:[1,2]}`. Keys are sorted, as in Gemma's chat templates.
+    """
+
+    def __init__(self, rules: GrammarRules, root: Mapping[str, Any], prefix: str, quote: str) -> None:
+        super().__init__(rules, root, prefix)
+        self._quote = quote
+
+    def add_members(self, rule: str, schema: Mapping[str, Any]) -> str:
+        members = []
+        for number, key, is_required in sorted(list_parameters(schema), key=lambda each: each[1].lower()):
+            if _BARE_KEY.fullmatch(key):
+                value = self.add(f"{rule}_{number}", schema["properties"][key])
+                members.append((f"{quote_string(f'{key}:')} {value}", is_required))
+        return self.rules.add_members(rule, members, ",")
+
+    def add_text(self) -> str:
+        quote = self.rules.quote(self._quote)
+        return self.rules.add("quoted", f"{quote} {self.rules.add_text_until('quoted_rest', [self._quote])}")
+
+    def add_any(self, rule: str, schema: Mapping[str, Any]) -> str:
+        number = self.rules.add_json("any_number", {"type": "number"})
+        items, members = 'any ("," any)*', 'KEY ":" any ("," KEY ":" any)*'
+        self.rules.add("KEY", f"/{_BARE_KEY.pattern}/")
+        words = '"true" | "false" | "null"'
+        nested = f'"[" ({items})? "]" | "{{" ({members})? "}}"'
+        return self.rules.add("any", f"{self.add_text()} | {number} | {words} | {nested}")
+
+    def write_word(self, word: str) -> str:
+        return word
+
+    def write_array(self, item: str, schema: Mapping[str, Any]) -> str:
+        fewest, most = schema.get("minItems", 0), schema.get("maxItems", "")
+        more = f'("," {item}){{{max(fewest - 1, 0)},{most and most - 1}}}'
+        return f'"[" {item} {more} "]"' if fewest else f'"[" ({item} {more})? "]"'
+
+    def write_object(self, members: str) -> str:
+        return f'"{{" {members} "}}"'
+
+    def write(self, value: Any) -> str:
+        return self.rules.quote(_write_gemma(value, self._quote))
+
+
+def _write_gemma(value: Any, quote: str) -> str:
+    match value:
+        case str(text):
+            return f"{quote}{text}{quote}"
+        case list(items):
+            return f"[{','.join(_write_gemma(item, quote) for item in items)}]"
+        case dict(members):
+            return f"{{{','.join(f'{key}:{_write_gemma(each, quote)}' for key, each in members.items())}}}"
+    return dump_json(value)
+
+
+class ElementRules(NotationRules):
+    """Values in elements, each of whose tags follows a mark: `MARK<city>Bern MARK</city>`.
+
+    A rule of a value has also the mark after it, as only that ends a text. Lists have elements `item`. A value of which
+    little is known is in JSON.
+    """
+
+    def __init__(self, rules: GrammarRules, root: Mapping[str, Any], prefix: str, mark: str) -> None:
+        super().__init__(rules, root, prefix)
+        self._mark = mark
+
+    def add_members(self, rule: str, schema: Mapping[str, Any]) -> str:
+        members = []
+        for number, key, is_required in list_parameters(schema):
+            if _BARE_KEY.fullmatch(key):
+                value = self.add(f"{rule}_{number}", schema["properties"][key])
+                members.append(self._write_element(key, value) + ("" if is_required else "?"))
+        return " ".join(members)
+
+    def add_text(self) -> str:
+        return self.rules.add_text_until("marked", [self._mark])
+
+    def add_any(self, rule: str, schema: Mapping[str, Any]) -> str:
+        definitions = {name: self.root[name] for name in ("$defs", "definitions") if name in self.root}
+        return self.write_word(self.rules.add_json(rule, {**definitions, **schema}))
+
+    def write_word(self, word: str) -> str:
+        return f"{word} {self.rules.quote(self._mark)}"
+
+    def write_array(self, item: str, schema: Mapping[str, Any]) -> str:
+        fewest, most = schema.get("minItems", 0), schema.get("maxItems", "")
+        return f"{self._write_element('item', item)}{{{fewest},{most}}} {self.rules.quote(self._mark)}"
+
+    def write_object(self, members: str) -> str:
+        return f"{members} {self.rules.quote(self._mark)}"
+
+    def write(self, value: Any) -> str:
+        return self.rules.quote((value if isinstance(value, str) else dump_json(value)) + self._mark)
+
+    def _write_element(self, name: str, value: str) -> str:
+        return f"({self.rules.quote(f'{self._mark}<{name}>')} {value} {quote_string(f'</{name}>')})"
