@@ -22,7 +22,7 @@ from tests.engine.engine_driver import Driver, RequestEvents
 from tests.engine.expected_tokens import random_prompt
 from tests.engine.fake_proposer import FakeProposer
 from tests.engine.grammar.conftest import EOS
-from tests.engine.grammar.constrained import CASES, SETTINGS, Case, compute_alone, read, submit
+from tests.engine.grammar.constrained import CASES, SETTINGS, Case, compile_grammar, compute_alone, read, submit
 from tests.engine.test_step_recovery import LAST_LAYER, break_attend
 
 
@@ -267,3 +267,38 @@ def test_a_grammar_that_does_not_compile_is_refused(alone: Driver) -> None:
     heard = alone.submit("refused", random_prompt(9, seed=1), 9, grammar="start: nowhere")
     assert heard.failed is not None
     assert (heard.failed.status, heard.failed.code) == (400, "invalid_grammar")
+
+
+def test_lookups_compilations_and_failures_are_reported(model: Path, rng: random.Random) -> None:
+    """By a count of the requests, in any order; a grammar is compiled once however many requests wait for it."""
+    driver = Driver(model, **SETTINGS)
+    drawn = [rng.choice([*CASES, None]) for _ in range(12)]
+    for number, name in enumerate(drawn):
+        case = CASES[name] if name is not None else None
+        lark = None if case is None else write_lark(case.constraint.kind, case.constraint.text)
+        driver.submit(f"{number}", random_prompt(5, seed=number), 4, grammar=lark)  # waits until it is compiled
+    for case in (CASES[name] for name in drawn if name is not None):
+        compile_grammar(driver, case)
+    driver.run()
+    submit(driver, "impossible", CASES["choice"], 8, allowed_token_ids=array("q", [260, 261]).tobytes())
+    driver.run()
+    constrained = [name for name in drawn if name is not None] + ["choice"]
+    events = [each for result in driver.steps if (each := result.report.grammars) is not None]
+    assert sum(len(each.compile_seconds) for each in events) == len(set(constrained))
+    assert all(seconds > 0 for each in events for seconds in each.compile_seconds)
+    assert sum(each.lookups for each in events) == len(constrained)
+    assert sum(each.hits for each in events) == len(constrained) - len(set(constrained))
+    assert sum(each.failures for each in events) == 1
+
+
+def test_steps_without_grammars_report_none(model: Path) -> None:
+    driver = Driver(model, **SETTINGS)
+    heard = driver.submit("free", random_prompt(5, seed=1), 4)
+    driver.run()
+    assert len(heard.tokens) == 4
+    assert all(result.report.grammars is None for result in driver.steps)
+    submit(driver, "constrained", CASES["regex"], 3)
+    before = len(driver.steps)
+    driver.run()
+    busy = [result.report for result in driver.steps[before:] if result.report.rows]
+    assert all(report.grammars is not None and report.grammars.step_seconds > 0 for report in busy)
