@@ -53,7 +53,7 @@ from server.api.openai.responses import (
     set_choice_fields,
     set_prompt_fields,
 )
-from server.api.openai.structured.check import check_constraint, check_document, get_constraint
+from server.api.openai.structured.check import check_constraint, check_document, check_readable, get_constraint
 from server.api.openai.tools.definitions import Tool, ToolChoice, ToolChoiceField, check_choice, get_schemas
 from server.api.openai.tools.message_format import MessageFormat, MessageParsing
 from server.grammar.constraint import Constraint
@@ -166,6 +166,8 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
     parsing = make_parsing(serving.message_format, body, has_document=document is not None)
     encoded = await encode_chat(serving.tokenizer, body.messages, body, longest, add_special_tokens=special)
     grammar = await make_grammar(serving, body, document, encoded.text)
+    if document is not None and parsing is not None:
+        await check_readable(document, parsing, encoded.text)
     prompt = PromptTokens(truncate_prompt(encoded.ids, body.truncate_prompt_tokens), encoded.text)
     max_tokens = (
         max(1, hello.max_seq_len - len(prompt.ids)) if body.requested_max_tokens is None else body.requested_max_tokens

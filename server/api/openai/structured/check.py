@@ -5,10 +5,14 @@ Whatever constrains a text (the fields of `models.py`, tools) is checked here. K
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterable, Mapping
 
 from server.api.http.errors import ApiError
+from server.api.http.json_body import format_value
 from server.api.openai.generation_job import Serving
+from server.api.openai.tools.message_format import MessageParsing
 from server.grammar.constraint import Constraint, ConstraintKind, constrain_document
 from server.records import ConstraintName, ConstraintRefusal
 from server.text.errors import TextRefused, TextUnavailable
@@ -86,3 +90,17 @@ async def _check(serving: Serving, constraint: Constraint) -> str:
 def find_reason(code: str | None) -> ConstraintRefusal:
     """Return the reason that metrics name for an error with this code."""
     return REASONS.get(code or "", "invalid")
+
+
+async def check_readable(document: Constraint, parsing: MessageParsing, prompt: str) -> None:
+    """Raise ApiError for a choice that could not be told from a marker when the message is read."""
+    if document.kind != "choice":
+        return
+    misread = await asyncio.to_thread(parsing.find_misread, json.loads(document.text), prompt)
+    if misread is not None:
+        message = (
+            f"{document.param}: the choice {format_value(misread)} contains a marker with which this model writes "
+            "reasoning, tool calls or parts of a message, so it could not be told from one; choose another text, or "
+            "use /v1/completions"
+        )
+        raise ApiError(400, message, param=document.param, log_message=f"{document.param}: a choice has a marker")

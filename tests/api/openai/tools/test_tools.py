@@ -14,7 +14,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from config.errors import SettingsError
 from server.engine.ipc.messages import FromEngine, Submit, Tokens
 from server.grammar.matcher import TokenTable, compile_grammar
-from tests.api.fake_engine import admitted, scores
+from tests.api.fake_engine import admitted, generates, scores
 from tests.api.openai.tools.conftest import ToolServer, serving_tools
 from tests.api.payloads import chunks_of, error_of
 
@@ -289,10 +289,14 @@ def test_a_call_is_required(qwen: ToolServer) -> None:
 
 def accepts(server: ToolServer, text: str) -> bool:
     """Return whether the grammar of the last request accepts a text, of the model's own tokens."""
+    return accepts_tokens(server, server.encode(text))
+
+
+def accepts_tokens(server: ToolServer, tokens: list[int]) -> bool:
     tokenizer = TokenTable(server.vocabulary).make_tokenizer()
     grammar = server.engine.all(Submit)[-1].grammar
     assert grammar is not None
-    matcher, tokens = compile_grammar(tokenizer, grammar), server.encode(text)
+    matcher = compile_grammar(tokenizer, grammar)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -365,6 +369,48 @@ def test_a_document_after_reasoning_that_the_prompt_has_begun() -> None:
         assert (message.reasoning, message.content) == ("Hm.", '{"sky": "grey"}')
         assert accepts(server, 'Hm.\n</think>\n\n{"sky": "grey"}')
         assert not accepts(server, '{"sky": "grey"}')
+
+
+@pytest.mark.parametrize(
+    "choice", ["<|im_end|>", "a<|im_end|>b", "</think>", "a <think>", "<tool_call>", CALL, "<|end|>"]
+)
+@pytest.mark.parametrize("stream_it", [False, True])
+def test_a_choice_that_looks_like_a_marker_is_content(qwen: ToolServer, choice: str, stream_it: bool) -> None:
+    """It is spelled in ordinary tokens: a special token would be none of the text."""
+    asked: dict[str, Any] = {"extra_body": {"structured_outputs": {"choice": [choice, "b"]}}, "tools": openai.NOT_GIVEN}
+    tokens = [token for character in choice for token in qwen.encode(character)]
+    assert not set(tokens) & qwen.vocabulary.special_ids
+    qwen.engine.begin_again(generates([*tokens, *qwen.encode("<|im_end|>")], "stop"))
+    answer = (stream if stream_it else lambda *args, **body: ask(*args, **body).choices[0])(qwen, **asked)
+    assert (answer.message.content, answer.finish_reason) == (choice, "stop")
+    assert accepts_tokens(qwen, tokens)
+    assert not accepts(qwen, "<|im_end|>")
+
+
+def test_a_choice_that_reads_as_reasoning_or_a_call_is_refused(qwen: ToolServer, gpt_oss: ToolServer) -> None:
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    for server, choice, fields, is_refused in (
+        (qwen, "<think>", {}, True),
+        (qwen, "<think> about it", {}, True),
+        (qwen, "<think>", off, False),
+        (qwen, CALL, {}, False),
+        (qwen, CALL, {"tools": [TOOL]}, True),
+        (qwen, "see <tool_call>", {"tools": [TOOL]}, False),
+        (gpt_oss, "<|end|>", {}, True),
+        (gpt_oss, "a<|channel|>b<|message|>c", {}, True),
+        (gpt_oss, "<think>", {}, False),
+    ):
+        server.says("b")
+        response = server.chat(structured_outputs={"choice": ["b", choice]}, **fields)
+        assert response.status_code == (400 if is_refused else 200), (choice, fields, response.text)
+        if is_refused:
+            error = error_of(response)
+            assert error["param"] == "structured_outputs"
+            assert "contains a marker" in error["message"]
+            assert json.dumps(choice[:5])[1:-1] in error["message"]
+    qwen.engine.begin_again(generates([token for letter in "<think>" for token in qwen.encode(letter)], "length"))
+    response = qwen.chat(structured_outputs={"choice": ["<think>"]}, **off)
+    assert response.json()["choices"][0]["message"]["content"] == "<think>"
 
 
 def test_strict_tools(qwen: ToolServer) -> None:
