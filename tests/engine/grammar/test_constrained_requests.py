@@ -53,6 +53,22 @@ def test_a_text_ends_with_the_token_that_completes_it(alone: Driver, vocabulary:
         assert len(alone.steps) - before == 2
 
 
+def test_choices_with_the_text_of_special_tokens_are_spelled_in_others(
+    alone: Driver, vocabulary: Vocabulary, rng: random.Random
+) -> None:
+    special = [vocabulary.token_bytes(token).decode() for token in sorted(vocabulary.special_ids)]
+    choices = [text for name in special for text in (name, f"a{name}b")]
+    case = Case(constrain_to_choices(choices, ""), choices.__contains__)
+    found = set()
+    for _ in range(20):
+        heard = compute_alone(alone, case, rng.randrange(2**20), temperature=2.0)
+        found.add(read(vocabulary, heard))
+        assert heard.finish_reason == "stop"
+        assert not set(heard.tokens) & vocabulary.special_ids
+    assert found <= set(choices)
+    assert len(found) > 1
+
+
 def test_the_end_token_comes_only_where_the_grammar_may_end(
     alone: Driver, vocabulary: Vocabulary, rng: random.Random
 ) -> None:
