@@ -119,9 +119,13 @@ class ChatRequest(GenerationRequest, Rendering):
     def callable_tools(self) -> list[Tool]:
         """Return the tools that the model may call."""
         choice = self.tool_choice or ToolChoice("auto")
-        if choice.mode == "none":
-            return []
-        return [tool for tool in self.tools if choice.name in (None, tool.function.name)]
+        return [tool for tool in self.tools if choice.allows(tool.function.name)]
+
+    @property
+    def constrains_calls(self) -> bool:
+        """Whether calls have to be by a grammar: a tool is strict, or one may not be called."""
+        tools = self.callable_tools
+        return any(tool.function.strict for tool in tools) or 0 < len(tools) < len(self.tools)
 
     @property
     def must_call(self) -> bool:
@@ -131,7 +135,7 @@ class ChatRequest(GenerationRequest, Rendering):
     @property
     def may_call_several(self) -> bool:
         """Whether a message may have several calls."""
-        return self.parallel_tool_calls and (self.tool_choice is None or self.tool_choice.name is None)
+        return self.parallel_tool_calls and not (self.tool_choice is not None and self.tool_choice.is_one_call)
 
 
 def router(serving: Serving) -> APIRouter:
@@ -211,7 +215,7 @@ def choose_content(body: ChatRequest, document: Constraint | None) -> Content | 
         return "calls"
     if document is not None:
         return "calls or document" if body.callable_tools else "document"
-    return "text with calls" if any(tool.function.strict for tool in body.callable_tools) else None
+    return "text with calls" if body.constrains_calls else None
 
 
 def make_parsing(format: MessageFormat, body: ChatRequest, *, has_document: bool) -> MessageParsing | None:

@@ -150,16 +150,25 @@ def _read_reasoning(item: dict[str, Any], where: str) -> str:
     return "\n".join(str(text) for text in texts)
 
 
-def _read_choice(value: Any) -> Any:
-    """Return a choice of a tool in the form of a chat."""
+def _check_choice(value: Any) -> Any:
+    make_chat_choice(value)
+    return value
+
+
+def make_chat_choice(value: Any) -> Any:
+    """Return a choice of tools in the form of a chat. Raises ValueError for one that is not supported."""
     match value:
+        case None | "none" | "auto" | "required":
+            return value
         case {"type": "function", "name": str(name)} if len(value) == 2:
             return {"type": "function", "function": {"name": name}}
-        case "none" | "auto" | "required":
-            return value
+        case {"type": "allowed_tools", "mode": mode, "tools": list(tools)} if len(value) == 3 and all(
+            isinstance(tool, dict) and tool.get("type") == "function" for tool in tools
+        ):
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(make_chat_choice, tools)]}}
     raise ValueError(
-        'should be "none", "auto", "required" or {"type": "function", "name": ...}; '
-        f"other choices are not supported, such as {format_value(value)}"
+        'should be "none", "auto", "required", {"type": "function", "name": ...} or {"type": "allowed_tools", "mode": '
+        f'"auto" or "required", "tools": [...]}}; other choices are not supported, such as {format_value(value)}'
     )
 
 
@@ -172,7 +181,7 @@ class ResponseRequest(GenerationRequest):
         None, ge=1, lt=INT64, description="most tokens to generate; default: as many as fit the context"
     )
     tools: list[ResponseTool] = Field(default_factory=list)
-    tool_choice: Annotated[Any, PlainValidator(_read_choice)] = None
+    tool_choice: Annotated[Any, PlainValidator(_check_choice)] = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
     text: TextOptions = Field(default_factory=TextOptions)
@@ -206,7 +215,7 @@ class ResponseRequest(GenerationRequest):
             "messages": first + self.input,
             "max_completion_tokens": self.max_output_tokens,
             "tools": [tool.make_chat_tool() for tool in self.tools],
-            "tool_choice": self.tool_choice,
+            "tool_choice": make_chat_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from openai.types.responses import ToolChoiceAllowed
 from pydantic import BaseModel
 
 from server.engine.ipc.messages import Submit
@@ -113,6 +114,27 @@ def test_choices_of_a_tool(qwen: ToolServer) -> None:
     (item,) = qwen.client.responses.create(model="tiny", input="x", tools=[TOOL], tool_choice=choice).output
     assert item.type == "function_call"
     assert json.loads(item.arguments) == {"city": "Bern"}
+
+
+def test_some_tools_are_allowed(qwen: ToolServer) -> None:
+    qwen.says(CALL)
+    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}
+    other = TOOL | {"name": "get_time"}
+    response = qwen.client.responses.create(model="tiny", input="x", tools=[TOOL, other], tool_choice=choice)
+    assert [item.type for item in response.output] == ["function_call"]
+    assert response.tool_choice == ToolChoiceAllowed(**choice)
+    grammar = qwen.engine.all(Submit)[0].grammar or ""
+    assert "get_weather" in grammar
+    assert "get_time" not in grammar
+    for wrong in (
+        {"mode": "none"},
+        {"tools": []},
+        {"tools": [{"type": "mcp"}]},
+        {"tools": [{"type": "function", "name": "f"}]},
+    ):
+        body = {"input": "x", "tools": [TOOL], "tool_choice": choice | wrong}
+        error = error_of(qwen.http.post("/v1/responses", json=body))
+        assert error["param"] == "tool_choice", wrong
 
 
 class Place(BaseModel):
