@@ -64,6 +64,14 @@ class TooManyValues(Exception):
         self.field = field
 
 
+class PathError(ValueError):
+    """A value within a field is wrong; `path` leads from the field to it."""
+
+    def __init__(self, path: tuple[str | int, ...], message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 class _Name(str):
     """The name of a member: a type of its own, so that the decoder calls `dec_hook` for each name."""
 

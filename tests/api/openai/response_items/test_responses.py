@@ -137,6 +137,10 @@ def test_some_tools_are_allowed(qwen: ToolServer) -> None:
         assert error["param"] == "tool_choice", wrong
 
 
+CALLED = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+ANSWER = {"type": "function_call_output", "call_id": "a", "output": "b"}
+
+
 class Place(BaseModel):
     city: str
 
@@ -160,17 +164,32 @@ def test_a_text_by_a_schema(qwen: ToolServer) -> None:
     [
         ({"input": []}, "input", "list of items"),
         ({"input": 5}, "input", "should be a text"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "parts should be texts"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "not supported"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input", "lacks a field"),
-        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "messages", "answers the tool call"),  # noqa: E501
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "parts should be texts"),
+        ({"input": ["x"]}, "input[0]", "should be a message"),
+        ({"input": [{"role": "user", "content": "x"}, {"role": "user", "content": 5}]}, "input[1].content", "list of parts"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "should be a text"),
+        ({"input": [{"role": "cat", "content": "x"}]}, "input[0].role", '"cat"'),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "not supported"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "should be a text"),
+        ({"input": [CALLED, CALLED | {"arguments": {}}]}, "input[1].arguments", "should be a text"),
+        ({"input": [CALLED, CALLED | {"call_id": ""}]}, "input[1].call_id", "not be empty"),
+        ({"input": [CALLED, ANSWER | {"call_id": "b"}]}, "input[1].call_id", "answers the call"),
+        ({"input": [ANSWER, CALLED]}, "input[0].call_id", "answers the call"),
+        ({"input": [CALLED, ANSWER | {"output": [{"type": "input_file"}]}]}, "input[1].output[0]", "parts should be"),
+        ({"input": [{"type": "reasoning", "summary": [{"text": "x"}, 5]}]}, "input[0].summary[1]", "have a text"),
+        ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content", "list of parts"),
+        ({"input": [CALLED | {"arguments": f"{{{'[],' * 70000}}}"}]}, "input", "arguments together"),
+        ({"input": "x" * 3_000_000}, "input", "longer"),
+        ({"input": "x", "max_output_tokens": 20_000}, "max_output_tokens", "context"),
+        ({"tools": [TOOL, TOOL | {"parameters": {"type": "string"}}]}, "tools[1].parameters", "schema of an object"),
+        ({"tools": [TOOL, TOOL]}, "tools", "several functions"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "are not supported"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "not supported"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier items"),
         ({"n": 2}, "n", "not supported"),
         ({"background": True}, "background", "not supported"),
-        ({"text": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "response_format", "type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "text.format", "type"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
         ({"max_output_tokens": 0}, "max_output_tokens", "1"),
         ({"inptu": "x"}, "inptu", "did you mean input"),
@@ -178,10 +197,11 @@ def test_a_text_by_a_schema(qwen: ToolServer) -> None:
 )  # fmt: skip
 def test_refused(qwen: ToolServer, change: dict[str, Any], param: str, words: str) -> None:
     qwen.says("no")
-    response = qwen.http.post("/v1/responses", json={"input": "Hi"} | change)
+    response = qwen.http.post("/v1/responses", json={"input": "Hi", "instructions": "Be brief."} | change)
     assert response.status_code == 400
     assert error_of(response)["param"] == param
     assert words in error_of(response)["message"]
+    assert "messages" not in error_of(response)["message"]
     assert qwen.engine.all(Submit) == []
 
 
@@ -222,3 +242,18 @@ def test_a_call_that_is_cut_off(qwen: ToolServer) -> None:
     assert call.type == "function_call"
     assert (response.status, call.status) == ("incomplete", "incomplete")
     assert '{"city": "Z\u00fcrich"}'.startswith(call.arguments)
+
+
+def test_messages_that_the_template_refuses() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ raise_exception('no cats') }}"
+    with serving_tools(template) as server:
+        error = error_of(server.http.post("/v1/responses", json={"input": [{"role": "user", "content": "cat"}]}))
+        assert error["param"] == "input"
+        assert error["message"].startswith("input: ")
+        assert "no cats" in error["message"]
+
+
+def test_a_malformed_call_does_not_end_a_conversation(qwen: ToolServer) -> None:
+    qwen.says("Sorry.")
+    items: Any = [CALLED | {"arguments": '{"city": "Z'}, ANSWER, {"role": "user", "content": "Go on."}]
+    assert qwen.client.responses.create(model="tiny", input=items).output_text == "Sorry."
