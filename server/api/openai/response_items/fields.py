@@ -21,12 +21,8 @@ def find_field(body: ResponseRequest, place: Location) -> Location:
     """Return the place in the body of a place in its chat."""
     match place:
         case ("messages", int(message), *_):
-            has_instructions = body.instructions is not None
-            return (
-                ("instructions",)
-                if has_instructions and not message
-                else body.input.find_item(message - has_instructions)
-            )
+            first = 0 if body.instructions is None else 1
+            return body.input.find_item(message - first) if message >= first else ("instructions",)
         case ("response_format", "json_schema", *rest):
             return (*FIELDS["response_format"], *rest)
         case ("tools", int(tool), "function", *rest):
@@ -38,7 +34,7 @@ def find_field(body: ResponseRequest, place: Location) -> Location:
 
 def rename_field(error: ApiError) -> ApiError:
     """Return the error with the body's name of the field that it is about."""
-    if error.param not in FIELDS:
+    if error.param is None or error.param not in FIELDS:
         return error
     name = ".".join(map(str, FIELDS[error.param]))
     message, logged = (

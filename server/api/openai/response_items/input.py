@@ -119,10 +119,9 @@ class InputChat:
                 is_new = role == "assistant"
                 message = self._get_assistant(place, is_new=True) if is_new else self._start(role, place)
                 message["content"] = _read_content(item.get("content"), (*path, "content"))
-            case {"type": "message", "role": role} | {"role": role}:
-                raise PathError(
-                    (*path, "role"), f"should be {', '.join(ROLES[:-1])} or {ROLES[-1]}, not {format_value(role)}"
-                )
+            case {"type": "message"} | {"role": _}:
+                roles = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
+                raise PathError((*path, "role"), f"should be {roles}, not {format_value(item.get('role'))}")
             case {"type": str(kind)}:
                 raise PathError((*path, "type"), f"items of the type {format_value(kind)} are not supported")
             case _:

@@ -138,6 +138,7 @@ def test_some_tools_are_allowed(qwen: ToolServer) -> None:
 
 
 CALLED = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+SAID = {"role": "user", "content": "x"}
 ANSWER = {"type": "function_call_output", "call_id": "a", "output": "b"}
 
 
@@ -164,9 +165,10 @@ def test_a_text_by_a_schema(qwen: ToolServer) -> None:
     [
         ({"input": []}, "input", "list of items"),
         ({"input": 5}, "input", "should be a text"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "parts should be texts"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "parts should be"),
         ({"input": ["x"]}, "input[0]", "should be a message"),
-        ({"input": [{"role": "user", "content": "x"}, {"role": "user", "content": 5}]}, "input[1].content", "list of parts"),
+        ({"input": [SAID, {"role": "user", "content": 5}]}, "input[1].content", "list of parts"),
+        ({"input": [SAID, {"type": "message", "content": "x"}]}, "input[1].role", "should be user"),
         ({"input": [{"role": "user"}]}, "input[0].content", "should be a text"),
         ({"input": [{"role": "cat", "content": "x"}]}, "input[0].role", '"cat"'),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "not supported"),
