@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import ToolChoiceAllowed
 from pydantic import BaseModel
 
-from server.engine.ipc.messages import Submit
+from server.engine.ipc.messages import Failed, FromEngine, Submit
 from tests.api.openai.tools.conftest import ToolServer, serving_tools
 from tests.api.payloads import error_of
 
@@ -259,3 +259,15 @@ def test_a_malformed_call_does_not_end_a_conversation(qwen: ToolServer) -> None:
     qwen.says("Sorry.")
     items: Any = [CALLED | {"arguments": '{"city": "Z'}, ANSWER, {"role": "user", "content": "Go on."}]
     assert qwen.client.responses.create(model="tiny", input=items).output_text == "Sorry."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_field_that_the_engine_refuses(qwen: ToolServer, stream: bool) -> None:
+    def refuse(submit: Submit) -> list[list[FromEngine]]:
+        return [[Failed(submit.request_id, 400, "the prompt is too long", "context_length_exceeded", param="prompt")]]
+
+    qwen.engine.begin_again(refuse)
+    response = qwen.http.post("/v1/responses", json={"input": "Hi", "stream": stream})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "input"
+    assert error_of(response)["code"] == "context_length_exceeded"
