@@ -226,10 +226,11 @@ class Metrics:
     def _observe_grammars(self, grammars: GrammarEvents) -> None:
         if grammars.step_seconds:
             self._observe((grammars.step_seconds,), f.GRAMMAR_STEP_SECONDS)
-        self._observe(grammars.compile_seconds, f.GRAMMAR_COMPILE_SECONDS)
-        self._increment(grammars.lookups, f.GRAMMAR_LOOKUPS)
-        self._increment(grammars.hits, f.GRAMMAR_HITS)
-        self._increment(grammars.failures, f.REFUSED_CONSTRAINTS, "failed")
+        if grammars.compile_seconds or grammars.lookups or grammars.failures:  # in few steps
+            self._observe(grammars.compile_seconds, f.GRAMMAR_COMPILE_SECONDS)
+            self._increment(grammars.lookups, f.GRAMMAR_LOOKUPS)
+            self._increment(grammars.hits, f.GRAMMAR_HITS)
+            self._increment(grammars.failures, f.REFUSED_CONSTRAINTS, "failed")
 
     def _observe_kernels(self, phase: Phase, step_seconds: float, kernels: Mapping[str, float]) -> None:
         self._observe_summary(step_seconds, f.TIMED_STEP_SECONDS, phase)
