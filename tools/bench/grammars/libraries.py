@@ -69,7 +69,7 @@ def time_xgrammar(table: TokenTable, grammars: Mapping[str, Constraint], install
     given = {
         "tokens": [base64.b64encode(token).decode() for token in tokens],
         "end_id": table.end_id,
-        "grammars": {name: _write_for_xgrammar(each) for name, each in grammars.items()},
+        "grammars": {name: write_for_xgrammar(each) for name, each in grammars.items()},
     }
     command = [str(installer.python), "-m", "tools.bench.grammars.xgrammar_worker"]
     done = subprocess.run(
@@ -79,7 +79,7 @@ def time_xgrammar(table: TokenTable, grammars: Mapping[str, Constraint], install
     return {name: times if isinstance(times, str) else LibraryTimes(*times) for name, times in found.items()}
 
 
-def _write_for_xgrammar(constraint: Constraint) -> tuple[str, str]:
+def write_for_xgrammar(constraint: Constraint) -> tuple[str, str]:
     """Return a constraint in a form that xgrammar reads, and its text."""
     match constraint.kind:
         case "json_schema":
