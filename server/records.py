@@ -21,6 +21,12 @@ WaitReason = Literal["seats", "memory", "sibling", "turn"]
 Outcome = Literal["stop", "length", "cancelled", "error"]  # how a request ended
 Phase = Literal["prefill", "decode", "mixed"]  # the kind of a step's rows; mixed: both kinds
 Role = Literal["engine", "api", "supervisor"]  # kind of process
+# What constrains a text: JSON (a schema, or any object), a regular expression, texts of which it is one, a grammar, or
+# tools that a grammar holds calls to
+ConstraintName = Literal["json", "regex", "choice", "grammar", "tools"]
+# Why a constraint ends its request: it is wrong or not supported, too large, its check took too much time or memory or
+# crashed, it could not be checked at the moment, or it failed in the engine
+ConstraintRefusal = Literal["invalid", "too_large", "timeout", "memory", "crash", "unavailable", "failed"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,16 @@ class Compaction(NamedTuple):
     dropped_tokens: int
 
 
+class GrammarEvents(NamedTuple):
+    """What happened to the grammars of requests between two reports of steps."""
+
+    step_seconds: float  # CPU time of masks, of accepting tokens and of cutting drafts; 0: no text was constrained
+    compile_seconds: Sequence[float]  # of each grammar that was compiled
+    lookups: int  # number of requests that got a compiled grammar
+    hits: int  # number of these whose grammar had been compiled for another request
+    failures: int  # number of requests that their grammars ended
+
+
 @dataclass(frozen=True)
 class StepReport:
     """The metrics of one step of the engine. Mappings are keyed by instance, unless noted."""
@@ -79,6 +95,7 @@ class StepReport:
     shadows: Sequence[RequestFidelity] = ()  # comparisons with candidate instances that ended
     shadow_tokens: Mapping[str, int] = field(default_factory=dict)  # number of tokens computed for shadows
     rollbacks: Sequence[str] = ()  # names of the roll-outs that a guard rolled back since the last report
+    grammars: GrammarEvents | None = None  # None: nothing happened to grammars
 
     @property
     def rows(self) -> int:

@@ -10,9 +10,8 @@ and not rejected. It ends when the bytes with its text are given to uvicorn. A t
 it is handed the body, or the token, until it hands it on.
 
 A file counts if one of its functions is called on that way in each of several requests. So what also runs in the
-background, such as heartbeats, does not count. Neither do imports, what only a server that has just started does (the
-first requests are not traced), classes that only declare fields (no function runs), and the calls in ASIDE, which are
-made on the way but neither with the body nor with the token.
+background, such as heartbeats, does not count. Neither do imports, what only a starting server does (the first requests
+are not traced), classes that only declare fields, and the calls in ASIDE, neither with the body nor with the token.
 """
 
 from __future__ import annotations
@@ -68,6 +67,7 @@ ASIDE = {  # functions, methods of any class, or classes, called on the way but 
     "get_constraint": "requests whose text has to be something, of which there are none",
     "StructuredRequest.iter_constraints": "requests whose text has to be something",
     "WaitingForGrammars": "requests whose grammars are not compiled, of which there are none",
+    "GrammarMeter": "figures of the step",
     "find_grammar_fault": "requests that their grammars end",
     "Shadows": "requests that also run under a candidate, of which there are none",
     "Rollouts.observe": "roll-outs, of which there are none",

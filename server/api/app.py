@@ -75,7 +75,7 @@ def create_app(
     app.state.unknown_fields = settings.unknown_fields
     errors.add_exception_handlers(app)
     add_middleware(app, settings, tracing, observations, make_body_limits_getter(settings, client), metrics_port)
-    add_routers(app, settings, client, tokenizer)
+    add_routers(app, settings, client, tokenizer, observations)
     app.include_router(health_router(client))
     app.include_router(metrics_router(client, observations))
     app.include_router(live.router(live_state, client), dependencies=[make_security_dependency("admin token")])
@@ -124,7 +124,9 @@ def add_middleware(
     app.add_middleware(RequestLifecycleMiddleware, on_response=observations.count_response, on_end=record_end)
 
 
-def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenizer: TokenizerBase) -> None:
+def add_routers(
+    app: FastAPI, settings: Settings, client: EngineClient, tokenizer: TokenizerBase, observations: Observations
+) -> None:
     deadlines = Deadlines(settings.queue_timeout, settings.request_timeout)
     limits = RequestLimits(
         min(settings.max_choices, settings.max_num_seqs + settings.max_queued_requests),
@@ -140,6 +142,7 @@ def add_routers(app: FastAPI, settings: Settings, client: EngineClient, tokenize
         deadlines,
         LimitsByKey.from_settings(settings),
         MessageFormat.choose(tokenizer, settings.tool_call_parser, settings.reasoning_parser),
+        observations.counts,
         settings.log_prompts,
         settings.skip_model_name_validation,
     )

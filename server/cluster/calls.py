@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any, Protocol
 
@@ -32,6 +31,7 @@ from server.engine.ipc.messages import (
     Submit,
     Tokens,
 )
+from server.engine.ipc.observations import ObservedCounts
 from server.records import Routing
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class ReplicaCallsClient(EngineClient):
         self._hints = hints
         self._by_request: dict[str, _Call] = {}
         self._tasks: set[asyncio.Task[Any]] = set()  # kept here, as the event loop does not
-        self._responses: Counter[int] = Counter()  # counts that no replica has got yet
+        self._counts = ObservedCounts()  # those that no replica has got yet
 
     # ------------------------------------------------------------ requests
     def _submit(self, stream: Stream, submits: Sequence[Submit]) -> None:
@@ -213,15 +213,16 @@ class ReplicaCallsClient(EngineClient):
     def send_observed(self, observed: Observed) -> None:
         """Send counts to one replica's metrics; those that do not arrive are sent with the next."""
         self.get_hello()
-        self._responses.update(observed.responses)
-        counts, self._responses = dict(self._responses), Counter()
-        self._spawn(self._send_counts(self.choose_one(), Observed(counts, observed.memory_bytes)))
+        self._counts.add(observed)
+        message = self._counts.make_message(observed.memory_bytes)
+        self._counts.clear()
+        self._spawn(self._send_counts(self.choose_one(), message))
 
     async def _send_counts(self, replica: str, observed: Observed) -> None:
         try:
             await self._calls.call("observe", replica, encode(observed))
         except ReplicaLost:
-            self._responses.update(observed.responses)
+            self._counts.add(observed)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)

@@ -180,6 +180,7 @@ class Core:
             shadows=self.shadows.collect_records(),
             shadow_tokens=count_tokens(shadow_rows),
             rollbacks=self.rollouts.collect_rollbacks(),
+            grammars=self.grammars.meter.collect(),
         )
         preemption_events = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
         late_events += (Event(*comparison) for comparison in self.shadows.collect_comparisons())
@@ -326,6 +327,7 @@ class Core:
                 request.cache.discard(request.seat)
                 self._fail([request], NON_FINITE_LOGITS_MESSAGE.format(request.cache.name), "not_a_number")
             elif (fault := find_grammar_fault(request, results[request])) is not None:
+                self.grammars.meter.failures += 1
                 self._fail([request], fault, "grammar_failed", status=400)
             elif request.finish_reason is not None:
                 self._remove(request, request.finish_reason)

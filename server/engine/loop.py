@@ -46,7 +46,7 @@ from server.engine.live.state import describe_live
 from server.engine.profiling.profiler import Profiler
 from server.engine.results import Event
 from server.engine.scheduling.request import RequestError
-from server.records import EngineInfo, EngineState, RequestRecord, StepReport
+from server.records import ConstraintName, ConstraintRefusal, EngineInfo, EngineState, RequestRecord, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,12 @@ class StepObserver(Protocol):
 
     def observe_responses(self, responses: Mapping[int, int]) -> None:
         """Add an API worker's new HTTP responses to the metrics: their numbers by status."""
+        ...
+
+    def observe_constraints(
+        self, constraints: Mapping[ConstraintName, int], refusals: Mapping[ConstraintRefusal, int]
+    ) -> None:
+        """Add an API worker's constrained requests to the metrics, and those that their constraints ended."""
         ...
 
     def snapshot(self, state: EngineState) -> bytes:
@@ -149,8 +155,9 @@ class Loop:
             case Query(query_id, Profile() as profile):
                 busy = self._profiler.begin(worker, query_id, profile)
                 return [Event(worker, busy)] if busy else []
-            case Observed(responses, memory):
+            case Observed(responses, memory, constraints, refusals):
                 self._observer.observe_responses(responses)
+                self._observer.observe_constraints(constraints, refusals)
                 self._processes.set_worker_memory(worker, memory)
             case WorkerDisconnected():
                 self._core.cancel_worker(worker)

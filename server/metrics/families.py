@@ -16,8 +16,9 @@ from prometheus_client import Counter, Gauge, Histogram, Info, Summary
 
 from cache_strategies.types import Blocks, Miss
 from config.settings import MAX_DRAFT_TOKENS
-from server.metrics.metric_family import Buckets, Label, MetricFamily, make_vllm_family
-from server.records import DeviceMemory, KVTokens, Outcome, Phase, Role, WaitReason
+from server.metrics import buckets
+from server.metrics.metric_family import Label, MetricFamily, format_table, make_vllm_family
+from server.records import ConstraintName, ConstraintRefusal, DeviceMemory, KVTokens, Outcome, Phase, Role, WaitReason
 
 # ---------------------------------------------------------------- labels
 STRATEGY = Label("strategy")  # a strategy instance
@@ -42,33 +43,10 @@ STATUSES = (200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 431, 499
 OTHER = "other"
 CODE = Label("code", (*map(str, STATUSES), OTHER))
 POSITION = Label("position", tuple(map(str, range(MAX_DRAFT_TOKENS))))  # index of a token in its draft
+CONSTRAINT = Label("kind", get_args(ConstraintName))  # what constrains a text
+CONSTRAINT_REFUSAL = Label("reason", get_args(ConstraintRefusal))
 BY_STRATEGY = (STRATEGY,)
 BY_PAIR = (SERVED, CANDIDATE)
-
-# ---------------------------------------------------------------- histogram buckets: vLLM's, and finer ones below them
-# fmt: off
-FIRST_TOKEN_BUCKETS: Buckets = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
-)
-PER_TOKEN_BUCKETS: Buckets = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
-)
-LATENCY_BUCKETS: Buckets = (
-    0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920,
-    7680,
-)
-BLOCK_AGE_BUCKETS: Buckets = (
-    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800,
-)
-COMPACTION_BUCKETS: Buckets = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2)
-TOKEN_COUNT_BUCKETS: Buckets = (
-    1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
-)
-KL_BUCKETS: Buckets = (
-    1e-6, 1e-5, 3e-5, 1e-4, 3e-4, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10,
-)
-# fmt: on
-POWER_OF_TWO_BUCKETS = tuple(2**n for n in range(15))
 
 # ---------------------------------------------------------------- requests
 REQUESTS = MetricFamily(
@@ -94,55 +72,55 @@ PREFIX_MISSES = MetricFamily(
     Counter, "prefix_cache_misses", "Prompt tokens not found in the cache, by reason.", (STRATEGY, MISS_REASON)
 )
 E2E_LATENCY = make_vllm_family(
-    Histogram, "e2e_request_latency_seconds", "Time from a request's arrival to its end.", BY_STRATEGY, LATENCY_BUCKETS
+    Histogram, "e2e_request_latency_seconds", "Time from a request's arrival to its end.", BY_STRATEGY, buckets.LATENCY
 )
 QUEUE_TIME = make_vllm_family(
-    Histogram, "request_queue_time_seconds", "Time from a request's arrival to its seat.", BY_STRATEGY, LATENCY_BUCKETS
+    Histogram, "request_queue_time_seconds", "Time from a request's arrival to its seat.", BY_STRATEGY, buckets.LATENCY
 )
 PREFILL_TIME = make_vllm_family(
     Histogram,
     "request_prefill_time_seconds",
     "Time from a request's seat to its first token.",
     BY_STRATEGY,
-    LATENCY_BUCKETS,
+    buckets.LATENCY,
 )
 DECODE_TIME = make_vllm_family(
     Histogram,
     "request_decode_time_seconds",
     "Time from a request's first token to its last.",
     BY_STRATEGY,
-    LATENCY_BUCKETS,
+    buckets.LATENCY,
 )
 FIRST_TOKEN_TIME = make_vllm_family(
     Histogram,
     "time_to_first_token_seconds",
     "Time from a request's arrival to its first token.",
     BY_STRATEGY,
-    FIRST_TOKEN_BUCKETS,
+    buckets.FIRST_TOKEN,
 )
 INTER_TOKEN_LATENCY = make_vllm_family(
-    Histogram, "inter_token_latency_seconds", "Time between two tokens of a request.", BY_STRATEGY, PER_TOKEN_BUCKETS
+    Histogram, "inter_token_latency_seconds", "Time between two tokens of a request.", BY_STRATEGY, buckets.PER_TOKEN
 )
 REQUEST_PROMPT_TOKENS = make_vllm_family(
     Histogram,
     "request_prompt_tokens",
     "Prompt tokens of a request that was admitted, when it leaves.",
     BY_STRATEGY,
-    TOKEN_COUNT_BUCKETS,
+    buckets.TOKEN_COUNT,
 )
 REQUEST_GENERATION_TOKENS = make_vllm_family(
     Histogram,
     "request_generation_tokens",
     "Tokens generated for a request that was admitted, when it leaves.",
     BY_STRATEGY,
-    TOKEN_COUNT_BUCKETS,
+    buckets.TOKEN_COUNT,
 )
 TIME_PER_TOKEN = make_vllm_family(
     Histogram,
     "request_time_per_output_token_seconds",
     "Time between two tokens, the mean of a request.",
     BY_STRATEGY,
-    PER_TOKEN_BUCKETS,
+    buckets.PER_TOKEN,
 )
 
 # ---------------------------------------------------------------- the engine
@@ -196,11 +174,11 @@ ACCEPTED_PER_POSITION = make_vllm_family(
 )
 STEPS = MetricFamily(Counter, "steps", "Forward passes; a step serves all strategies.")
 STEP_SECONDS = MetricFamily(
-    Histogram, "step_seconds", "Time of a step: scheduling, a forward pass, sampling.", (), PER_TOKEN_BUCKETS
+    Histogram, "step_seconds", "Time of a step: scheduling, a forward pass, sampling.", (), buckets.PER_TOKEN
 )
-STEP_ROWS = MetricFamily(Histogram, "step_rows", "Sequences in a step.", (), POWER_OF_TWO_BUCKETS)
+STEP_ROWS = MetricFamily(Histogram, "step_rows", "Sequences in a step.", (), buckets.POWER_OF_TWO)
 STEP_TOKENS = MetricFamily(
-    Histogram, "step_tokens", "Tokens in a step.", (), POWER_OF_TWO_BUCKETS, vllm_name="iteration_tokens_total"
+    Histogram, "step_tokens", "Tokens in a step.", (), buckets.POWER_OF_TWO, vllm_name="iteration_tokens_total"
 )
 KERNEL_SECONDS = MetricFamily(
     Summary,
@@ -218,6 +196,39 @@ KERNEL_FALLBACK = MetricFamily(
     Gauge, "kernel_fallback", "1: the operation failed its check at start, and plain torch computes it.", (OP,)
 )
 
+# ---------------------------------------------------------------- structured output
+CONSTRAINED_REQUESTS = MetricFamily(
+    Counter, "constrained_requests", "HTTP requests whose texts are constrained, by what does so.", (CONSTRAINT,)
+)
+REFUSED_CONSTRAINTS = MetricFamily(
+    Counter,
+    "constraint_refusals",
+    "Requests that ended because of their constraint: invalid (or not supported), too large, its check took too "
+    "long or too much memory, crashed or was impossible at the moment; failed: while the text was written.",
+    (CONSTRAINT_REFUSAL,),
+)
+GRAMMAR_COMPILE_SECONDS = MetricFamily(
+    Histogram,
+    "grammar_compile_seconds",
+    "Time in which the engine compiled a grammar, beside its steps; of the first one with the table of all tokens.",
+    (),
+    buckets.GRAMMAR_COMPILE,
+)
+GRAMMAR_LOOKUPS = MetricFamily(
+    Counter, "grammar_cache_queries", "Requests (each choice of n) that got a compiled grammar from the engine's cache."
+)
+GRAMMAR_HITS = MetricFamily(
+    Counter, "grammar_cache_hits", "Requests among these whose grammar had been compiled for another request."
+)
+GRAMMAR_STEP_SECONDS = MetricFamily(
+    Histogram,
+    "grammar_step_seconds",
+    "CPU time of all grammars of a step together: masks, and following tokens and drafts; only steps that have some.",
+    (),
+    buckets.GRAMMAR_STEP,
+)
+
+# ---------------------------------------------------------------- the server
 ENGINE_RESTARTS = MetricFamily(Counter, "engine_restarts", "Engines that were started because the one before had died.")
 RESPONSES = MetricFamily(
     Counter,
@@ -261,7 +272,7 @@ KV_COMPACTIONS = MetricFamily(
     Counter, "kv_cache_compactions", "Compactions: a strategy dropped keys of one sequence after a step.", BY_STRATEGY
 )
 KV_COMPACTION_SECONDS = MetricFamily(
-    Histogram, "kv_cache_compaction_seconds", "Time of a compaction, within a step.", BY_STRATEGY, COMPACTION_BUCKETS
+    Histogram, "kv_cache_compaction_seconds", "Time of a compaction, within a step.", BY_STRATEGY, buckets.COMPACTION
 )
 KV_COMPACTED = MetricFamily(
     Counter,
@@ -305,21 +316,21 @@ BLOCK_LIFETIME = make_vllm_family(
     "kv_block_lifetime_seconds",
     "Of an evicted block: time since it was filled.",
     BY_STRATEGY,
-    BLOCK_AGE_BUCKETS,
+    buckets.BLOCK_AGE,
 )
 BLOCK_IDLE = make_vllm_family(
     Histogram,
     "kv_block_idle_before_evict_seconds",
     "Of an evicted block: time since its last use.",
     BY_STRATEGY,
-    BLOCK_AGE_BUCKETS,
+    buckets.BLOCK_AGE,
 )
 BLOCK_REUSE_GAP = make_vllm_family(
     Histogram,
     "kv_block_reuse_gap_seconds",
     "Of an idle block that was found: time since its last use.",
     BY_STRATEGY,
-    BLOCK_AGE_BUCKETS,
+    buckets.BLOCK_AGE,
 )
 PROCESS_MEMORY = MetricFamily(
     Gauge,
@@ -340,7 +351,7 @@ SHADOW_KL = MetricFamily(
     "shadow_kl_nats",
     "KL divergence KL(served || candidate) of each output token that was also computed under a candidate.",
     BY_PAIR,
-    KL_BUCKETS,
+    buckets.KL,
 )
 SHADOW_TOKENS = MetricFamily(Counter, "shadow_tokens", "Output tokens compared with a candidate.", BY_PAIR)
 SHADOW_AGREED = MetricFamily(
@@ -379,16 +390,6 @@ FAMILIES: tuple[MetricFamily[Any], ...] = tuple(
 )
 
 
-def format_table() -> str:
-    """Return the table of all metrics in Markdown, with the names that vLLM has for them."""
-    lines = ["| name | type | | vLLM's |", "|---|---|---|---|"]
-    for family in FAMILIES:
-        labels = "{" + ", ".join(label.name for label in family.labels) + "}" if family.labels else ""
-        kind, theirs = family.kind.__name__.lower(), f"`{family.vllm_name}`" if family.vllm_name else ""
-        lines.append(f"| `{family.exposed_name}{labels}` | {kind} | {family.help} | {theirs} |")
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
     argparse.ArgumentParser(prog="python -m server.metrics.families", description=__doc__).parse_args()
-    print(format_table())
+    print(format_table(FAMILIES))

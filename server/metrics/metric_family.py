@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram, Info, Summary
 
@@ -53,3 +53,13 @@ def make_vllm_family(
 ) -> MetricFamily[M]:
     """Return a metric family that vLLM has under the same name, with another prefix."""
     return MetricFamily(kind, name, help, labels, buckets, vllm_name=f"{name}{NAME_SUFFIXES.get(kind, '')}")
+
+
+def format_table(families: Iterable[MetricFamily[Any]]) -> str:
+    """Return the table of metrics in Markdown, with the names that vLLM has for them."""
+    lines = ["| name | type | | vLLM's |", "|---|---|---|---|"]
+    for family in families:
+        labels = "{" + ", ".join(label.name for label in family.labels) + "}" if family.labels else ""
+        kind, theirs = family.kind.__name__.lower(), f"`{family.vllm_name}`" if family.vllm_name else ""
+        lines.append(f"| `{family.exposed_name}{labels}` | {kind} | {family.help} | {theirs} |")
+    return "\n".join(lines)

@@ -27,9 +27,12 @@ from server.metrics.vllm_names import make_alias
 from server.records import (
     Admission,
     Compaction,
+    ConstraintName,
+    ConstraintRefusal,
     DraftRecord,
     EngineInfo,
     EngineState,
+    GrammarEvents,
     Phase,
     RequestFidelity,
     RequestRecord,
@@ -175,6 +178,8 @@ class Metrics:
         for name in report.rollbacks:
             self._add_series(rollouts=[name])
             self._increment(1, f.ROLLBACKS, name)
+        if report.grammars is not None:
+            self._observe_grammars(report.grammars)
 
     def _observe_admission(self, admitted: Admission) -> None:
         name = admitted.instance
@@ -218,6 +223,15 @@ class Metrics:
         if tokens := self._numbers[self._offsets[f.SHADOW_TOKENS, pair]]:
             self._set(self._numbers[self._offsets[f.SHADOW_AGREED, pair]] / tokens, f.SHADOW_TOP1, *pair)
 
+    def _observe_grammars(self, grammars: GrammarEvents) -> None:
+        if grammars.step_seconds:
+            self._observe((grammars.step_seconds,), f.GRAMMAR_STEP_SECONDS)
+        if grammars.compile_seconds or grammars.lookups or grammars.failures:  # in few steps
+            self._observe(grammars.compile_seconds, f.GRAMMAR_COMPILE_SECONDS)
+            self._increment(grammars.lookups, f.GRAMMAR_LOOKUPS)
+            self._increment(grammars.hits, f.GRAMMAR_HITS)
+            self._increment(grammars.failures, f.REFUSED_CONSTRAINTS, "failed")
+
     def _observe_kernels(self, phase: Phase, step_seconds: float, kernels: Mapping[str, float]) -> None:
         self._observe_summary(step_seconds, f.TIMED_STEP_SECONDS, phase)
         for op, seconds in kernels.items():
@@ -250,6 +264,15 @@ class Metrics:
         """Count the HTTP responses of an API process; `responses` maps each status to its number of responses."""
         for status, count in responses.items():
             self._increment(count, f.RESPONSES, str(status) if status in f.STATUSES else f.OTHER)
+
+    def observe_constraints(
+        self, constraints: Mapping[ConstraintName, int], refusals: Mapping[ConstraintRefusal, int]
+    ) -> None:
+        """Count the constrained requests of an API process, and those that their constraints ended."""
+        for name, count in constraints.items():
+            self._increment(count, f.CONSTRAINED_REQUESTS, name)
+        for reason, count in refusals.items():
+            self._increment(count, f.REFUSED_CONSTRAINTS, reason)
 
     # ---------------------------------------------------------------- reading
     def snapshot(self, state: EngineState) -> bytes:

@@ -7,7 +7,6 @@ import queue
 import threading
 import time
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +30,7 @@ from server.engine.ipc.messages import (
     TokenLogprob,
     Tokens,
 )
+from server.engine.ipc.observations import ObservedCounts
 from server.engine.ipc.server import EngineServer, WorkerDisconnected
 from server.metrics.exposition import FamilyShape, Series, Snapshot
 
@@ -91,7 +91,7 @@ class FakeEngine:
         self.refusal: Failed | None = None  # of commands
         self.refused_questions: Failed | None = None
         self.received: list[ToEngine | WorkerDisconnected] = []  # but for what was observed
-        self.responses = Counter[int]()  # by status, as observed
+        self.counts = ObservedCounts()
         self._workers: dict[str, int] = {}
 
     def __enter__(self) -> FakeEngine:
@@ -127,7 +127,7 @@ class FakeEngine:
             except queue.Empty:
                 continue
             if isinstance(message, Observed):
-                self.responses.update(message.responses)
+                self.counts.add(message)
                 continue
             if isinstance(message, Cancel) and message.request_id not in self._workers:
                 continue  # of an earlier test

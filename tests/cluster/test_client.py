@@ -309,10 +309,10 @@ def test_requests_of_one_replicas_client_go_there() -> None:
 def test_counts_that_do_not_arrive_are_sent_again() -> None:
     async def work(client: ClusterClient) -> None:
         client.replicas = {"z": HELLO}  # it has just ended
-        client.send_observed(Observed({200: 3}, 1000))
+        client.send_observed(Observed({200: 3}, 1000, {"regex": 1}, {"invalid": 2}))
         await asyncio.sleep(0.01)
         client.replicas = {"a": HELLO}
-        client.send_observed(Observed({200: 1, 404: 2}, 1000))
+        client.send_observed(Observed({200: 1, 404: 2}, 1000, {"regex": 1, "tools": 1}))
         await asyncio.sleep(0.01)
 
     calls = ScriptedCalls()
@@ -321,6 +321,7 @@ def test_counts_that_do_not_arrive_are_sent_again() -> None:
         msgspec.msgpack.decode(payload, type=Observed) for method, _, payload in calls.called if method == "observe"
     ]
     assert sent[-1].responses == {200: 4, 404: 2}
+    assert (sent[-1].constraints, sent[-1].refusals) == ({"regex": 2, "tools": 1}, {"invalid": 2})
 
 
 # ---------------------------------------------------------------- merged answers

@@ -72,6 +72,7 @@ kind = "compressed"
 budget = 40
 every = 16
 """
+CONSTRAINED = {"structured_outputs": {"regex": "[a-z ]*"}}  # which never has to end
 COMMON = [random.Random(1).randrange(2, 300) for _ in range(150)]
 
 
@@ -116,8 +117,11 @@ async def client(http: httpx.AsyncClient, number: int, told: Told) -> None:
             prompt = COMMON[: 3 + REQUESTS * number + i]  # as long as no other
             await leave(http, body | {"prompt": prompt, "max_tokens": 100}, told)
         elif i % 5 == 3:
-            assert (await http.post("/v1/completions", json=body)).status_code == 400
+            refused = body | {"prompt": own, "max_tokens": 1, "structured_outputs": {"regex": "a("}}
+            assert (await http.post("/v1/completions", json=refused)).status_code == 400
             assert (await http.get("/v1/nowhere")).status_code == 404
+        elif i == 2:
+            await ask(http, body | CONSTRAINED | {"prompt": own, "max_tokens": 20, "n": 2, "explain": True}, told)
         else:
             prompt = COMMON[: draw.choice((0, 40, 70, 110))] + own
             body |= {"prompt": prompt, "max_tokens": draw.choice((1, 20, 80))}

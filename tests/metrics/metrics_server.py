@@ -6,13 +6,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from typing import get_args
 
 from cache_strategies.types import BlockEvents, Blocks, CacheUsage
 from kernels.selfcheck.op_db import OP_NAMES
 from server.api.ops.monitoring import OPENMETRICS
 from server.metrics.families import MISS_REASON, OUTCOME, WAIT_REASON
 from server.metrics.registry import Metrics
-from server.records import Admission, Compaction, DeviceMemory, DraftRecord, KVTokens, StepPart
+from server.records import (
+    Admission,
+    Compaction,
+    ConstraintName,
+    ConstraintRefusal,
+    DeviceMemory,
+    DraftRecord,
+    GrammarEvents,
+    KVTokens,
+    StepPart,
+)
 from tests.metrics.fake_metrics import (
     INSTANCES,
     PAIR,
@@ -74,6 +85,7 @@ def observe_everything(metrics: Metrics) -> None:
             ],
             shadow_tokens=every,
             rollbacks=["int8"],
+            grammars=GrammarEvents(0.0001, [0.002, 0.03], lookups=4, hits=3, failures=1),
             op_seconds=dict.fromkeys(OP_NAMES, 0.01 / len(OP_NAMES)),
         )
     )
@@ -81,6 +93,9 @@ def observe_everything(metrics: Metrics) -> None:
         for outcome in OUTCOME.values or ():
             metrics.observe_request(fake_record(name, outcome))
     metrics.observe_responses({200: 6, 429: 1})
+    metrics.observe_constraints(
+        dict.fromkeys(get_args(ConstraintName), 1), dict.fromkeys(get_args(ConstraintRefusal), 1)
+    )
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from cache_strategies.types import BlockEvents, Blocks, CacheUsage
 from config.settings import MAX_DRAFT_TOKENS
 from server.engine.info import make_engine_info, read_engine_state
-from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT_REASON, format_table
+from server.metrics.families import FAMILIES, KV_STATE, OUTCOME, STRATEGY, WAIT_REASON
+from server.metrics.metric_family import format_table
 from server.metrics.registry import Metrics
-from server.records import Admission, Compaction, DeviceMemory, DraftRecord, KVTokens, StepPart
+from server.records import Admission, Compaction, DeviceMemory, DraftRecord, GrammarEvents, KVTokens, StepPart
 from tests.engine.engine_driver import Driver
 from tests.engine.expected_tokens import random_prompt
 from tests.metrics.fake_metrics import (
@@ -178,7 +179,7 @@ def test_openmetrics_says_the_same() -> None:
 
 
 def test_the_document_has_every_metric() -> None:
-    assert format_table() in DOCUMENT, "run `python -m server.metrics.families`"
+    assert format_table(FAMILIES) in DOCUMENT, "run `python -m server.metrics.families`"
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
@@ -377,3 +378,36 @@ def test_an_engine_and_its_metrics_agree_on_what_was_sent() -> None:
         assert sample_value(samples, "kvmux_num_requests_running", strategy=instance) == 0
         assert sample_value(samples, "kvmux_kv_cache_bytes", strategy=instance, state="used") == 0
     assert sample_value(samples, "kvmux_step_tokens_sum") == sum(result.report.tokens for result in driver.steps)
+
+
+def test_constraints_and_grammars_are_counted() -> None:
+    metrics = new_metrics()
+    metrics.observe_constraints({"json": 2, "tools": 1}, {"invalid": 3, "too_large": 1})
+    metrics.observe_constraints({"json": 1}, {})
+    for events in (
+        GrammarEvents(0.00004, [0.003, 0.7], lookups=3, hits=1, failures=1),
+        GrammarEvents(0.0, [0.3], lookups=0, hits=0, failures=0),  # a step of others
+        None,
+    ):
+        metrics.observe_step(fake_step(grammars=events))
+    samples = scrape(metrics)
+    found = {
+        (name.removeprefix("kvmux_"), *dict(labels).values()): value
+        for (name, labels), value in samples.items()
+        if value and ("constrain" in name or "grammar" in name) and not name.endswith("_bucket")
+    }
+    assert found == {
+        ("constrained_requests_total", "json"): 3,
+        ("constrained_requests_total", "tools"): 1,
+        ("constraint_refusals_total", "invalid"): 3,
+        ("constraint_refusals_total", "too_large"): 1,
+        ("constraint_refusals_total", "failed"): 1,
+        ("grammar_compile_seconds_count",): 3,
+        ("grammar_compile_seconds_sum",): pytest.approx(1.003),
+        ("grammar_step_seconds_count",): 1,
+        ("grammar_step_seconds_sum",): pytest.approx(0.00004),
+        ("grammar_cache_queries_total",): 3,
+        ("grammar_cache_hits_total",): 1,
+    }
+    assert sample_value(samples, "kvmux_grammar_step_seconds_bucket", le="2e-05") == 0
+    assert sample_value(samples, "kvmux_grammar_step_seconds_bucket", le="5e-05") == 1

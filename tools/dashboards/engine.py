@@ -10,7 +10,9 @@ from server.metrics import families as f
 from tools.dashboards.panels import (
     BYTES,
     NUMBER,
+    REQUESTS_A_SECOND,
     SECONDS,
+    SHARE,
     TIMES_A_SECOND,
     Panel,
     make_dashboard,
@@ -33,6 +35,7 @@ def build_engine_dashboard() -> Dashboard:
         {
             "Steps": _make_step_panels(),
             "Kernels (sampled steps)": _make_kernel_panels(),
+            "Structured output": _make_grammar_panels(),
             "Processes and device": _make_process_panels(),
             "Build and settings": _make_settings_panels(),
         },
@@ -81,6 +84,42 @@ def _make_kernel_panels() -> list[Panel]:
             legend=make_legend(f.OP),
             red_from=1,
             no_value="none",
+            width=6,
+        ),
+    ]
+
+
+def _make_grammar_panels() -> list[Timeseries]:
+    return [
+        make_timeseries(
+            "Constrained requests",
+            REQUESTS_A_SECOND,
+            {make_legend(f.CONSTRAINT): rate(f.CONSTRAINED_REQUESTS, f.CONSTRAINT)},
+            stacked=True,
+            width=6,
+        ),
+        make_timeseries(
+            "Refused constraints",
+            REQUESTS_A_SECOND,
+            {make_legend(f.CONSTRAINT_REFUSAL): rate(f.REFUSED_CONSTRAINTS, f.CONSTRAINT_REFUSAL)},
+            stacked=True,
+            width=6,
+        ),
+        make_timeseries(
+            "Time of grammars",
+            SECONDS,
+            {
+                "in a step, mean": mean(f.GRAMMAR_STEP_SECONDS),
+                "in a step, p95": quantile(0.95, f.GRAMMAR_STEP_SECONDS),
+                "to compile one, mean": mean(f.GRAMMAR_COMPILE_SECONDS),
+                "to compile one, p95": quantile(0.95, f.GRAMMAR_COMPILE_SECONDS),
+            },
+            width=6,
+        ),
+        make_timeseries(
+            "Grammars compiled before",
+            SHARE,
+            {"hit rate": ratio(rate(f.GRAMMAR_HITS), rate(f.GRAMMAR_LOOKUPS))},
             width=6,
         ),
     ]

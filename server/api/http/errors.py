@@ -6,9 +6,9 @@ If OpenAI's clients would retry after a status where that cannot help, a header 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -17,10 +17,12 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from server.api.http.json_body import format_value
+from server.api.http.json_body import PathError, format_value
 from server.engine.ipc.client import EngineLost, EngineRefused
 from server.engine.ipc.messages import Failed
 from server.text.errors import TextError, TextRefused, TextUnavailable
+
+Location: TypeAlias = tuple[str | int, ...]  # a place in a body: names of members, and indices of items
 
 RETRY_HEADERS = {"Retry-After": "1"}  # seconds until a client may retry, where the error has no estimate
 NO_RETRY_HEADERS = {"x-should-retry": "false"}  # keeps OpenAI's clients from repeating the request
@@ -180,10 +182,24 @@ def _find_allowed_methods(request: Request) -> list[str]:
 
 
 # ---------------------------------------------------------------- bodies that were refused
-def make_body_error(error: ValidationError, suggestions: Mapping[str, str]) -> ApiError:
-    """Return the error for a body that its model refuses; `suggestions` has hints for unknown fields, by path."""
-    problems = error.errors(include_url=False, include_context=False)
-    return _make_validation_error([problem | {"loc": ("body", *problem["loc"])} for problem in problems], suggestions)
+def make_body_error(
+    error: ValidationError, suggestions: Mapping[str, str], find_field: Callable[[Location], Location] = tuple
+) -> ApiError:
+    """Return the error for a body that its model refuses; `suggestions` has hints for unknown fields, by path.
+
+    `find_field` returns the place in the body that was sent of a place in the one that was checked, if they differ.
+    """
+    problems = [
+        {**problem, "loc": ("body", *find_field((*problem["loc"], *_get_further_path(problem))))}
+        for problem in error.errors(include_url=False)
+    ]
+    return _make_validation_error(problems, suggestions)
+
+
+def _get_further_path(problem: Mapping[str, Any]) -> Location:
+    """Return the path from the place of a problem to what is wrong there; empty unless a PathError says more."""
+    cause = problem.get("ctx", {}).get("error")
+    return cause.path if isinstance(cause, PathError) else ()
 
 
 def _make_validation_error(

@@ -64,6 +64,14 @@ class TooManyValues(Exception):
         self.field = field
 
 
+class PathError(ValueError):
+    """A value within a field is wrong; `path` leads from the field to it."""
+
+    def __init__(self, path: tuple[str | int, ...], message: str) -> None:
+        super().__init__(message)
+        self.path = path
+
+
 class _Name(str):
     """The name of a member: a type of its own, so that the decoder calls `dec_hook` for each name."""
 
@@ -198,14 +206,15 @@ class FieldNotes:
         effective = {}
         for name, value in values.items():
             if name in no_effect_fields or (self.ignore_unknown and name not in known):
-                self._note_ignored(path_prefix + name)
+                self.note_ignored(path_prefix + name)
             elif name not in known:
                 self._note_suggestion(path_prefix, name, known)
             if name in known or not self.ignore_unknown:
                 effective[name] = value
         return effective
 
-    def _note_ignored(self, path: str) -> None:
+    def note_ignored(self, path: str) -> None:
+        """Note that a field, or a value of it, has no effect."""
         if len(self.ignored) <= MAX_REPORTED_NAMES:
             self.ignored[path[:MAX_REPORTED_NAME_LENGTH]] = None
 

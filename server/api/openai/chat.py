@@ -53,7 +53,7 @@ from server.api.openai.responses import (
     set_choice_fields,
     set_prompt_fields,
 )
-from server.api.openai.structured.check import check_constraint, check_document, get_constraint
+from server.api.openai.structured.check import check_constraint, check_document, check_readable, get_constraint
 from server.api.openai.tools.definitions import Tool, ToolChoice, ToolChoiceField, check_choice, get_schemas
 from server.api.openai.tools.message_format import MessageFormat, MessageParsing
 from server.grammar.constraint import Constraint
@@ -119,9 +119,13 @@ class ChatRequest(GenerationRequest, Rendering):
     def callable_tools(self) -> list[Tool]:
         """Return the tools that the model may call."""
         choice = self.tool_choice or ToolChoice("auto")
-        if choice.mode == "none":
-            return []
-        return [tool for tool in self.tools if choice.name in (None, tool.function.name)]
+        return [tool for tool in self.tools if choice.allows(tool.function.name)]
+
+    @property
+    def constrains_calls(self) -> bool:
+        """Whether calls have to be by a grammar: a tool is strict, or one may not be called."""
+        tools = self.callable_tools
+        return any(tool.function.strict for tool in tools) or 0 < len(tools) < len(self.tools)
 
     @property
     def must_call(self) -> bool:
@@ -131,7 +135,7 @@ class ChatRequest(GenerationRequest, Rendering):
     @property
     def may_call_several(self) -> bool:
         """Whether a message may have several calls."""
-        return self.parallel_tool_calls and (self.tool_choice is None or self.tool_choice.name is None)
+        return self.parallel_tool_calls and not (self.tool_choice is not None and self.tool_choice.is_one_call)
 
 
 def router(serving: Serving) -> APIRouter:
@@ -166,6 +170,8 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
     parsing = make_parsing(serving.message_format, body, has_document=document is not None)
     encoded = await encode_chat(serving.tokenizer, body.messages, body, longest, add_special_tokens=special)
     grammar = await make_grammar(serving, body, document, encoded.text)
+    if document is not None and parsing is not None:
+        await check_readable(document, parsing, encoded.text)
     prompt = PromptTokens(truncate_prompt(encoded.ids, body.truncate_prompt_tokens), encoded.text)
     max_tokens = (
         max(1, hello.max_seq_len - len(prompt.ids)) if body.requested_max_tokens is None else body.requested_max_tokens
@@ -209,7 +215,7 @@ def choose_content(body: ChatRequest, document: Constraint | None) -> Content | 
         return "calls"
     if document is not None:
         return "calls or document" if body.callable_tools else "document"
-    return "text with calls" if any(tool.function.strict for tool in body.callable_tools) else None
+    return "text with calls" if body.constrains_calls else None
 
 
 def make_parsing(format: MessageFormat, body: ChatRequest, *, has_document: bool) -> MessageParsing | None:

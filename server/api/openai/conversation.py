@@ -30,16 +30,24 @@ from server.text.processes.messages import EncodeChat, Encoded
 from server.text.tokenizer import TokenizerBase
 
 
-def _parse_arguments(value: Any) -> Any:
-    """Return the arguments of a tool call as an object, which templates need; OpenAI sends them as JSON in a string."""
+def _parse_arguments(value: Any, info: ValidationInfo) -> Any:
+    """Return the arguments of a tool call as an object, which templates need; OpenAI sends them as JSON in a string.
+
+    A model may have written something else, which every later request of the conversation repeats. An empty object
+    stands for that, so that the conversation can go on.
+    """
     if not isinstance(value, str):
         return value
-    if value and not _looks_like_object(value):  # not even decoded
-        raise ValueError("should be a JSON object")
+    if not value:
+        return {}
     try:
-        return msgspec.json.decode(value) if value else {}
+        parsed = msgspec.json.decode(value) if _looks_like_object(value) else None
     except (msgspec.DecodeError, RecursionError):
-        raise ValueError("should be a JSON object") from None
+        parsed = None
+    if parsed is None:
+        get_field_notes(info.context).note_ignored(f"{Function.path_prefix}arguments")
+        return {}
+    return parsed
 
 
 def _looks_like_object(text: str) -> bool:

@@ -22,6 +22,7 @@ from server.api.openai.request_models import INT64, CacheRequest, GenerationRequ
 from server.api.openai.tools.message_format import MessageFormat, MessageParsing
 from server.engine.ipc.client import EngineClient
 from server.engine.ipc.messages import Caching, Hello, SamplingParams, Speculation, Strategy, Submit
+from server.engine.ipc.observations import ObservedCounts
 from server.grammar.constraint import Constraint
 from server.text.tokenizer import TokenizerBase
 
@@ -194,7 +195,7 @@ class RequestLimits(NamedTuple):
         """Raise ApiError for a schema or grammar of more than `max_grammar_bytes` bytes."""
         if (size := len(constraint.text.encode())) > self.max_grammar_bytes:
             message = f"{size} bytes are too many: at most {self.max_grammar_bytes} (max_grammar_bytes)"
-            raise ApiError(400, f"{constraint.param}: {message}", param=constraint.param)
+            raise ApiError(400, f"{constraint.param}: {message}", param=constraint.param, code="grammar_too_large")
 
     def check_length(self, text: object, param: str, context: int | None = None) -> None:
         """Raise ApiError for a text that is too long to be tokenised, or to fit a context of `context` tokens."""
@@ -331,6 +332,7 @@ class Serving:
     deadlines: Deadlines
     limits_by_key: LimitsByKey
     message_format: MessageFormat
+    counts: ObservedCounts
     log_prompts: bool = False
     any_model_name: bool = False  # whether an unknown model name means the served model
 

@@ -14,7 +14,7 @@ from fastapi import Response
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.http.errors import to_api_error
+from server.api.http.errors import ApiError, to_api_error
 from server.api.openai.generation import Generation, OutputDelta, merge_deltas
 from server.api.openai.generation_job import B
 from server.api.openai.logprobs import make_prompt_logprobs
@@ -53,6 +53,8 @@ class Format(NamedTuple, Generic[B]):
     make_response: Callable[[Sequence[OutputDelta], Generation[B]], GenerationResponse | dict[str, Any]]
     encode: Callable[[Any], bytes] = ENCODER.encode  # encodes a chunk
     has_state: bool = False  # whether a chunk depends on those before it
+    # Returns the error with the endpoint's name of the field that the engine has refused, if that is another one
+    rename_field: Callable[[ApiError], ApiError] = lambda error: error
 
 
 def respond(generation: Generation[B], format: Format[B]) -> Response:
@@ -61,7 +63,10 @@ def respond(generation: Generation[B], format: Format[B]) -> Response:
     async def send_generation(scope: Scope, receive: Receive, send: Send) -> None:
         async with generation.running():
             scope["state"]["generation"] = generation  # for the log
-            admitted = await generation.wait_for_admission()
+            try:
+                admitted = await generation.wait_for_admission()
+            except ApiError as error:
+                raise format.rename_field(error) from None
             headers = {"X-KV-Cache": admitted.instance}
             if generation.job.body.stream:
                 return await send_events(scope, send, headers, _iter_chunks(generation, format))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Callable
 from time import monotonic
 from typing import Annotated
@@ -19,7 +18,8 @@ from fastapi import APIRouter, Header, Response
 
 from server.api.http.errors import make_error_responses
 from server.engine.ipc.client import EngineClient, EngineLost, EngineRefused
-from server.engine.ipc.messages import Answer, Observed, Question, get_answer_ttl
+from server.engine.ipc.messages import Answer, Question, get_answer_ttl
+from server.engine.ipc.observations import ObservedCounts
 from server.metrics.exposition import Renderer
 from server.version import get_version
 
@@ -49,22 +49,22 @@ def health_router(client: EngineClient) -> APIRouter:
 
 
 class Observations:
-    """Counts HTTP responses by status; within `async with`, reports them to the engine every second."""
+    """Counts what happens in this process, by `counts`; within `async with`, reports it to the engine every second."""
 
     def __init__(self, client: EngineClient) -> None:
+        self.counts = ObservedCounts()
         self._client = client
-        self._responses: Counter[int] = Counter()
         self._process = psutil.Process()
         self._task: asyncio.Task[None] | None = None
 
     def count_response(self, status: int) -> None:
-        self._responses[status] += 1
+        self.counts.responses[status] += 1
 
     def send(self) -> None:
-        """Report the counted responses, and this process's memory, to the engine; without an engine, keep them."""
+        """Report the counts, and this process's memory, to the engine; without an engine, keep them."""
         with contextlib.suppress(EngineLost):
-            self._client.send_observed(Observed(dict(self._responses), self._process.memory_info().rss))
-            self._responses.clear()
+            self._client.send_observed(self.counts.make_message(self._process.memory_info().rss))
+            self.counts.clear()
 
     async def __aenter__(self) -> Observations:
         self._task = asyncio.create_task(self._send_periodically(), name="observations")

@@ -53,7 +53,8 @@ class ClusterIngress:
         self._settings = resolve_model_settings(settings)
         self._client = ClusterClient(HandleCalls(replicas), HintMaker(settings))
         limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
-        self._tokenizer = SandboxedTokenizer(Path(self._settings.model), limits)
+        grammar_limits = CallLimits(settings.grammar_timeout, parse_bytes(settings.grammar_memory))
+        self._tokenizer = SandboxedTokenizer(Path(self._settings.model), limits, grammar_limits)
         self._observations = Observations(self._client)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:  # the name is Ray's

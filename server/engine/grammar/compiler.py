@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from queue import SimpleQueue
 
 from llguidance import LLMatcher, LLTokenizer
 
+from server.engine.grammar.meter import GrammarMeter
 from server.engine.grammar.state import GrammarState
 from server.grammar.matcher import TokenTable, compile_grammar
 from server.text.errors import GrammarError
@@ -36,13 +38,15 @@ class GrammarCompiler:
 
         `load_vocabulary` is called in the thread when the first grammar comes; until then nothing is loaded.
         """
+        self.meter = GrammarMeter()
         self._load_vocabulary = load_vocabulary
         self._vocab_size = vocab_size
         self._thread: threading.Thread | None = None
         self._orders: SimpleQueue[str] = SimpleQueue()
-        self._done: SimpleQueue[tuple[str, LLMatcher | GrammarError]] = SimpleQueue()
+        self._done: SimpleQueue[tuple[str, LLMatcher | GrammarError, float]] = SimpleQueue()
         self._pending: set[str] = set()
         self._kept: OrderedDict[str, LLMatcher | GrammarError] = OrderedDict()  # the latest at the end
+        self._unused: set[str] = set()  # those of the kept ones that no request has used yet
         self._table: TokenTable | None = None  # set by the thread before it returns a compiled grammar
         self._tokenizer: LLTokenizer | None = None  # of the thread
 
@@ -62,18 +66,25 @@ class GrammarCompiler:
         """Return a state at the start of a grammar for which `prepare` has returned True. Raises GrammarError."""
         compiled = self._kept[grammar]
         if isinstance(compiled, GrammarError):
+            self.meter.failures += 1
             raise compiled
+        self.meter.lookups += 1
+        self.meter.hits += grammar not in self._unused
+        self._unused.discard(grammar)
         assert self._table is not None
-        return GrammarState(compiled, self._vocab_size, self._table.end_id)
+        return GrammarState(compiled, self._vocab_size, self._table.end_id, self.meter)
 
     def _collect(self) -> None:
         """Take what the thread has compiled."""
         while not self._done.empty():
-            grammar, compiled = self._done.get()
+            grammar, compiled, seconds = self._done.get()
             self._pending.discard(grammar)
             self._kept[grammar] = compiled
+            self._unused.add(grammar)
+            self.meter.compile_seconds.append(seconds)
         while len(self._kept) > MAX_KEPT:
-            self._kept.popitem(last=False)
+            forgotten, _ = self._kept.popitem(last=False)
+            self._unused.discard(forgotten)
 
     def _start_thread(self) -> None:
         if self._thread is not None:
@@ -90,7 +101,9 @@ class GrammarCompiler:
     def _run(self) -> None:
         while True:
             grammar = self._orders.get()
-            self._done.put((grammar, self._compile(grammar)))
+            began = time.monotonic()
+            compiled = self._compile(grammar)
+            self._done.put((grammar, compiled, time.monotonic() - began))
 
     def _compile(self, grammar: str) -> LLMatcher | GrammarError:
         try:

@@ -14,6 +14,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from server.engine.grammar.meter import GrammarMeter
 from server.grammar.matcher import describe_error
 
 # CPU seconds beyond which the work of one step on a grammar is slow, and the most slow seconds of a request. A grammar
@@ -25,15 +26,17 @@ MAX_SLOW_SECONDS = 0.5
 class GrammarState:
     """The state of one request's grammar."""
 
-    def __init__(self, start: LLMatcher, vocab_size: int, end_id: int) -> None:
+    def __init__(self, start: LLMatcher, vocab_size: int, end_id: int, meter: GrammarMeter | None = None) -> None:
         """Begin at the start of a compiled grammar, which is not changed.
 
-        `vocab_size`: the number of logits of the model; `end_id`: llguidance's token for the end of the grammar.
+        `vocab_size`: the number of logits of the model; `end_id`: llguidance's token for the end of the grammar;
+        `meter` counts the time that the grammar takes in steps.
         """
         self._start = start
         self._matcher = start.deep_copy()
         self._vocab_size = vocab_size
         self._end_id = end_id
+        self._meter = meter or GrammarMeter()
         self._accepted: list[int] = []  # the tokens of the output
         self._num_drafted = 0  # number of draft tokens that the matcher has consumed after them
         self._slow_seconds = 0.0
@@ -130,6 +133,8 @@ class GrammarState:
 
     def _count_time(self, began: float) -> None:
         """Count the CPU time since `began`; set `fault` if the grammar has taken too much."""
-        self._slow_seconds += max(0.0, time.thread_time() - began - SLOW_STEP)
+        seconds = time.thread_time() - began
+        self._meter.step_seconds += seconds
+        self._slow_seconds += max(0.0, seconds - SLOW_STEP)
         if self._slow_seconds > MAX_SLOW_SECONDS:
             self.fault = self.fault or "it takes too much time for each token; send a simpler one"

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from server.records import RequestRecord
+from server.records import ConstraintName, ConstraintRefusal, RequestRecord
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -190,10 +190,12 @@ class Profile(msgspec.Struct, tag=True, frozen=True):
 
 
 class Observed(msgspec.Struct, tag=True, frozen=True):
-    """The number of an API worker's responses by HTTP status since its last Observed, and its resident memory."""
+    """What an API worker counted since its last Observed, and its resident memory."""
 
-    responses: dict[int, int]
+    responses: dict[int, int]  # number of responses by HTTP status
     memory_bytes: int
+    constraints: dict[ConstraintName, int] = {}  # number of requests whose texts are constrained, by what does so
+    refusals: dict[ConstraintRefusal, int] = {}  # number of requests that their constraints ended, by the reason
 
 
 ReadingCommand = Inspect | DescribePage  # commands that change nothing, so that answers to questions stay right

@@ -19,8 +19,8 @@ ASKING = {"model": "tiny", "prompt": "hello"}
 def seen(engine: FakeEngine, http: httpx.Client) -> Counter[int]:
     """Responses since the test began, up to the latest `/metrics`."""
     http.get("/metrics")  # so that responses of earlier tests are reported
-    engine.responses.clear()
-    return engine.responses
+    engine.counts.responses.clear()
+    return engine.counts.responses
 
 
 def get_reported(http: httpx.Client, seen: Counter[int]) -> dict[int, int]:
@@ -62,8 +62,8 @@ def test_responses_are_reported_every_second_and_kept_while_there_is_no_engine(l
     assert httpx.get(f"{lone_api.url}/ready").status_code == 503
     with FakeEngine(lone_api.socket_path, silent) as engine:
         deadline = time.monotonic() + 5
-        while not engine.responses:
+        while not engine.counts.responses:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        assert engine.responses[503] >= 1
+        assert engine.counts.responses[503] >= 1
     lone_api.await_ready(False)

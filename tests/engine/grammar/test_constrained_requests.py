@@ -22,7 +22,7 @@ from tests.engine.engine_driver import Driver, RequestEvents
 from tests.engine.expected_tokens import random_prompt
 from tests.engine.fake_proposer import FakeProposer
 from tests.engine.grammar.conftest import EOS
-from tests.engine.grammar.constrained import CASES, SETTINGS, Case, compute_alone, read, submit
+from tests.engine.grammar.constrained import CASES, SETTINGS, Case, compile_grammar, compute_alone, read, submit
 from tests.engine.test_step_recovery import LAST_LAYER, break_attend
 
 
@@ -51,6 +51,22 @@ def test_a_text_ends_with_the_token_that_completes_it(alone: Driver, vocabulary:
         heard = compute_alone(alone, case, 3, **options)
         assert (read(vocabulary, heard), heard.finish_reason, len(heard.tokens)) == ("ab", "stop", 2)
         assert len(alone.steps) - before == 2
+
+
+def test_choices_with_the_text_of_special_tokens_are_spelled_in_others(
+    alone: Driver, vocabulary: Vocabulary, rng: random.Random
+) -> None:
+    special = [vocabulary.token_bytes(token).decode() for token in sorted(vocabulary.special_ids)]
+    choices = [text for name in special for text in (name, f"a{name}b")]
+    case = Case(constrain_to_choices(choices, ""), choices.__contains__)
+    found = set()
+    for _ in range(20):
+        heard = compute_alone(alone, case, rng.randrange(2**20), temperature=2.0)
+        found.add(read(vocabulary, heard))
+        assert heard.finish_reason == "stop"
+        assert not set(heard.tokens) & vocabulary.special_ids
+    assert found <= set(choices)
+    assert len(found) > 1
 
 
 def test_the_end_token_comes_only_where_the_grammar_may_end(
@@ -267,3 +283,38 @@ def test_a_grammar_that_does_not_compile_is_refused(alone: Driver) -> None:
     heard = alone.submit("refused", random_prompt(9, seed=1), 9, grammar="start: nowhere")
     assert heard.failed is not None
     assert (heard.failed.status, heard.failed.code) == (400, "invalid_grammar")
+
+
+def test_lookups_compilations_and_failures_are_reported(model: Path, rng: random.Random) -> None:
+    """By a count of the requests, in any order; a grammar is compiled once however many requests wait for it."""
+    driver = Driver(model, **SETTINGS)
+    drawn = [rng.choice([*CASES, None]) for _ in range(12)]
+    for number, name in enumerate(drawn):
+        case = CASES[name] if name is not None else None
+        lark = None if case is None else write_lark(case.constraint.kind, case.constraint.text)
+        driver.submit(f"{number}", random_prompt(5, seed=number), 4, grammar=lark)  # waits until it is compiled
+    for case in (CASES[name] for name in drawn if name is not None):
+        compile_grammar(driver, case)
+    driver.run()
+    submit(driver, "impossible", CASES["choice"], 8, allowed_token_ids=array("q", [260, 261]).tobytes())
+    driver.run()
+    constrained = [name for name in drawn if name is not None] + ["choice"]
+    events = [each for result in driver.steps if (each := result.report.grammars) is not None]
+    assert sum(len(each.compile_seconds) for each in events) == len(set(constrained))
+    assert all(seconds > 0 for each in events for seconds in each.compile_seconds)
+    assert sum(each.lookups for each in events) == len(constrained)
+    assert sum(each.hits for each in events) == len(constrained) - len(set(constrained))
+    assert sum(each.failures for each in events) == 1
+
+
+def test_steps_without_grammars_report_none(model: Path) -> None:
+    driver = Driver(model, **SETTINGS)
+    heard = driver.submit("free", random_prompt(5, seed=1), 4)
+    driver.run()
+    assert len(heard.tokens) == 4
+    assert all(result.report.grammars is None for result in driver.steps)
+    submit(driver, "constrained", CASES["regex"], 3)
+    before = len(driver.steps)
+    driver.run()
+    busy = [result.report for result in driver.steps[before:] if result.report.rows]
+    assert all(report.grammars is not None and report.grammars.step_seconds > 0 for report in busy)

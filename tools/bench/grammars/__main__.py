@@ -1,15 +1,17 @@
 """`python -m tools.bench.grammars`: measures what structured output costs.
 
 First it compiles grammars for the model's vocabulary and writes texts at random, and prints the time of compiling, and
-that of the grammar's work for a token (mask and step). Then the engine, without HTTP, decodes batches in turns: without
-a grammar, with one request that has one, and with all. The steps of a turn are divided by those of the turn without
-one in the same round.
+that of the grammar's work for a token (mask and step). With `--xgrammar`, another library computes masks by the same
+grammars, in an environment of its own, and that is all. Else the engine, without HTTP, decodes batches in turns:
+without a grammar, with one request that has one, and with all. The steps of a turn are divided by those of the turn
+without one in the same round.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +29,13 @@ from server.engine.ipc.messages import SamplingParams, Submit
 from server.grammar.constraint import Constraint, constrain_to_choices, constrain_to_schema
 from server.grammar.lark import write_lark
 from server.grammar.matcher import TokenTable, compile_grammar
+from server.models.files.directory import locate
 from server.text.encoder import Encoder
-from tools.bench.table.models import SHAPES, cache_folder, make_model
+from tools.bench.grammars.libraries import time_llguidance, time_xgrammar
+from tools.bench.grammars.texts import format_rows
+from tools.bench.table.models import SHAPES, cache_folder, make_model, peers_folder
 from tools.compare_checkouts import compute_interval
+from tools.peers.installer import Installer, InstallError, parse_folder
 
 WORKER = 0
 PERSON = {
@@ -83,8 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--steps", type=int, default=24, help="steps of a turn (default: 24)")
     add("--rounds", type=int, default=7, help="rounds, in each of which every batch has a turn (default: 7)")
     add("--threads", type=int, help="CPU threads (default: as `kvmux serve` chooses)")
+    add("--xgrammar", action="store_true", help="only compare llguidance's masks with xgrammar's, which is installed")
+    add("--folder", type=parse_folder, default=peers_folder(), help="folder of xgrammar (default: the user's cache)")
+    add("--pip-args", default="", help="further arguments of pip, such as an index with torch's builds for CPUs")
     options = parser.parse_args(arguments)
     try:
+        if options.xgrammar:
+            return compare_libraries(options)
         engine = build(options)
     except SettingsError as error:
         parser.error(str(error))
@@ -100,19 +111,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def find_model(options: argparse.Namespace) -> str:
+    """Return the model as a setting; if it is one of SHAPES, its directory, made if it is not there."""
+    if options.model not in SHAPES:
+        return str(options.model)
+    return str(make_model(SHAPES[options.model], cache_folder(), show_status))
+
+
+def show_status(status: str) -> None:
+    print(status, file=sys.stderr)
+
+
 def build(options: argparse.Namespace) -> Engine:
     """Build the engine. Raises SettingsError."""
-    model = options.model
-    if model in SHAPES:
-        model = str(make_model(SHAPES[model], cache_folder(), lambda status: print(status, file=sys.stderr)))
     flags: dict[str, Any] = {
-        "model": model,
+        "model": find_model(options),
         "threads": options.threads,
         "max_num_seqs": options.streams,
         "max_seq_len": 64 + options.steps,
         "kv_memory": "512MiB",
     }
     return build_engine(load_settings(None, {name: value for name, value in flags.items() if value is not None}))
+
+
+def compare_libraries(options: argparse.Namespace) -> int:
+    """Print the times of both libraries; return the exit code. Raises SettingsError without the model."""
+    table = TokenTable(Encoder.from_directory(locate(find_model(options), None)).vocabulary)
+    installer = Installer(options.folder / "xgrammar", shlex.split(options.pip_args), show_status)
+    try:
+        theirs = time_xgrammar(table, GRAMMARS, installer)
+    except InstallError as error:
+        print(f"xgrammar cannot be measured: {error}", file=sys.stderr)
+        return 1
+    print(*format_rows({"llguidance": time_llguidance(table, GRAMMARS), "xgrammar": theirs}), sep="\n")
+    return 0
 
 
 # ---------------------------------------------------------------- one grammar

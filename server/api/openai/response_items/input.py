@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, PlainValidator, model_validator
 
-from server.api.http.json_body import Body, format_value
+from server.api.http.errors import Location
+from server.api.http.json_body import Body, PathError, format_value
 from server.api.openai.request_models import INT64, GenerationRequest, Ignored, Unsupported, allow_only
 from server.api.openai.tools.definitions import TOOL_NAME, check_tool_type
 
@@ -72,107 +73,151 @@ class TextOptions(Body):
     verbosity: Ignored[str] = None
 
 
-def _check_input(value: Any) -> Any:
-    """Return the input as messages of a chat, in its JSON form."""
+def _check_input(value: Any) -> InputChat:
+    """Return the messages that the input stands for."""
+    chat = InputChat()
     if isinstance(value, str):
-        return [{"role": "user", "content": value}]
+        chat.add({"role": "user", "content": value}, None)
+        return chat
     if not isinstance(value, list) or not value:
         raise ValueError(f"should be a text, or a list of items, not {format_value(value)}")
-    chat = _InputChat()
     for place, item in enumerate(value):
-        chat.add(item, f"input[{place}]")
-    return chat.messages
+        chat.add(item, place)
+    return chat
 
 
-class _InputChat:
-    """The messages that input items become."""
+class InputChat:
+    """The messages that input items become, in the JSON form of a chat."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
+        self._places: list[int | None] = []  # for each message, the index of its first item
         self._reasoning: str | None = None
+        self._call_ids: set[str] = set()
 
-    def add(self, item: Any, where: str) -> None:
-        """Add an item. Raises ValueError for one that is not supported."""
+    def find_item(self, message: int) -> Location:
+        """Return the place in the body of the item that a message was made of."""
+        place = self._places[message] if message < len(self._places) else None
+        return ("input",) if place is None else ("input", place)
+
+    def add(self, item: Any, place: int | None) -> None:
+        """Add the item of this index; None: it is the whole input. Raises PathError for one that is not supported."""
+        path = () if place is None else (place,)
         match item:
-            case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
-                function = {"name": name, "arguments": arguments}
-                calls = self._get_assistant().setdefault("tool_calls", [])
-                calls.append({"id": call_id, "type": "function", "function": function})
-            case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
-                content = _read_content(output, where)
-                self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            case {"type": "function_call"}:
+                call_id, name, arguments = (_read_text(item, key, path) for key in ("call_id", "name", "arguments"))
+                self._call_ids.add(call_id)
+                calls = self._get_assistant(place).setdefault("tool_calls", [])
+                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+            case {"type": "function_call_output"}:
+                message = self._start("tool", place)
+                message["tool_call_id"] = self._read_answered_call(item, path)
+                message["content"] = _read_content(item.get("output"), (*path, "output"))
             case {"type": "reasoning"}:
-                self._reasoning = _read_reasoning(item, where)
-            case {"role": str(role), "content": content} if role in ROLES and item.get("type", "message") == "message":
-                message = self._get_assistant(is_new=True) if role == "assistant" else self._start(role)
-                message["content"] = _read_content(content, where)
+                self._reasoning = _read_reasoning(item, path)
+            case {"role": str(role)} if role in ROLES and item.get("type", "message") == "message":
+                is_new = role == "assistant"
+                message = self._get_assistant(place, is_new=True) if is_new else self._start(role, place)
+                message["content"] = _read_content(item.get("content"), (*path, "content"))
+            case {"type": "message"} | {"role": _}:
+                roles = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
+                raise PathError((*path, "role"), f"should be {roles}, not {format_value(item.get('role'))}")
             case {"type": str(kind)}:
-                raise ValueError(f"{where} of the type {format_value(kind)} is not supported, or lacks a field")
+                raise PathError((*path, "type"), f"items of the type {format_value(kind)} are not supported")
             case _:
-                raise ValueError(f"{where} should be a message or another item with a type, not {format_value(item)}")
+                raise PathError(path, f"should be a message or another item with a type, not {format_value(item)}")
 
-    def _start(self, role: str) -> dict[str, Any]:
+    def _start(self, role: str, place: int | None) -> dict[str, Any]:
         self.messages.append({"role": role})
+        self._places.append(place)
         return self.messages[-1]
 
-    def _get_assistant(self, *, is_new: bool = False) -> dict[str, Any]:
+    def _get_assistant(self, place: int | None, *, is_new: bool = False) -> dict[str, Any]:
         """Return the assistant's message that an item belongs to: the last one, unless a new one begins."""
         if is_new or self._reasoning is not None or not self.messages or self.messages[-1]["role"] != "assistant":
-            message = self._start("assistant")
+            message = self._start("assistant", place)
             if self._reasoning is not None:
                 message["reasoning_content"], self._reasoning = self._reasoning, None
         return self.messages[-1]
 
+    def _read_answered_call(self, item: dict[str, Any], path: Location) -> str:
+        call_id = _read_text(item, "call_id", path)
+        if call_id not in self._call_ids:
+            message = f"answers the call {format_value(call_id)}, but no function_call before it has this call_id"
+            raise PathError((*path, "call_id"), message)
+        return call_id
 
-def _read_content(content: Any, where: str) -> Any:
+
+def _read_text(item: dict[str, Any], key: str, path: Location) -> str:
+    if not isinstance(value := item.get(key), str):
+        raise PathError((*path, key), f"should be a text, not {format_value(value)}")
+    if key != "arguments" and not value:
+        raise PathError((*path, key), "should not be empty")
+    return value
+
+
+def _read_content(content: Any, path: Location) -> Any:
     """Return a content in the form of a chat: a text, or parts of the type text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ValueError(f"{where}: content should be a text or a list of parts, not {format_value(content)}")
-    return [{"type": "text", "text": _read_part(part, where)} for part in content]
+        raise PathError(path, f"should be a text or a list of parts, not {format_value(content)}")
+    return [{"type": "text", "text": _read_part(part, (*path, place))} for place, part in enumerate(content)]
 
 
-def _read_part(part: Any, where: str) -> str:
+def _read_part(part: Any, path: Location) -> str:
     match part:
         case {"type": str(kind), "text": str(text)} if kind in TEXTS:
             return text
         case {"type": "refusal", "refusal": str(text)}:
             return text
-    raise ValueError(f"{where}: parts should be texts, not {format_value(part)}")
+    raise PathError(path, f"parts should be texts, not {format_value(part)}")
 
 
-def _read_reasoning(item: dict[str, Any], where: str) -> str:
-    parts = item.get("content") or item.get("summary") or []
-    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [None]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{where}: parts of reasoning should have a text")
-    return "\n".join(str(text) for text in texts)
+def _read_reasoning(item: dict[str, Any], path: Location) -> str:
+    key = "content" if item.get("content") else "summary"
+    parts = item.get(key) or []
+    if not isinstance(parts, list):
+        raise PathError((*path, key), f"should be a list of parts, not {format_value(parts)}")
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    for place, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise PathError((*path, key, place), "parts of reasoning should have a text")
+    return "\n".join(map(str, texts))
 
 
-def _read_choice(value: Any) -> Any:
-    """Return a choice of a tool in the form of a chat."""
+def _check_choice(value: Any) -> Any:
+    make_chat_choice(value)
+    return value
+
+
+def make_chat_choice(value: Any) -> Any:
+    """Return a choice of tools in the form of a chat. Raises ValueError for one that is not supported."""
     match value:
+        case None | "none" | "auto" | "required":
+            return value
         case {"type": "function", "name": str(name)} if len(value) == 2:
             return {"type": "function", "function": {"name": name}}
-        case "none" | "auto" | "required":
-            return value
+        case {"type": "allowed_tools", "mode": mode, "tools": list(tools)} if len(value) == 3 and all(
+            isinstance(tool, dict) and tool.get("type") == "function" for tool in tools
+        ):
+            return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*map(make_chat_choice, tools)]}}
     raise ValueError(
-        'should be "none", "auto", "required" or {"type": "function", "name": ...}; '
-        f"other choices are not supported, such as {format_value(value)}"
+        'should be "none", "auto", "required", {"type": "function", "name": ...} or {"type": "allowed_tools", "mode": '
+        f'"auto" or "required", "tools": [...]}}; other choices are not supported, such as {format_value(value)}'
     )
 
 
 class ResponseRequest(GenerationRequest):
     """Body of POST /v1/responses, beside the fields of all generation."""
 
-    input: Annotated[list[dict[str, Any]], PlainValidator(_check_input, json_schema_input_type=str | list[Any])]
+    input: Annotated[InputChat, PlainValidator(_check_input, json_schema_input_type=str | list[Any])]
     instructions: str | None = Field(None, description="a message of the system before the input")
     max_output_tokens: int | None = Field(
         None, ge=1, lt=INT64, description="most tokens to generate; default: as many as fit the context"
     )
     tools: list[ResponseTool] = Field(default_factory=list)
-    tool_choice: Annotated[Any, PlainValidator(_read_choice)] = None
+    tool_choice: Annotated[Any, PlainValidator(_check_choice)] = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
     text: TextOptions = Field(default_factory=TextOptions)
@@ -203,10 +248,10 @@ class ResponseRequest(GenerationRequest):
             body["logit_bias"] = {str(token): bias for token, bias in self.logit_bias.items()}
         first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         return body | {
-            "messages": first + self.input,
+            "messages": first + self.input.messages,
             "max_completion_tokens": self.max_output_tokens,
             "tools": [tool.make_chat_tool() for tool in self.tools],
-            "tool_choice": self.tool_choice,
+            "tool_choice": make_chat_choice(self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "chat_template_kwargs": self.chat_template_kwargs,

@@ -12,6 +12,7 @@ from typing import Any
 
 from server.api.openai.chat import ChatRequest
 from server.api.openai.generation import Generation, OutputDelta
+from server.api.openai.response_items.fields import rename_field
 from server.api.openai.response_items.input import ResponseRequest
 from server.api.openai.response_models import Usage
 from server.api.openai.responses import ENCODER, Format, make_response_fields
@@ -23,7 +24,7 @@ Json = dict[str, Any]
 def make_format(body: ResponseRequest) -> Format[ChatRequest]:
     """Return how the response to this body is written."""
     writer = _ResponseWriter(body)
-    return Format(writer.make_events, writer.make_whole, encode=_encode_event, has_state=True)
+    return Format(writer.make_events, writer.make_whole, _encode_event, has_state=True, rename_field=rename_field)
 
 
 def _encode_event(event: Json) -> bytes:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
 from pydantic import ValidationError
 
-from server.api.http.errors import make_body_error, make_error_responses
+from server.api.http.errors import ApiError, make_body_error, make_error_responses
 from server.api.http.json_route import JsonRoute
 from server.api.openai.chat import ChatRequest, make_chat_job
 from server.api.openai.generation import run
 from server.api.openai.generation_job import RequestHeaders, Serving
 from server.api.openai.request_models import MAX_NAME_LENGTH, SESSION_ID
+from server.api.openai.response_items.fields import find_field, rename_field
 from server.api.openai.response_items.input import ResponseRequest
 from server.api.openai.response_items.output import make_format
 from server.api.openai.responses import respond
@@ -32,7 +34,10 @@ def router(serving: Serving) -> APIRouter:
         authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
     ) -> Response:
         headers = RequestHeaders(x_kv_cache, x_session_id, authorization)
-        job = await make_chat_job(serving, _make_chat_request(body), headers)
+        try:
+            job = await make_chat_job(serving, _make_chat_request(body), headers)
+        except ApiError as error:
+            raise rename_field(error) from None
         job = replace(job, id="resp_" + job.id.removeprefix("chatcmpl-"))
         return respond(run(serving, job), make_format(body))
 
@@ -44,4 +49,4 @@ def _make_chat_request(body: ResponseRequest) -> ChatRequest:
     try:
         return ChatRequest.model_validate(body.make_chat_body())
     except ValidationError as error:
-        raise make_body_error(error, {}) from None
+        raise make_body_error(error, {}, partial(find_field, body)) from None

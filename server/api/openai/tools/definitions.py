@@ -80,15 +80,20 @@ Tools = Annotated[LongList[Tool], AfterValidator(_check_names)]
 
 
 class ToolChoice(NamedTuple):
-    """Whether the model may, must or must not call a tool; `name`: the only one that it may call."""
+    """Whether the model may, must or must not call a tool."""
 
     mode: Literal["none", "auto", "required"]
-    name: str | None = None
+    names: tuple[str, ...] | None = None  # of the tools that it may call; None: all
+    is_one_call: bool = False  # whether a message has exactly one call
+
+    def allows(self, name: str) -> bool:
+        """Return whether the model may call the tool of this name."""
+        return self.mode != "none" and (self.names is None or name in self.names)
 
 
 _INVALID_CHOICE = (
-    'should be "none", "auto", "required", or {"type": "function", "function": {"name": ...}}; other choices, such as '
-    "allowed_tools, are not supported"
+    'should be "none", "auto", "required", {"type": "function", "function": {"name": ...}}, or '
+    '{"type": "allowed_tools", "allowed_tools": {"mode": "auto" or "required", "tools": [...]}}'
 )
 
 
@@ -96,11 +101,27 @@ def _read_choice(value: Any) -> ToolChoice:
     match value:
         case "none" | "auto" | "required":
             return ToolChoice(value)
+        case {"type": "function"} if (name := _read_reference(value)) is not None:
+            return ToolChoice("required", (name,), is_one_call=True)
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools, **further_of_tools},
+            **further,
+        } if not (further or further_of_tools):
+            names = tuple(name for tool in tools if (name := _read_reference(tool)) is not None)
+            if len(names) == len(tools):
+                return ToolChoice(mode, names)
+    raise ValueError(f"{_INVALID_CHOICE}; not {format_value(value)}")
+
+
+def _read_reference(value: Any) -> str | None:
+    """Return the name of the tool that {"type": "function", "function": {"name": ...}} means; None for other values."""
+    match value:
         case {"type": "function", "function": {"name": str(name), **further_of_function}, **further} if not (
             further or further_of_function
         ):
-            return ToolChoice("required", name)
-    raise ValueError(f"{_INVALID_CHOICE}; not {format_value(value)}")
+            return name
+    return None
 
 
 ToolChoiceField = Annotated[
@@ -111,13 +132,14 @@ ToolChoiceField = Annotated[
 
 def check_choice(choice: ToolChoice | None, tools: Sequence[Tool]) -> None:
     """Raise ValueError for a choice that these tools do not allow."""
-    if choice is None or choice.mode != "required":
+    if choice is None or (choice.mode != "required" and choice.names is None):
         return
     if not tools:
         raise ValueError("needs tools to choose from; send tools, or leave it out")
-    names = [tool.function.name for tool in tools]
-    if choice.name is not None and choice.name not in names:
-        raise ValueError(f"{format_value(choice.name)} is none of the tools, which are {', '.join(names[:16])}")
+    names = {tool.function.name: None for tool in tools}
+    for name in choice.names or ():
+        if name not in names:
+            raise ValueError(f"{format_value(name)} is none of the tools, which are {', '.join([*names][:16])}")
 
 
 def get_schemas(tools: Sequence[Tool]) -> Mapping[str, Mapping[str, Any]]:

@@ -5,7 +5,7 @@ The families' formats are chosen by settings, or by the model's chat templates. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -16,12 +16,18 @@ from server.text.tool_parsers.formats import find_tool_format, list_tool_formats
 from server.text.tool_parsers.harmony import HarmonyParser
 from server.text.tool_parsers.message_grammar import MessageOutline, ReasoningState, make_message_grammar
 from server.text.tool_parsers.message_parser import MessageParser
-from server.text.tool_parsers.reasoning import ReasoningFormat, find_reasoning_format, list_reasoning_formats
+from server.text.tool_parsers.reasoning import (
+    HARMONY_MARKERS,
+    ReasoningFormat,
+    find_reasoning_format,
+    list_reasoning_formats,
+)
 from server.text.tool_parsers.tool_format import ToolFormat
 from server.text.vocabulary import Vocabulary
 
 T = TypeVar("T")
 AUTO, OFF = "auto", "off"
+HARMONY_FINAL = "<|channel|>final<|message|>"  # before the content of a message of gpt-oss
 
 
 @dataclass(frozen=True)
@@ -50,12 +56,12 @@ class MessageFormat:
     def visible(self) -> Vocabulary:
         """Return the vocabulary in which markers of tool calls and reasoning have text even if they are special."""
         markers = self.tools.markers if self.tools is not None else ()
-        return self.vocabulary.with_visible({*markers, *self._reasoning_markers})
+        return self.vocabulary.with_visible({*markers, *self.reasoning_markers})
 
     @cached_property
     def visible_reasoning(self) -> Vocabulary:
         """Return the vocabulary in which only the markers of reasoning have text."""
-        return self.vocabulary.with_visible(set(self._reasoning_markers))
+        return self.vocabulary.with_visible(set(self.reasoning_markers))
 
     def make_grammar(self, message: MessageOutline) -> str | None:
         """Return the grammar, in llguidance's Lark, of such messages; None if calls cannot be told from other text."""
@@ -68,7 +74,8 @@ class MessageFormat:
         return "open" if self.reasoning.is_open(prompt) else "possible"
 
     @property
-    def _reasoning_markers(self) -> tuple[str, ...]:
+    def reasoning_markers(self) -> tuple[str, ...]:
+        """Return the texts that begin and end reasoning."""
         return () if self.reasoning is None else self.reasoning.markers
 
 
@@ -98,17 +105,49 @@ class MessageParsing:
         """Return the vocabulary that gives the messages' text."""
         return self.format.visible_reasoning if self.schemas is None else self.format.visible
 
+    @property
+    def _tools(self) -> ToolFormat | None:
+        return None if self.schemas is None else self.format.tools
+
+    @property
+    def _is_harmony(self) -> bool:
+        return any(row is not None and row.harmony for row in (self._tools, self.format.reasoning))
+
     def make_parser(self, prompt: str) -> MessageParser:
         """Return the parser of a message that follows the prompt."""
-        tools = None if self.schemas is None else self.format.tools
         reasoning = self.format.reasoning
-        is_harmony = any(row is not None and row.harmony for row in (tools, reasoning))
-        make = HarmonyParser if is_harmony else MessageParser
+        if self.has_document and self.format.find_reasoning_state(prompt) == "over":
+            reasoning = None  # the grammar allows none, so what looks like it is the document
+        make = HarmonyParser if self._is_harmony else MessageParser
         return make(
-            tools,
+            self._tools,
             reasoning,
             schemas=self.schemas,
             parallel=self.parallel,
             reasoning_is_open=reasoning is not None and reasoning.is_open(prompt),
             calls_come_first=self.has_document,
         )
+
+    def find_misread(self, documents: Iterable[str], prompt: str) -> str | None:
+        """Return the first of these documents that would not come back as a message's content; None if all would.
+
+        It contains a text that the model's family uses as a marker of reasoning, of calls or of parts of a message.
+        """
+        markers = set(HARMONY_MARKERS if self._is_harmony else self.format.reasoning_markers)
+        if self._tools is not None:
+            markers |= {*self._tools.begins, *self._tools.bare}
+        before = self._get_text_before_document(prompt)
+        for document in documents:
+            if any(marker in document for marker in markers):
+                parser = self.make_parser(prompt)
+                content = parser.push(before + document).content + parser.finish().content
+                if content.strip() != document.strip():
+                    return document
+        return None
+
+    def _get_text_before_document(self, prompt: str) -> str:
+        """Return the shortest text with which a message begins before its document."""
+        if self._is_harmony:
+            return HARMONY_FINAL
+        reasoning = self.format.reasoning
+        return reasoning.closing[0] if reasoning is not None and reasoning.is_open(prompt) else ""

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from openai.types.responses import ToolChoiceAllowed
 from pydantic import BaseModel
 
-from server.engine.ipc.messages import Submit
+from server.engine.ipc.messages import Failed, FromEngine, Submit
 from tests.api.openai.tools.conftest import ToolServer, serving_tools
 from tests.api.payloads import error_of
 
@@ -115,6 +116,32 @@ def test_choices_of_a_tool(qwen: ToolServer) -> None:
     assert json.loads(item.arguments) == {"city": "Bern"}
 
 
+def test_some_tools_are_allowed(qwen: ToolServer) -> None:
+    qwen.says(CALL)
+    choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_weather"}]}
+    other = TOOL | {"name": "get_time"}
+    response = qwen.client.responses.create(model="tiny", input="x", tools=[TOOL, other], tool_choice=choice)
+    assert [item.type for item in response.output] == ["function_call"]
+    assert response.tool_choice == ToolChoiceAllowed(**choice)
+    grammar = qwen.engine.all(Submit)[0].grammar or ""
+    assert "get_weather" in grammar
+    assert "get_time" not in grammar
+    for wrong in (
+        {"mode": "none"},
+        {"tools": []},
+        {"tools": [{"type": "mcp"}]},
+        {"tools": [{"type": "function", "name": "f"}]},
+    ):
+        body = {"input": "x", "tools": [TOOL], "tool_choice": choice | wrong}
+        error = error_of(qwen.http.post("/v1/responses", json=body))
+        assert error["param"] == "tool_choice", wrong
+
+
+CALLED = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+SAID = {"role": "user", "content": "x"}
+ANSWER = {"type": "function_call_output", "call_id": "a", "output": "b"}
+
+
 class Place(BaseModel):
     city: str
 
@@ -138,17 +165,33 @@ def test_a_text_by_a_schema(qwen: ToolServer) -> None:
     [
         ({"input": []}, "input", "list of items"),
         ({"input": 5}, "input", "should be a text"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "parts should be texts"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "not supported"),
-        ({"input": [{"type": "function_call", "name": "f"}]}, "input", "lacks a field"),
-        ({"input": [{"type": "function_call_output", "call_id": "a", "output": "b"}]}, "messages", "answers the tool call"),  # noqa: E501
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]", "parts should be"),
+        ({"input": ["x"]}, "input[0]", "should be a message"),
+        ({"input": [SAID, {"role": "user", "content": 5}]}, "input[1].content", "list of parts"),
+        ({"input": [SAID, {"type": "message", "content": "x"}]}, "input[1].role", "should be user"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "should be a text"),
+        ({"input": [{"role": "cat", "content": "x"}]}, "input[0].role", '"cat"'),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "not supported"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "should be a text"),
+        ({"input": [CALLED, CALLED | {"arguments": {}}]}, "input[1].arguments", "should be a text"),
+        ({"input": [CALLED, CALLED | {"call_id": ""}]}, "input[1].call_id", "not be empty"),
+        ({"input": [CALLED, ANSWER | {"call_id": "b"}]}, "input[1].call_id", "answers the call"),
+        ({"input": [ANSWER, CALLED]}, "input[0].call_id", "answers the call"),
+        ({"input": [CALLED, ANSWER | {"output": [{"type": "input_file"}]}]}, "input[1].output[0]", "parts should be"),
+        ({"input": [{"type": "reasoning", "summary": [{"text": "x"}, 5]}]}, "input[0].summary[1]", "have a text"),
+        ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content", "list of parts"),
+        ({"input": [CALLED | {"arguments": f"{{{'[],' * 70000}}}"}]}, "input", "arguments together"),
+        ({"input": "x" * 3_000_000}, "input", "longer"),
+        ({"input": "x", "max_output_tokens": 20_000}, "max_output_tokens", "context"),
+        ({"tools": [TOOL, TOOL | {"parameters": {"type": "string"}}]}, "tools[1].parameters", "schema of an object"),
+        ({"tools": [TOOL, TOOL]}, "tools", "several functions"),
         ({"tools": [{"type": "web_search"}]}, "tools[0]", "are not supported"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "not supported"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier items"),
         ({"n": 2}, "n", "not supported"),
         ({"background": True}, "background", "not supported"),
-        ({"text": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "response_format", "type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "text.format", "type"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
         ({"max_output_tokens": 0}, "max_output_tokens", "1"),
         ({"inptu": "x"}, "inptu", "did you mean input"),
@@ -156,10 +199,11 @@ def test_a_text_by_a_schema(qwen: ToolServer) -> None:
 )  # fmt: skip
 def test_refused(qwen: ToolServer, change: dict[str, Any], param: str, words: str) -> None:
     qwen.says("no")
-    response = qwen.http.post("/v1/responses", json={"input": "Hi"} | change)
+    response = qwen.http.post("/v1/responses", json={"input": "Hi", "instructions": "Be brief."} | change)
     assert response.status_code == 400
     assert error_of(response)["param"] == param
     assert words in error_of(response)["message"]
+    assert "messages" not in error_of(response)["message"]
     assert qwen.engine.all(Submit) == []
 
 
@@ -200,3 +244,30 @@ def test_a_call_that_is_cut_off(qwen: ToolServer) -> None:
     assert call.type == "function_call"
     assert (response.status, call.status) == ("incomplete", "incomplete")
     assert '{"city": "Z\u00fcrich"}'.startswith(call.arguments)
+
+
+def test_messages_that_the_template_refuses() -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ raise_exception('no cats') }}"
+    with serving_tools(template) as server:
+        error = error_of(server.http.post("/v1/responses", json={"input": [{"role": "user", "content": "cat"}]}))
+        assert error["param"] == "input"
+        assert error["message"].startswith("input: ")
+        assert "no cats" in error["message"]
+
+
+def test_a_malformed_call_does_not_end_a_conversation(qwen: ToolServer) -> None:
+    qwen.says("Sorry.")
+    items: Any = [CALLED | {"arguments": '{"city": "Z'}, ANSWER, {"role": "user", "content": "Go on."}]
+    assert qwen.client.responses.create(model="tiny", input=items).output_text == "Sorry."
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_field_that_the_engine_refuses(qwen: ToolServer, stream: bool) -> None:
+    def refuse(submit: Submit) -> list[list[FromEngine]]:
+        return [[Failed(submit.request_id, 400, "the prompt is too long", "context_length_exceeded", param="prompt")]]
+
+    qwen.engine.begin_again(refuse)
+    response = qwen.http.post("/v1/responses", json={"input": "Hi", "stream": stream})
+    assert response.status_code == 400
+    assert error_of(response)["param"] == "input"
+    assert error_of(response)["code"] == "context_length_exceeded"

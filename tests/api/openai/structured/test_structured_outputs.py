@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import httpx
@@ -118,3 +119,27 @@ def test_a_schema_has_a_largest_size(engine: FakeEngine, http: httpx.Client) -> 
     assert answer.status_code == 400
     assert "(max_grammar_bytes)" in answer.json()["error"]["message"]
     assert engine.all(Submit) == []
+
+
+def test_constraints_and_refusals_are_counted(engine: FakeEngine, http: httpx.Client) -> None:
+    sent: list[tuple[dict[str, Any], int]] = [
+        ({"response_format": {"type": "json_object"}}, 200),
+        ({"response_format": {"type": "text"}}, 200),
+        ({"json_schema": POINT, "n": 3}, 200),
+        ({"guided_regex": "a+"}, 200),
+        ({"guided_choice": ["a"]}, 200),
+        ({"guided_choice": ["b"]}, 200),
+        ({"grammar": GBNF}, 200),
+        ({"guided_regex": "a(", "n": 2}, 400),
+        ({"guided_json": {"not": {}}}, 400),
+        ({"guided_regex": "a" * 2**18 + "b"}, 400),
+        ({}, 200),
+    ]
+    for fields, status in sent:
+        assert http.post("/v1/completions", json=VALID_REQUEST | fields).status_code == status
+    deadline = time.monotonic() + 10
+    while engine.counts.responses.total() < len(sent):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert engine.counts.constraints == {"json": 2, "regex": 1, "choice": 2, "grammar": 1}
+    assert engine.counts.refusals == {"invalid": 2, "too_large": 1}

@@ -14,7 +14,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from config.errors import SettingsError
 from server.engine.ipc.messages import FromEngine, Submit, Tokens
 from server.grammar.matcher import TokenTable, compile_grammar
-from tests.api.fake_engine import admitted, scores
+from tests.api.fake_engine import admitted, generates, scores
 from tests.api.openai.tools.conftest import ToolServer, serving_tools
 from tests.api.payloads import chunks_of, error_of
 
@@ -276,6 +276,42 @@ def test_a_named_tool_is_called(qwen: ToolServer) -> None:
     assert (choice.message.content, choice.finish_reason) == (begun, "length")
 
 
+def allowed(mode: str, *names: str) -> Any:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_some_tools_are_allowed(qwen: ToolServer) -> None:
+    """All tools are in the prompt, so that its beginning is the same whichever are allowed."""
+    qwen.says(CALL)
+    auto, required = allowed("auto", "get_weather"), allowed("required", "get_weather")
+    prompts = []
+    for choice in (auto, required, "auto"):
+        assert calls_of(ask(qwen, tool_choice=choice).choices[0].message) == calls_of(ask(qwen).choices[0].message)
+        assert ask(qwen, tool_choice=choice).choices[0].finish_reason == "tool_calls"
+        prompts.append(qwen.engine.all(Submit)[-1].prompt)
+    assert prompts[0] == prompts[1] == prompts[2]
+    ask(qwen, tool_choice=auto)
+    for text, is_allowed in (
+        (CALL, True),
+        (f"I look.\n{CALL}{CALL}", True),
+        ("It snows.", True),
+        (SECOND, False),
+        (f"{CALL}{SECOND}", False),
+    ):
+        assert accepts(qwen, text) is is_allowed, text
+    ask(qwen, tool_choice=required)
+    for text, is_allowed in ((CALL, True), (f"{THOUGHT}{CALL}\n{CALL}", True), ("It snows.", False), (SECOND, False)):
+        assert accepts(qwen, text) is is_allowed, text
+    ask(qwen, tool_choice=auto, response_format=FORMAT)
+    for text, is_allowed in ((CALL, True), ('{"sky": "grey"}', True), (SECOND, False), ("It snows.", False)):
+        assert accepts(qwen, text) is is_allowed, text
+    for mode, has_grammar in (("auto", False), ("required", True)):
+        ask(qwen, tool_choice=allowed(mode, "get_time", "get_weather"))
+        assert (qwen.engine.all(Submit)[-1].grammar is not None) is has_grammar
+    assert accepts(qwen, f"{CALL}{SECOND}")
+
+
 def test_a_call_is_required(qwen: ToolServer) -> None:
     qwen.says('<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>')
     for choice in (ask(qwen, tool_choice="required").choices[0], stream(qwen, tool_choice="required")):
@@ -289,10 +325,14 @@ def test_a_call_is_required(qwen: ToolServer) -> None:
 
 def accepts(server: ToolServer, text: str) -> bool:
     """Return whether the grammar of the last request accepts a text, of the model's own tokens."""
+    return accepts_tokens(server, server.encode(text))
+
+
+def accepts_tokens(server: ToolServer, tokens: list[int]) -> bool:
     tokenizer = TokenTable(server.vocabulary).make_tokenizer()
     grammar = server.engine.all(Submit)[-1].grammar
     assert grammar is not None
-    matcher, tokens = compile_grammar(tokenizer, grammar), server.encode(text)
+    matcher = compile_grammar(tokenizer, grammar)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -367,6 +407,48 @@ def test_a_document_after_reasoning_that_the_prompt_has_begun() -> None:
         assert not accepts(server, '{"sky": "grey"}')
 
 
+@pytest.mark.parametrize(
+    "choice", ["<|im_end|>", "a<|im_end|>b", "</think>", "a <think>", "<tool_call>", CALL, "<|end|>"]
+)
+@pytest.mark.parametrize("stream_it", [False, True])
+def test_a_choice_that_looks_like_a_marker_is_content(qwen: ToolServer, choice: str, stream_it: bool) -> None:
+    """It is spelled in ordinary tokens: a special token would be none of the text."""
+    asked: dict[str, Any] = {"extra_body": {"structured_outputs": {"choice": [choice, "b"]}}, "tools": openai.NOT_GIVEN}
+    tokens = [token for character in choice for token in qwen.encode(character)]
+    assert not set(tokens) & qwen.vocabulary.special_ids
+    qwen.engine.begin_again(generates([*tokens, *qwen.encode("<|im_end|>")], "stop"))
+    answer = (stream if stream_it else lambda *args, **body: ask(*args, **body).choices[0])(qwen, **asked)
+    assert (answer.message.content, answer.finish_reason) == (choice, "stop")
+    assert accepts_tokens(qwen, tokens)
+    assert not accepts(qwen, "<|im_end|>")
+
+
+def test_a_choice_that_reads_as_reasoning_or_a_call_is_refused(qwen: ToolServer, gpt_oss: ToolServer) -> None:
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    for server, choice, fields, is_refused in (
+        (qwen, "<think>", {}, True),
+        (qwen, "<think> about it", {}, True),
+        (qwen, "<think>", off, False),
+        (qwen, CALL, {}, False),
+        (qwen, CALL, {"tools": [TOOL]}, True),
+        (qwen, "see <tool_call>", {"tools": [TOOL]}, False),
+        (gpt_oss, "<|end|>", {}, True),
+        (gpt_oss, "a<|channel|>b<|message|>c", {}, True),
+        (gpt_oss, "<think>", {}, False),
+    ):
+        server.says("b")
+        response = server.chat(structured_outputs={"choice": ["b", choice]}, **fields)
+        assert response.status_code == (400 if is_refused else 200), (choice, fields, response.text)
+        if is_refused:
+            error = error_of(response)
+            assert error["param"] == "structured_outputs"
+            assert "contains a marker" in error["message"]
+            assert json.dumps(choice[:5])[1:-1] in error["message"]
+    qwen.engine.begin_again(generates([token for letter in "<think>" for token in qwen.encode(letter)], "length"))
+    response = qwen.chat(structured_outputs={"choice": ["<think>"]}, **off)
+    assert response.json()["choices"][0]["message"]["content"] == "<think>"
+
+
 def test_strict_tools(qwen: ToolServer) -> None:
     """A grammar lets the model write what it wants, until it begins a call."""
     strict = {"type": "function", "function": FUNCTION | {"strict": True}}
@@ -400,7 +482,12 @@ def test_strict_tools(qwen: ToolServer) -> None:
         ({"tool_choice": "sometimes"}, "tool_choice", "should be"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "should be"),
         ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice", "none of the tools"),
-        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice", "not supported"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice", "should be"),
+        ({"tool_choice": allowed("auto")}, "tool_choice", "should be"),
+        ({"tool_choice": allowed("none", "get_weather")}, "tool_choice", "should be"),
+        ({"tool_choice": allowed("auto", "nothing")}, "tool_choice", "none of the tools"),
+        ({"tool_choice": allowed("auto", "get_weather"), "tools": []}, "tool_choice", "needs tools"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "mcp"}]}}}, "tool_choice", "should be"),  # noqa: E501
         ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": None}, "tool_choice", "needs tools"),
         ({"tool_choice": "required", "continue_final_message": True}, "tool_choice", "continue_final_message"),
@@ -435,8 +522,8 @@ ANSWER = {"role": "tool", "tool_call_id": "call_1", "content": "snow"}
         ([ANSWER], 'answers the tool call "call_1"'),
         ([ANSWER, called()], 'answers the tool call "call_1"'),
         ([called() | {"role": "user", "content": "x"}], "only an assistant's has"),
-        ([called(function={"name": "f", "arguments": "{"})], "should be a JSON object"),
-        ([called(function={"name": "f", "arguments": "[]"})], "should be a JSON object"),
+        ([called(function={"name": "f", "arguments": []})], "dictionary"),
+        ([called(function={"name": "f", "arguments": 5})], "dictionary"),
         ([called(function={"arguments": "{}"})], "required"),
         ([called(type="custom")], "function"),
         ([called(), {"role": "tool", "tool_call_id": "call_1"}], "content is required"),
@@ -448,6 +535,26 @@ def test_messages_that_are_refused(qwen: ToolServer, messages: list[Any], words:
     assert response.status_code == 400
     assert words in error_of(response)["message"]
     assert qwen.chat(messages=[*MESSAGES, called(), ANSWER], tools=[TOOL]).is_success
+
+
+MALFORMED = ['{"city": "Z', "city=Bern", '"Bern"', "[1]", "null", "{'city': 1}", "{}{}", "{" * 9999]
+
+
+@pytest.mark.parametrize("template", ["qwen3", "mistral_nemo", "gpt_oss", "glm46", "qwen3_coder", "kimi_k2"])
+def test_a_call_with_malformed_arguments_does_not_end_a_conversation(template: str) -> None:
+    """The prompt has it with empty arguments, as of vLLM; the header names the field."""
+    answer = ANSWER | {"tool_call_id": "callnumb1", "content": "the arguments were no JSON"}
+    prompts = set()
+    with serving_tools(template) as server:
+        for written in ("{}", *MALFORMED):
+            server.says("Sorry.")
+            call = called(id="callnumb1", function={"name": "get_weather", "arguments": written})
+            response = server.chat(messages=[*MESSAGES, call, answer], tools=[TOOL])
+            assert response.is_success, response.text
+            prompts.add(server.decode(server.engine.all(Submit)[0].prompt))
+            ignored = response.headers.get("x-ignored-fields")
+            assert ignored == (None if written == "{}" else "messages.tool_calls.function.arguments")
+    assert len(prompts) == 1
 
 
 def test_models_without_tools() -> None:
