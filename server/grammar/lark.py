@@ -45,7 +45,12 @@ def write_lark(kind: ConstraintKind, text: str) -> str:
 
 
 def _to_lark_regex(regex: str) -> str:
-    """Return a regular expression as it is written between slashes; \\d stands for ASCII digits only."""
+    """Return a regular expression as it is written between slashes; \\d stands for ASCII digits only.
+
+    Raises GrammarError for one that ends within an escape sequence, of which the converter would drop the backslash.
+    """
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        raise GrammarError("a regular expression is not supported: it ends with a single backslash")
     return str(regex_to_lark(regex, use_ascii="d"))
 
 
