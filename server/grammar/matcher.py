@@ -78,9 +78,9 @@ def compile_grammar(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
     return matcher
 
 
-def is_lexer_error(matcher: LLMatcher) -> bool:
-    """Return whether the error of a matcher is that of its lexer, which it shares with its copies."""
-    return matcher.get_error().startswith("lexer error: ")
+def may_be_lexer_error(matcher: LLMatcher) -> bool:
+    """Return whether the error of a matcher may be that of its lexer, which it shares with its copies."""
+    return matcher.is_error() and not matcher.get_error().lower().startswith("parser error: ")
 
 
 def describe_error(matcher: LLMatcher) -> str:

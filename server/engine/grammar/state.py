@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from server.engine.grammar.compiled import CompiledGrammar
-from server.grammar.matcher import describe_error, is_lexer_error
+from server.grammar.matcher import describe_error, may_be_lexer_error
 
 # CPU seconds beyond which the work of one step on a grammar is slow, and the most slow seconds of a request. A grammar
 # may come close to llguidance's limits in every step; this bounds what it takes from other requests.
@@ -144,11 +144,11 @@ class GrammarState:
         return self._matcher.consume_tokens(self._accepted)
 
     def _renew(self) -> bool:
-        """Go on with another lexer, if the error is that of the shared one; return whether that succeeded.
+        """Go on with another lexer, if the error may be that of the shared one; return whether that succeeded.
 
         The text itself is at fault if a lexer that nothing else has used does not take it a token further.
         """
-        while is_lexer_error(self._matcher) and self._renewed_at != len(self._accepted):
+        while may_be_lexer_error(self._matcher) and self._renewed_at != len(self._accepted):
             if self._grammar.start is self._start:
                 if not self._grammar.renew():
                     return False
