@@ -115,6 +115,22 @@ def test_a_state_that_a_draft_has_ruined_is_made_again(rng: random.Random) -> No
     assert state.fault is None
 
 
+def test_a_text_that_cannot_be_continued_ends_although_the_end_token_is_ignored() -> None:
+    """The vocabulary has no token for the second text's last character, so the text is complete without it."""
+    vocabulary = Encoder(KINDS["metaspace"]()).vocabulary
+    table = TokenTable(vocabulary)
+    (start,) = [token for token in range(2, vocabulary.num_ids) if vocabulary.token_bytes(token) == b"h"]
+    compiled = compile_grammar(table.make_tokenizer(), write_lark("choice", '["h", "h\\u4e16"]'))
+    state = GrammarState(CompiledGrammar(compiled, table.end_id), vocabulary.num_ids)
+    for expected in (start, EOS):
+        (mask,) = state.compute_masks((), (), (EOS,))
+        assert np.flatnonzero(mask).tolist() == [expected]
+        assert not state.is_complete
+        state.accept(expected)
+    assert state.fault is None
+    assert state.is_complete
+
+
 def test_an_error_names_what_is_wrong() -> None:
     checker = GrammarChecker(Encoder(KINDS["byte_level"]()).vocabulary)
     for schema, words in (

@@ -34,6 +34,9 @@ class GrammarState:
         self._accepted: list[int] = []  # the tokens of the output
         self._renewed_at = -1  # number of tokens of the output when a new lexer was made for it; -1: never
         self._num_drafted = 0  # number of draft tokens that the matcher has consumed after them
+        self._is_end_forced = False  # whether only the end is allowed, by the mask that was computed last
+        self._must_end = False  # whether the vocabulary has no token that may follow the output, which may end
+        self._has_ended = False  # whether it has ended for that reason
         self._slow_seconds = 0.0
         self.fault: str | None = None  # why the request cannot go on; None: it can
         self.draft_fault: str | None = None  # why there is no mask after some token of the last draft; None: there is
@@ -42,10 +45,13 @@ class GrammarState:
     def is_complete(self) -> bool:
         """Whether no token can follow the output."""
         self._undo_draft()
-        return self.fault is None and bool(self._matcher.is_stopped())
+        return self.fault is None and (self._has_ended or bool(self._matcher.is_stopped()))
 
     def accept(self, token: int) -> None:
         """Append a token to the output. It must be allowed; if it is not, or it is too much work, sets `fault`."""
+        if self._must_end:  # the token ends the model's texts, but is ignored by the request
+            self._has_ended = True
+            return
         began = time.thread_time()
         self._undo_draft()
         self._accepted.append(token)
@@ -89,6 +95,7 @@ class GrammarState:
     ) -> list[NDArray[np.bool_]]:
         """Return the masks after the output and after the tokens of the draft, up to one that cannot be computed."""
         masks = [self._compute_mask(end_ids, eos_ids)]
+        self._must_end = self._is_end_forced
         for token in draft:
             if not self._consume_draft([token]):
                 break
@@ -96,7 +103,7 @@ class GrammarState:
         return masks
 
     def _compute_mask(self, end_ids: Collection[int], eos_ids: Collection[int]) -> NDArray[np.bool_]:
-        allowed = self._make_empty_mask()
+        allowed, self._is_end_forced = self._make_empty_mask(), False
         if self._matcher.is_error():
             return allowed
         packed = self._matcher.compute_bitmask()
@@ -111,7 +118,8 @@ class GrammarState:
         allowed[ends] = False
         if may_end:
             allowed[[*end_ids]] = True
-            if not allowed.any():
+            self._is_end_forced = not allowed.any()
+            if self._is_end_forced:
                 allowed[ends] = True
         elif not allowed.any():
             allowed[ends] = of_grammar
