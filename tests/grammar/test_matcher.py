@@ -161,9 +161,12 @@ def test_an_error_says_what_to_change() -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_a_regular_expression_that_ends_within_an_escape_sequence_is_refused() -> None:
+def test_a_regular_expression_that_would_be_changed_is_refused() -> None:
     checker = GrammarChecker(Encoder(KINDS["byte_level"]()).vocabulary)
     for regex in ("\\", "a\\", "[ab]\\\\\\"):
         with pytest.raises(GrammarError, match="ends with a single backslash"):
             checker.check("regex", regex)
     checker.check("regex", "a\\\\")
+    with pytest.raises(GrammarError, match="comments of several lines"):
+        checker.check("regex", "(?x) a # first\n b")
+    checker.check("regex", "(?x) a b # last")
