@@ -93,9 +93,9 @@ def _generate_tokens(model: Model, request: Request) -> Generator[GeneratedToken
             if token is None:
                 sequence.discard()
                 raise NonFiniteLogitsError(NON_FINITE_LOGITS_MESSAGE.format(request.cache.name))
-            _check_grammar(request.grammar, token)
-            request.append_token(token, model.info.eos_ids)
-            _check_grammar(request.grammar, token)
+            if token != NOTHING_ALLOWED:
+                request.append_token(token, model.info.eos_ids)
+            _check_grammar(request, token)
             yield GeneratedToken(token, request.finish_reason)
             if request.finish_reason is not None:
                 return
@@ -104,9 +104,15 @@ def _generate_tokens(model: Model, request: Request) -> Generator[GeneratedToken
         sequence.close()
 
 
-def _check_grammar(grammar: OutputGrammar | None, token: int) -> None:
-    """Raise GrammarError if a grammar has given up, or the sampling parameters leave no token that it allows."""
-    if grammar is not None and (grammar.fault is not None or token == NOTHING_ALLOWED):
+def _check_grammar(request: Request, token: int) -> None:
+    """Raise GrammarError for a text that is not complete and has no next token.
+
+    Its grammar has given up, or the sampling parameters leave no token that it allows.
+    """
+    grammar = request.grammar
+    if grammar is None or request.finish_reason is not None:
+        return
+    if grammar.fault is not None or token == NOTHING_ALLOWED:
         raise GrammarError(grammar.fault or "with the other parameters, it allows no token here")
 
 

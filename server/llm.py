@@ -21,6 +21,7 @@ from server.api.http.json_body import Body
 from server.api.openai.request_models import SamplingRequest
 from server.api.openai.structured.models import StructuredRequest
 from server.engine.build import build_engine
+from server.engine.grammar.compiled import CompiledGrammar
 from server.engine.grammar.state import GrammarState
 from server.engine.ipc.messages import Submit
 from server.engine.scheduling.request import RequestError
@@ -182,7 +183,7 @@ class LLM:
             compiled = compile_grammar(tokenizer, write_lark(constraint.kind, constraint.text))
         except GrammarError as error:
             raise ValueError(f"structured_outputs: {error}") from None
-        return GrammarState(compiled, self.engine.core.model.info.vocab_size, table.end_id)
+        return GrammarState(CompiledGrammar(compiled, table.end_id), self.engine.core.model.info.vocab_size)
 
     @cached_property
     def _grammar_tokens(self) -> tuple[TokenTable, LLTokenizer]:

@@ -6,6 +6,7 @@ Knows no tokenizer, and compiles nothing: a grammar of bad syntax passes through
 from __future__ import annotations
 
 import json
+import re
 
 from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -17,6 +18,7 @@ from server.text.errors import GrammarError, shorten_message
 # calls the model's tokenizer. With it, a model may draw every token that agrees with the grammar. It stands at the end,
 # so that the lines of errors are those of the client's text, and overrides an option before it.
 OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_VERBOSE_FLAG = re.compile(r"\(\?[a-zA-Z]*x")
 GBNF_RULE = "::="  # occurs in every grammar of llama.cpp, and in none of Lark outside of strings
 
 
@@ -45,7 +47,15 @@ def write_lark(kind: ConstraintKind, text: str) -> str:
 
 
 def _to_lark_regex(regex: str) -> str:
-    """Return a regular expression as it is written between slashes; \\d stands for ASCII digits only."""
+    """Return a regular expression as it is written between slashes; \\d stands for ASCII digits only.
+
+    Raises GrammarError for one that the converter would change: at the end it drops a single backslash, and it writes
+    the line feeds that end comments (flag x) as escape sequences, which end none.
+    """
+    if "\n" in regex and "#" in regex and _VERBOSE_FLAG.search(regex):
+        raise GrammarError("a regular expression is not supported: it may have comments of several lines (flag x)")
+    if (len(regex) - len(regex.rstrip("\\"))) % 2:
+        raise GrammarError("a regular expression is not supported: it ends with a single backslash")
     return str(regex_to_lark(regex, use_ascii="d"))
 
 

@@ -14,12 +14,12 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from server.grammar.constraint import ConstraintKind
 from server.grammar.lark import write_lark
-from server.text.errors import GrammarError
+from server.text.errors import MAX_REASON_LENGTH, GrammarError
 from server.text.vocabulary import Vocabulary
 
 # Limits of what a grammar may take, well above what schemas in use need. The most that a mask took at these limits, of
 # ambiguous grammars with a vocabulary of 152,000 tokens: 21 ms; at twice as many items: 220 ms. A state of the lexer
-# takes 1 to 2 KiB, so one text takes at most 40 MiB.
+# takes 1 to 2 KiB, so the lexer of one grammar, which all its texts share, takes at most 40 MiB.
 MAX_ITEMS = 10_000  # of the parser, for one mask
 MAX_LEXER_STATES = 20_000
 MAX_STEP_FUEL = 100_000  # of the lexer, for one mask: about 7 ms
@@ -27,7 +27,8 @@ MAX_COMPILE_FUEL = 1_000_000  # of the lexer, to compile a grammar
 MAX_GRAMMAR_SIZE = 200_000  # symbols in rules
 END_OF_GRAMMAR = b"<|end of grammar|>"
 _POSITION = re.compile(r"^(?:at )?\d+\(\d+\): ")  # line and column before llguidance's errors
-_COMPILING = "failed to compile JSON schema: "
+_COMPILING = re.compile(r'^(failed to compile JSON schema|failed to parse "%json"): ')
+_TOO_MUCH_WORK = re.compile(r"^(?:parser|lexer) error: (too many [^;<(]*)", re.IGNORECASE)
 
 
 def make_limits() -> LLParserLimits:
@@ -77,10 +78,19 @@ def compile_grammar(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
     return matcher
 
 
+def may_be_lexer_error(matcher: LLMatcher) -> bool:
+    """Return whether the error of a matcher may be that of its lexer, which it shares with its copies."""
+    return matcher.is_error() and not matcher.get_error().lower().startswith("parser error: ")
+
+
 def describe_error(matcher: LLMatcher) -> str:
     """Return llguidance's error without the grammar that it quotes, and without its own terms for options."""
     lines = matcher.get_error().splitlines()
-    message = _POSITION.sub("", lines[0] if lines else "unknown error").removeprefix(_COMPILING)
+    message = _COMPILING.sub("", _POSITION.sub("", lines[0] if lines else "unknown error"))
+    if (work := _TOO_MUCH_WORK.match(message)) is not None:
+        return f"it takes too much work for one token ({work[1].strip().lower()}); send a simpler one"
+    if message.startswith("recursion limit exceeded"):
+        return "the schema is nested too deeply; move parts of it into $defs"
     if message.endswith("regex parse error:"):
         reason = next((line for line in lines if line.startswith("error: ")), "error: it cannot be parsed")
         return f"a regular expression is not supported: {reason.removeprefix('error: ')}"
@@ -92,7 +102,8 @@ def describe_error(matcher: LLMatcher) -> str:
         return "$ref is only supported within the schema: move what it refers to into $defs"
     if message.startswith("Unknown format: "):
         return f"format {message.removeprefix('Unknown format: ')!r} is not supported; leave it out or use pattern"
-    return message.replace("Unimplemented keys:", "the schema has keywords that are not supported:")
+    message = message.replace("Unimplemented keys:", "the schema has keywords that are not supported:")
+    return message if len(message) <= MAX_REASON_LENGTH else f"{message[:MAX_REASON_LENGTH]}..."
 
 
 class GrammarChecker:

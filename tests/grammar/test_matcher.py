@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from server.engine.grammar.compiled import CompiledGrammar
 from server.engine.grammar.state import GrammarState
 from server.grammar.constraint import constrain_to_choices
 from server.grammar.lark import write_lark
@@ -37,9 +38,8 @@ def test_masks_are_those_of_a_search(rng: random.Random, kind: str, padding: int
     while walked < 20:  # tokens, in as many texts as it takes
         texts = [text.encode() for text in make_texts(rng)]
         constraint = constrain_to_choices([text.decode() for text in texts], "")
-        state = GrammarState(
-            compile_grammar(tokenizer, write_lark("choice", constraint.text)), vocab_size, table.end_id
-        )
+        compiled = compile_grammar(tokenizer, write_lark("choice", constraint.text))
+        state = GrammarState(CompiledGrammar(compiled, table.end_id), vocab_size)
         written = b""
         while True:
             expected = np.zeros(vocab_size, np.bool_)
@@ -70,7 +70,7 @@ def test_drafts_are_cut_and_leave_no_trace(rng: random.Random, kind: str) -> Non
     table = TokenTable(vocabulary)
     lark = write_lark("regex", "[a-z ]{0,40}")
     compiled = compile_grammar(table.make_tokenizer(), lark)
-    state, plain = (GrammarState(compiled, vocabulary.num_ids, table.end_id) for _ in range(2))
+    state, plain = (GrammarState(CompiledGrammar(compiled, table.end_id), vocabulary.num_ids) for _ in range(2))
     for _ in range(12):
         (mask,) = plain.compute_masks((), (), ())
         allowed = np.flatnonzero(mask)
@@ -102,7 +102,7 @@ def test_a_state_that_a_draft_has_ruined_is_made_again(rng: random.Random) -> No
     vocabulary = Encoder(KINDS["byte_level"]()).vocabulary
     table = TokenTable(vocabulary)
     compiled = compile_grammar(table.make_tokenizer(), write_lark("regex", "[a-z]{0,9}"))
-    state, plain = (GrammarState(compiled, vocabulary.num_ids, table.end_id) for _ in range(2))
+    state, plain = (GrammarState(CompiledGrammar(compiled, table.end_id), vocabulary.num_ids) for _ in range(2))
     for _ in range(6):
         for each in (state, plain):
             (mask,) = each.compute_masks((), (), ())
@@ -113,6 +113,22 @@ def test_a_state_that_a_draft_has_ruined_is_made_again(rng: random.Random) -> No
         state.accept(token)
         plain.accept(token)
     assert state.fault is None
+
+
+def test_a_text_that_cannot_be_continued_ends_although_the_end_token_is_ignored() -> None:
+    """The vocabulary has no token for the second text's last character, so the text is complete without it."""
+    vocabulary = Encoder(KINDS["metaspace"]()).vocabulary
+    table = TokenTable(vocabulary)
+    (start,) = [token for token in range(2, vocabulary.num_ids) if vocabulary.token_bytes(token) == b"h"]
+    compiled = compile_grammar(table.make_tokenizer(), write_lark("choice", '["h", "h\\u4e16"]'))
+    state = GrammarState(CompiledGrammar(compiled, table.end_id), vocabulary.num_ids)
+    for expected in (start, EOS):
+        (mask,) = state.compute_masks((), (), (EOS,))
+        assert np.flatnonzero(mask).tolist() == [expected]
+        assert not state.is_complete
+        state.accept(expected)
+    assert state.fault is None
+    assert state.is_complete
 
 
 def test_an_error_names_what_is_wrong() -> None:
@@ -127,3 +143,30 @@ def test_an_error_names_what_is_wrong() -> None:
     ):
         with pytest.raises(GrammarError, match=words):
             checker.check("json_schema", json.dumps(schema))
+
+
+def test_an_error_says_what_to_change() -> None:
+    checker = GrammarChecker(Encoder(KINDS["byte_level"]()).vocabulary)
+    nested: object = {"type": "integer"}
+    for _ in range(100):
+        nested = {"type": "object", "properties": {"a": nested}}
+    with pytest.raises(GrammarError, match="nested too deeply; move parts of it into"):
+        checker.check("json_schema", json.dumps(nested))
+    optional = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(3000)}}
+    with pytest.raises(GrammarError, match=r"too much work for one token.*send a simpler one"):
+        checker.check("json_schema", json.dumps(optional))
+    patterns = [{"type": "string", "pattern": f"^(.*{letter}.*){{3}}$"} for letter in "abcdefgh" * 20]
+    with pytest.raises(GrammarError) as caught:
+        checker.check("json_schema", json.dumps({"allOf": patterns}))
+    assert len(str(caught.value)) < 400
+
+
+def test_a_regular_expression_that_would_be_changed_is_refused() -> None:
+    checker = GrammarChecker(Encoder(KINDS["byte_level"]()).vocabulary)
+    for regex in ("\\", "a\\", "[ab]\\\\\\"):
+        with pytest.raises(GrammarError, match="ends with a single backslash"):
+            checker.check("regex", regex)
+    checker.check("regex", "a\\\\")
+    with pytest.raises(GrammarError, match="comments of several lines"):
+        checker.check("regex", "(?x) a # first\n b")
+    checker.check("regex", "(?x) a b # last")

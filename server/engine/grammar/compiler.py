@@ -1,7 +1,7 @@
 """Compiles the grammars of requests in a thread beside the engine's steps, and keeps the latest ones.
 
-A request with a grammar waits here until that is compiled; only then the engine takes it. The grammars were checked
-before (`server/text/processes`), so that each takes little time and memory. llguidance releases Python's lock while it
+A request with a grammar waits until that is compiled; only then the engine takes it. The grammars were checked before
+(`server/text/processes`), so that each takes little time and memory. llguidance releases Python's lock while it
 compiles. Knows no request: what waits for a grammar is the caller's.
 """
 
@@ -12,22 +12,39 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
+from typing import NamedTuple, TypeAlias
 
 from llguidance import LLMatcher, LLTokenizer
 
+from server.engine.grammar.compiled import CompiledGrammar
 from server.engine.grammar.meter import GrammarMeter
 from server.engine.grammar.state import GrammarState
-from server.grammar.matcher import TokenTable, compile_grammar
+from server.grammar.matcher import TokenTable, compile_grammar, make_limits
 from server.text.errors import GrammarError
 from server.text.processes.messages import VocabularyData
 from server.text.vocabulary import Vocabulary
 
 log = logging.getLogger(__name__)
 
+Failure: TypeAlias = "GrammarError | CompilationFailed"
+
 MAX_KEPT = 64  # most compiled grammars that are kept, beside those in use
+QUICK_SECONDS = 0.005  # within which a grammar is compiled in the engine's thread if its lexer has to be renewed
 STACK_BYTES = 2**26  # of the thread: many times the stack of the process that has checked the grammars
 _STACK_LOCK = threading.Lock()  # held while the size of new threads' stacks, which is the process's, is changed
+
+
+class CompilationFailed(Exception):
+    """The server, not the grammar, is the reason why it was not compiled; another attempt may succeed."""
+
+
+class Compilation(NamedTuple):
+    """What has become of a grammar in the thread."""
+
+    result: LLMatcher | Failure
+    seconds: float = 0.0  # of the thread's CPU time
 
 
 class GrammarCompiler:
@@ -42,49 +59,73 @@ class GrammarCompiler:
         self._load_vocabulary = load_vocabulary
         self._vocab_size = vocab_size
         self._thread: threading.Thread | None = None
-        self._orders: SimpleQueue[str] = SimpleQueue()
-        self._done: SimpleQueue[tuple[str, LLMatcher | GrammarError, float]] = SimpleQueue()
+        # Grammars, each with the one of which a spare matcher is wanted; None: the grammar itself is wanted
+        self._orders: SimpleQueue[tuple[str, CompiledGrammar | None]] = SimpleQueue()
+        self._done: SimpleQueue[tuple[str, CompiledGrammar | None, Compilation]] = SimpleQueue()
         self._pending: set[str] = set()
-        self._kept: OrderedDict[str, LLMatcher | GrammarError] = OrderedDict()  # the latest at the end
+        self._kept: OrderedDict[str, CompiledGrammar | Failure] = OrderedDict()  # the latest at the end
         self._unused: set[str] = set()  # those of the kept ones that no request has used yet
         self._table: TokenTable | None = None  # set by the thread before it returns a compiled grammar
         self._tokenizer: LLTokenizer | None = None  # of the thread
 
     def prepare(self, grammar: str) -> bool:
         """Return whether a grammar, in Lark, is compiled or has failed; if it is not, start to compile it."""
-        self._collect()
+        self.collect()
         if grammar in self._kept:
             self._kept.move_to_end(grammar)
             return True
         if grammar not in self._pending:
             self._pending.add(grammar)
             self._start_thread()
-            self._orders.put(grammar)
+            self._orders.put((grammar, None))
         return False
 
     def make_state(self, grammar: str) -> GrammarState:
-        """Return a state at the start of a grammar for which `prepare` has returned True. Raises GrammarError."""
+        """Return a state at the start of a grammar for which `prepare` has returned True.
+
+        Raises GrammarError, and CompilationFailed, after which the grammar is compiled anew for the next request.
+        """
         compiled = self._kept[grammar]
-        if isinstance(compiled, GrammarError):
+        if isinstance(compiled, CompilationFailed):
+            del self._kept[grammar]
+        if not isinstance(compiled, CompiledGrammar):
             self.meter.failures += 1
             raise compiled
         self.meter.lookups += 1
         self.meter.hits += grammar not in self._unused
         self._unused.discard(grammar)
-        assert self._table is not None
-        return GrammarState(compiled, self._vocab_size, self._table.end_id, self.meter)
+        compiled.prepare_spare()
+        return GrammarState(compiled, self._vocab_size, self.meter)
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Take what the thread has compiled."""
         while not self._done.empty():
-            grammar, compiled, seconds = self._done.get()
+            grammar, in_use, compilation = self._done.get()
+            if in_use is not None:
+                in_use.add_spare(compilation.result if isinstance(compilation.result, LLMatcher) else None)
+                continue
             self._pending.discard(grammar)
-            self._kept[grammar] = compiled
+            self._kept[grammar] = self._make_kept(grammar, compilation)
             self._unused.add(grammar)
-            self.meter.compile_seconds.append(seconds)
+            if isinstance(compilation.result, LLMatcher):
+                self.meter.compile_seconds.append(compilation.seconds)
         while len(self._kept) > MAX_KEPT:
             forgotten, _ = self._kept.popitem(last=False)
             self._unused.discard(forgotten)
+
+    def _make_kept(self, grammar: str, compilation: Compilation) -> CompiledGrammar | Failure:
+        if not isinstance(compilation.result, LLMatcher):
+            return compilation.result
+        assert self._table is not None
+        assert self._tokenizer is not None
+        if compilation.seconds <= QUICK_SECONDS:
+            compile_now = partial(LLMatcher, self._tokenizer, grammar, log_level=0, limits=make_limits())
+            return CompiledGrammar(compilation.result, self._table.end_id, compile_now=compile_now)
+        order_spare = partial(self._order_spare, grammar)
+        return CompiledGrammar(compilation.result, self._table.end_id, order_spare=order_spare)
+
+    def _order_spare(self, grammar: str, in_use: CompiledGrammar) -> None:
+        self._orders.put((grammar, in_use))
 
     def _start_thread(self) -> None:
         if self._thread is not None:
@@ -100,19 +141,20 @@ class GrammarCompiler:
     # ---------------------------------------------------------------- the thread
     def _run(self) -> None:
         while True:
-            grammar = self._orders.get()
-            began = time.monotonic()
-            compiled = self._compile(grammar)
-            self._done.put((grammar, compiled, time.monotonic() - began))
+            grammar, in_use = self._orders.get()
+            self._done.put((grammar, in_use, self._compile(grammar)))
 
-    def _compile(self, grammar: str) -> LLMatcher | GrammarError:
+    def _compile(self, grammar: str) -> Compilation:
         try:
             if self._tokenizer is None:
                 self._table = TokenTable(Vocabulary(self._load_vocabulary()))
                 self._tokenizer = self._table.make_tokenizer()
-            return compile_grammar(self._tokenizer, grammar)
+            began = time.thread_time()
+            compiled = compile_grammar(self._tokenizer, grammar)
+            return Compilation(compiled, time.thread_time() - began)
         except GrammarError as error:
-            return error
+            return Compilation(error)
         except Exception as error:  # of a process that does not start, or the model's tokenizer
             log.exception("a grammar could not be compiled; its requests end")
-            return GrammarError(f"the server failed to compile it ({type(error).__name__}); its log has the cause")
+            message = f"the server failed to compile it ({type(error).__name__}); its log has the cause"
+            return Compilation(CompilationFailed(message))

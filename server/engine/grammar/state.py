@@ -1,8 +1,8 @@
 """The state of a request's grammar: which tokens may come next, after the request's text or after a draft.
 
 The state follows from the tokens of the output alone. Drafts are undone before every other use, so that a step that
-fails leaves nothing behind, and a state that llguidance gave up because of a draft is made again from the output.
-Knows neither the batch nor the model.
+fails leaves nothing behind, and a state that llguidance gave up because of a draft is made again from the output. So is
+one whose lexer, which all texts of a grammar share, has reached its limits. Knows neither the batch nor the model.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import time
 from collections.abc import Collection, Sequence
 
 import numpy as np
-from llguidance import LLMatcher
 from numpy.typing import NDArray
 
+from server.engine.grammar.compiled import CompiledGrammar
 from server.engine.grammar.meter import GrammarMeter
-from server.grammar.matcher import describe_error
+from server.grammar.matcher import describe_error, may_be_lexer_error
 
 # CPU seconds beyond which the work of one step on a grammar is slow, and the most slow seconds of a request. A grammar
 # may come close to llguidance's limits in every step; this bounds what it takes from other requests.
@@ -26,41 +26,48 @@ MAX_SLOW_SECONDS = 0.5
 class GrammarState:
     """The state of one request's grammar."""
 
-    def __init__(self, start: LLMatcher, vocab_size: int, end_id: int, meter: GrammarMeter | None = None) -> None:
-        """Begin at the start of a compiled grammar, which is not changed.
+    def __init__(self, grammar: CompiledGrammar, vocab_size: int, meter: GrammarMeter | None = None) -> None:
+        """Begin at the start of a compiled grammar.
 
-        `vocab_size`: the number of logits of the model; `end_id`: llguidance's token for the end of the grammar;
-        `meter` counts the time that the grammar takes in steps.
+        `vocab_size`: the number of logits of the model; `meter` counts the time that the grammar takes in steps.
         """
-        self._start = start
-        self._matcher = start.deep_copy()
+        self._grammar = grammar
+        self._start = grammar.start  # the matcher that was copied
+        self._matcher = self._start.deep_copy()
         self._vocab_size = vocab_size
-        self._end_id = end_id
         self._meter = meter or GrammarMeter()
         self._accepted: list[int] = []  # the tokens of the output
+        self._renewed_at = -1  # number of tokens of the output when a new lexer was made for it; -1: never
         self._num_drafted = 0  # number of draft tokens that the matcher has consumed after them
+        self._is_end_forced = False  # whether only the end is allowed, by the mask that was computed last
+        self._must_end = False  # whether the vocabulary has no token that may follow the output, which may end
+        self._has_ended = False  # whether it has ended for that reason
         self._slow_seconds = 0.0
         self.fault: str | None = None  # why the request cannot go on; None: it can
+        self.draft_fault: str | None = None  # why there is no mask after some token of the last draft; None: there is
 
     @property
     def is_complete(self) -> bool:
         """Whether no token can follow the output."""
         self._undo_draft()
-        return self.fault is None and bool(self._matcher.is_stopped())
+        return self.fault is None and (self._has_ended or bool(self._matcher.is_stopped()))
 
     def accept(self, token: int) -> None:
         """Append a token to the output. It must be allowed; if it is not, or it is too much work, sets `fault`."""
-        self._undo_draft()
+        if self._must_end:  # the token ends the model's texts, but is ignored by the request
+            self._has_ended = True
+            return
         began = time.thread_time()
+        self._undo_draft()
         self._accepted.append(token)
-        if not self._matcher.consume_token(token):
+        if not self._matcher.consume_token(token) and not self._renew():
             self.fault = self.fault or describe_error(self._matcher)
         self._count_time(began)
 
     def cut_draft(self, draft: Sequence[int]) -> list[int]:
         """Return the beginning of a draft that the grammar allows; after it, at least one token can follow."""
-        self._undo_draft()
         began = time.thread_time()
+        self._undo_draft()
         kept = list(draft[: self._matcher.validate_tokens(list(draft))])
         if kept and self._consume_draft(kept) and self._matcher.is_stopped():
             kept.pop()  # the token that completes the text is drawn, as the text ends with it
@@ -76,35 +83,48 @@ class GrammarState:
         The tokens `end_ids`, which end the request's text, and the model's own `eos_ids` are allowed only where the
         grammar may end. Where nothing but the end is allowed, all of them are.
         """
-        self._undo_draft()
         began = time.thread_time()
-        masks = [self._compute_mask(end_ids, eos_ids)]
-        if self._matcher.is_error():
-            self.fault = self.fault or describe_error(self._matcher)
-        for token in draft:
-            drafted = self._consume_draft([token])
-            masks.append(self._compute_mask(end_ids, eos_ids) if drafted else self._make_empty_mask())
+        self._undo_draft()
+        masks = self._try_masks(draft, end_ids, eos_ids)
+        while self._matcher.is_error() and self._renew():
+            masks = self._try_masks(draft, end_ids, eos_ids)
+        self.draft_fault = describe_error(self._matcher) if self._matcher.is_error() else None
+        if not masks[0].any():
+            self.fault = self.fault or self.draft_fault
         self._undo_draft()
         self._count_time(began)
+        return masks + [self._make_empty_mask()] * (len(draft) + 1 - len(masks))
+
+    def _try_masks(
+        self, draft: Sequence[int], end_ids: Collection[int], eos_ids: Collection[int]
+    ) -> list[NDArray[np.bool_]]:
+        """Return the masks after the output and after the tokens of the draft, up to one that cannot be computed."""
+        masks = [self._compute_mask(end_ids, eos_ids)]
+        self._must_end = self._is_end_forced
+        for token in draft:
+            if not self._consume_draft([token]):
+                break
+            masks.append(self._compute_mask(end_ids, eos_ids))
         return masks
 
     def _compute_mask(self, end_ids: Collection[int], eos_ids: Collection[int]) -> NDArray[np.bool_]:
-        allowed = self._make_empty_mask()
+        allowed, self._is_end_forced = self._make_empty_mask(), False
         if self._matcher.is_error():
             return allowed
         packed = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             return allowed
         bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
-        size = min(self._end_id, self._vocab_size)
+        size = min(self._grammar.end_id, self._vocab_size)
         allowed[:size] = bits[:size]  # ids beyond the tokenizer's, which pad the model's vocabulary, are never allowed
-        may_end = bool(bits[self._end_id])
+        may_end = bool(bits[self._grammar.end_id])
         ends = [*{*end_ids, *eos_ids}]
         of_grammar = allowed[ends]
         allowed[ends] = False
         if may_end:
             allowed[[*end_ids]] = True
-            if not allowed.any():
+            self._is_end_forced = not allowed.any()
+            if self._is_end_forced:
                 allowed[ends] = True
         elif not allowed.any():
             allowed[ends] = of_grammar
@@ -114,9 +134,9 @@ class GrammarState:
         return np.zeros(self._vocab_size, np.bool_)
 
     def _consume_draft(self, tokens: Sequence[int]) -> bool:
-        """Consume draft tokens; return whether the grammar allows all of them."""
+        """Consume draft tokens; return whether the grammar allows all of them. Stops before one that is not allowed."""
         for token in tokens:
-            if self._matcher.is_error() or not self._matcher.consume_token(token):
+            if not self._matcher.validate_tokens([token]) or not self._matcher.consume_token(token):
                 return False
             self._num_drafted += 1
         return True
@@ -127,9 +147,29 @@ class GrammarState:
             return
         count, self._num_drafted = self._num_drafted, 0
         if self._matcher.is_error() or not self._matcher.rollback(count):
-            self._matcher = self._start.deep_copy()
-            if not self._matcher.consume_tokens(self._accepted):
+            self._renewed_at = -1  # the draft is at fault, not the text
+            if not self._restart() and not self._renew():
                 self.fault = describe_error(self._matcher)
+
+    def _restart(self) -> bool:
+        """Make the state again from the start of the grammar; return whether that succeeded."""
+        self._matcher, self._num_drafted = self._start.deep_copy(), 0
+        return self._matcher.consume_tokens(self._accepted)
+
+    def _renew(self) -> bool:
+        """Go on with another lexer, if the error may be that of the shared one; return whether that succeeded.
+
+        The text itself is at fault if a lexer that nothing else has used does not take it a token further.
+        """
+        while may_be_lexer_error(self._matcher) and self._renewed_at != len(self._accepted):
+            if self._grammar.start is self._start:
+                if not self._grammar.renew():
+                    return False
+                self._renewed_at = len(self._accepted)
+            self._start = self._grammar.start
+            if self._restart():
+                return True
+        return False
 
     def _count_time(self, began: float) -> None:
         """Count the CPU time since `began`; set `fault` if the grammar has taken too much."""

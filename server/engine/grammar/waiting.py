@@ -24,9 +24,13 @@ class WaitingForGrammars:
     def add_unless_ready(self, worker: int, message: Submit) -> bool:
         """Let a message wait if its grammar is not compiled yet; return whether it waits.
 
-        Raises RequestError if too many wait.
+        It also waits if another choice (n > 1) of its prompt does, of which it takes over the prompt. Raises
+        RequestError if too many wait.
         """
-        if message.grammar is None or self._compiler.prepare(message.grammar):
+        if message.grammar is None:
+            return False
+        sibling_waits = message.sibling_of is not None and (worker, message.sibling_of) in self._messages
+        if self._compiler.prepare(message.grammar) and not sibling_waits:
             return False
         if len(self._messages) >= self._max_waiting:
             text = f"{len(self._messages)} requests are already waiting for their grammars: try again later"
@@ -36,6 +40,7 @@ class WaitingForGrammars:
 
     def take_ready(self) -> list[tuple[int, Submit]]:
         """Remove and return the messages whose grammars are compiled, or have failed, in order of arrival."""
+        self._compiler.collect()
         if not self._messages:
             return []
         ready = [key for key, each in self._messages.items() if self._compiler.prepare(each.grammar or "")]

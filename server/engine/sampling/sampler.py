@@ -148,10 +148,13 @@ def verify_draft(draft: Sequence[int], tokens: Sequence[int | None], end_token_i
 
 
 def find_grammar_fault(request: Request, result: SampleResult) -> str | None:
-    """Return the message for a client whose request ends because of its grammar; None if it goes on."""
-    if request.grammar is None or (result.is_allowed and request.grammar.fault is None):
+    """Return the message for a client whose request ends because of its grammar; None if it goes on or is complete."""
+    if request.grammar is None or request.finish_reason is not None:
         return None
-    fault = request.grammar.fault or "with the other parameters of the request, it allows no token here"
+    if result.is_allowed and request.grammar.fault is None:
+        return None
+    fault = request.grammar.fault or request.grammar.draft_fault
+    fault = fault or "with the other parameters of the request, it allows no token here"
     return f"the grammar of the text: {fault}"
 
 

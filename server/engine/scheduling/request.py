@@ -74,6 +74,10 @@ class OutputGrammar(Protocol):
     def fault(self) -> str | None:
         """Why the request cannot go on; None: it can."""
 
+    @property
+    def draft_fault(self) -> str | None:
+        """Why no token is allowed after some tokens of the last draft, although the grammar allows these; or None."""
+
     def accept(self, token: int) -> None:
         """Append a token to the output."""
 

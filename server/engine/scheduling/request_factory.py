@@ -11,7 +11,7 @@ from typing import NamedTuple
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
 from cache_strategies.types import Salt
-from server.engine.grammar.compiler import GrammarCompiler
+from server.engine.grammar.compiler import CompilationFailed, GrammarCompiler
 from server.engine.grammar.state import GrammarState
 from server.engine.ipc.messages import Submit
 from server.engine.isolation.errors import StrategyError
@@ -111,6 +111,8 @@ class RequestFactory:
             return self._grammars.make_state(grammar)
         except GrammarError as error:
             raise RequestError(400, f"the grammar of the text: {error}", code="invalid_grammar") from None
+        except CompilationFailed as error:
+            raise RequestError(500, f"the grammar of the text: {error}", code="request_failed") from None
 
     def _find_shadow(self, name: str) -> KVCache | None:
         """Return the cache of a second instance; None if it is in quarantine. After a quarantine it is built anew."""

@@ -17,7 +17,6 @@ import contextlib
 import logging
 import pickle
 import signal
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import NamedTuple
 from config.errors import SettingsError
 from server.processes.framing import WireError, encode_frame
 from server.text.errors import TextLimitError, TextRefused, TextUnavailable
+from server.text.processes.grammar_checks import GrammarChecks
 from server.text.processes.messages import (
     REFUSAL_ERRORS,
     Answer,
@@ -52,7 +52,6 @@ MAX_QUEUED_CALLS, MAX_QUEUED_BYTES = 1024, 2**26  # for each queue
 # Most bytes of the stack while grammars are checked. The engine's threads have several times as much, so that a grammar
 # that exhausts a stack ends the process that checks it, and never gets to the engine.
 GRAMMAR_STACK = 2**21
-MAX_KNOWN_GRAMMARS = 32  # most grammars whose checks are remembered
 LINGER = 300.0  # seconds that the process of the long queue is kept while there are no calls
 UNAVAILABLE = "texts cannot be tokenized at the moment; try again"
 RESTART_DELAY = 1.0  # seconds after a process failed to start until another is started
@@ -107,7 +106,7 @@ class SandboxedTokenizer(TokenizerBase):
             MAX_QUEUED_BYTES,
             linger=linger,
         )
-        self._known_grammars: OrderedDict[CheckGrammar, Encoded] = OrderedDict()  # the latest at the end
+        self._checks = GrammarChecks(self._check_grammar)
 
     async def __aenter__(self) -> SandboxedTokenizer:
         await self._short.open()
@@ -122,19 +121,11 @@ class SandboxedTokenizer(TokenizerBase):
         Raises TextRefused for a text that cannot be encoded, TextUnavailable if a later attempt may succeed.
         """
         if isinstance(call, CheckGrammar):
-            return await self._check_grammar(call)
+            return await self._checks.answer(call)
         return await self._answer(call, self._run_call(serialize_call(call)))
 
     async def _check_grammar(self, call: CheckGrammar) -> Encoded:
-        """Return the answer to a call, which is remembered: many requests have the same schema."""
-        if call in self._known_grammars:
-            self._known_grammars.move_to_end(call)
-            return self._known_grammars[call]
-        answer = await self._answer(call, self._grammars.run_call(serialize_call(call)))
-        self._known_grammars[call] = answer
-        if len(self._known_grammars) > MAX_KNOWN_GRAMMARS:
-            self._known_grammars.popitem(last=False)
-        return answer
+        return await self._answer(call, self._grammars.run_call(serialize_call(call)))
 
     async def _answer(self, call: Call, running: Awaitable[Answer]) -> Encoded:
         """Return the answer to a call that runs. Raises TextRefused and TextUnavailable."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
-from server.grammar.rules import GrammarRules
+from server.grammar.rules import GrammarRules, quote_string
 from server.text.tool_parsers.call_rules import CallRules
 from server.text.tool_parsers.calls import Schemas
 from server.text.tool_parsers.reasoning import HARMONY_MARKERS, ReasoningFormat
@@ -45,7 +45,7 @@ def make_message_grammar(
     rules = GrammarRules(markers, find_token)
     if any(row is not None and row.harmony for row in (tools, reasoning)):
         rules = GrammarRules(HARMONY_MARKERS, find_token)
-        return rules.write(f"{_add_harmony_reasoning(rules)} ({_add_harmony_content(rules, message, tools)})")
+        return rules.write(f"{_add_harmony_reasoning(rules, message)} ({_add_harmony_content(rules, message, tools)})")
     content = _add_content(rules, message, tools)
     return None if content is None else rules.write(f"{_add_reasoning(rules, message, reasoning)} ({content})".strip())
 
@@ -73,9 +73,13 @@ def _add_reasoning(rules: GrammarRules, message: MessageOutline, reasoning: Reas
     return f"(({' | '.join(map(rules.quote, reasoning.opening))}) {thought})?"
 
 
-def _add_harmony_reasoning(rules: GrammarRules) -> str:
-    """Add the rule of a part of gpt-oss's message before its last one; return how a message begins with such parts."""
-    head = f"{rules.quote('<|channel|>')} /analysis|commentary/ {rules.quote('<|message|>')}"
+def _add_harmony_reasoning(rules: GrammarRules, message: MessageOutline) -> str:
+    """Add the rule of a part of gpt-oss's message before its last one; return how a message begins with such parts.
+
+    What it comments before a call is content, and only allowed where any text is.
+    """
+    channels = "/analysis|commentary/" if message.content == "text with calls" else quote_string("analysis")
+    head = f"{rules.quote('<|channel|>')} {channels} {rules.quote('<|message|>')}"
     end = f"{rules.add_text_until('thought', ['<|end|>'])} {rules.quote('<|start|>assistant')}"
     return f"{rules.add('part', f'{head} {end}')}*"
 

@@ -220,7 +220,7 @@ class BracketScan:
                 if len(self._open) == MAX_DEPTH:
                     self._refuse()
                 self._open.append(_BRACKETS[sign])
-            elif self._open.pop() != sign:
+            elif not self._open or self._open.pop() != sign:
                 self._refuse()
             elif not self._open:
                 return self.at

@@ -145,7 +145,36 @@ def test_a_grammar_that_is_slow_in_every_step_ends_its_request(model: Path, monk
     assert heard.failed is not None
     assert heard.failed.code == "grammar_failed"
     assert "too much time" in heard.failed.message
-    assert len(heard.tokens) < 6
+    count = len(heard.tokens)
+    assert count < 6
+    for max_tokens in range(1, count + 1):  # a text that ends in the step in which it is too slow has no error
+        ended = submit(driver, f"{max_tokens}", CASES["schema"], 1, max_tokens=max_tokens)
+        driver.run()
+        assert (ended.finish_reason, ended.failed) == ("length", None)
+
+
+def test_a_grammar_that_the_server_fails_to_compile(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is not at fault, and the next one with the grammar is served."""
+    driver = Driver(model, **SETTINGS)
+    with monkeypatch.context() as patch:
+        patch.setattr(driver.core.grammars, "_load_vocabulary", lambda: 1 // 0)
+        heard = submit(driver, "first", CASES["choice"], 1)
+        assert heard.failed is not None
+        assert (heard.failed.status, heard.failed.code) == (500, "request_failed")
+    assert compute_alone(driver, CASES["choice"], 1).finish_reason == "stop"
+
+
+def test_choices_of_a_prompt_share_it_although_the_grammar_is_ready_for_the_second_one(model: Path) -> None:
+    driver = Driver(model, **SETTINGS)
+    prompt, lark = random_prompt(20, seed=1), write_lark("regex", "[a-z]{3}")
+    first = driver.submit("first", prompt, grammar=lark)
+    while not driver.core.grammars.prepare(lark):
+        time.sleep(0.001)
+    second = driver.submit("second", prompt, grammar=lark, sibling_of="first", seed=1, temperature=1.0)
+    driver.run()
+    assert first.admitted is not None
+    assert second.admitted is not None
+    assert (first.admitted.cached_tokens, second.admitted.cached_tokens) == (0, len(prompt))
 
 
 # ---------------------------------------------------------------- random histories

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from server.grammar.constraint import Constraint
-from server.text.errors import GrammarError, TextLimitError
+from server.text.errors import GrammarError, TextLimitError, TextUnavailable
+from server.text.processes import grammar_checks
+from server.text.processes.messages import CheckGrammar, Encoded
 from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
 from server.text.tokenizer import Tokenizer
 from tests.text.hostile_models import save_tokenizer
@@ -103,5 +105,65 @@ def test_a_known_grammar_is_not_checked_again(tmp_path: Path) -> None:
             assert time.monotonic() - began < 60
             with pytest.raises(TextLimitError):
                 await bomb
+
+    asyncio.run(use())
+
+
+def test_a_bomb_that_is_sent_again_and_again_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it does not keep other grammars waiting; after a while it is checked anew."""
+    directory = save_tokenizer(tmp_path, byte_level())
+    constraint, _ = BOMBS["a number of many remainders"]
+
+    async def use() -> None:
+        async with SandboxedTokenizer(directory, TEXTS, TIGHT) as tokenizer:
+            run_call, calls = tokenizer._grammars.run_call, []
+
+            def count(request: bytes) -> Any:
+                calls.append(request)
+                return run_call(request)
+
+            monkeypatch.setattr(tokenizer._grammars, "run_call", count)
+            bombs = [asyncio.create_task(tokenizer.check_grammar(constraint)) for _ in range(5)]
+            await asyncio.sleep(0.1)
+            bombs[0].cancel()
+            for bomb in bombs[1:]:
+                with pytest.raises(TextLimitError):
+                    await bomb
+            with pytest.raises(TextLimitError):
+                await tokenizer.check_grammar(constraint)
+            for _ in range(2):
+                with pytest.raises(GrammarError):
+                    await tokenizer.check_grammar(REFUSED["a bad expression"])
+            assert len(calls) == 2
+            later = time.monotonic() + 2 * grammar_checks.LIMIT_SECONDS
+            monkeypatch.setattr(grammar_checks, "monotonic", lambda: later)
+            with pytest.raises(TextLimitError):
+                await tokenizer.check_grammar(constraint)
+            assert len(calls) == 3
+
+    asyncio.run(use())
+
+
+def test_results_of_checks_are_forgotten_in_their_order() -> None:
+    calls: list[str] = []
+
+    async def run(call: CheckGrammar) -> Encoded:
+        calls.append(call.text)
+        if call.text == "later":
+            raise TextUnavailable("try again")
+        return Encoded(text=call.text)
+
+    async def use() -> None:
+        checks = grammar_checks.GrammarChecks(run)
+        for number in range(grammar_checks.MAX_KNOWN + 2):
+            assert (await checks.answer(CheckGrammar("regex", f"{number}"))).text == f"{number}"
+            await checks.answer(CheckGrammar("regex", "0"))
+        assert calls == [f"{number}" for number in range(grammar_checks.MAX_KNOWN + 2)]
+        await checks.answer(CheckGrammar("regex", "1"))
+        assert calls[-1] == "1"
+        for _ in range(2):
+            with pytest.raises(TextUnavailable):
+                await checks.answer(CheckGrammar("regex", "later"))
+        assert calls[-2:] == ["later", "later"]
 
     asyncio.run(use())

@@ -218,6 +218,16 @@ def test_calls_within_a_text(family: str) -> None:
         assert accepts(single, f"{one} And: {wrong}"), "of which nothing is returned"
 
 
+@pytest.mark.parametrize("content", ["calls", "document", "calls or document"])
+def test_no_comment_stands_beside_a_document_or_required_calls(content: Content) -> None:
+    """In gpt-oss's channel `commentary` it would be content."""
+    grammar = make_grammar("openai", content)
+    end = write("openai", [CALLS[0]]) if content == "calls" else "<|channel|>final<|message|>{}"
+    part = "<|channel|>{}<|message|>I look.<|end|><|start|>assistant"
+    assert accepts(grammar, part.format("analysis") + end)
+    assert not accepts(grammar, part.format("commentary") + end)
+
+
 # ---------------------------------------------------------------- reasoning
 @pytest.mark.parametrize("name", [row for row in list_reasoning_formats() if row not in ("openai_gptoss", "gpt_oss")])
 def test_reasoning_before_a_document(name: str) -> None:

@@ -149,6 +149,7 @@ def pieces_of(family: str) -> st.SearchStrategy[str]:
         "f(",
         ")",
         "to=functions.f",
+        *"()[]{}",
     ]
     parts += [whole[start : start + 9] for start in range(0, len(whole), 9)] + [whole, "word", "\U0001f600"]
     return st.lists(st.sampled_from(parts), max_size=14).map("".join)
@@ -419,6 +420,9 @@ def test_ways_that_models_also_write(family: str, text: str, calls: list[tuple[s
         ("hermes", '<tool_call>{"name": "unknown", "arguments": {"x": %s}}</tool_call>' % ("[" * 5000)),
         ("hermes", '<tool_call>{"name": "unknown", "arguments": {}]</tool_call>'),
         ("hermes", "<tool_call>f</tool_call>"),
+        ("hermes", "<tool_call>(}</tool_call>"),
+        ("mistral", "[TOOL_CALLS]unknown[ARGS](]"),
+        ("granite_20b_fc", '<function_call> ("a"}'),
         ("llama3_json", '{"name": "unknown", "parameters": {}}'),
         ("llama4_pythonic", "[f(1)]"),
         ("llama4_pythonic", "[f(**x)]"),

@@ -24,6 +24,7 @@ from config.errors import SettingsError
 from config.settings import load_settings
 from server.engine.build import Engine, build_engine
 from server.engine.core import Core
+from server.engine.grammar.compiled import CompiledGrammar
 from server.engine.grammar.state import GrammarState
 from server.engine.ipc.messages import SamplingParams, Submit
 from server.grammar.constraint import Constraint, constrain_to_choices, constrain_to_schema
@@ -159,7 +160,7 @@ def measure_work(engine: Engine) -> Iterator[tuple[str, WorkTimes]]:
         seconds = time.perf_counter() - began
         works: list[float] = []
         while len(works) < 2000:
-            works += write_text(GrammarState(compiled, info.vocab_size, table.end_id), draw)
+            works += write_text(GrammarState(CompiledGrammar(compiled, table.end_id), info.vocab_size), draw)
         yield name, WorkTimes(1e3 * seconds, 1e6 * fmean(works), 1e6 * float(np.percentile(works, 99)), len(works))
 
 
