@@ -68,6 +68,10 @@ class ReplicaCalls(Protocol):
         """
         ...
 
+    async def list_replicas(self, timeout: float) -> Sequence[str]:
+        """Return the ids of the replicas that there are, without asking any of them; raises TimeoutError."""
+        ...
+
 
 class _Call:
     """The requests of one prompt, which are on one replica."""

@@ -287,7 +287,8 @@ else:
     class KVRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
         """Routes the requests of a deployment handle by a `RoutingPolicy`.
 
-        The first argument of a request is the dict of its `Hint`; it gets an item "routed", which explains the choice.
+        The first argument of a request is the dict of its `Hint`; it gets an item "routed", which explains the choice,
+        and an item "replicas", the ids of those that there are, if the one that it is for is not among them.
         Ray asks for statistics of replicas by their method `record_routing_stats`.
         """
 
@@ -309,12 +310,13 @@ else:
                 # Else Ray would call this again at once, for ever, while the chosen replicas take nothing
                 pending_request.routing_context.should_backoff = True
                 if not decision.replicas:
-                    self._refuse(pending_request)
+                    self._refuse(pending_request, [*by_id])
                     return [[each] for each in by_id.values()]  # Ray notices with the first that there is nothing to do
             return [[by_id[id]] for id in decision.replicas]
 
-        def _refuse(self, pending_request: PendingRequest) -> None:
-            """Have a request fail, as the replica that it is for has gone: Ray would wait for it."""
+        def _refuse(self, pending_request: PendingRequest, ids: list[str]) -> None:
+            """Have a request fail, as the replica that it is for is not one of `ids`: Ray would wait for it."""
+            pending_request.args[0]["replicas"] = ids
             if not pending_request.future.done():
                 pending_request.future.set_exception(DeploymentUnavailableError(self._deployment_id))
                 self._remove_pending_request_from_indices(pending_request)

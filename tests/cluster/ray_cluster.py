@@ -65,6 +65,11 @@ class Cluster:
         found = re.findall(rf"pid=(\d+)\).* replica {replica}: connected", self.output.read_text())
         return psutil.Process(int(found[-1]))
 
+    def find_api_process(self) -> psutil.Process:
+        """Return the process of Ray that is the latest API process."""
+        found = re.findall(r"ServeReplica:kvmux:ingress pid=(\d+)\)", self.output.read_text())
+        return psutil.Process(int(found[-1]))
+
     def find_engine(self, replica: str) -> psutil.Process:
         """Return the process of a replica's engine."""
         children = self.find_replica_process(replica).children(recursive=True)

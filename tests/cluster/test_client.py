@@ -92,6 +92,9 @@ class ScriptedCalls:
         async with asyncio.timeout(timeout):
             return [await self.call(method, id, payload) for id in list(self.replicas)]
 
+    async def list_replicas(self, timeout: float) -> Sequence[str]:
+        return list(self.replicas)
+
 
 def run(calls: ScriptedCalls, work: Callable[[ClusterClient], Any]) -> Any:
     """Run `work` with a client that knows the replicas."""
@@ -412,6 +415,30 @@ def test_a_replica_that_hangs_does_not_take_the_others_away() -> None:
     answer = run(calls, work)
     assert answer["freed_bytes"] == 2
     assert "did not answer" in answer["replicas"]["b"]["error"]["message"]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_client_that_starts_beside_a_replica_that_hangs_serves_by_the_others() -> None:
+    calls = ScriptedCalls(complete)
+    calls.hanging = {"b"}
+
+    async def work(client: ClusterClient) -> list[Any]:
+        assert client.replicas == {"a": HELLO, "b": None, "c": HELLO}
+        return await read_all(make_submit())(client)
+
+    assert [type(each) for each in run(calls, work)] == [Admitted, Tokens]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_replica_without_an_engine_beside_one_that_hangs_is_not_ready() -> None:
+    async def work(client: ClusterClient) -> None:
+        calls.hanging, calls.replicas["b"] = {"a"}, None
+        while client.hello is not None:
+            await asyncio.sleep(0.001)
+        assert client.replicas == {"a": None, "b": None}
+
+    calls = ScriptedCalls(replicas=("a", "b"))
+    run(calls, work)
 
 
 @pytest.mark.usefixtures("hasty")

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -188,12 +188,13 @@ class Plan:
     turns: int
     output_tokens: int
     pause: float  # mean seconds between an answer and the next turn
+    beginning_words: int  # of the system prompt, which a tenant's chats have in common
     seed: int
 
     async def run(self, url: str, choose_path: Callable[[], str]) -> Round:
         """Run all chats; `choose_path` returns the beginning of the path for each request."""
         draw, found = random.Random(self.seed), Round()
-        beginnings = [_make_text(draw, 120) for _ in range(self.tenants)]
+        beginnings = [_make_text(draw, self.beginning_words) for _ in range(self.tenants)]
         seeds = [draw.randrange(1 << 32) for _ in range(self.chats)]
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT, limits=limits) as client:
@@ -236,11 +237,12 @@ def _make_text(draw: random.Random, num_words: int) -> str:
 # ---------------------------------------------------------------- measurements
 def measure_chats(options: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of all three ways, each round's and, for times, the intervals of the same turns."""
-    plan = Plan(options.tenants, options.chats, options.turns, options.output_tokens, options.pause, options.seed)
+    plan = Plan(**{each.name: getattr(options, each.name) for each in fields(Plan)})
     kv = f"{options.kv_mebibytes}MiB"
+    model = ("--model", options.model)
     rounds: dict[str, list[dict[str, Any]]] = {"router": [], "round robin": [], "one server": []}
     pairs: list[tuple[float, float]] = []  # seconds to the first token of the same turn: by the router, and in turn
-    with serving(options.python, "ray", "up", "--replicas", str(options.replicas), "--kv-memory", kv) as url:
+    with serving(options.python, "ray", "up", "--replicas", str(options.replicas), "--kv-memory", kv, *model) as url:
         ids = list_replicas(url)
         turn = _take_turns([f"/replicas/{id}" for id in ids])
         for i in range(options.rounds):
@@ -254,11 +256,17 @@ def measure_chats(options: argparse.Namespace) -> dict[str, Any]:
                 print(name, rounds[name][-1], file=sys.stderr, flush=True)
             pairs += [(seconds, times["round robin"][key]) for key, seconds in times["router"].items()]
     total = f"{options.kv_mebibytes * options.replicas}MiB"
-    with serving(sys.executable, "serve", "--kv-memory", total) as url:
+    with serving(sys.executable, "serve", "--kv-memory", total, *model) as url:
         clear(url)
         rounds["one server"].append(asyncio.run(plan.run(url, lambda: "")).summarize())
         print("one server", rounds["one server"][-1], file=sys.stderr, flush=True)
-    figures = {"plan": vars(plan), "replicas": options.replicas, "kv_memory": kv, "rounds": rounds}
+    figures = {
+        "plan": vars(plan),
+        "model": Path(options.model).name,
+        "replicas": options.replicas,
+        "kv_memory": kv,
+        "rounds": rounds,
+    }
     return figures | {"ttft_router_and_round_robin": compare(pairs)}
 
 
@@ -311,6 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--turns", type=int, default=6)
     add("--output-tokens", type=int, default=16)
     add("--pause", type=float, default=2.0, help="mean seconds between an answer and the next turn (default: 2)")
+    add("--beginning-words", type=int, default=120, help="of the prompt that a tenant's chats share (default: 120)")
+    add("--model", default="tiny", help="for chats: what kvmux serve --model takes (default: tiny)")
     add("--rounds", type=int, default=3, help="rounds of the router and of round robin (default: 3)")
     add("--streams", type=int, default=40, help="streams of each kind for the overhead (default: 40)")
     add(
