@@ -196,6 +196,24 @@ def test_a_request_that_has_begun_is_not_repeated() -> None:
     assert len(calls.hints) == 1
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_stream_that_a_replica_ends_too_early_is_a_loss(*, has_begun: bool) -> None:
+    async def end_early(calls: ScriptedCalls, hint: dict[str, Any], submits: Sequence[Submit]) -> Any:
+        if hint["routed"]["replica"] == "a":
+            admitted = [Admitted(submits[0].request_id, "paged", "default", 0)]
+            yield encode([Routed("a"), *(admitted if has_begun else [])])
+            return
+        async for item in complete(calls, hint, submits):
+            yield item
+
+    calls = ScriptedCalls(end_early)
+    if has_begun:
+        with pytest.raises(EngineLost, match="went away"):
+            run(calls, read_all(make_submit()))
+    else:
+        assert [type(each) for each in run(calls, read_all(make_submit()))] == [Admitted, Tokens]
+
+
 def test_an_unexpected_error_ends_the_request_alone() -> None:
     async def fail(calls: ScriptedCalls, hint: dict[str, Any], submits: Sequence[Submit]) -> Any:
         raise ValueError("a bug")

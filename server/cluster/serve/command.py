@@ -108,7 +108,10 @@ def _deploy(settings: Settings, scale: Scale, proxies: str) -> str:
     deadline = time.monotonic() + READY_TIMEOUT
     while not _is_ready(url):
         if time.monotonic() > deadline:
-            raise SettingsError(f"{url}/ready did not answer 200 within {READY_TIMEOUT:g} s; see `serve status`")
+            raise SettingsError(
+                f"{url}/ready did not answer 200 within {READY_TIMEOUT:g} s; see `serve status`. "
+                "If Serve was running already, its proxies have kept their host and port: give these, or stop it first"
+            )
         time.sleep(0.1)
     return url
 

@@ -9,7 +9,12 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ObjectRefStreamEndOfStreamError,
+    RayActorError,
+)
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
 from server.cluster.calls import LOST_MESSAGE, ReplicaLost
@@ -87,9 +92,12 @@ def _translate_errors() -> Iterator[None]:
         raise ReplicaLost(LOST_MESSAGE) from None
     except BackPressureError:
         raise ReplicaLost("all replicas are full; try again") from None
+    except ObjectRefStreamEndOfStreamError:  # what the caller of a method sees that was cancelled in the replica
+        log.info("a replica has cancelled a call")
+        raise ReplicaLost(LOST_MESSAGE) from None
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        log.info("a replica cancelled a call")  # Ray raises this for what a replica cancels itself, as at its end
+        log.info("a call was cancelled by Ray")
         raise ReplicaLost(LOST_MESSAGE) from None
