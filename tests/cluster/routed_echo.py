@@ -21,7 +21,9 @@ TIMEOUT = 60.0  # seconds for an answer
 
 @serve.deployment(
     num_replicas=2,
-    request_router_config=RequestRouterConfig(request_router_class="server.cluster.router:KVRequestRouter"),
+    request_router_config=RequestRouterConfig(
+        request_router_class="server.cluster.serve.request_router:KVRequestRouter"
+    ),
     ray_actor_options={"num_cpus": 0},
 )
 class Echo:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from config.errors import SettingsError
 from config.settings import Settings
-from server.cluster.autoscaling import TARGET_KV_USAGE, TARGET_TOKENS, choose_num_replicas, scale
+from server.cluster.autoscaling import TARGET_KV_USAGE, TARGET_TOKENS, autoscaling_policy, choose_num_replicas
 from server.cluster.scale import Scale, divide_machine
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -89,10 +89,10 @@ def test_rays_context_is_read_as_ray_writes_it() -> None:
         capacity_adjusted_min_replicas=1,
         capacity_adjusted_max_replicas=8,
     )
-    number: Any = scale(context)
+    number: Any = autoscaling_policy(context)
     assert number == (3, {})
     context.capacity_adjusted_max_replicas = 2
-    assert scale(context) == (2, {})
+    assert autoscaling_policy(context) == (2, {})
     context.aggregated_metrics = {}
     context.capacity_adjusted_min_replicas = 2
-    assert scale(context) == (2, {})
+    assert autoscaling_policy(context) == (2, {})

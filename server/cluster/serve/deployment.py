@@ -21,8 +21,8 @@ from server.cluster.serve.ingress import HEALTH_CHECK_PERIOD, ClusterIngress
 from server.cluster.serve.replica import EngineReplica
 
 APPLICATION_NAME, INGRESS_NAME, REPLICA_NAME = "kvmux", "ingress", "engine"
-ROUTER = "server.cluster.router:KVRequestRouter"
-SCALING_POLICY = "server.cluster.autoscaling:scale"
+ROUTER = "server.cluster.serve.request_router:KVRequestRouter"
+SCALING_POLICY = "server.cluster.autoscaling:autoscaling_policy"
 STATISTICS_PERIOD = 1.0  # seconds between two reports of a replica to the routers
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # each request has a line in kvmux' own log
 CONTROL_CALLS = 64  # calls of a replica beside its requests: cancels, queries, statistics
