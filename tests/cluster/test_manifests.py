@@ -118,6 +118,9 @@ def test_pods_live_until_their_streams_have_ended() -> None:
     drain = get_serve_arguments()["drain_seconds"]
     _, worker = list_pod_specs()
     assert worker["terminationGracePeriodSeconds"] >= drain + engine_host.STOP_TIMEOUT
+    variables = {each["name"]: each.get("value") for each in worker["containers"][0]["env"]}
+    drain_of_ray = float(variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+    assert drain < drain_of_ray < worker["terminationGracePeriodSeconds"]
     assert RAY_SERVICE["spec"]["rayClusterDeletionDelaySeconds"] > drain
 
 
