@@ -19,6 +19,8 @@ from itertools import takewhile
 from operator import eq
 from typing import Any, Literal, NamedTuple
 
+from config.block_hashes import NAME_TYPE
+
 # Costs are in prompt tokens: a cost of 100 is as bad as waiting until 100 tokens of other prompts are computed.
 # The first two were found by simulation (tests/cluster/simulation.py): with a larger UNCACHED_WEIGHT replicas are less
 # equally loaded, with larger DECODE_TOKENS more prompts are computed again.
@@ -67,13 +69,13 @@ class InstanceState(NamedTuple):
 
     shares: bool = False  # whether requests may reuse tokens that others have left in its cache
     names: frozenset[int] = frozenset()  # of resident blocks
-    free_bytes: int = 0  # KV memory that it may still take, what is idle included
+    free_bytes: int = 0  # KV memory that requests may still take, that of idle blocks included
     bytes_per_token: float = 0.0
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> InstanceState:
-        """Return the state that a replica reports; `names` is a bytes of 32-bit numbers."""
-        names = array("I", found.get("names", b""))
+        """Return the state that a replica reports (server/engine/live/routing.py)."""
+        names = array(NAME_TYPE, found.get("names", b""))
         return cls(bool(found["shares"]), frozenset(names), int(found["free_bytes"]), float(found["bytes_per_token"]))
 
 
@@ -98,7 +100,7 @@ class ReplicaState:
     reported_at: float = float("-inf")
     silence: float = 0.0  # seconds beyond SILENT_AFTER by which its report is older than that of another replica
     sent: dict[str, SentRequest] = field(default_factory=dict)  # by request id: those that have not ended
-    # When requests have ended, and these, for GRACE seconds
+    # Requests that have ended in the last GRACE seconds, with their times of ending
     ended: deque[tuple[float, SentRequest]] = field(default_factory=deque)
 
     def update(self, statistics: Mapping[str, Any], now: float) -> None:
@@ -164,7 +166,7 @@ def _count_common(one: Hint, other: Hint) -> int:
 
 # ---------------------------------------------------------------- the policy
 class Decision(NamedTuple):
-    """The replicas for a request, the best first, and why."""
+    """The replicas for a request, the best first, and the reason for the first."""
 
     replicas: Sequence[str]
     reason: Reason
