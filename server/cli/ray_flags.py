@@ -75,13 +75,13 @@ def _add_up(commands: Commands) -> None:
         "--max-replicas",
         type=at_least_one,
         metavar="N",
-        help="greatest number of replicas, to which Ray adds while requests wait or KV memory is full (default: none)",
+        help="number up to which Ray adds replicas while prompts wait or KV memory is full (default: it adds none)",
     )
     group.add_argument(
         "--replicas-per-node",
         type=at_least_one,
         metavar="N",
-        help="most replicas on a machine, among which it is divided (default: all, spread evenly over the machines)",
+        help="most replicas on a machine, among which it is divided (default: evenly many on all machines)",
     )
     group.add_argument("--cpus-per-replica", type=amount, metavar="X", help="CPUs that Ray reserves for a replica")
     group.add_argument("--gpus-per-replica", type=amount, metavar="X", help="GPUs that Ray gives a replica")

@@ -1,1 +1,1 @@
-"""Several servers behind one address: which of them serves a request, and how they run on Ray Serve."""
+"""Several engines behind one address: which of them serves a request, and how they run on Ray Serve."""

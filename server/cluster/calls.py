@@ -28,6 +28,7 @@ from server.engine.ipc.messages import (
     Observed,
     Profile,
     Question,
+    RequestEvent,
     Submit,
     Tokens,
 )
@@ -68,6 +69,10 @@ class ReplicaCalls(Protocol):
         """
         ...
 
+    async def list_replicas(self, timeout: float) -> Sequence[str]:
+        """Return the ids of the replicas that there are, without asking any of them; raises TimeoutError."""
+        ...
+
 
 class _Call:
     """The requests of one prompt, which are on one replica."""
@@ -75,7 +80,7 @@ class _Call:
     def __init__(self, submits: Sequence[Submit]) -> None:
         self.submits = submits
         self.running = {submit.request_id for submit in submits}  # those that were not cancelled
-        self.complete = set[str]()  # those whose last tokens have arrived
+        self.complete = set[str]()  # those whose last tokens, or whose failure, have arrived
         self.replica: str | None = None  # None: nothing has arrived yet
         self.has_begun = False  # whether events have arrived, so that it cannot begin again elsewhere
         self.early_cancels: list[Cancel] = []  # for the replica, once it is known
@@ -146,14 +151,15 @@ class ReplicaCallsClient(EngineClient):
                             stream.put(Explained(event.request_id, record))
                         case _:
                             call.has_begun = True
-                            if isinstance(event, Tokens):
-                                self._note_tokens(call, hint, event)
+                            self._note_progress(call, hint, event)
                             stream.put(event)
+        if call.running - call.complete:  # the replica has cancelled the call, as at its end: to Ray that is no error
+            raise ReplicaLost(LOST_MESSAGE, call.replica)
 
-    def _note_tokens(self, call: _Call, hint: RequestHint, event: Tokens) -> None:
-        if event.request_id == call.submits[0].request_id:
+    def _note_progress(self, call: _Call, hint: RequestHint, event: RequestEvent) -> None:
+        if isinstance(event, Tokens) and event.request_id == call.submits[0].request_id:
             hint.add_output(event.tokens)
-        if event.finish_reason is not None:
+        if isinstance(event, Failed) or (isinstance(event, Tokens) and event.finish_reason is not None):
             call.complete.add(event.request_id)
 
     def _start_call(self, call: _Call, replica: str) -> None:

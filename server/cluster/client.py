@@ -88,10 +88,12 @@ class ClusterClient(ReplicaCallsClient):
         if not known:
             message = f"there is no pin {command.pin_id!r}: it may have expired, or its replicas have ended"
             return Answer(0, b"", Failed("", 404, message, "not_found"))
-        answers = [
-            await self._query_replica(replica, msgspec.structs.replace(command, pin_id=pin_id))
-            for replica, pin_id in known
-        ]
+        answers = await asyncio.gather(
+            *(
+                self._query_in_time(replica, msgspec.structs.replace(command, pin_id=pin_id), COMMAND_TIMEOUT)
+                for replica, pin_id in known
+            )
+        )
         return merge_answers(command, answers)
 
     def _invalidate_answers(self) -> None:
@@ -137,21 +139,22 @@ class ClusterClient(ReplicaCallsClient):
         except ReplicaLost:
             infos = []
         except TimeoutError:  # at least one is slow, and keeps the answers of the others back
-            found = await asyncio.gather(*(self._describe_in_time(each) for each in self.replicas))
-            infos = [each for each in found if each is not None]
-            if not infos or all(each.hello is None for each in infos):
+            ids = await self._calls.list_replicas(SLOW_AFTER)
+            found = await asyncio.gather(*map(self._describe_in_time, ids))
+            if ids and all(isinstance(each, TimeoutError) for each in found):
                 return log.warning("no replica has answered in time; this machine may be busy")
+            infos = [each for each in found if isinstance(each, ReplicaInfo)]
+            silent = [id for id, each in zip(ids, found, strict=True) if isinstance(each, TimeoutError)]
+            infos += [ReplicaInfo(id, None) for id in silent]
         self._update(infos)
 
-    async def _describe_in_time(self, replica: str) -> ReplicaInfo | None:
-        """Return what a replica serves: nothing if it takes longer than SLOW_AFTER; None if it has gone."""
+    async def _describe_in_time(self, replica: str) -> ReplicaInfo | TimeoutError | ReplicaLost:
+        """Return what a replica serves, or why it has not said so."""
         try:
             async with asyncio.timeout(SLOW_AFTER):
                 return decode_info(await self._calls.call("describe", replica, b""))
-        except TimeoutError:
-            return ReplicaInfo(replica, None)
-        except ReplicaLost:
-            return None
+        except (TimeoutError, ReplicaLost) as error:
+            return error
 
     def _update(self, infos: Sequence[ReplicaInfo]) -> None:
         replicas = {each.replica: each.hello for each in sorted(infos, key=lambda each: each.replica)}

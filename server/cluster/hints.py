@@ -1,6 +1,6 @@
-"""Makes the hint of a request, by which a router chooses a replica: the instance and the names of the prompt's blocks.
+"""Makes the hints from which a router chooses replicas: a request's instance, and the names of its prompt's blocks.
 
-Knows the messages to the engine and the settings; neither Ray nor the router.
+Knows the messages to the engine and the settings; neither Ray nor the router's policy.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from server.engine.ipc.messages import Hello, Submit
 from server.engine.scheduling.request import RequestError
 from server.engine.scheduling.selection import Selector
 
-MAX_NAMES = 4096  # most blocks of a prompt that are named; a longer beginning makes no difference to the choice
+MAX_NAMES = 4096  # most names in a hint: a longer prompt is routed by its first 4096 blocks
 
 
 class RequestHint:
-    """A request's hint, `fields`, whose names grow with the answer.
+    """The hint of a request: `fields`, whose list of names grows with the answer.
 
-    The router in this process keeps the list of names, so that it knows at once what a next turn of a chat will find.
+    The router is in this process and keeps the list. So it knows at once what the next turn of a chat will find.
     """
 
     def __init__(self, fields: dict[str, Any], namer: BlockNamer | None = None) -> None:
@@ -29,7 +29,7 @@ class RequestHint:
         self._last_tokens: Sequence[int] = ()  # output tokens that are not in the cache yet
 
     def add_output(self, tokens: Sequence[int]) -> None:
-        """Name the blocks that output tokens complete; the last token enters the cache with the next one, if at all."""
+        """Add the names of blocks that output tokens complete; the last token is not in the cache yet."""
         if self._namer is not None and tokens:
             self._namer.extend([*self._last_tokens, *tokens[:-1]])
             self._last_tokens = tokens[-1:]
@@ -44,9 +44,9 @@ class HintMaker:
     def make(self, submit: Submit, hello: Hello, *, avoid: Sequence[str] = ()) -> RequestHint:
         """Return the hint of a request, with the fields of `server.cluster.router.Hint`.
 
-        `avoid` are replicas that have failed it. The instance is the one that the request names, or the settings' rules
-        choose. Rules about the memory in use, and roll-outs, may choose another one in the replica: then the
-        expectation is wrong, and nothing else.
+        `avoid` are replicas that have failed it. The instance is the one that the request names or the settings' rules
+        choose. In the replica, rules about the memory in use and roll-outs may choose another instance: then the router
+        expects cached tokens that are not there, and nothing else is wrong.
         """
         fields: dict[str, Any] = {"num_tokens": len(submit.prompt), "max_tokens": submit.sampling.max_tokens}
         fields |= {"conversation": submit.conversation, "avoid": list(avoid)}

@@ -11,44 +11,42 @@ from typing import Any
 
 import msgspec
 
-from server.cluster.messages import ReplicaAnswer
+from server.cluster.messages import Payload, ReplicaAnswer
 from server.engine.ipc.messages import (
     Answer,
     Clear,
-    Command,
     DescribePage,
     DropPrefix,
     Hello,
     PinCachedPrefix,
     PinPrefix,
     Profile,
-    Question,
 )
 from server.metrics.merging import merge_snapshots
 
 
 def merge_hellos(hellos: Sequence[Hello]) -> Hello | None:
-    """Return what replicas serve together: that of the first, with the instances of all; None without any."""
+    """Return the first replica's Hello with the strategy instances of all replicas; None if there are none."""
     if not hellos:
         return None
     strategies = {each.name: each for hello in reversed(hellos) for each in hello.strategies}
     return msgspec.structs.replace(hellos[0], strategies=list(strategies.values()))
 
 
-def asks_one_replica(what: Question | Command | Profile) -> bool:
-    """Return whether only one replica is asked, as answers of several cannot be merged."""
+def asks_one_replica(what: Payload) -> bool:
+    """Return whether one replica answers alone, as answers of several cannot be merged."""
     return isinstance(what, DescribePage | Profile) or what in ("live", "prefixes", "settings", "routing")
 
 
-def merge_answers(what: Question | Command | Profile, answers: Sequence[ReplicaAnswer]) -> Answer:
-    """Return one answer of several; the first refusal if all have refused."""
-    good = sorted((each for each in answers if each.answer.error is None), key=lambda each: each.replica)
-    if not good:
+def merge_answers(what: Payload, answers: Sequence[ReplicaAnswer]) -> Answer:
+    """Merge the answers of several replicas; if all have refused, return the first refusal."""
+    accepted = sorted((each for each in answers if each.answer.error is None), key=lambda each: each.replica)
+    if not accepted:
         return answers[0].answer
-    created_at = monotonic()  # the clocks of other machines are others
+    created_at = monotonic()  # by this machine's clock, which differs from those of the replicas
     if what == "metrics":
-        return Answer(0, merge_snapshots({each.replica: each.answer.body for each in good}), created_at=created_at)
-    bodies = {each.replica: msgspec.json.decode(each.answer.body) for each in good}
+        return Answer(0, merge_snapshots({each.replica: each.answer.body for each in accepted}), created_at=created_at)
+    bodies = {each.replica: msgspec.json.decode(each.answer.body) for each in accepted}
     match what:
         case "rollouts":
             body = _merge_rollouts(bodies)
@@ -60,7 +58,7 @@ def merge_answers(what: Question | Command | Profile, answers: Sequence[ReplicaA
 
 
 def _merge_lists(bodies: dict[str, Any]) -> dict[str, Any]:
-    """Return one list with the items of all, each with its replica; numbers of `memory` are added up."""
+    """Return one list of the items of all replicas, each with its replica's id; add up the numbers of `memory`."""
     first: dict[str, Any] = next(iter(bodies.values()))
     merged: dict[str, Any] = first | {
         "data": [{**item, "replica": id} for id, body in bodies.items() for item in body["data"]]
@@ -71,7 +69,7 @@ def _merge_lists(bodies: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merge_rollouts(bodies: dict[str, Any]) -> dict[str, Any]:
-    """Return each roll-out once, as the first replica has it, with those of all replicas under `replicas`."""
+    """Return each roll-out once, as the first replica describes it, with all descriptions under `replicas`."""
     by_name: dict[str, dict[str, Any]] = {}
     for id, body in bodies.items():
         for rollout in body["data"]:
@@ -80,10 +78,8 @@ def _merge_rollouts(bodies: dict[str, Any]) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
-def _merge_results(
-    command: Question | Command | Profile, bodies: dict[str, Any], answers: Sequence[ReplicaAnswer]
-) -> dict[str, Any]:
-    """Return a command's answer, with those of all replicas under `replicas`, errors included."""
+def _merge_results(command: Payload, bodies: dict[str, Any], answers: Sequence[ReplicaAnswer]) -> dict[str, Any]:
+    """Return the first replica's result of a command, with all results and errors under `replicas`."""
     errors = {
         each.replica: {"error": {"message": each.answer.error.message, "code": each.answer.error.code}}
         for each in answers
@@ -99,6 +95,6 @@ def _merge_results(
 
 
 def split_pin_id(pin_id: str) -> list[tuple[str, str]]:
-    """Return the replicas, and the pins' ids there, of a pin's id in a merged answer; what is none is left out."""
+    """Return the replicas that a merged pin's id names, with the pin's id in each; leave out parts of another form."""
     parts = (each.partition(":") for each in pin_id.split(","))
     return [(replica, own) for replica, colon, own in parts if colon]

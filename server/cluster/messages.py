@@ -1,6 +1,6 @@
-"""What the API's processes and replicas send each other through Ray: the engine's messages, and what is added to them.
+"""The messages between API processes and replicas: those of the engine, and a few that are added to them.
 
-All payloads are MessagePack, so that Ray pickles nothing but bytes and the dict of a hint.
+All are sent as MessagePack, so that Ray pickles only bytes and the dict of a hint.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from server.engine.ipc.messages import Answer, Cancel, Command, Hello, Observed,
 
 
 class Routed(msgspec.Struct, tag=True, frozen=True):
-    """First item of a stream: the replica that serves its requests, and why the router has chosen it."""
+    """First message of a stream: the replica that serves its requests, and why the router has chosen it."""
 
     replica: str
     reason: str = ""
@@ -19,14 +19,14 @@ class Routed(msgspec.Struct, tag=True, frozen=True):
 
 
 class EngineGone(msgspec.Struct, tag=True, frozen=True):
-    """Last item of a stream whose replica has no engine, or has lost it."""
+    """Last message of a stream whose replica has no engine, or has lost it."""
 
     message: str
     retry_after: float = 0.0
 
 
 class ReplicaInfo(msgspec.Struct, frozen=True):
-    """A replica, as it describes itself: its id, and what its engine serves; None: there is no engine now."""
+    """A replica's description of itself: its id, and what its engine serves (None: there is no engine now)."""
 
     replica: str
     hello: Hello | None
@@ -40,7 +40,7 @@ class ReplicaAnswer(msgspec.Struct, frozen=True):
 
 
 StreamItem = Routed | EngineGone | RequestEvent
-Payload = Question | Command | Profile
+Payload = Question | Command | Profile  # of a query
 
 _ENCODER = msgspec.msgpack.Encoder()
 _ITEMS: msgspec.msgpack.Decoder[list[StreamItem]] = msgspec.msgpack.Decoder(list[StreamItem])

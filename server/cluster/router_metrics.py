@@ -1,6 +1,6 @@
-"""Counts how a router's expectations came true in a replica, as metrics beside those of its engine.
+"""Counts in a replica how often routers expected the right number of cached tokens, as metrics beside the engine's.
 
-The router itself cannot: there is one in each API process, and a request for /metrics reaches any of them.
+Routers cannot count this: each API process has one, and a request for /metrics reaches any of these processes.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ RIGHT = "kvmux_router_right_expectations", "Requests that found as many cached t
 
 
 class RouterCounts:
-    """What was counted in one replica."""
+    """The counts of one replica."""
 
     def __init__(self) -> None:
         self._requests: Counter[str] = Counter()  # by reason
         self._expected = self._found = self._right = 0
 
     def record(self, routed: Routed, cached_tokens: int) -> None:
-        """Count a request that was admitted, and found so many tokens in the cache."""
+        """Count a request that was admitted, and whose first `cached_tokens` tokens were in the cache."""
         self._requests[routed.reason] += 1
         self._expected += routed.expected_cached_tokens
         self._found += cached_tokens
         self._right += routed.expected_cached_tokens == cached_tokens
 
     def append_to(self, encoded: bytes) -> bytes:
-        """Return an engine's encoded Snapshot with these metrics at its end."""
+        """Return an engine's encoded Snapshot with these metrics added at its end."""
         snapshot = decode_snapshot(encoded)
         reasons = sorted(self._requests)
         by_reason = tuple(Series((reason,)) for reason in reasons)

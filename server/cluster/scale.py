@@ -1,4 +1,4 @@
-"""How many replicas there are, and what each gets of the machine that it shares with others. Knows nothing of Ray."""
+"""The number of replicas, and the division of a machine among those that share it. Knows nothing of Ray."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from config.settings import Settings
 
 @dataclass(frozen=True)
 class Scale:
-    """How many processes there are, and what each takes of a machine."""
+    """The number of replicas, and what Ray reserves for each of them."""
 
     replicas: int = 1  # with max_replicas: the least number
-    max_replicas: int | None = None  # greatest number, to which Ray scales; None: no scaling
-    replicas_per_node: int | None = None  # greatest number on a machine; None: all, spread evenly over the machines
-    cpus: float = 0.0  # CPUs that Ray reserves for a replica; 0: none, so that it starts wherever there is room
-    gpus: float = 0.0  # GPUs that Ray reserves for a replica
+    max_replicas: int | None = None  # greatest number, up to which Ray scales by load; None: it does not scale
+    replicas_per_node: int | None = None  # greatest number on a machine; None: spread evenly over the machines
+    cpus: float = 0.0  # for each replica; 0: it may start on any machine
+    gpus: float = 0.0  # for each replica
 
     def __post_init__(self) -> None:
         for name in ("replicas", "replicas_per_node"):
@@ -30,21 +30,21 @@ class Scale:
             raise SettingsError(f"max_replicas is {self.max_replicas}, less than replicas, {self.replicas}: raise it")
 
     def count_per_node(self, num_nodes: int) -> int:
-        """Return how many replicas of the greatest number may be on one of `num_nodes` machines."""
+        """Return the greatest number of replicas on one of `num_nodes` machines."""
         return self.replicas_per_node or math.ceil((self.max_replicas or self.replicas) / max(1, num_nodes))
 
 
 def divide_machine(settings: Settings, per_node: int, gpus: float = 0.0) -> Settings:
-    """Return the settings of one of `per_node` replicas on this machine: its part of the memory and the threads.
+    """Return the settings of one of `per_node` replicas on this machine: its part of the memory and of the threads.
 
-    Settings that name a size or a number are for each replica and stay as they are. A replica that has a GPU for
-    itself has its memory for itself.
+    A size or a number in the settings is for each replica and stays as it is. `gpus` is the number of GPUs of a
+    replica: those with a whole GPU do not share its memory.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    sharing = per_node if not gpus else max(1, min(per_node, math.floor(1 / gpus)))
+    num_sharing = per_node if not gpus else max(1, min(per_node, math.floor(1 / gpus)))
     changes: dict[str, Any] = {}
     if settings.kv_memory == "auto":
-        changes["kv_memory_share"] = settings.kv_memory_share / sharing
+        changes["kv_memory_share"] = settings.kv_memory_share / num_sharing
     if settings.threads is None and per_node > 1:
         changes["threads"] = max(1, cores // per_node)
     return settings.model_copy(update=changes)

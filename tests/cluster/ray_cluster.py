@@ -1,4 +1,4 @@
-"""Runs `kvmux ray up` with a real Ray, in processes of its own, and looks at it from outside: by HTTP and psutil."""
+"""Runs `kvmux ray up` with a real Ray, in processes of its own, and observes them from outside, by HTTP and psutil."""
 
 from __future__ import annotations
 
@@ -57,12 +57,17 @@ class Cluster:
         return self.list_replicas()
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of the samples of that name that have these labels; up to a second old."""
+        """Return the sum of the samples of that name that have these labels; they are up to a second old."""
         return metric(self.get("/metrics").text, name, **labels)
 
     def find_replica_process(self, replica: str) -> psutil.Process:
         """Return the process of Ray that is a replica, by the lines that it has logged."""
         found = re.findall(rf"pid=(\d+)\).* replica {replica}: connected", self.output.read_text())
+        return psutil.Process(int(found[-1]))
+
+    def find_api_process(self) -> psutil.Process:
+        """Return the process of Ray that is the latest API process."""
+        found = re.findall(r"ServeReplica:kvmux:ingress pid=(\d+)\)", self.output.read_text())
         return psutil.Process(int(found[-1]))
 
     def find_engine(self, replica: str) -> psutil.Process:
@@ -103,7 +108,7 @@ def running(*flags: str) -> Iterator[Cluster]:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
         printed = Path(f"/proc/self/fd/{output.fileno()}")
         try:
-            _wait(process, printed)
+            _wait_until_serving(process, printed)
             yield Cluster(f"http://127.0.0.1:{port}", process, printed, environment)
         except BaseException:
             print(printed.read_text())
@@ -113,10 +118,10 @@ def running(*flags: str) -> Iterator[Cluster]:
             process.wait(PATIENCE)
 
 
-def _wait(process: subprocess.Popen[bytes], printed: Path) -> None:
+def _wait_until_serving(process: subprocess.Popen[bytes], printed: Path) -> None:
     """Wait until the cluster says that it serves."""
     deadline = time.monotonic() + PATIENCE
     while " serves " not in printed.read_text():
-        assert process.poll() is None, "it did not come up"
-        assert time.monotonic() < deadline, "it did not come up in time"
+        assert process.poll() is None, "`kvmux ray up` has ended"
+        assert time.monotonic() < deadline, "`kvmux ray up` does not serve yet"
         time.sleep(0.1)

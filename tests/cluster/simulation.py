@@ -1,7 +1,7 @@
 """Simulates replicas with prefix caches under a routing policy, in virtual time and without a model.
 
-A replica computes prompts one after the other at a fixed speed, and then generates. Its cache is a least-recently-used
-set of blocks, as exact as that of a server, but written anew for these tests.
+A replica computes prompts one after the other at a fixed speed, and then generates. Its cache is a set of blocks, the
+least recently used of which are evicted. It shares no code with the caches of a server.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STATISTICS_PERIOD = 1.0  # seconds
 
 
 class Request(NamedTuple):
-    """A request of a chat: the text so far, with the tenant as a part of all its names."""
+    """A turn of a chat: the text so far, whose blocks have names that depend on the tenant."""
 
     arrives: float
     tenant: str
@@ -88,56 +88,79 @@ class SimulatedReplica:
 
 @dataclass
 class Outcome:
-    """What a simulation has found."""
+    """The figures of a simulation."""
 
     num_computed: int  # prompt tokens
-    right_expectations: float  # share of requests that found what was expected
+    right_expectations: float  # share of requests that found as many cached tokens as expected
     imbalance: float  # busy seconds of the busiest replica against the mean
-    first_tokens: Sequence[float]  # seconds, by request
+    first_tokens: Sequence[float]  # seconds to the first token, by request
+
+
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
 
 
 Choose = Callable[[Hint, Sequence[str]], Decision]
 
 
-def simulate(
-    requests: Sequence[Request], replicas: Sequence[SimulatedReplica], make_choice: Callable[[], Choose] | None
-) -> Outcome:
-    """Serve all requests; `make_choice` makes another way to choose than the policy, such as round robin."""
-    now = [0.0]
-    policy = RoutingPolicy(seed=1, clock=lambda: now[0])
-    choose = policy.choose if make_choice is None else make_choice()
-    by_id = {f"r{i}": each for i, each in enumerate(replicas)}
-    statistics = {id: each.make_statistics(0.0) for id, each in by_id.items()}
-    next_report, ends, right = 0.0, list[tuple[float, str, str]](), 0
-    first_tokens = []
-    for number, request in enumerate(sorted(requests)):
-        now[0] = request.arrives
-        while ends and ends[0][0] <= now[0]:
-            _, ended, id = heapq.heappop(ends)
-            policy.record_ended(ended, id)
-        if now[0] >= next_report:
-            statistics = {id: each.make_statistics(now[0]) for id, each in by_id.items()}
-            next_report = now[0] + STATISTICS_PERIOD
-        policy.update(statistics)
+class Simulation:
+    """Replicas that serve requests, one policy that knows them, and the time."""
+
+    def __init__(self, replicas: Sequence[SimulatedReplica], choose: Choose | None = None) -> None:
+        """Begin at time 0; `choose` takes the place of the policy's own choice."""
+        self._replicas = {f"r{i}": each for i, each in enumerate(replicas)}
+        self._clock = Clock()
+        self._policy = RoutingPolicy(seed=1, clock=self._clock)
+        self._choose = choose or self._policy.choose
+        self._next_report = 0.0
+        self._ends: list[tuple[float, str, str]] = []  # heap of running requests: end, id, replica
+
+    def serve(self, request_id: str, request: Request) -> tuple[float, bool]:
+        """Serve a request; return the seconds to its first token, and whether it found what was expected."""
+        self._go_on_until(request.arrives)
         hint = request.make_hint()
-        decision = choose(hint, [*by_id])
-        chosen = decision.replicas[0]
-        right += decision.cached_tokens == by_id[chosen].find_cached_tokens(hint)
-        policy.record_sent(str(number), hint, chosen)
-        first, end = by_id[chosen].serve(hint, request, now[0])
-        first_tokens.append(first - now[0])
-        heapq.heappush(ends, (end, str(number), chosen))
+        decision = self._choose(hint, [*self._replicas])
+        id = decision.replicas[0]
+        is_right = decision.cached_tokens == self._replicas[id].find_cached_tokens(hint)
+        self._policy.record_sent(request_id, hint, id)
+        first, end = self._replicas[id].serve(hint, request, request.arrives)
+        heapq.heappush(self._ends, (end, request_id, id))
+        return first - request.arrives, is_right
+
+    def _go_on_until(self, now: float) -> None:
+        """Let requests end, and replicas report, until a time."""
+        self._clock.now = now
+        while self._ends and self._ends[0][0] <= now:
+            _, request_id, id = heapq.heappop(self._ends)
+            self._policy.record_ended(request_id, id)
+        if now >= self._next_report:
+            self._policy.update({id: each.make_statistics(now) for id, each in self._replicas.items()})
+            self._next_report = now + STATISTICS_PERIOD
+
+
+def simulate(
+    requests: Sequence[Request], replicas: Sequence[SimulatedReplica], choose: Choose | None = None
+) -> Outcome:
+    """Serve all requests; `choose` takes the place of the policy's own choice, such as by round robin."""
+    simulation = Simulation(replicas, choose)
+    served = [simulation.serve(str(i), each) for i, each in enumerate(sorted(requests))]
     busy = [each.busy_seconds + 1e-9 for each in replicas]
     return Outcome(
-        sum(each.num_computed for each in replicas),
-        right / len(requests),
-        max(busy) / (sum(busy) / len(busy)),
-        first_tokens,
+        num_computed=sum(each.num_computed for each in replicas),
+        right_expectations=sum(is_right for _, is_right in served) / len(served),
+        imbalance=max(busy) / (sum(busy) / len(busy)),
+        first_tokens=[seconds for seconds, _ in served],
     )
 
 
 def make_chats(draw: random.Random, *, tenants: int, chats: int, turns: int, pause: float) -> list[Request]:
-    """Return the requests of chats: each tenant has a beginning of its own, each turn continues the one before."""
+    """Return the turns of chats: those of a tenant have the same beginning, and each turn continues the one before."""
     requests = []
     beginnings = [[draw.randrange(1000) for _ in range(draw.randrange(200, 600))] for _ in range(tenants)]
     for _ in range(chats):

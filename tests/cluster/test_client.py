@@ -1,17 +1,14 @@
-"""The client of several replicas, with calls that a test's script answers: retries, cancels, merged answers."""
+"""The client of several replicas retries and cancels requests, and asks all replicas; a script answers its calls."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
-from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import msgspec
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 import server.cluster.client
 from config.settings import Settings
@@ -28,7 +25,6 @@ from server.cluster.messages import (
     decode_submits,
     encode,
 )
-from server.cluster.router_metrics import RouterCounts
 from server.engine.ipc.client import EngineLost, EngineRefused
 from server.engine.ipc.messages import (
     Admitted,
@@ -45,7 +41,6 @@ from server.engine.ipc.messages import (
     Tokens,
     Unpin,
 )
-from server.metrics.exposition import FamilyShape, Renderer, Series, encode_snapshot
 
 HELLO = Hello("tiny", [], 256, 320, [Strategy("paged", "paged", block_size=4, hash_root=b"root")])
 Generate = Callable[["ScriptedCalls", dict[str, Any], Sequence[Submit]], AsyncGenerator[bytes, None]]
@@ -91,6 +86,9 @@ class ScriptedCalls:
     async def broadcast(self, method: str, payload: bytes, timeout: float) -> Sequence[bytes]:
         async with asyncio.timeout(timeout):
             return [await self.call(method, id, payload) for id in list(self.replicas)]
+
+    async def list_replicas(self, timeout: float) -> Sequence[str]:
+        return list(self.replicas)
 
 
 def run(calls: ScriptedCalls, work: Callable[[ClusterClient], Any]) -> Any:
@@ -191,6 +189,24 @@ def test_a_request_that_has_begun_is_not_repeated() -> None:
     with pytest.raises(EngineLost, match="it died"):
         run(calls, read_all(make_submit()))
     assert len(calls.hints) == 1
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_stream_that_a_replica_ends_too_early_is_a_loss(*, has_begun: bool) -> None:
+    async def end_early(calls: ScriptedCalls, hint: dict[str, Any], submits: Sequence[Submit]) -> Any:
+        if hint["routed"]["replica"] == "a":
+            admitted = [Admitted(submits[0].request_id, "paged", "default", 0)]
+            yield encode([Routed("a"), *(admitted if has_begun else [])])
+            return
+        async for item in complete(calls, hint, submits):
+            yield item
+
+    calls = ScriptedCalls(end_early)
+    if has_begun:
+        with pytest.raises(EngineLost, match="went away"):
+            run(calls, read_all(make_submit()))
+    else:
+        assert [type(each) for each in run(calls, read_all(make_submit()))] == [Admitted, Tokens]
 
 
 def test_an_unexpected_error_ends_the_request_alone() -> None:
@@ -324,27 +340,9 @@ def test_counts_that_do_not_arrive_are_sent_again() -> None:
     assert (sent[-1].constraints, sent[-1].refusals) == ({"regex": 2, "tools": 1}, {"invalid": 2})
 
 
-# ---------------------------------------------------------------- merged answers
+# ---------------------------------------------------------------- commands and questions
 def query(calls: ScriptedCalls, what: Any) -> Any:
     return json.loads(run(calls, lambda client: client.query(what)))
-
-
-def test_freed_bytes_are_added_up_and_errors_are_named() -> None:
-    def answer(replica: str, what: Any) -> Answer:
-        if replica == "b":
-            return Answer(0, b"", Failed("", 409, "not now", "busy"))
-        return Answer(0, json.dumps({"freed_bytes": 100}).encode())
-
-    calls = ScriptedCalls()
-    calls.answers = answer
-    assert query(calls, Clear("paged")) == {
-        "freed_bytes": 200,
-        "replicas": {
-            "a": {"freed_bytes": 100},
-            "b": {"error": {"message": "not now", "code": "busy"}},
-            "c": {"freed_bytes": 100},
-        },
-    }
 
 
 def test_a_command_that_all_refuse_is_refused() -> None:
@@ -367,23 +365,6 @@ def test_a_pin_names_its_replicas_and_is_removed_there() -> None:
     ]
     with pytest.raises(EngineRefused, match="no pin"):
         query(calls, Unpin("paged", "pin-1"))
-
-
-def test_lists_name_the_replica_of_each_item() -> None:
-    body = {"object": "list", "data": [{"name": "paged"}], "memory": {"bytes": 10, "usable_bytes": 7}}
-    calls = ScriptedCalls()
-    calls.answers = lambda *_: Answer(0, json.dumps(body).encode())
-    merged = query(calls, "kv_cache")
-    assert merged["data"] == [{"name": "paged", "replica": id} for id in "abc"]
-    assert merged["memory"] == {"bytes": 30, "usable_bytes": 21}
-
-
-def test_a_rollout_is_listed_once() -> None:
-    calls = ScriptedCalls()
-    calls.answers = lambda replica, _: Answer(0, json.dumps({"data": [{"name": "r", "state": replica}]}).encode())
-    (rollout,) = query(calls, "rollouts")["data"]
-    assert (rollout["name"], rollout["state"]) == ("r", "a")
-    assert {id: each["state"] for id, each in rollout["replicas"].items()} == {"a": "a", "b": "b", "c": "c"}
 
 
 # ---------------------------------------------------------------- replicas that hang, start and join
@@ -413,6 +394,30 @@ def test_a_replica_that_hangs_does_not_take_the_others_away() -> None:
     answer = run(calls, work)
     assert answer["freed_bytes"] == 2
     assert "did not answer" in answer["replicas"]["b"]["error"]["message"]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_client_that_starts_beside_a_replica_that_hangs_serves_by_the_others() -> None:
+    calls = ScriptedCalls(complete)
+    calls.hanging = {"b"}
+
+    async def work(client: ClusterClient) -> list[Any]:
+        assert client.replicas == {"a": HELLO, "b": None, "c": HELLO}
+        return await read_all(make_submit())(client)
+
+    assert [type(each) for each in run(calls, work)] == [Admitted, Tokens]
+
+
+@pytest.mark.usefixtures("hasty")
+def test_a_replica_without_an_engine_beside_one_that_hangs_is_not_ready() -> None:
+    async def work(client: ClusterClient) -> None:
+        calls.hanging, calls.replicas["b"] = {"a"}, None
+        while client.hello is not None:
+            await asyncio.sleep(0.001)
+        assert client.replicas == {"a": None, "b": None}
+
+    calls = ScriptedCalls(replicas=("a", "b"))
+    run(calls, work)
 
 
 @pytest.mark.usefixtures("hasty")
@@ -448,52 +453,3 @@ def test_a_replica_that_joins_meanwhile_gets_a_command() -> None:
     calls = ScriptedCalls()
     calls.answers = answer
     assert query(calls, Clear("paged"))["freed_bytes"] == 4
-
-
-# ---------------------------------------------------------------- merged metrics
-def make_snapshot(numbers: Sequence[float]) -> bytes:
-    """Return metrics of all kinds; the parser of prometheus_client reads what becomes of them."""
-    families = [
-        FamilyShape("gauge", "kvmux_one", "One.", (), (), (Series(()),)),
-        FamilyShape("counter", "kvmux_two", "Two.", ("strategy",), (), (Series(("x",)), Series(("y",)))),
-        FamilyShape("histogram", "kvmux_three", "Three.", (), (1.0, 2.0), (Series(()),)),
-        FamilyShape("info", "kvmux_four", "Four.", (), (), (Series((), {"version": "1"}),)),
-    ]
-    return encode_snapshot(families, array("d", numbers).tobytes())
-
-
-def test_metrics_keep_their_values_under_a_label(rng: random.Random) -> None:
-    values = {id: [float(rng.randrange(1, 100)) for _ in range(7)] for id in "abc"}
-    calls = ScriptedCalls()
-    calls.answers = lambda replica, _: Answer(0, make_snapshot(values[replica]))
-    encoded = run(calls, lambda client: client.query("metrics"))
-    text = Renderer().render(encoded, openmetrics=False).decode()
-    found = {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-    for id, (one, x, y, low, middle, high, total) in values.items():
-        replica = ("replica", id)
-        assert found["kvmux_one", replica] == one
-        assert found["kvmux_two_total", replica, ("strategy", "x")] == x
-        assert found["kvmux_two_total", replica, ("strategy", "y")] == y
-        assert found["kvmux_three_bucket", ("le", "1.0"), replica] == low
-        assert found["kvmux_three_bucket", ("le", "2.0"), replica] == low + middle
-        assert found["kvmux_three_count", replica] == low + middle + high
-        assert found["kvmux_three_sum", replica] == total
-        assert found["kvmux_four_info", replica, ("version", "1")] == 1
-
-
-def test_expectations_are_counted_beside_an_engines_metrics() -> None:
-    counts = RouterCounts()
-    counts.record(Routed("a", "cached", 96), 96)
-    counts.record(Routed("a", "cached", 96), 64)
-    counts.record(Routed("a", "least loaded", 0), 0)
-    text = Renderer().render(counts.append_to(make_snapshot([1.0] * 7)), openmetrics=False).decode()
-    assert 'kvmux_router_requests_total{reason="cached"} 2.0' in text
-    assert 'kvmux_router_requests_total{reason="least loaded"} 1.0' in text
-    assert "kvmux_router_expected_cached_tokens_total 192.0" in text
-    assert "kvmux_router_found_cached_tokens_total 160.0" in text
-    assert "kvmux_router_right_expectations_total 2.0" in text
-    assert "kvmux_one 1.0" in text

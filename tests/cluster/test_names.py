@@ -1,4 +1,4 @@
-"""What a router is told about a prompt, and what a cache says it has, are the same names."""
+"""The names of a prompt's blocks in a router's hint are those that the cache reports for the same blocks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def find_names(engine: Engine, instance: str = "paged") -> set[int]:
     return set(InstanceState.from_dict(describe_routing(engine.core)["instances"][instance]).names)
 
 
-def test_names_of_a_prompt_are_those_that_its_blocks_have_in_the_cache(engine: Engine, rng: random.Random) -> None:
+def test_names_of_a_prompt_are_those_of_its_blocks_in_the_cache(engine: Engine, rng: random.Random) -> None:
     for tenant, salt in (("", ""), ("tenant", ""), ("tenant", "salt")):
         tokens = [rng.randrange(200) for _ in range(rng.randrange(3 * BLOCK, 12 * BLOCK))]
         message = submit(engine, tokens, tenant=tenant, cache_salt=salt)
@@ -93,7 +93,7 @@ def test_names_differ_by_salt_and_by_all_tokens_before(rng: random.Random) -> No
     changed = [tokens[0] + 1, *tokens[1:]]
     assert not set(names) & set(name_blocks(b"root", BLOCK, changed, Salt("a")))
     longer = list(name_blocks(b"root", BLOCK, [*tokens, 1, 2], Salt("a")))
-    assert longer == names, "the rest fills no block"
+    assert longer == names, "the last two tokens fill no block"
 
 
 def test_cleared_blocks_have_no_names(engine: Engine) -> None:
@@ -106,15 +106,15 @@ def test_cleared_blocks_have_no_names(engine: Engine) -> None:
     assert find_names(engine) == set()
 
 
-def test_shadows_leave_no_names_that_requests_would_have(engine: Engine, rng: random.Random) -> None:
-    """A shadow's blocks are found by shadows alone; their names are others."""
+def test_names_of_a_shadow_differ_from_those_of_requests(engine: Engine, rng: random.Random) -> None:
+    """Only shadows find a shadow's blocks, so their names differ from those of requests."""
     tokens = [rng.randrange(200) for _ in range(4 * BLOCK)]
     naming = engine.core.isolation.caches["paged"].inner.block_naming()  # type: ignore[attr-defined]
     shadow = set(name_blocks(naming.root, BLOCK, tokens, Salt("", "", True)))
     assert not shadow & set(make_hint(engine, submit(engine, tokens)).names)
 
 
-def test_only_instances_that_keep_blocks_share(engine: Engine) -> None:
+def test_only_instances_that_keep_blocks_for_others_share(engine: Engine) -> None:
     statistics = describe_routing(engine.core)
     shares = {name: each["shares"] for name, each in statistics["instances"].items()}
     assert shares == {"paged": True, "without": False, "contiguous": False, "sliding_window": False}
@@ -124,7 +124,7 @@ def test_only_instances_that_keep_blocks_share(engine: Engine) -> None:
     assert all(each["free_bytes"] > 0 < each["bytes_per_token"] for each in statistics["instances"].values())
 
 
-def test_the_instance_is_the_one_that_the_engine_chooses(engine: Engine) -> None:
+def test_the_instance_of_a_hint_is_the_one_that_the_engine_chooses(engine: Engine) -> None:
     named = make_hint(engine, submit(engine, list(range(50)), kv_cache="without"))
     by_rule = make_hint(engine, submit(engine, [1] * 400))
     assert (named.instance, by_rule.instance) == ("without", "sliding_window")
@@ -133,12 +133,12 @@ def test_the_instance_is_the_one_that_the_engine_chooses(engine: Engine) -> None
     assert make_hint(engine, unknown).instance is None
 
 
-def test_prompts_that_look_nothing_up_have_no_names(engine: Engine) -> None:
+def test_prompts_that_may_not_use_cached_blocks_have_no_names(engine: Engine) -> None:
     message = Submit("x", list(range(100)), SamplingParams(max_tokens=1), caching=Caching(max_cached=0))
     assert not make_hint(engine, message).names
 
 
-def test_waiting_prompts_count_as_queued(engine: Engine) -> None:
+def test_the_tokens_of_waiting_prompts_are_reported_as_queued(engine: Engine) -> None:
     message = Submit("waiting", list(range(60)), SamplingParams(max_tokens=4))
     assert engine.core.submit(0, message) is None
     before = describe_routing(engine.core)
@@ -154,7 +154,7 @@ def test_names_are_numbers_of_32_bits() -> None:
     assert all(0 <= name < 1 << 32 for name in name_blocks(b"", 1, range(500), ()))
 
 
-def test_a_hello_fits_its_message(engine: Engine) -> None:
+def test_a_hello_lists_all_strategies(engine: Engine) -> None:
     hello = make_hello(engine)
     assert isinstance(hello, Hello)
     assert {each.name for each in hello.strategies} == set(engine.settings.strategies)

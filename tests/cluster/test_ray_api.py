@@ -201,7 +201,7 @@ def test_each_replica_has_the_whole_api_below_its_path(cluster: Cluster) -> None
 
 def test_answers_of_one_replica_name_it(cluster: Cluster) -> None:
     first = cluster.list_replicas()[0]
-    paths = ["/v1/live", "/v1/live/prefixes", "/v1/settings"]
+    paths = ["/v1/live", "/v1/live/prefixes", "/v1/settings", "/live", "/live/prefixes", "/settings"]
     assert {path: admin(cluster, "GET", path).headers["x-kvmux-replica"] for path in paths} == dict.fromkeys(
         paths, first
     )

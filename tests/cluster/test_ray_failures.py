@@ -196,13 +196,22 @@ def test_a_replica_that_hangs_keeps_no_others_from_serving(cluster: Cluster) -> 
         assert set(served) <= set(others), (hanging, served)
         instances = cluster.get_json("/v1/kv_cache")["data"]
         assert {each["replica"] for each in instances} == set(others)
+        api_process = cluster.find_api_process()
+        api_process.kill()
+        eventually(lambda: cluster.find_api_process().pid != api_process.pid)
+        eventually(lambda: cluster.get("/v1/replicas").status_code == 200)
+        eventually(lambda: sorted(cluster.list_replicas()) == others)  # also for one that has never known the other
+        assert set(count_served(cluster, num_clients=4, num_requests=40)) <= set(others)
     finally:
         process.resume()
     cluster.wait_for_replicas(NUM_REPLICAS)
 
 
 def test_an_update_loses_no_started_answer(cluster: Cluster) -> None:
-    """All replicas and API processes are replaced, with other settings, while clients come and go."""
+    """All replicas and API processes are replaced, with other settings, while clients come and go.
+
+    A page that is open follows the live state meanwhile: its stream ends, so that it keeps no process from ending.
+    """
     before = set(cluster.list_replicas())
 
     async def load(client: httpx.AsyncClient, until: asyncio.Event) -> list[str]:
@@ -211,11 +220,16 @@ def test_an_update_loses_no_started_answer(cluster: Cluster) -> None:
             ended.append(await stream(client, random.randrange(20, 300)))
         return ended
 
+    async def watch(client: httpx.AsyncClient) -> int:
+        async with client.stream("GET", "/v1/live/events") as response:  # raises an error if it is cut off
+            return len([line async for line in response.aiter_lines() if line.startswith("event: ")])
+
     async def update_under_load() -> Counter[str]:
         limits = httpx.Limits(max_connections=None)
         done = asyncio.Event()
         async with httpx.AsyncClient(base_url=cluster.url, timeout=PATIENCE, limits=limits) as client:
             clients = [asyncio.create_task(load(client, done)) for _ in range(8)]
+            watching = asyncio.create_task(watch(client))
             await asyncio.sleep(1.0)
             result = await asyncio.to_thread(
                 cluster.update, NUM_REPLICAS, *FLAGS, "--max-queued-requests", "99", "--threads", "1"
@@ -223,6 +237,7 @@ def test_an_update_loses_no_started_answer(cluster: Cluster) -> None:
             await asyncio.sleep(1.0)
             done.set()
             ended = [outcome for each in clients for outcome in await each]
+            assert await watching > 1
         assert result.returncode == 0, result.stderr
         return Counter(ended)
 

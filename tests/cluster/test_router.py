@@ -12,19 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.cluster.router import GRACE, SILENT_AFTER, Hint, RoutingPolicy
-from tests.cluster.simulation import BLOCK, RoundRobin, SimulatedReplica, make_chats, simulate
+from tests.cluster.simulation import BLOCK, Clock, RoundRobin, SimulatedReplica, make_chats, simulate
 
 IDS = ["a", "b", "c", "d"]
 IDLE: dict[str, Any] = {"queued_tokens": 0, "num_requests": 0}
-
-
-class Clock:
-    """A clock that tests set."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make_instance(names: tuple[int, ...] = (), *, shares: bool = True, free: int = 1 << 30) -> dict[str, Any]:
@@ -32,7 +23,7 @@ def make_instance(names: tuple[int, ...] = (), *, shares: bool = True, free: int
 
 
 def make_policy(clock: Clock | None = None, **instances: dict[str, Any]) -> RoutingPolicy:
-    """Return a policy that knows idle replicas, each with an instance "paged"; by default they have nothing cached."""
+    """Return a policy that knows idle replicas, each with an instance "paged", whose caches are empty by default."""
     policy = RoutingPolicy(seed=0, clock=clock or Clock())
     policy.update({id: {"instances": {"paged": instances.get(id, make_instance())}, **IDLE} for id in IDS})
     return policy
@@ -50,11 +41,11 @@ def test_a_prompt_goes_to_where_it_is_cached() -> None:
     policy = make_policy(b=make_instance((1, 2, 3)), c=make_instance((1, 2, 3, 4, 5, 6, 7)))
     decision = policy.choose(make_hint(*range(1, 9)), IDS)
     assert (decision.replicas[0], decision.reason, decision.cached_tokens) == ("c", "cached", 7 * BLOCK)
-    assert sorted(decision.replicas) == IDS, "the others are asked if it refuses"
+    assert sorted(decision.replicas) == IDS, "the others are tried if it refuses"
     assert decision.explain() == {"replica": "c", "reason": "cached", "expected_cached_tokens": 7 * BLOCK}
 
 
-def test_only_what_is_cached_from_the_beginning_on_counts() -> None:
+def test_only_cached_blocks_from_the_beginning_on_count() -> None:
     policy = make_policy(b=make_instance((2, 3, 4, 5)), c=make_instance((1,)))
     assert policy.choose(make_hint(1, 2, 3, 4, 5), IDS).cached_tokens == BLOCK
 
@@ -65,7 +56,7 @@ def test_the_last_token_is_never_cached(more_tokens: int, expected: int) -> None
     assert policy.choose(make_hint(1, 2, more_tokens=more_tokens), IDS).cached_tokens == expected * BLOCK
 
 
-def test_what_was_just_sent_is_expected_before_any_statistics_say_so() -> None:
+def test_a_prompt_that_was_just_sent_counts_as_cached_before_statistics_say_so() -> None:
     clock = Clock()
     policy = make_policy(clock)
     first = policy.choose(make_hint(*range(20)), IDS)
@@ -79,7 +70,7 @@ def test_what_was_just_sent_is_expected_before_any_statistics_say_so() -> None:
     assert policy.choose(make_hint(*range(30)), IDS).cached_tokens == 0, "statistics would name it by now"
 
 
-def test_another_instance_has_nothing_of_what_was_sent() -> None:
+def test_a_prompt_that_was_sent_is_not_cached_in_another_instance() -> None:
     policy = make_policy()
     policy.record_sent("one", make_hint(1, 2, 3), "b")
     assert policy.choose(make_hint(1, 2, 3, instance="other"), IDS).cached_tokens == 0
@@ -112,7 +103,7 @@ def test_an_instance_without_memory_left_is_avoided() -> None:
     assert policy.choose(make_hint(*range(40), max_tokens=64), IDS).replicas[0] == "c"
 
 
-def test_replicas_without_the_instance_are_not_asked() -> None:
+def test_replicas_without_the_instance_get_no_requests() -> None:
     policy = make_policy()
     with_window = {"instances": {"window": make_instance(shares=False)}, **IDLE}
     policy.update({id: with_window if id in "bd" else {"instances": {"paged": make_instance()}, **IDLE} for id in IDS})
@@ -120,8 +111,8 @@ def test_replicas_without_the_instance_are_not_asked() -> None:
     assert sorted(policy.choose(make_hint(instance="unknown", num_tokens=9), IDS).replicas) == IDS
 
 
-# ---------------------------------------------------------------- without sharing, and without knowledge
-def test_conversations_under_a_ring_stay_where_they_are_unless_it_is_loaded() -> None:
+# ---------------------------------------------------------------- without shared blocks, and without knowledge
+def test_conversations_without_shared_blocks_stay_on_a_replica_until_it_is_loaded() -> None:
     ring = make_instance(shares=False)
     policy = make_policy(a=ring, b=ring, c=ring, d=ring)
     hint = make_hint(num_tokens=300, conversation="mine")
@@ -133,7 +124,7 @@ def test_conversations_under_a_ring_stay_where_they_are_unless_it_is_loaded() ->
     assert policy.choose(hint, IDS).reason == "least loaded"
 
 
-def test_without_knowledge_the_less_loaded_of_two_is_chosen() -> None:
+def test_the_less_loaded_of_two_random_replicas_is_chosen_while_caches_are_unknown() -> None:
     policy = RoutingPolicy(seed=0)
     chosen = {policy.choose(None, IDS).replicas[0] for _ in range(200)}
     assert chosen == {*IDS}
@@ -161,7 +152,7 @@ def test_a_replica_that_does_not_report_gets_less_and_less() -> None:
 
     report(*IDS)
     clock.now += 60.0
-    assert policy.choose(prompt, IDS).replicas[0] == "a", "no other one has reported since"
+    assert policy.choose(prompt, IDS).replicas[0] == "a", "no other replica has reported since"
     clock.now -= 60.0 - SILENT_AFTER - 1.0
     report("b", "c", "d")
     assert policy.choose(prompt, IDS).replicas[0] == "a", "it may have a long prompt to compute"
@@ -187,7 +178,7 @@ def test_a_replica_that_died_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("argument", [None, 7, "text", [1]])
-def test_what_is_no_hint_is_none(argument: Any) -> None:
+def test_other_arguments_than_hints_are_ignored(argument: Any) -> None:
     assert Hint.from_dict(argument) is None
     assert Hint.from_dict({"instance": "paged", "unknown": 1}) == Hint("paged")
 
@@ -195,12 +186,12 @@ def test_what_is_no_hint_is_none(argument: Any) -> None:
 # ---------------------------------------------------------------- whole loads
 @settings(max_examples=5)
 @given(st.integers(0, 2**32), st.sampled_from([400, 1200]))
-def test_chats_are_computed_hardly_more_often_than_with_one_big_cache(seed: int, num_blocks: int) -> None:
+def test_chats_compute_hardly_more_tokens_than_with_one_big_cache(seed: int, num_blocks: int) -> None:
     """400 blocks for each replica are too few for all chats, 1,200 are enough."""
     requests = make_chats(random.Random(seed), tenants=8, chats=60, turns=8, pause=3.0)
-    big = simulate(requests, [SimulatedReplica(4 * num_blocks)], None)
-    found = simulate(requests, [SimulatedReplica(num_blocks) for _ in IDS], None)
-    round_robin = simulate(requests, [SimulatedReplica(num_blocks) for _ in IDS], RoundRobin)
+    big = simulate(requests, [SimulatedReplica(4 * num_blocks)])
+    found = simulate(requests, [SimulatedReplica(num_blocks) for _ in IDS])
+    round_robin = simulate(requests, [SimulatedReplica(num_blocks) for _ in IDS], RoundRobin())
     is_enough = num_blocks == 1200
     assert found.num_computed <= (1.2 if is_enough else 1.5) * big.num_computed
     assert found.num_computed <= (0.5 if is_enough else 0.75) * round_robin.num_computed

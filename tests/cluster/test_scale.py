@@ -1,4 +1,4 @@
-"""How a machine is divided among its replicas, and when replicas are added or removed."""
+"""A machine is divided among its replicas, and replicas are added and removed by load."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from config.errors import SettingsError
 from config.settings import Settings
-from server.cluster.autoscaling import TARGET_KV_USAGE, TARGET_TOKENS, choose_num_replicas, scale
+from server.cluster.autoscaling import TARGET_KV_USAGE, TARGET_TOKENS, autoscaling_policy, choose_num_replicas
 from server.cluster.scale import Scale, divide_machine
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -29,19 +29,19 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
         ({"replicas": 4}, 0, 4),
     ],
 )
-def test_replicas_of_a_machine(fields: dict[str, int], nodes: int, expected: int) -> None:
+def test_replicas_are_divided_among_machines(fields: dict[str, int], nodes: int, expected: int) -> None:
     assert Scale(**fields).count_per_node(nodes) == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "fields", [{"replicas": 0}, {"replicas": 3, "max_replicas": 2}, {"replicas": 1, "replicas_per_node": 0}]
 )
-def test_impossible_numbers_are_refused(fields: dict[str, int]) -> None:
+def test_impossible_numbers_of_replicas_are_refused(fields: dict[str, int]) -> None:
     with pytest.raises(SettingsError):
         Scale(**fields)  # type: ignore[arg-type]
 
 
-def test_what_is_automatic_is_divided() -> None:
+def test_automatic_memory_and_threads_are_divided() -> None:
     divided = divide_machine(Settings(kv_memory_share=0.4), 4)
     assert divided.kv_memory_share == pytest.approx(0.1)
     assert divided.threads == max(1, CORES // 4)
@@ -49,7 +49,7 @@ def test_what_is_automatic_is_divided() -> None:
     assert (alone.kv_memory_share, alone.threads) == (Settings().kv_memory_share, None)
 
 
-def test_what_is_named_is_for_each_replica() -> None:
+def test_sizes_and_numbers_in_the_settings_are_for_each_replica() -> None:
     given = Settings(kv_memory="1GiB", threads=3)
     divided = divide_machine(given, 4)
     assert (divided.kv_memory, divided.kv_memory_share, divided.threads) == ("1GiB", given.kv_memory_share, 3)
@@ -71,8 +71,8 @@ def test_replicas_are_added_for_queues_and_for_full_memory() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1)), min_size=1, max_size=20))
-def test_a_load_that_stays_the_same_leads_to_a_number_that_stays(load: list[tuple[float, float]]) -> None:
-    """Were it otherwise, replicas would come and go for ever."""
+def test_a_constant_load_leads_to_a_constant_number_of_replicas(load: list[tuple[float, float]]) -> None:
+    """Otherwise replicas would be added and removed without end."""
     tokens, usage = sum(each for each, _ in load), sum(each for _, each in load)
     count = len(load)
     seen = []
@@ -82,17 +82,17 @@ def test_a_load_that_stays_the_same_leads_to_a_number_that_stays(load: list[tupl
     assert len(set(seen[-3:])) == 1, seen
 
 
-def test_rays_context_is_read_as_ray_writes_it() -> None:
+def test_the_policy_reads_an_autoscaling_context_of_ray() -> None:
     context = SimpleNamespace(
         current_num_replicas=2,
         aggregated_metrics={"queued_tokens": {"a": 3 * TARGET_TOKENS, "b": 0.0}, "kv_usage": {"a": 0.1, "b": 0.1}},
         capacity_adjusted_min_replicas=1,
         capacity_adjusted_max_replicas=8,
     )
-    number: Any = scale(context)
+    number: Any = autoscaling_policy(context)
     assert number == (3, {})
     context.capacity_adjusted_max_replicas = 2
-    assert scale(context) == (2, {})
+    assert autoscaling_policy(context) == (2, {})
     context.aggregated_metrics = {}
     context.capacity_adjusted_min_replicas = 2
-    assert scale(context) == (2, {})
+    assert autoscaling_policy(context) == (2, {})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -35,10 +35,14 @@ State = Mapping[str, Any]  # the engine's answer to the question "live"
 
 
 class LiveState:
-    """The engine's live state, decoded once for all streams of this process, until the server stops."""
+    """The engine's live state, decoded once for all streams of this process, until the server stops.
 
-    def __init__(self, client: EngineClient) -> None:
+    While `is_draining` returns True, a stream ends after each event, as another process will serve its client.
+    """
+
+    def __init__(self, client: EngineClient, is_draining: Callable[[], bool] = lambda: False) -> None:
         self.stopping = asyncio.Event()
+        self._is_draining = is_draining
         self.num_streams = 0
         self._answers = CachedAnswer(client, "live")
         self._decoded: tuple[Answer, State] | None = None
@@ -59,7 +63,7 @@ class LiveState:
         self.stopping.set()
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield events until the server stops."""
+        """Yield events until the server stops or drains."""
         last: State | None = None
         while not self.stopping.is_set():
             event, last = await self._make_event(last)
@@ -67,7 +71,8 @@ class LiveState:
             try:
                 await asyncio.wait_for(self.stopping.wait(), INTERVAL)
             except TimeoutError:
-                continue
+                if self._is_draining():
+                    return
 
     async def _make_event(self, last: State | None) -> tuple[bytes, State | None]:
         """Return (the next event after the state `last`, the state that it leads to: None if there is none)."""

@@ -5,6 +5,7 @@ The flags are in server/cli/ray_flags.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -57,18 +58,34 @@ def run(options: dict[str, Any]) -> int:
     with listen(settings.host, settings.port) as probe:  # a wrong address is reported before anything is started
         settings = settings.model_copy(update={"port": probe.getsockname()[1]})  # another one than 0
     settings = resolve_model_settings(settings)  # likewise a model that is not there
-    stop = _catch_signals()
+    return _serve_until_signal(settings, scale)
+
+
+def _serve_until_signal(settings: Settings, scale: Scale) -> int:
+    """Start Ray, deploy, and serve until a signal; return the exit code. A second signal raises KeyboardInterrupt."""
     print_safely(f"kvmux {get_version()} starts Ray and {scale.replicas} replicas of {settings.model} ...", sys.stdout)
     os.environ.setdefault(NICENESS, "0")
     # "local": without an address Ray would connect to a cluster that it finds on this machine
     ray.init("local", include_dashboard=False, logging_level="warning", log_to_driver=True, namespace="kvmux")
+    _interrupt_by_signals()  # now, as Ray has installed handlers of its own
     try:
-        print_safely(_describe(_deploy(settings, scale, "HeadOnly"), scale), sys.stdout)
-        stop.wait()
-        return 0
-    finally:
+        try:
+            print_safely(_describe(_deploy(settings, scale, "HeadOnly"), scale), sys.stdout)
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            print_safely("stopping, once running requests have finished; Ctrl-C again stops at once", sys.stderr)
+        _drain()
         serve.shutdown()
+    finally:
         ray.shutdown()
+    return 0
+
+
+def _drain() -> None:
+    """Delete the application, which ends its running requests first; `serve.shutdown` would end its proxy at once."""
+    while APPLICATION_NAME in serve.status().applications:
+        with contextlib.suppress(TimeoutError):  # Ray waits for a minute, and kills after `drain_seconds`
+            serve.delete(APPLICATION_NAME)
 
 
 def _connect(address: str) -> None:
@@ -91,7 +108,10 @@ def _deploy(settings: Settings, scale: Scale, proxies: str) -> str:
     deadline = time.monotonic() + READY_TIMEOUT
     while not _is_ready(url):
         if time.monotonic() > deadline:
-            raise SettingsError(f"{url}/ready did not answer 200 within {READY_TIMEOUT:g} s; see `serve status`")
+            raise SettingsError(
+                f"{url}/ready did not answer 200 within {READY_TIMEOUT:g} s; see `serve status`. "
+                "If Serve was running already, its proxies have kept their host and port: give these, or stop it first"
+            )
         time.sleep(0.1)
     return url
 
@@ -117,9 +137,15 @@ def _describe(url: str, scale: Scale) -> str:
     return f"kvmux {get_version()} serves {model} on {url}, by {replicas}; {url}/v1/replicas lists them"
 
 
-def _catch_signals() -> threading.Event:
-    """Return an event that SIGINT and SIGTERM set."""
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
+def _interrupt_by_signals() -> None:
+    """Have SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread, as SIGINT does.
+
+    A SIGHUP that is ignored already, as under nohup, stays ignored.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, interrupt)

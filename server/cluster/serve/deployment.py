@@ -17,12 +17,12 @@ from ray.serve.schema import LoggingConfig
 
 from config.settings import Settings, load_settings
 from server.cluster.scale import Scale
-from server.cluster.serve.ingress import ClusterIngress
+from server.cluster.serve.ingress import HEALTH_CHECK_PERIOD, ClusterIngress
 from server.cluster.serve.replica import EngineReplica
 
 APPLICATION_NAME, INGRESS_NAME, REPLICA_NAME = "kvmux", "ingress", "engine"
-ROUTER = "server.cluster.router:KVRequestRouter"
-SCALING_POLICY = "server.cluster.autoscaling:scale"
+ROUTER = "server.cluster.serve.request_router:KVRequestRouter"
+SCALING_POLICY = "server.cluster.autoscaling:autoscaling_policy"
 STATISTICS_PERIOD = 1.0  # seconds between two reports of a replica to the routers
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)  # each request has a line in kvmux' own log
 CONTROL_CALLS = 64  # calls of a replica beside its requests: cancels, queries, statistics
@@ -57,6 +57,7 @@ def build_application(settings: Settings, scale: Scale) -> Any:
         max_ongoing_requests=INGRESS_CALLS,
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
+        health_check_period_s=HEALTH_CHECK_PERIOD,
         max_surge_percent=100,  # new ones start before old ones end, so that clients never wait for an API process
         **_get_draining(settings),
     )

@@ -12,7 +12,9 @@ import multiprocessing
 import re
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -22,7 +24,7 @@ from config.settings import Settings
 from config.sizes import parse_bytes
 from server.api.app import create_app
 from server.api.http.errors import ApiError, make_error_response
-from server.api.http.middleware import LIVE_PATH, PROFILE_PATH
+from server.api.http.middleware import API_PREFIX, PROFILE_PATH
 from server.api.ops.live import LiveState
 from server.api.ops.monitoring import Observations
 from server.cluster.client import ClusterClient, ReplicaClient
@@ -36,8 +38,12 @@ log = logging.getLogger(__name__)
 
 REPLICA_PATH = re.compile(r"/replicas/([A-Za-z0-9_-]{1,64})(/.*)")
 # Paths whose answers are one replica's: they cannot be merged, or would be too large. DELETE goes to all replicas
-ONE_REPLICA_PATH = re.compile(rf"{LIVE_PATH}(/.*)?|{PROFILE_PATH}|/v1/settings")
+ONE_REPLICA_PATH = re.compile(rf"({API_PREFIX})?/(live(/.*)?|settings)|{PROFILE_PATH}")
 REPLICA_HEADER = b"x-kvmux-replica"  # the replica that has answered
+HEALTH_CHECK_PERIOD = 2.0  # seconds between two calls of `ClusterIngress.check_health`, by Ray's controller
+# Seconds without such a call after which this process is taken for one that drains: Ray says so in no other way. While
+# the controller itself is away, streams that have no end are cut, and clients open them again
+DRAINING_AFTER = 3 * HEALTH_CHECK_PERIOD
 MAX_APPS = 64  # most replicas whose applications are kept; more are made anew when they are asked for
 
 
@@ -47,6 +53,7 @@ class ClusterIngress:
     def __init__(self, settings: Settings, replicas: Any) -> None:
         """Make the application; `replicas` is the deployment handle of the replicas."""
         multiprocessing.current_process().name = "api"  # in the log
+        self._checked_at = monotonic()
         configure_logging(settings)
         if not settings.log_prompts:
             hide_exception_messages()
@@ -63,7 +70,15 @@ class ClusterIngress:
         return ReplicaPaths(app, self._client, self._make_app)
 
     def _make_app(self, client: ClusterClient | ReplicaClient) -> FastAPI:
-        return create_app(self._settings, client, self._tokenizer, self._observations, LiveState(client))
+        live_state = LiveState(client, self._is_draining)
+        return create_app(self._settings, client, self._tokenizer, self._observations, live_state)
+
+    async def check_health(self) -> None:
+        """Note that Ray wants this process to serve: it calls this until the process has to drain."""
+        self._checked_at = monotonic()
+
+    def _is_draining(self) -> bool:
+        return monotonic() > self._checked_at + DRAINING_AFTER
 
 
 def make_replicas_router(client: ClusterClient) -> APIRouter:
@@ -99,6 +114,7 @@ class ReplicaPaths:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        scope = remove_route_prefix(scope)
         if (found := REPLICA_PATH.fullmatch(scope["path"])) is not None:
             id, path = found.groups()
             raw_path = scope["raw_path"].removeprefix(f"/replicas/{id}".encode())
@@ -126,3 +142,15 @@ class ReplicaPaths:
                 self._apps.clear()
             known = self._apps[id] = client, self._make_app(client)
         return known[1]
+
+
+def remove_route_prefix(scope: Scope) -> Scope:
+    """Return the scope without the `route_prefix` of a Serve config file, which Ray leaves in the path.
+
+    Starlette would ignore the prefix, but the middleware, which finds out by the path what key a request needs, not.
+    """
+    prefix = scope.get("root_path", "")
+    if not prefix:
+        return scope
+    raw_path = scope["raw_path"].removeprefix(quote(prefix).encode())
+    return {**scope, "root_path": "", "path": scope["path"].removeprefix(prefix) or "/", "raw_path": raw_path or b"/"}

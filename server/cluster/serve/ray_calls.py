@@ -9,13 +9,20 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from typing import Any
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ObjectRefStreamEndOfStreamError,
+    RayActorError,
+)
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RequestCancelledError
 
 from server.cluster.calls import LOST_MESSAGE, ReplicaLost
 
 log = logging.getLogger(__name__)
 
+# An id that no replica has: the router refuses a request for it, and names those that there are
+NO_REPLICA = ""
 LOST = (RayActorError, ActorDiedError, ActorUnavailableError, DeploymentUnavailableError)
 
 
@@ -38,10 +45,12 @@ class HandleCalls:
                 response.cancel()  # does nothing after the end
 
     async def call(self, method: str, replica: str, payload: bytes) -> bytes:
+        return await self._call(method, {"replica": replica}, payload)
+
+    async def _call(self, method: str, hint: dict[str, Any], payload: bytes) -> bytes:
         with _translate_errors():
             remote = self._handle.options(method_name=method).remote
-            response = _run_outside_of_request(remote, {"replica": replica}, payload)
-            result: bytes = await response
+            result: bytes = await _run_outside_of_request(remote, hint, payload)
             return result
 
     async def broadcast(self, method: str, payload: bytes, timeout: float) -> Sequence[bytes]:
@@ -55,6 +64,13 @@ class HandleCalls:
         if not good:
             raise ReplicaLost("no replica has answered; try again")
         return good
+
+    async def list_replicas(self, timeout: float) -> Sequence[str]:
+        hint: dict[str, Any] = {"replica": NO_REPLICA}
+        with contextlib.suppress(ReplicaLost):
+            async with asyncio.timeout(timeout):
+                await self._call("describe", hint, b"")
+        return list(hint.get("replicas", ()))
 
 
 def _run_outside_of_request(function: Callable[..., Any], *args: object) -> Any:
@@ -76,3 +92,12 @@ def _translate_errors() -> Iterator[None]:
         raise ReplicaLost(LOST_MESSAGE) from None
     except BackPressureError:
         raise ReplicaLost("all replicas are full; try again") from None
+    except ObjectRefStreamEndOfStreamError:  # what the caller of a method sees that was cancelled in the replica
+        log.info("a replica has cancelled a call")
+        raise ReplicaLost(LOST_MESSAGE) from None
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        log.info("a call was cancelled by Ray")
+        raise ReplicaLost(LOST_MESSAGE) from None

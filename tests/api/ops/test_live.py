@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import json
@@ -19,6 +20,7 @@ from server.api.http.local_access import find_local_refusal, is_loopback
 from server.api.ops import live
 from server.api.ops.live import find_runs, make_change, make_merge_patch
 from server.engine.ipc.messages import Abort, DescribePage, Failed, Query
+from server.engine.ipc.socket_client import SocketClient
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, generates, live_state_of
 from tests.api.payloads import error_of
@@ -201,6 +203,28 @@ def test_streams_end_with_the_server_and_do_not_delay_it() -> None:
     assert time.monotonic() - stopped_at < 10
     assert ended.wait(10)
     watcher.join()
+
+
+@pytest.mark.parametrize("how", ["stops", "drains"])
+def test_a_stream_goes_on_until_its_process_stops_or_drains(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "INTERVAL", 0.01)
+    draining = False
+
+    async def watch() -> list[bytes]:
+        nonlocal draining
+        state = live.LiveState(SocketClient("unused"), lambda: draining)
+        events = []
+        async for event in state.stream():
+            events.append(event)
+            if len(events) == 4:
+                draining = how == "drains"
+            if len(events) == 4 and how == "stops":
+                state.stop()
+        return events
+
+    events = asyncio.run(watch())
+    assert len(events) == 4
+    assert all(each.startswith(b"event: unavailable\n") for each in events)
 
 
 def test_clients_that_come_at_once_are_limited_too(engine: FakeEngine, api: Api) -> None:
