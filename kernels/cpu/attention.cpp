@@ -56,24 +56,27 @@ void finish(const AttentionCall& call, const Part& part, OnlineSoftmax<ROWS>& su
   }
 }
 
+// Returns the stored keys and values of a part.
+template <typename KV>
+KVView<KV> view_of(const AttentionCall& call, const Part& part) {
+  const auto plane = [&](const Memory& memory) {
+    return Plane<KV>{memory.head<KV>(call.rows.head_in_block(part.head)),
+                     memory.block_stride,
+                     memory.vector_stride,
+                     memory.dim,
+                     call.rows.blocks(part.row, part.head),
+                     call.rows.layout};
+  };
+  return {plane(call.k), plane(call.v), call.rows.mask(call.plan.mask, part.row, part.head), part.rows};
+}
+
 template <typename AttentionHead, typename T>
 void item(const AttentionCall& call, const Item& item, const Item* next) {
   using KV = typename AttentionHead::Kept;
   const auto& [part, begin, end, partial] = item;
   const int64_t width = AttentionHead::padded(call.v.dim), stride = partial_width<AttentionHead>(call.v.dim);
-  const auto plane = [&](const Memory& memory, const Part& of) {
-    const auto blocks = call.rows.blocks(of.row, of.head);
-    return Plane<KV>{memory.head<KV>(call.rows.head_in_block(of.head)),
-                     memory.block_stride,
-                     memory.vector_stride,
-                     memory.dim,
-                     blocks,
-                     call.rows.layout};
-  };
-  const auto mask = [&](const Part& of) { return call.rows.mask(call.plan.mask, of.row, of.head); };
-  AttentionHead head(plane(call.k, part), plane(call.v, part), mask(part), call.scores, part.rows);
-  if (next != nullptr)
-    head.set_next(plane(call.k, next->part), plane(call.v, next->part), mask(next->part), next->part.rows, next->begin);
+  AttentionHead head(view_of<KV>(call, part), call.scores);
+  if (next != nullptr) head.set_next(view_of<KV>(call, next->part), next->begin);
   for (int64_t r = 0; r < part.rows.count; ++r)
     head.set_query(
         r, call.q.at<T>(call.rows.first(part.row) + part.rows.query(r), part.head * call.group + part.rows.head(r)));

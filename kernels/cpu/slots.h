@@ -109,6 +109,12 @@ struct Range {
   bool has(int64_t i) const { return begin <= i && i < end; }
 };
 
+// The indices of the tokens that one query sees.
+struct SeenBy {
+  Range latest, sinks;
+  bool has(int64_t i) const { return latest.has(i) || sinks.has(i); }
+};
+
 // The indices of the tokens that a query sees: the latest `reach` ones, its own included, and the sinks; of these,
 // those in the model's window.
 struct Mask {
@@ -123,6 +129,12 @@ struct Mask {
   }
   Range latest(int64_t query) const { return {std::max(oldest_of(query), query - reach + 1), query + 1}; }
   Range sinks_of(int64_t query) const { return {oldest_of(query), std::min(sinks, query + 1)}; }
+  SeenBy seen_by(int64_t query) const { return {latest(query), sinks_of(query)}; }
+
+  // Returns whether each of the queries oldest .. newest sees all tokens of a range.
+  bool all_see(int64_t oldest, int64_t newest, Range range) const {
+    return latest(newest).begin <= range.begin && range.end <= oldest + 1;
+  }
 
   // Returns the smallest range within `where` that contains all tokens seen by any of the queries oldest .. newest.
   Range seen(int64_t oldest, int64_t newest, Range where) const {
