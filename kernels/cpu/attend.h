@@ -18,11 +18,11 @@ namespace kvmux {
 template <typename T>
 class AttentionHead {
  public:
-  using Kept = T;
+  using KV = T;
   static constexpr int64_t ROWS = 48;  // query rows that are computed together
 
   // Returns the float32 numbers in a row of value sums: the values' dimension, padded to whole vectors.
-  static constexpr int64_t padded(int64_t dim) { return kvmux::padded(dim); }
+  static constexpr int64_t padded(int64_t dim) { return padded_to_vectors(dim); }
 
   AttentionHead(const KVView<T>& kv, Scores scores)
       : kv_(kv), scores_(scores), width_(padded(kv.v.dim)), tiles_(kv_), fetches_(count_fetches_of_tile()) {
@@ -82,7 +82,7 @@ class AttentionHead {
     multiply_add<PITCH>(kv_.rows.count, q_, key, p_, TILE, TILE, kv_.k.dim, tiles_.queue());
     if (scores_.softcap != 0.f) cap(p_, kv_.rows.count * TILE);
     if (!kv_.all_see({tile, tile + TILE}))
-      for (int64_t r = 0; r < kv_.rows.count; ++r) hide(r, tile);
+      for (int64_t r = 0; r < kv_.rows.count; ++r) mask(r, tile);
     for (int64_t r = 0; r < kv_.rows.count; ++r) softmax(r);
     const int64_t skip = found.seen.begin - tile, n = found.seen.end - found.seen.begin;
     const bool alike = kv_.all_see(found.seen);
@@ -156,7 +156,7 @@ class AttentionHead {
   }
 
   // Masks (sets to -infinity) the scores of keys that query row r does not see.
-  void hide(int64_t r, int64_t tile) {
+  void mask(int64_t r, int64_t tile) {
     const SeenBy seen = kv_.mask.seen_by(kv_.rows.position(r));
     for (int64_t j = 0; j < TILE; ++j)
       if (!seen.has(tile + j)) p_[r * TILE + j] = HIDDEN;

@@ -27,10 +27,10 @@ inline __m512 exp2(__m512 x) {
   return _mm512_scalef_ps(power, x);
 }
 
-template <typename KV, typename Products>
+template <typename T, typename Products>
 class Bf16AttentionHead : Bf16Blocks {
  public:
-  using Kept = KV;
+  using KV = T;
   static constexpr int64_t ROWS = 128;  // query rows that are computed together
   static constexpr int64_t padded(int64_t dim) { return (dim + DEPTH - 1) / DEPTH * DEPTH; }
 
@@ -84,11 +84,11 @@ class Bf16AttentionHead : Bf16Blocks {
     pair_values(found.v, found.seen.end - tile);
     const bool finite = kv_.all_see(found.seen) || finite_values(found);
     for (int64_t first = 0; first < kv_.rows.count; first += L) {
-      const Range seen = seen_by(first, tile);
+      const Range seen = seen_in(first, tile);
       if (seen.empty()) continue;
       products_.template multiply_keys<N>(q_ + first * chunks_ * DEPTH, k_, chunks_, count_at(first), s_,
                                           tiles_.queue());
-      weigh(first, tile);
+      softmax(first, tile);
       if (finite)
         multiply_values(first, seen.end - tile);
       else
@@ -99,7 +99,7 @@ class Bf16AttentionHead : Bf16Blocks {
   // Computes a tile like attend_tile, without rearranging its values and keys beforehand.
   void attend_few(int64_t tile, const Tile& found) {
     products_.multiply_stored_keys(q_, found.k, k_dim_, kv_.rows.count, s_, tiles_.queue());
-    weigh(0, tile);
+    softmax(0, tile);
     if (kv_.all_see(found.seen) || finite_values(found))
       products_.multiply_stored_values(p_, found.v, v_dim_, width_, kv_.rows.count, values_, tiles_.queue());
     else
@@ -113,13 +113,13 @@ class Bf16AttentionHead : Bf16Blocks {
     }
   }
 
-  // Returns whether the numbers that are multiplied by the weights of a tile are finite. int8 numbers are,
-  // and weights of 0 are not multiplied by scales.
+  // Returns whether the numbers that are multiplied by the weights of a tile are finite. int8 numbers are, and
+  // weights of 0 are not multiplied by scales.
   bool finite_values(const Tile& found) const {
     if constexpr (SCALED) return true;
     const __m512i exponent = _mm512_set1_epi16(0x7F80);
     __mmask32 broken = 0;
-    for (const Kept* value : found.v)
+    for (const KV* value : found.v)
       for (int64_t c = 0; c * DEPTH < v_dim_; ++c)
         broken |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(numbers(value, c, v_dim_), exponent), exponent);
     return broken == 0;
@@ -127,16 +127,16 @@ class Bf16AttentionHead : Bf16Blocks {
 
   // Adds the weighted values like multiply_values, but query row by query row, with zeros in place of values that the
   // row does not see: their weight is 0, but 0 times NaN is NaN.
-  void multiply_seen_values(int64_t first, int64_t tile, int64_t end, const Kept* const* values) {
+  void multiply_seen_values(int64_t first, int64_t tile, int64_t end, const KV* const* values) {
     alignas(64) static constexpr uint16_t ZEROS[MAX_DIM] = {};
     float* const sums = values_ + first * width_;
     const std::vector<float> before(sums, sums + L * width_);
     std::vector<float> after = before;
     for (int64_t r = 0; r < count_at(first); ++r) {
       const SeenBy seen_by = kv_.mask.seen_by(position_[first + r]);
-      const Kept* seen[TILE];
+      const KV* seen[TILE];
       for (int64_t j = 0; j < TILE; ++j)
-        seen[j] = seen_by.has(tile + j) ? values[j] : reinterpret_cast<const Kept*>(ZEROS);
+        seen[j] = seen_by.has(tile + j) ? values[j] : reinterpret_cast<const KV*>(ZEROS);
       pair_values(seen, end);
       std::copy(before.begin(), before.end(), sums);
       multiply_values(first, end);
@@ -159,17 +159,17 @@ class Bf16AttentionHead : Bf16Blocks {
 
   // Returns the smallest range of positions in a tile of keys that contains all those seen by the 16 query rows from
   // `first` on.
-  Range seen_by(int64_t first, int64_t tile) const {
+  Range seen_in(int64_t first, int64_t tile) const {
     return kv_.mask.seen(oldest(first), newest(first), {tile, tile + TILE});
   }
 
   // Returns whether each of the 16 query rows from `first` on sees every key of the tile.
-  bool seen_whole(int64_t first, int64_t tile) const {
+  bool all_see(int64_t first, int64_t tile) const {
     return kv_.mask.all_see(oldest(first), newest(first), {tile, tile + TILE});
   }
 
   // Transposes the keys of a tile into blocks, [TILE / 16][chunks][16 pairs of numbers][16 keys][2].
-  void transpose_keys(const Kept* const* keys, int64_t end) {
+  void transpose_keys(const KV* const* keys, int64_t end) {
     for (int64_t j = 0; j < end; j += L)
       for (int64_t c = 0; c < chunks_; ++c) {
         transpose_chunk(keys + j, c, k_dim_, k_ + (j / L * chunks_ + c) * SIZE);
@@ -178,9 +178,9 @@ class Bf16AttentionHead : Bf16Blocks {
   }
 
   // Arranges values by pairs of keys, [TILE / 32][width / 16][16 pairs of keys][16 numbers][2]; of 32 numbers, the even
-  // ones come first. Always fills whole blocks: values beyond the last key are multiplied, too, by weights of
-  // 0.
-  void pair_values(const Kept* const* values, int64_t end) {
+  // ones come first. Always fills whole blocks: values beyond the last key are multiplied, too, by weights
+  // of 0.
+  void pair_values(const KV* const* values, int64_t end) {
     const int64_t columns = width_ / L;
     for (int64_t j = 0; j < end; j += DEPTH)
       for (int64_t c = 0; c < columns / 2; ++c) {
@@ -196,39 +196,44 @@ class Bf16AttentionHead : Bf16Blocks {
 
   // Turns the scores of 16 query rows into softmax weights [TILE / 32][16 rows][32 keys], relative to the highest score
   // of each row so far.
-  void weigh(int64_t first, int64_t tile) {
-    const int64_t count = count_at(first);
-    const bool whole = seen_whole(first, tile);
-    for (int64_t r = 0; r < count; ++r) {
+  void softmax(int64_t first, int64_t tile) {
+    const bool whole = all_see(first, tile);
+    for (int64_t i = 0; i < count_at(first); ++i) {
+      const int64_t r = first + i;
       tiles_.queue().fetch(PORTION);
       Raw x[N];
-      const float* s = s_ + r * TILE;
-      unroll<N>([&](auto j) { x[j] = _mm512_load_ps(s + j * L); });
+      unroll<N>([&](auto j) { x[j] = _mm512_load_ps(s_ + i * TILE + j * L); });
       if constexpr (SCALED) unroll<N>([&](auto j) { x[j] = _mm512_mul_ps(x[j], _mm512_load_ps(k_scales_ + j * L)); });
       scale(x);
-      if (!whole) hide(first + r, tile, x);
+      if (!whole) mask(r, tile, x);
       __m512 highest = x[0];
       unroll<N>([&](auto j) { highest = _mm512_max_ps(highest, x[j]); });
-      if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(top_[first + r] + SLACK), _CMP_GT_OQ))
-        raise(first + r, _mm512_reduce_max_ps(highest));
-      const __m512 top = _mm512_set1_ps(top_[first + r]);
+      if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(top_[r] + SLACK), _CMP_GT_OQ))
+        raise(r, _mm512_reduce_max_ps(highest));
+      const __m512 top = _mm512_set1_ps(top_[r]);
       unroll<N>([&](auto j) { x[j] = exp2(_mm512_sub_ps(x[j], top)); });
-      __m512 sum = _mm512_load_ps(weights_ + (first + r) * L);
-      if constexpr (SCALED)
-        unroll<N>([&](auto j) {
-          sum = _mm512_add_ps(sum, x[j]);
-          // A key that is not seen may have a scale of NaN.
-          const __mmask16 some = _mm512_cmp_ps_mask(x[j], _mm512_setzero_ps(), _CMP_NEQ_UQ);
-          x[j] = _mm512_maskz_mul_ps(some, x[j], _mm512_load_ps(v_scales_ + j * L));
-        });
-      const __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3F803F80));
-      unroll<N / 2>([&](auto j) {
-        const __m512bh weights = _mm512_cvtne2ps_pbh(x[2 * j + 1], x[2 * j]);
-        if constexpr (!SCALED) sum = _mm512_dpbf16_ps(sum, weights, one);
-        _mm512_store_si512(p_ + j * SIZE + r * DEPTH, reinterpret_cast<__m512i>(weights));
-      });
-      _mm512_store_ps(weights_ + (first + r) * L, sum);
+      const __m512 sum = store_weights(x, p_ + i * DEPTH, _mm512_load_ps(weights_ + r * L));
+      _mm512_store_ps(weights_ + r * L, sum);
     }
+  }
+
+  // Stores a row's weights [TILE / 32][SIZE apart][32 keys], rounded to bfloat16; int8 values' scales are multiplied
+  // into them. Returns `sum` plus the weights.
+  inline __attribute__((always_inline)) __m512 store_weights(Raw (&x)[N], Number* to, __m512 sum) const {
+    if constexpr (SCALED)
+      unroll<N>([&](auto j) {
+        sum = _mm512_add_ps(sum, x[j]);
+        // A key that is not seen may have a scale of NaN.
+        const __mmask16 some = _mm512_cmp_ps_mask(x[j], _mm512_setzero_ps(), _CMP_NEQ_UQ);
+        x[j] = _mm512_maskz_mul_ps(some, x[j], _mm512_load_ps(v_scales_ + j * L));
+      });
+    const __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3F803F80));
+    unroll<N / 2>([&](auto j) {
+      const __m512bh weights = _mm512_cvtne2ps_pbh(x[2 * j + 1], x[2 * j]);
+      if constexpr (!SCALED) sum = _mm512_dpbf16_ps(sum, weights, one);
+      _mm512_store_si512(to + j * SIZE, reinterpret_cast<__m512i>(weights));
+    });
+    return sum;
   }
 
   // Multiplies scores by the layer's scale (with softcap, if it has one) and by log2(e), as weights are powers of 2.
@@ -244,7 +249,7 @@ class Bf16AttentionHead : Bf16Blocks {
   }
 
   // Masks (sets to -infinity) the scores of keys that query row r does not see.
-  void hide(int64_t r, int64_t tile, Raw (&x)[N]) const {
+  void mask(int64_t r, int64_t tile, Raw (&x)[N]) const {
     const auto [latest, sinks] = kv_.mask.seen_by(position_[r]);
     unroll<N>([&](auto j) {
       const __mmask16 seen = part_of(latest, tile + j * L) | part_of(sinks, tile + j * L);

@@ -25,14 +25,14 @@ struct QueryRows {
 // The stored keys and values of one head of a sequence, as some query rows see them.
 template <typename T>
 struct KVView {
-  KVView(const Plane<T>& keys, const Plane<T>& values, const Mask& seen, const QueryRows& query_rows)
+  KVView(const StoredVectors<T>& keys, const StoredVectors<T>& values, const Mask& seen, const QueryRows& query_rows)
       : k(keys), v(values), mask(seen), rows(query_rows), oldest(rows.position(0)),
         newest(rows.position(rows.count - 1)) {}
 
   // Returns whether every query row sees all positions of a range.
   bool all_see(Range range) const { return mask.all_see(oldest, newest, range); }
 
-  Plane<T> k, v;
+  StoredVectors<T> k, v;
   Mask mask;
   QueryRows rows;
   int64_t oldest, newest;  // positions of the first query and of the last one
