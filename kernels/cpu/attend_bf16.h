@@ -178,8 +178,7 @@ class Bf16AttentionHead : Bf16Blocks {
   }
 
   // Arranges values by pairs of keys, [TILE / 32][width / 16][16 pairs of keys][16 numbers][2]; of 32 numbers, the even
-  // ones come first. Always fills whole blocks: values beyond the last key are multiplied, too, by weights
-  // of 0.
+  // ones come first. Fills whole blocks, as values beyond the last key are multiplied, too: by weights of 0.
   void pair_values(const KV* const* values, int64_t end) {
     const int64_t columns = width_ / L;
     for (int64_t j = 0; j < end; j += DEPTH)
@@ -217,8 +216,8 @@ class Bf16AttentionHead : Bf16Blocks {
     }
   }
 
-  // Stores a row's weights [TILE / 32][SIZE apart][32 keys], rounded to bfloat16; int8 values' scales are multiplied
-  // into them. Returns `sum` plus the weights.
+  // Stores the weights of a row, 32 keys in each of N / 2 blocks, rounded to bfloat16; first multiplied by the scales
+  // of values if these are int8. Returns `sum` plus the weights without scales.
   inline __attribute__((always_inline)) __m512 store_weights(Raw (&x)[N], Number* to, __m512 sum) const {
     if constexpr (SCALED)
       unroll<N>([&](auto j) {

@@ -260,7 +260,7 @@ Slice Layers::slice(size_t s, int64_t tokens) {
   return slice;
 }
 
-// Adds to slice number s where queries are copied to, if its strategy has asked for that.
+// Sets where queries of slice number s are copied to, if its strategy requests copies (a tap).
 void Layers::add_taps(size_t s, Slice& slice) const {
   const auto* taps = &arguments_.taps[s * (1 + layers_.size())];
   if (!taps[0]) return;

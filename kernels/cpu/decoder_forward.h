@@ -29,7 +29,7 @@ void norm_row(const X* x, const at::Tensor& weight, float eps, X* y, int64_t n) 
             [&](auto of_weight) { rms_norm_row(x, weight.const_data_ptr<decltype(of_weight)>(), eps, y, n); });
 }
 
-// Plane for the activations of a step.
+// Memory for the activations of a step.
 template <typename X>
 struct Buffers {
   X *qkv, *mixed, *projected;  // [N, ...]
