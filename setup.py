@@ -41,7 +41,7 @@ INSTRUCTION_SETS = {
 
 
 def kernels() -> dict[str, Any]:
-    """Arguments of setup() that build them, or none."""
+    """Return the arguments of setup() that build the kernels; none where torch is not installed."""
     try:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError:  # an isolated build: a second torch of gigabytes would be fetched for it
@@ -61,7 +61,7 @@ def kernels() -> dict[str, Any]:
                 print(f"kvmux: the C++ kernels were not built ({error}); plain torch is used instead", file=sys.stderr)
 
         def build_extension(self, ext: Any) -> None:
-            """With objects of its own: the same sources are compiled for the others at the same time."""
+            """Build a library with objects of its own: the same sources are compiled for others at the same time."""
             apart = copy(self)
             apart.build_temp = str(Path(self.build_temp) / ext.name)
             super(Build, apart).build_extension(ext)
@@ -83,7 +83,7 @@ def kernels() -> dict[str, Any]:
 
 
 def _openmp() -> str:
-    """How to link torch's own OpenMP runtime: a second one would bring a second pool of threads."""
+    """Return the link argument for torch's own OpenMP runtime; a second one would bring a second pool of threads."""
     import torch
 
     folder = Path(torch.__file__).parent

@@ -8,8 +8,6 @@
 // tensors nor threads.
 #pragma once
 
-#include <optional>
-
 #include "kv_tiles.h"
 #include "matmul.h"
 #include "online_softmax.h"
@@ -20,51 +18,42 @@ namespace kvmux {
 template <typename T>
 class AttentionHead {
  public:
-  using Kept = T;
+  using KV = T;
   static constexpr int64_t ROWS = 48;  // query rows that are computed together
 
   // Returns the float32 numbers in a row of value sums: the values' dimension, padded to whole vectors.
-  static constexpr int64_t padded(int64_t dim) { return kvmux::padded(dim); }
+  static constexpr int64_t padded(int64_t dim) { return padded_to_vectors(dim); }
 
-  AttentionHead(Plane<T> k, Plane<T> v, Mask mask, Scores scores, QueryRows rows)
-      : k_(k), v_(v), mask_(mask), scores_(scores), rows_(rows), width_(padded(v.dim)),
-        newest_(rows.position(rows.count - 1)), keys_(k, v, mask, rows.position(0), newest_),
-        fetches_(TILE / W * k.dim / (W * NUMBERS_MOVED) + count_fetches(rows.count, TILE, k.dim) + rows.count +
-                 count_fetches(rows.count, width_, TILE)) {
+  AttentionHead(const KVView<T>& kv, Scores scores)
+      : kv_(kv), scores_(scores), width_(padded(kv.v.dim)), tiles_(kv_), fetches_(count_fetches_of_tile()) {
     // The padding columns of the tile of values are multiplied, too, so they must not be NaN.
-    if (v.dim != width_) std::fill_n(v_tile_, TILE * width_, 0.f);
+    if (kv.v.dim != width_) std::fill_n(v_tile_, TILE * width_, 0.f);
   }
 
   // Stores `query` [k.dim], times the scale of scores, as query row number r.
   template <typename Q>
   void set_query(int64_t r, const Q* query) {
     float* to = q_ + r * PITCH;
-    to_float(query, to, k_.dim);
-    for (int64_t d = 0; d < k_.dim; ++d) to[d] *= scores_.scale;
+    to_float(query, to, kv_.k.dim);
+    for (int64_t d = 0; d < kv_.k.dim; ++d) to[d] *= scores_.scale;
   }
 
-  // Sets the keys and values that this thread reads next, from split number `split` on: their first tile is prefetched
-  // while the last tile of the current ones is computed.
-  void set_next(Plane<T> k, Plane<T> v, Mask mask, QueryRows rows, int64_t split) {
-    if (rows_.count > FEW || rows.count > FEW) return;
-    next_.emplace(k, v, mask, rows.position(0), rows.position(rows.count - 1));
-    next_at_ = split * SPLIT;
-  }
+  // Sets the keys and values that this thread reads afterwards, from split number `split` on.
+  void set_next(const KVView<T>& kv, int64_t split) { tiles_.set_next(kv, split * SPLIT); }
 
   // Computes attention over the splits begin .. end - 1 of the sequence and writes its sums to `sums`.
   void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
-    sums.clear(rows_.count, width_);
-    keys_.begin(begin * SPLIT);
+    sums.clear(kv_.rows.count, width_);
+    tiles_.start(begin * SPLIT, end * SPLIT);
     for (int64_t split = begin; split < end; ++split) {
-      split_.clear(rows_.count, width_);
-      std::fill_n(weights_, rows_.count * W, 0.f);
-      for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= newest_; tile += TILE) {
-        const Tile& found = keys_.step(tile + TILE, end * SPLIT, &queue_);
-        if (next_ && (tile + TILE > newest_ || tile + TILE == end * SPLIT)) next_->begin(next_at_, queue_);
-        queue_.spread(fetches_);
+      split_.clear(kv_.rows.count, width_);
+      std::fill_n(weights_, kv_.rows.count * W, 0.f);
+      for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= kv_.newest; tile += TILE) {
+        const Tile& found = tiles_.read(tile);
+        tiles_.queue().spread(fetches_);
         if (!found.seen.empty()) attend_tile(tile, found);
       }
-      for (int64_t r = 0; r < rows_.count; ++r) {
+      for (int64_t r = 0; r < kv_.rows.count; ++r) {
         split_.total[r] = sum(load(weights_ + r * W));
         sums.merge(r, split_.top[r], split_.total[r], split_.values + r * width_, width_);
       }
@@ -77,25 +66,32 @@ class AttentionHead {
   static constexpr int64_t NUMBERS_MOVED = std::is_same_v<T, at::BFloat16> ? 2 : std::is_same_v<T, int8_t> ? 4 : 1;
   static constexpr int64_t FEW = 8;  // query rows for which it is not worth converting values beforehand
   static_assert(SPLIT % TILE == 0 && TILE % W == 0);
-  using Tile = Keys<T, TILE>::Tile;
+  using Tiles = KVTileReader<T, TILE, ROWS>;
+  using Tile = Tiles::Tile;
+
+  // Returns about how many times queue().fetch() is called while a tile is computed.
+  int64_t count_fetches_of_tile() const {
+    const int64_t rows = kv_.rows.count, transposing = TILE / W * kv_.k.dim / (W * NUMBERS_MOVED);
+    return transposing + count_fetches(rows, TILE, kv_.k.dim) + rows + count_fetches(rows, width_, TILE);
+  }
 
   void attend_tile(int64_t tile, const Tile& found) {
     transpose_keys(found.k);
     const auto key = [this](int64_t d) { return k_tile_ + d * TILE; };
-    std::fill_n(p_, rows_.count * TILE, 0.f);
-    multiply_add<PITCH>(rows_.count, q_, key, p_, TILE, TILE, k_.dim, queue_);
-    if (scores_.softcap != 0.f) cap(p_, rows_.count * TILE);
-    if (!keys_.all_see({tile, tile + TILE}))
-      for (int64_t r = 0; r < rows_.count; ++r) hide(r, tile);
-    for (int64_t r = 0; r < rows_.count; ++r) softmax(r);
+    std::fill_n(p_, kv_.rows.count * TILE, 0.f);
+    multiply_add<PITCH>(kv_.rows.count, q_, key, p_, TILE, TILE, kv_.k.dim, tiles_.queue());
+    if (scores_.softcap != 0.f) cap(p_, kv_.rows.count * TILE);
+    if (!kv_.all_see({tile, tile + TILE}))
+      for (int64_t r = 0; r < kv_.rows.count; ++r) mask(r, tile);
+    for (int64_t r = 0; r < kv_.rows.count; ++r) softmax(r);
     const int64_t skip = found.seen.begin - tile, n = found.seen.end - found.seen.begin;
-    const bool alike = keys_.all_see(found.seen);
+    const bool alike = kv_.all_see(found.seen);
     // Values are multiplied where they are stored, unless they are int8, are read for many rows, or end within a
     // vector; those are converted to float32 in scratch memory first.
     if constexpr (!std::is_same_v<T, int8_t>)
-      if (alike && rows_.count <= FEW && v_.dim == width_)
+      if (alike && kv_.rows.count <= FEW && kv_.v.dim == width_)
         return add_values(skip, n, [v = found.v + skip](int64_t j) { return v[j]; });
-    for (int64_t j = 0; j < n; ++j) read_vector(found.v[skip + j], v_tile_ + j * width_, v_.dim);
+    for (int64_t j = 0; j < n; ++j) read_vector(found.v[skip + j], v_tile_ + j * width_, kv_.v.dim);
     if (!alike && !finite(n)) return add_seen_values(found.seen, skip);
     add_values(skip, n, [this](int64_t j) { return v_tile_ + j * width_; });
   }
@@ -111,32 +107,28 @@ class AttentionHead {
   // weight is 0, but 0 times NaN is NaN.
   void add_seen_values(Range seen, int64_t skip) {
     alignas(64) static constexpr float ZEROS[MAX_DIM] = {};
-    for (int64_t r = 0; r < rows_.count; ++r) {
-      const int64_t query = rows_.position(r);
-      const Range latest = mask_.latest(query), kept = mask_.sinks_of(query);
-      const auto value = [&](int64_t j) {
-        const int64_t position = seen.begin + j;
-        return latest.has(position) || kept.has(position) ? v_tile_ + j * width_ : ZEROS;
-      };
+    for (int64_t r = 0; r < kv_.rows.count; ++r) {
+      const SeenBy seen_by = kv_.mask.seen_by(kv_.rows.position(r));
+      const auto value = [&](int64_t j) { return seen_by.has(seen.begin + j) ? v_tile_ + j * width_ : ZEROS; };
       multiply_add<TILE>(1, p_ + r * TILE + skip, value, split_.values + r * width_, width_, width_,
-                         seen.end - seen.begin, queue_);
+                         seen.end - seen.begin, tiles_.queue());
     }
   }
 
   template <typename Value>
   void add_values(int64_t skip, int64_t n, const Value& value) {
-    multiply_add<TILE>(rows_.count, p_ + skip, value, split_.values, width_, width_, n, queue_);
+    multiply_add<TILE>(kv_.rows.count, p_ + skip, value, split_.values, width_, width_, n, tiles_.queue());
   }
 
   // Transposes the keys of a tile to float32, so that each key becomes a column.
   void transpose_keys(const T* const* keys) {
     for (int64_t j = 0; j < TILE; j += W)
-      read_transposed(keys + j, k_.dim, k_tile_ + j, TILE, [this] { queue_.fetch(); });
+      read_transposed(keys + j, kv_.k.dim, k_tile_ + j, TILE, [this] { tiles_.queue().fetch(); });
   }
 
   // Turns the scores of query row r into softmax weights relative to the highest score of the row so far.
   void softmax(int64_t r) {
-    queue_.fetch();
+    tiles_.queue().fetch();
     float* p = p_ + r * TILE;
     Vec highest = load(p);
     for (int64_t j = W; j < TILE; j += W) highest = at::vec::clamp_min(load(p + j), highest);
@@ -164,26 +156,19 @@ class AttentionHead {
   }
 
   // Masks (sets to -infinity) the scores of keys that query row r does not see.
-  void hide(int64_t r, int64_t tile) {
-    const int64_t query = rows_.position(r);
-    const Range latest = mask_.latest(query), kept = mask_.sinks_of(query);
+  void mask(int64_t r, int64_t tile) {
+    const SeenBy seen = kv_.mask.seen_by(kv_.rows.position(r));
     for (int64_t j = 0; j < TILE; ++j)
-      if (!latest.has(tile + j) && !kept.has(tile + j)) p_[r * TILE + j] = HIDDEN;
+      if (!seen.has(tile + j)) p_[r * TILE + j] = HIDDEN;
   }
 
-  Plane<T> k_, v_;
-  Mask mask_;
-  Scores scores_;
-  QueryRows rows_;
-  int64_t width_;   // numbers of a row of values: their dimension, padded to whole vectors
-  int64_t newest_;  // position of the last query
-  Keys<T, TILE> keys_;
+  const KVView<T> kv_;
+  const Scores scores_;
+  const int64_t width_;  // numbers of a row of values: their dimension, padded to whole vectors
+  Tiles tiles_;
   // Numbers from one query to the next: not a power of two, as queries would then compete for the same cache sets.
   static constexpr int PITCH = MAX_DIM + W;
-  int64_t fetches_;  // calls of queue_.fetch() while a tile is computed
-  PrefetchQueue queue_;
-  std::optional<Keys<T, TILE>> next_;  // the keys and values that this thread reads next, if known
-  int64_t next_at_ = 0;
+  const int64_t fetches_;  // calls of queue().fetch() while a tile is computed
   alignas(64) float q_[ROWS * PITCH];
   alignas(64) float k_tile_[MAX_DIM * TILE];
   alignas(64) float v_tile_[TILE * MAX_DIM];

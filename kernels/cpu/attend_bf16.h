@@ -9,7 +9,6 @@
 
 #ifdef __AVX512BF16__
 
-#include <optional>
 #include <vector>
 
 #include "bf16_products.h"
@@ -28,18 +27,17 @@ inline __m512 exp2(__m512 x) {
   return _mm512_scalef_ps(power, x);
 }
 
-template <typename KV, typename Products>
+template <typename T, typename Products>
 class Bf16AttentionHead : Bf16Blocks {
  public:
-  using Kept = KV;
+  using KV = T;
   static constexpr int64_t ROWS = 128;  // query rows that are computed together
   static constexpr int64_t padded(int64_t dim) { return (dim + DEPTH - 1) / DEPTH * DEPTH; }
 
-  Bf16AttentionHead(Plane<Kept> k, Plane<Kept> v, Mask mask, Scores scores, QueryRows rows)
-      : mask_(mask), scores_(scores), rows_(rows), k_dim_(k.dim), v_dim_(v.dim), width_(padded(v.dim)),
-        chunks_(padded(k.dim) / DEPTH), newest_(rows.position(rows.count - 1)),
-        keys_(k, v, mask, rows.position(0), newest_) {
-    for (int64_t r = 0; r < rows.count; ++r) position_[r] = rows.position(r);
+  Bf16AttentionHead(const KVView<KV>& kv, Scores scores)
+      : kv_(kv), scores_(scores), k_dim_(kv.k.dim), v_dim_(kv.v.dim), width_(padded(v_dim_)),
+        chunks_(padded(k_dim_) / DEPTH), tiles_(kv_) {
+    for (int64_t r = 0; r < kv.rows.count; ++r) position_[r] = kv.rows.position(r);
   }
 
   // Stores `query` [k.dim] as query row number r, in the layout of blocks (Bf16Blocks).
@@ -48,28 +46,22 @@ class Bf16AttentionHead : Bf16Blocks {
       _mm512_store_si512(q_ + ((r / L * chunks_ + c) * L + r % L) * DEPTH, numbers(query, c, k_dim_));
   }
 
-  // Sets the keys and values that this thread reads next, from split number `split` on: their first tile is prefetched
-  // while the last tile of the current ones is computed.
-  void set_next(Plane<Kept> k, Plane<Kept> v, Mask mask, QueryRows rows, int64_t split) {
-    if (rows_.count > L || rows.count > L) return;
-    next_.emplace(k, v, mask, rows.position(0), rows.position(rows.count - 1));
-    next_at_ = split * SPLIT;
-  }
+  // Sets the keys and values that this thread reads afterwards, from split number `split` on.
+  void set_next(const KVView<KV>& kv, int64_t split) { tiles_.set_next(kv, split * SPLIT); }
 
   // Computes attention over the splits begin .. end - 1 of the sequence and writes its sums to `sums`.
   void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
-    sums.clear(rows_.count, width_);
-    keys_.begin(begin * SPLIT);
+    sums.clear(kv_.rows.count, width_);
+    tiles_.start(begin * SPLIT, end * SPLIT);
     for (int64_t split = begin; split < end; ++split) {
-      std::fill_n(top_, rows_.count, NOTHING);
-      std::fill_n(weights_, rows_.count * L, 0.f);
-      std::fill_n(values_, rows_.count * width_, 0.f);
-      for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= newest_; tile += TILE) {
-        const auto& found = keys_.step(tile + TILE, end * SPLIT, rows_.count > L ? nullptr : &queue_);
-        if (next_ && (tile + TILE > newest_ || tile + TILE == end * SPLIT)) next_->begin(next_at_, queue_);
+      std::fill_n(top_, kv_.rows.count, NOTHING);
+      std::fill_n(weights_, kv_.rows.count * L, 0.f);
+      std::fill_n(values_, kv_.rows.count * width_, 0.f);
+      for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= kv_.newest; tile += TILE) {
+        const Tile& found = tiles_.read(tile);
         if (!found.seen.empty()) attend_tile(tile, found);
       }
-      for (int64_t r = 0; r < rows_.count; ++r) merge(r, sums);
+      for (int64_t r = 0; r < kv_.rows.count; ++r) merge(r, sums);
     }
   }
 
@@ -81,19 +73,22 @@ class Bf16AttentionHead : Bf16Blocks {
   static constexpr float SLACK = 8.f;
   static constexpr int64_t PORTION = 8;  // cache lines prefetched in one go between computations
   static_assert(SPLIT % TILE == 0 && TILE % DEPTH == 0 && ROWS % L == 0);
+  using Tiles = KVTileReader<KV, TILE, L>;
+  using Tile = Tiles::Tile;
 
-  void attend_tile(int64_t tile, const Keys<Kept, TILE>::Tile& found) {
+  void attend_tile(int64_t tile, const Tile& found) {
     if constexpr (SCALED) read_scales(found);
     if constexpr (Products::FEW > 0)
-      if (rows_.count <= Products::FEW) return attend_few(tile, found);
+      if (kv_.rows.count <= Products::FEW) return attend_few(tile, found);
     transpose_keys(found.k, found.seen.end - tile);
     pair_values(found.v, found.seen.end - tile);
-    const bool finite = keys_.all_see(found.seen) || finite_values(found);
-    for (int64_t first = 0; first < rows_.count; first += L) {
-      const Range seen = seen_by(first, tile);
+    const bool finite = kv_.all_see(found.seen) || finite_values(found);
+    for (int64_t first = 0; first < kv_.rows.count; first += L) {
+      const Range seen = seen_in(first, tile);
       if (seen.empty()) continue;
-      products_.template multiply_keys<N>(q_ + first * chunks_ * DEPTH, k_, chunks_, count_at(first), s_, queue_);
-      weigh(first, tile);
+      products_.template multiply_keys<N>(q_ + first * chunks_ * DEPTH, k_, chunks_, count_at(first), s_,
+                                          tiles_.queue());
+      softmax(first, tile);
       if (finite)
         multiply_values(first, seen.end - tile);
       else
@@ -102,29 +97,29 @@ class Bf16AttentionHead : Bf16Blocks {
   }
 
   // Computes a tile like attend_tile, without rearranging its values and keys beforehand.
-  void attend_few(int64_t tile, const Keys<Kept, TILE>::Tile& found) {
-    products_.multiply_stored_keys(q_, found.k, k_dim_, rows_.count, s_, queue_);
-    weigh(0, tile);
-    if (keys_.all_see(found.seen) || finite_values(found))
-      products_.multiply_stored_values(p_, found.v, v_dim_, width_, rows_.count, values_, queue_);
+  void attend_few(int64_t tile, const Tile& found) {
+    products_.multiply_stored_keys(q_, found.k, k_dim_, kv_.rows.count, s_, tiles_.queue());
+    softmax(0, tile);
+    if (kv_.all_see(found.seen) || finite_values(found))
+      products_.multiply_stored_values(p_, found.v, v_dim_, width_, kv_.rows.count, values_, tiles_.queue());
     else
       multiply_seen_values(0, tile, found.seen.end - tile, found.v);
   }
 
-  void read_scales(const Keys<Kept, TILE>::Tile& found) {
+  void read_scales(const Tile& found) {
     for (int64_t j = 0; j < TILE; ++j) {
       k_scales_[j] = scale_of(found.k[j], k_dim_);
       v_scales_[j] = scale_of(found.v[j], v_dim_);
     }
   }
 
-  // Returns whether the numbers that are multiplied by the weights of a tile are finite. int8 numbers are,
-  // and weights of 0 are not multiplied by scales.
-  bool finite_values(const Keys<Kept, TILE>::Tile& found) const {
+  // Returns whether the numbers that are multiplied by the weights of a tile are finite. int8 numbers are, and
+  // weights of 0 are not multiplied by scales.
+  bool finite_values(const Tile& found) const {
     if constexpr (SCALED) return true;
     const __m512i exponent = _mm512_set1_epi16(0x7F80);
     __mmask32 broken = 0;
-    for (const Kept* value : found.v)
+    for (const KV* value : found.v)
       for (int64_t c = 0; c * DEPTH < v_dim_; ++c)
         broken |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(numbers(value, c, v_dim_), exponent), exponent);
     return broken == 0;
@@ -132,16 +127,16 @@ class Bf16AttentionHead : Bf16Blocks {
 
   // Adds the weighted values like multiply_values, but query row by query row, with zeros in place of values that the
   // row does not see: their weight is 0, but 0 times NaN is NaN.
-  void multiply_seen_values(int64_t first, int64_t tile, int64_t end, const Kept* const* values) {
+  void multiply_seen_values(int64_t first, int64_t tile, int64_t end, const KV* const* values) {
     alignas(64) static constexpr uint16_t ZEROS[MAX_DIM] = {};
     float* const sums = values_ + first * width_;
     const std::vector<float> before(sums, sums + L * width_);
     std::vector<float> after = before;
     for (int64_t r = 0; r < count_at(first); ++r) {
-      const Range latest = mask_.latest(position_[first + r]), kept = mask_.sinks_of(position_[first + r]);
-      const Kept* seen[TILE];
+      const SeenBy seen_by = kv_.mask.seen_by(position_[first + r]);
+      const KV* seen[TILE];
       for (int64_t j = 0; j < TILE; ++j)
-        seen[j] = latest.has(tile + j) || kept.has(tile + j) ? values[j] : reinterpret_cast<const Kept*>(ZEROS);
+        seen[j] = seen_by.has(tile + j) ? values[j] : reinterpret_cast<const KV*>(ZEROS);
       pair_values(seen, end);
       std::copy(before.begin(), before.end(), sums);
       multiply_values(first, end);
@@ -154,38 +149,37 @@ class Bf16AttentionHead : Bf16Blocks {
   // keys.
   void multiply_values(int64_t first, int64_t end) {
     products_.multiply_values(p_, v_, (end + DEPTH - 1) / DEPTH, width_, count_at(first), values_ + first * width_,
-                              queue_);
+                              tiles_.queue());
   }
 
-  int64_t count_at(int64_t first) const { return std::min(L, rows_.count - first); }
+  int64_t count_at(int64_t first) const { return std::min(L, kv_.rows.count - first); }
 
   int64_t oldest(int64_t first) const { return position_[first]; }
   int64_t newest(int64_t first) const { return position_[first + count_at(first) - 1]; }
 
   // Returns the smallest range of positions in a tile of keys that contains all those seen by the 16 query rows from
   // `first` on.
-  Range seen_by(int64_t first, int64_t tile) const {
-    return mask_.seen(oldest(first), newest(first), {tile, tile + TILE});
+  Range seen_in(int64_t first, int64_t tile) const {
+    return kv_.mask.seen(oldest(first), newest(first), {tile, tile + TILE});
   }
 
   // Returns whether each of the 16 query rows from `first` on sees every key of the tile.
-  bool seen_whole(int64_t first, int64_t tile) const {
-    return mask_.latest(newest(first)).begin <= tile && tile + TILE <= oldest(first) + 1;
+  bool all_see(int64_t first, int64_t tile) const {
+    return kv_.mask.all_see(oldest(first), newest(first), {tile, tile + TILE});
   }
 
   // Transposes the keys of a tile into blocks, [TILE / 16][chunks][16 pairs of numbers][16 keys][2].
-  void transpose_keys(const Kept* const* keys, int64_t end) {
+  void transpose_keys(const KV* const* keys, int64_t end) {
     for (int64_t j = 0; j < end; j += L)
       for (int64_t c = 0; c < chunks_; ++c) {
         transpose_chunk(keys + j, c, k_dim_, k_ + (j / L * chunks_ + c) * SIZE);
-        queue_.fetch(2 * PORTION);
+        tiles_.queue().fetch(2 * PORTION);
       }
   }
 
   // Arranges values by pairs of keys, [TILE / 32][width / 16][16 pairs of keys][16 numbers][2]; of 32 numbers, the even
-  // ones come first. Always fills whole blocks: values beyond the last key are multiplied, too, by weights of
-  // 0.
-  void pair_values(const Kept* const* values, int64_t end) {
+  // ones come first. Fills whole blocks, as values beyond the last key are multiplied, too: by weights of 0.
+  void pair_values(const KV* const* values, int64_t end) {
     const int64_t columns = width_ / L;
     for (int64_t j = 0; j < end; j += DEPTH)
       for (int64_t c = 0; c < columns / 2; ++c) {
@@ -194,46 +188,51 @@ class Bf16AttentionHead : Bf16Blocks {
           const auto [even, odd] = pair_chunk(values[j + 2 * i], values[j + 2 * i + 1], c, v_dim_);
           _mm512_store_si512(to + i * DEPTH, even);
           _mm512_store_si512(to + SIZE + i * DEPTH, odd);
-          queue_.fetch(1);
+          tiles_.queue().fetch(1);
         }
       }
   }
 
   // Turns the scores of 16 query rows into softmax weights [TILE / 32][16 rows][32 keys], relative to the highest score
   // of each row so far.
-  void weigh(int64_t first, int64_t tile) {
-    const int64_t count = count_at(first);
-    const bool whole = seen_whole(first, tile);
-    for (int64_t r = 0; r < count; ++r) {
-      queue_.fetch(PORTION);
+  void softmax(int64_t first, int64_t tile) {
+    const bool whole = all_see(first, tile);
+    for (int64_t i = 0; i < count_at(first); ++i) {
+      const int64_t r = first + i;
+      tiles_.queue().fetch(PORTION);
       Raw x[N];
-      const float* s = s_ + r * TILE;
-      unroll<N>([&](auto j) { x[j] = _mm512_load_ps(s + j * L); });
+      unroll<N>([&](auto j) { x[j] = _mm512_load_ps(s_ + i * TILE + j * L); });
       if constexpr (SCALED) unroll<N>([&](auto j) { x[j] = _mm512_mul_ps(x[j], _mm512_load_ps(k_scales_ + j * L)); });
       scale(x);
-      if (!whole) hide(first + r, tile, x);
+      if (!whole) mask(r, tile, x);
       __m512 highest = x[0];
       unroll<N>([&](auto j) { highest = _mm512_max_ps(highest, x[j]); });
-      if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(top_[first + r] + SLACK), _CMP_GT_OQ))
-        raise(first + r, _mm512_reduce_max_ps(highest));
-      const __m512 top = _mm512_set1_ps(top_[first + r]);
+      if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(top_[r] + SLACK), _CMP_GT_OQ))
+        raise(r, _mm512_reduce_max_ps(highest));
+      const __m512 top = _mm512_set1_ps(top_[r]);
       unroll<N>([&](auto j) { x[j] = exp2(_mm512_sub_ps(x[j], top)); });
-      __m512 sum = _mm512_load_ps(weights_ + (first + r) * L);
-      if constexpr (SCALED)
-        unroll<N>([&](auto j) {
-          sum = _mm512_add_ps(sum, x[j]);
-          // A key that is not seen may have a scale of NaN.
-          const __mmask16 some = _mm512_cmp_ps_mask(x[j], _mm512_setzero_ps(), _CMP_NEQ_UQ);
-          x[j] = _mm512_maskz_mul_ps(some, x[j], _mm512_load_ps(v_scales_ + j * L));
-        });
-      const __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3F803F80));
-      unroll<N / 2>([&](auto j) {
-        const __m512bh weights = _mm512_cvtne2ps_pbh(x[2 * j + 1], x[2 * j]);
-        if constexpr (!SCALED) sum = _mm512_dpbf16_ps(sum, weights, one);
-        _mm512_store_si512(p_ + j * SIZE + r * DEPTH, reinterpret_cast<__m512i>(weights));
-      });
-      _mm512_store_ps(weights_ + (first + r) * L, sum);
+      const __m512 sum = store_weights(x, p_ + i * DEPTH, _mm512_load_ps(weights_ + r * L));
+      _mm512_store_ps(weights_ + r * L, sum);
     }
+  }
+
+  // Stores the weights of a row, 32 keys in each of N / 2 blocks, rounded to bfloat16; first multiplied by the scales
+  // of values if these are int8. Returns `sum` plus the weights without scales.
+  inline __attribute__((always_inline)) __m512 store_weights(Raw (&x)[N], Number* to, __m512 sum) const {
+    if constexpr (SCALED)
+      unroll<N>([&](auto j) {
+        sum = _mm512_add_ps(sum, x[j]);
+        // A key that is not seen may have a scale of NaN.
+        const __mmask16 some = _mm512_cmp_ps_mask(x[j], _mm512_setzero_ps(), _CMP_NEQ_UQ);
+        x[j] = _mm512_maskz_mul_ps(some, x[j], _mm512_load_ps(v_scales_ + j * L));
+      });
+    const __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3F803F80));
+    unroll<N / 2>([&](auto j) {
+      const __m512bh weights = _mm512_cvtne2ps_pbh(x[2 * j + 1], x[2 * j]);
+      if constexpr (!SCALED) sum = _mm512_dpbf16_ps(sum, weights, one);
+      _mm512_store_si512(to + j * SIZE, reinterpret_cast<__m512i>(weights));
+    });
+    return sum;
   }
 
   // Multiplies scores by the layer's scale (with softcap, if it has one) and by log2(e), as weights are powers of 2.
@@ -249,10 +248,10 @@ class Bf16AttentionHead : Bf16Blocks {
   }
 
   // Masks (sets to -infinity) the scores of keys that query row r does not see.
-  void hide(int64_t r, int64_t tile, Raw (&x)[N]) const {
-    const Range latest = mask_.latest(position_[r]), kept = mask_.sinks_of(position_[r]);
+  void mask(int64_t r, int64_t tile, Raw (&x)[N]) const {
+    const auto [latest, sinks] = kv_.mask.seen_by(position_[r]);
     unroll<N>([&](auto j) {
-      const __mmask16 seen = part_of(latest, tile + j * L) | part_of(kept, tile + j * L);
+      const __mmask16 seen = part_of(latest, tile + j * L) | part_of(sinks, tile + j * L);
       x[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(HIDDEN), x[j]);
     });
   }
@@ -288,16 +287,11 @@ class Bf16AttentionHead : Bf16Blocks {
   }
 
   const Products products_{};
-  Mask mask_;
-  Scores scores_;
-  QueryRows rows_;
-  int64_t k_dim_, v_dim_, width_;  // width_: numbers in a row of value sums, with padding
-  int64_t chunks_;                 // number of chunks of 32 numbers in a key
-  int64_t newest_;                 // position of the last query
-  Keys<Kept, TILE> keys_;
-  PrefetchQueue queue_;
-  std::optional<Keys<Kept, TILE>> next_;  // the keys and values that this thread reads next, if known
-  int64_t next_at_ = 0;
+  const KVView<KV> kv_;
+  const Scores scores_;
+  const int64_t k_dim_, v_dim_, width_;  // width_: numbers in a row of value sums, with padding
+  const int64_t chunks_;                 // number of chunks of 32 numbers in a key
+  Tiles tiles_;
   // [rows / 16][chunks][16 rows][32]; rows after the last one are not initialised
   alignas(64) Number q_[ROWS * MAX_DIM];
   alignas(64) Number k_[TILE * MAX_DIM];

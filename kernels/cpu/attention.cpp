@@ -1,5 +1,5 @@
-// Attention over the KV memory of a step: how the work is cut into pieces for threads, and the operations `write_kv`
-// and `attend` for torch.
+// Attention over the KV memory of a step: how the work is cut into pieces for threads, and the operations `write_kv`,
+// `attend` and `check_slots` for torch. Does not know how a head is computed (attend.h, attend_bf16.h).
 #include "attention.h"
 
 #include <ATen/ops/empty.h>
@@ -7,7 +7,6 @@
 
 #include "attend.h"
 #include "attend_bf16.h"
-#include "check.h"
 #include "dispatch.h"
 #include "thread_team.h"
 
@@ -16,18 +15,16 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t MAX_INDEX = std::numeric_limits<int32_t>::max();  // of a token, as addresses are int32
-
 int64_t splits_before(int64_t position) { return (position + SPLIT - 1) / SPLIT; }
 
 template <typename T, typename KV>
-void write(const Memory& k_plane, const Memory& v_plane, const Rows& rows, int64_t heads, int64_t row, int64_t i,
-           Heads<const char> k, Heads<const char> v) {
+void write_token(const Plane& k_plane, const Plane& v_plane, const Rows& rows, int64_t heads, int64_t row, int64_t i,
+                 Heads<const char> k, Heads<const char> v) {
   const int64_t token = rows.first(row) + i;
   for (int64_t h = 0; h < heads; ++h) {
     const int64_t slot = rows.layout.slot(rows.start(row, h) + i), at = slot % rows.layout.block_size;
     const int64_t block = rows.blocks(row, h)[slot / rows.layout.block_size];
-    const auto into = [&](const Memory& plane, Heads<const char> x) {
+    const auto into = [&](const Plane& plane, Heads<const char> x) {
       KV* const to = plane.head<KV>(rows.head_in_block(h)) + block * plane.block_stride + at * plane.vector_stride;
       write_vector(x.at<T>(token, h), to, plane.dim);
     };
@@ -37,8 +34,8 @@ void write(const Memory& k_plane, const Memory& v_plane, const Rows& rows, int64
 }
 
 template <typename AttentionHead>
-int64_t partial_width(int64_t v_dim) {
-  return AttentionHead::padded(v_dim) + 2;  // top, total, values
+int64_t partial_size(int64_t v_dim) {
+  return OnlineSoftmax<AttentionHead::ROWS>::stored_size(AttentionHead::padded(v_dim));
 }
 
 // Divides the sums of a head's query rows by their totals and stores the results; a sink logit adds to the total, and
@@ -56,55 +53,51 @@ void finish(const AttentionCall& call, const Part& part, OnlineSoftmax<ROWS>& su
   }
 }
 
-template <typename AttentionHead, typename T>
-void item(const AttentionCall& call, const Item& item, const Item* next) {
-  using KV = typename AttentionHead::Kept;
-  const auto& [part, begin, end, partial] = item;
-  const int64_t width = AttentionHead::padded(call.v.dim), stride = partial_width<AttentionHead>(call.v.dim);
-  const auto plane = [&](const Memory& memory, const Part& of) {
-    const auto blocks = call.rows.blocks(of.row, of.head);
-    return Plane<KV>{memory.head<KV>(call.rows.head_in_block(of.head)),
-                     memory.block_stride,
-                     memory.vector_stride,
-                     memory.dim,
-                     blocks,
-                     call.rows.layout};
+// Returns the stored keys and values of a part.
+template <typename KV>
+KVView<KV> view_of(const AttentionCall& call, const Part& part) {
+  const auto vectors = [&](const Plane& plane) {
+    return StoredVectors<KV>{plane.head<KV>(call.rows.head_in_block(part.head)),
+                             plane.block_stride,
+                             plane.vector_stride,
+                             plane.dim,
+                             call.rows.blocks(part.row, part.head),
+                             call.rows.layout};
   };
-  const auto mask = [&](const Part& of) { return call.rows.mask(call.plan.mask, of.row, of.head); };
-  AttentionHead head(plane(call.k, part), plane(call.v, part), mask(part), call.scores, part.rows);
-  if (next != nullptr)
-    head.set_next(plane(call.k, next->part), plane(call.v, next->part), mask(next->part), next->part.rows, next->begin);
+  return {vectors(call.k), vectors(call.v), call.rows.mask(call.plan.mask, part.row, part.head), part.rows};
+}
+
+template <typename AttentionHead, typename T>
+void attend_item(const AttentionCall& call, const Item& item, const Item* next) {
+  using KV = typename AttentionHead::KV;
+  const auto& [part, begin, end, partial] = item;
+  const int64_t width = AttentionHead::padded(call.v.dim), size = partial_size<AttentionHead>(call.v.dim);
+  AttentionHead head(view_of<KV>(call, part), call.scores);
+  if (next != nullptr) head.set_next(view_of<KV>(call, next->part), next->begin);
   for (int64_t r = 0; r < part.rows.count; ++r)
     head.set_query(
         r, call.q.at<T>(call.rows.first(part.row) + part.rows.query(r), part.head * call.group + part.rows.head(r)));
   OnlineSoftmax<AttentionHead::ROWS> sums;
   head.attend(begin, end, sums);
   if (partial < 0) return finish<AttentionHead::ROWS, T>(call, part, sums, width);
-  for (int64_t r = 0; r < part.rows.count; ++r) {
-    float* to = call.partials + (partial + r) * stride;
-    to[0] = sums.top[r];
-    to[1] = sums.total[r];
-    std::memcpy(to + 2, sums.values + r * width, width * sizeof(float));
-  }
+  for (int64_t r = 0; r < part.rows.count; ++r) sums.store(r, call.partials + (partial + r) * size, width);
 }
 
 template <typename AttentionHead, typename T>
-void merge(const AttentionCall& call, const Merge& merge) {
+void merge_splits(const AttentionCall& call, const Merge& merge) {
   const auto& [part, splits, partial] = merge;
-  const int64_t width = AttentionHead::padded(call.v.dim), stride = partial_width<AttentionHead>(call.v.dim);
+  const int64_t width = AttentionHead::padded(call.v.dim), size = partial_size<AttentionHead>(call.v.dim);
   OnlineSoftmax<AttentionHead::ROWS> sums;
   sums.clear(part.rows.count, width);
-  for (int64_t i = 0; i < splits * part.rows.count; ++i) {
-    const float* from = call.partials + (partial + i) * stride;
-    sums.merge(i % part.rows.count, from[0], from[1], from + 2, width);
-  }
+  for (int64_t i = 0; i < splits * part.rows.count; ++i)
+    sums.merge_stored(i % part.rows.count, call.partials + (partial + i) * size, width);
   finish<AttentionHead::ROWS, T>(call, part, sums, width);
 }
 
 template <typename AttentionHead, typename T>
 AttentionKernels kernels_by() {
-  return {AttentionHead::ROWS, partial_width<AttentionHead>, item<AttentionHead, T>, merge<AttentionHead, T>,
-          write<T, typename AttentionHead::Kept>};
+  return {AttentionHead::ROWS, partial_size<AttentionHead>, attend_item<AttentionHead, T>,
+          merge_splits<AttentionHead, T>, write_token<T, typename AttentionHead::KV>};
 }
 
 template <typename T, typename KV>
@@ -119,69 +112,9 @@ AttentionKernels kernels_of() {
   return kernels_by<AttentionHead<KV>, T>();
 }
 
-// Throws unless all tokens of the rows are in blocks of the store, and begin their windows at an index up to their own.
-void expect_addresses(const char* operation, const Addresses& at, int64_t heads, int64_t blocks) {
-  const Rows rows(at);
-  const Layout& layout = at.layout;
-  const int64_t slots = at.table.size(1) * layout.block_size, ring_end = layout.sinks + layout.ring;
-  const auto* table_row = at.table_row.const_data_ptr<int32_t>();
-  for (int64_t row = 0; row < rows.count; ++row)
-    for (int64_t head = 0; head < heads; ++head) {
-      const int64_t start = rows.start(row, head), n = rows.tokens(row), index = table_row[row * heads + head];
-      TORCH_CHECK_VALUE((start < 0) == rows.is_padding(row), operation, ": row ", row,
-                        " is padding for some heads only");
-      if (start < 0) continue;
-      TORCH_CHECK_VALUE(0 <= index && index < at.table.size(0), operation, ": row ", row, " has row ", index,
-                        " of a table of ", at.table.size(0));
-      TORCH_CHECK_VALUE(start + n <= at.sizes.max_kv, operation, ": row ", row, " has tokens up to index ",
-                        start + n - 1, ", which must be below max_kv=", at.sizes.max_kv);
-      const int64_t used = layout.ring ? ring_end : start + n;
-      const int64_t in_ring = start + n - std::max(start, layout.sinks);
-      TORCH_CHECK_VALUE(used <= slots && (layout.ring == 0 || in_ring <= layout.ring), operation, ": row ", row, " of ",
-                        n, " tokens from ", start, " on does not fit ", slots, " slots and a ring of ", layout.ring);
-      const int32_t* const ids = rows.blocks(row, head);
-      bool inside = true;
-      for (int64_t i = 0, end = (used + layout.block_size - 1) / layout.block_size; i < end; ++i)
-        inside &= 0 <= ids[i] && ids[i] < blocks;
-      TORCH_CHECK_VALUE(inside, operation, ": the table has blocks for row ", row, " outside of the store, which has ",
-                        blocks);
-      if (!at.window_start) continue;
-      const Mask mask = rows.mask({}, row, head);
-      bool ordered = true;
-      for (int64_t i = 0; i < n; ++i) {
-        const int64_t oldest = mask.oldest_of(start + i);
-        ordered &= 0 <= oldest && oldest <= start + i;
-      }
-      TORCH_CHECK_VALUE(ordered, operation, ": window_start of row ", row,
-                        " must be from 0 to the index of each token");
-    }
-}
-
-// Throws unless the sizes of a step fit its rows, which have `tokens` tokens in all, and its table.
-void expect_sizes(const char* operation, const Addresses& at, int64_t tokens) {
-  const Rows rows(at);
-  const auto& [num_decode, max_q, max_kv] = at.sizes;
-  bool decode_first = 0 <= num_decode && num_decode <= rows.count,
-       in_chunks = 0 <= max_q && max_q <= std::max<int64_t>(1, tokens);
-  for (int64_t row = 0; row < rows.count; ++row) {
-    decode_first &= row >= num_decode || rows.tokens(row) == 1;
-    in_chunks &= rows.tokens(row) <= max_q;
-  }
-  TORCH_CHECK_VALUE(decode_first && in_chunks, operation, ": ", num_decode,
-                    " rows must have one token, and the others at most max_q=", max_q, " of ", tokens);
-  const int64_t most = at.layout.ring ? MAX_INDEX : at.table.size(1) * at.layout.block_size;
-  TORCH_CHECK_VALUE(0 <= max_kv && max_kv <= most, operation, ": max_kv=", max_kv, " must be from 0 to ", most);
-}
-
 }  // namespace
 
-const Item* next_of(const Plan& plan, int64_t i) {
-  return i + 1 < static_cast<int64_t>(plan.items.size()) ? &plan.items[i + 1] : nullptr;
-}
-
-// Cuts the attention of a step into pieces of work for threads: a chunk of a prompt by queries, with at most `most`
-// query rows in a piece; a single query, whose sequence may be long, by splits of its sequence.
-Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& common, int64_t most) {
+Plan make_plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& common, int64_t most_rows) {
   Plan work{.mask = common};
   const auto add = [&](const Part& part, bool alone) {
     const Mask mask = rows.mask(common, part.row, part.head);
@@ -197,60 +130,19 @@ Plan plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& common,
     if (rows.is_padding(row)) continue;
     const int64_t queries = rows.tokens(row);
     for (int64_t head = 0; head < kv_heads; ++head)
-      for (int64_t first = 0; first < queries * group; first += most)
-        add({row, head, {rows.start(row, head), first, std::min(most, queries * group - first), group}}, queries == 1);
+      for (int64_t first = 0; first < queries * group; first += most_rows)
+        add({row, head, {rows.start(row, head), first, std::min(most_rows, queries * group - first), group}},
+            queries == 1);
   }
   return work;
 }
 
-AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kept) {
+AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kv) {
   AttentionKernels found{};
   with_type(q, [&](auto of_q) {
-    with_kept_type(kept, [&](auto of_k) { found = kernels_of<decltype(of_q), decltype(of_k)>(); });
+    with_kv_type(kv, [&](auto of_kv) { found = kernels_of<decltype(of_q), decltype(of_kv)>(); });
   });
   return found;
-}
-
-void expect_rows(const char* operation, const Addresses& at, int64_t split_heads, int64_t blocks, int64_t tokens) {
-  constexpr Types INTEGERS = only(at::kInt);
-  const auto expect_by_head = [&](const char* name, const Tensor& tensor, int64_t size) {
-    if (split_heads)
-      expect(operation, name, tensor, INTEGERS, {size, split_heads});
-    else
-      expect(operation, name, tensor, INTEGERS, {size});
-    TORCH_CHECK_VALUE(tensor.is_contiguous(), operation, ": ", name, " must be dense");
-  };
-  const int64_t rows = at.start.dim() ? at.start.size(0) : 0;
-  expect_by_head("start", at.start, rows);
-  expect_by_head("table_row", at.table_row, rows);
-  expect(operation, "table", at.table, INTEGERS, {SOME, SOME});
-  expect(operation, "q_start", at.q_start, INTEGERS, {rows + 1});
-  if (at.window_start) expect_by_head("window_start", *at.window_start, ANY);
-  const Layout& layout = at.layout;
-  const auto is_size = [](int64_t n) { return 0 <= n && n <= MAX_INDEX; };
-  TORCH_CHECK_VALUE(layout.block_size > 0 && is_size(layout.sinks) && is_size(layout.ring), operation, ": blocks of ",
-                    layout.block_size, " slots, ", layout.sinks, " sinks and a ring of ", layout.ring);
-  const auto* first = at.q_start.const_data_ptr<int32_t>();
-  bool in_order = first[0] == 0 && first[rows] <= tokens;
-  for (int64_t row = 0; row < rows; ++row) in_order &= first[row] <= first[row + 1];
-  TORCH_CHECK_VALUE(in_order, operation, ": q_start must count from 0 up to ", tokens, " tokens at most, and is ",
-                    at.q_start);
-  if (at.window_start)
-    TORCH_CHECK_VALUE(at.window_start->size(0) >= first[rows], operation, ": window_start has ",
-                      at.window_start->size(0), " numbers for ", first[rows], " tokens");
-  expect_sizes(operation, at, first[rows]);
-  expect_addresses(operation, at, std::max<int64_t>(1, split_heads), blocks);
-}
-
-void expect_plane(const char* operation, const Memory& plane, int64_t heads, int64_t dim, int64_t block_size) {
-  TORCH_CHECK_VALUE(plane.heads == heads && plane.dim == dim && plane.block_size == block_size, operation, ": ", heads,
-                    " heads of ", dim, " in blocks of ", block_size, " do not fit a store of ", plane.heads,
-                    " heads of ", plane.dim, " in blocks of ", plane.block_size);
-}
-
-Mask mask_of(const Rows& rows, int64_t model_window, int64_t window) {
-  if (rows.has_window_starts(model_window)) return {window, model_window, window < NO_REACH ? rows.layout.sinks : 0};
-  return {std::min(model_window, window), model_window, window < model_window ? rows.layout.sinks : 0};
 }
 
 namespace {
@@ -258,13 +150,6 @@ namespace {
 template <typename Byte>
 Heads<Byte> heads(const Tensor& x) {
   return {static_cast<Byte*>(x.mutable_data_ptr()), x.stride(0), x.stride(1)};
-}
-
-// Throws unless the tensors have the shapes that `Memory` needs and types that there are kernels for.
-void expect_planes(const char* operation, const Tensor& k, const Tensor& v) {
-  constexpr Types KEPT = FLOATS | only(at::kChar);
-  expect(operation, "the keys' memory", k, KEPT, {ANY, SOME, SOME, SOME});
-  expect(operation, "the values' memory", v, only(k.scalar_type()), {k.size(0), k.size(1), k.size(2), SOME});
 }
 
 // Returns the number of heads whose addresses differ; 0 if all heads of a token are in one block.
@@ -281,13 +166,13 @@ void write_kv(const Tensor& k_plane, const Tensor& v_plane, const Tensor& k, con
   const Addresses addresses{
       table, table_row, q_start, start, window_start, {block_size, sinks, ring}, {num_decode, max_q, max_kv}};
   expect_rows("write_kv", addresses, heads_split, k_plane.size(0), k.size(0));
-  expect_plane("write_kv", Memory(k_plane), heads_split ? 1 : k.size(1), k.size(2), block_size);
+  expect_plane("write_kv", Plane(k_plane), heads_split ? 1 : k.size(1), k.size(2), block_size);
   const Rows rows(addresses);
   const auto write = attention_kernels(k.scalar_type(), k_plane.scalar_type()).write;
-  const Memory keys(k_plane), values(v_plane);
+  const Plane keys(k_plane), values(v_plane);
   for (int64_t row = 0; row < rows.count; ++row) {
     if (rows.is_padding(row)) continue;
-    over_rows(rows.tokens(row), k.size(1) * k.size(2), [&](int64_t begin, int64_t end) {
+    parallel_over_rows(rows.tokens(row), k.size(1) * k.size(2), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i)
         write(keys, values, rows, k.size(1), row, i, heads<const char>(k), heads<const char>(v));
     });
@@ -309,7 +194,7 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
   TORCH_CHECK_VALUE(model_window > 0 && window > 0, "attend: windows of ", model_window, " and ", window);
   TORCH_CHECK_VALUE(std::max(k.size(3), v.size(3)) <= MAX_DIM, "attend: heads wider than ", MAX_DIM);
   const int64_t heads_split = split_heads_of(start, kv_heads);
-  expect_plane("attend", Memory(k), heads_split ? 1 : kv_heads, k.size(3), block_size);
+  expect_plane("attend", Plane(k), heads_split ? 1 : kv_heads, k.size(3), block_size);
   const Addresses addresses{
       table, table_row, q_start, start, window_start, {block_size, sinks, ring}, {num_decode, max_q, max_kv}};
   expect_rows("attend", addresses, heads_split, k.size(0), q.size(0));
@@ -317,13 +202,13 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
   const Mask mask = mask_of(rows, model_window, window);
   const AttentionKernels kernels = attention_kernels(q.scalar_type(), k.scalar_type());
   const int64_t group = q.size(1) / kv_heads;
-  const Plan work = plan(rows, kv_heads, group, mask, kernels.most_rows);
-  const Tensor partials = at::empty({work.partials, kernels.width(v.size(3))}, at::kFloat);
+  const Plan work = make_plan(rows, kv_heads, group, mask, kernels.most_rows);
+  const Tensor partials = at::empty({work.partials, kernels.partial_size(v.size(3))}, at::kFloat);
   const AttentionCall call{
       .rows = rows,
       .plan = work,
-      .k = Memory(k),
-      .v = Memory(v),
+      .k = Plane(k),
+      .v = Plane(v),
       .scores = {static_cast<float>(scale), static_cast<float>(softcap)},
       .sink_logits = logits.defined() ? logits.const_data_ptr<float>() : nullptr,
       .group = group,
@@ -332,7 +217,7 @@ void attend(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v
       .partials = partials.data_ptr<float>(),
   };
   Team::run(work.items.size(), [&](Team& team, Member member) {
-    team.share(member, work.items.size(), [&](int64_t i) { kernels.item(call, work.items[i], next_of(work, i)); });
+    team.share(member, work.items.size(), [&](int64_t i) { kernels.attend(call, work.items[i], work.next(i)); });
     team.share(member, work.merges.size(), [&](int64_t i) { kernels.merge(call, work.merges[i]); });
   });
 }
@@ -341,7 +226,7 @@ void check_slots(const Tensor& k_plane, int64_t kv_heads, const Tensor& table, c
                  const Tensor& q_start, const Tensor& start, const std::optional<Tensor>& window_start,
                  int64_t block_size, int64_t sinks, int64_t ring, int64_t num_decode, int64_t max_q, int64_t max_kv,
                  int64_t tokens) {
-  expect("check_slots", "the keys' memory", k_plane, FLOATS | only(at::kChar), {ANY, SOME, block_size, SOME});
+  expect("check_slots", "the keys' memory", k_plane, KV_TYPES, {ANY, SOME, block_size, SOME});
   const Addresses addresses{
       table, table_row, q_start, start, window_start, {block_size, sinks, ring}, {num_decode, max_q, max_kv}};
   expect_rows("check_slots", addresses, split_heads_of(start, kv_heads), k_plane.size(0), tokens);

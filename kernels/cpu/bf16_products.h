@@ -145,7 +145,7 @@ class DotProducts : Bf16Blocks {
   void multiply_keys(const Number* q, const Number* keys, int64_t chunks, int64_t rows, float* scores,
                      PrefetchQueue& queue) const {
     static_assert(N % COLUMNS == 0);
-    over_rows(rows, [&](auto R, int64_t row) {
+    over_row_blocks(rows, [&](auto R, int64_t row) {
       for (int64_t n = 0; n < N; n += COLUMNS) {
         Raw sum[R][COLUMNS] = {};
         for (int64_t c = 0; c < chunks; ++c)
@@ -157,7 +157,7 @@ class DotProducts : Bf16Blocks {
 
   void multiply_values(const Number* weights, const Number* values, int64_t chunks, int64_t width, int64_t rows,
                        float* sums, PrefetchQueue& queue) const {
-    over_rows(rows, [&](auto R, int64_t row) {
+    over_row_blocks(rows, [&](auto R, int64_t row) {
       for (int64_t column = 0; column < width; column += COLUMNS * L) {
         float* const to = sums + row * width + column;
         Raw sum[R][COLUMNS];
@@ -175,7 +175,7 @@ class DotProducts : Bf16Blocks {
 
   // Calls work(R, row) for each R rows that are computed together, with R as a constant.
   template <typename Work>
-  static void over_rows(int64_t rows, const Work& work) {
+  static void over_row_blocks(int64_t rows, const Work& work) {
     for (int64_t row = 0; row < rows;)
       with_rows(next_rows(rows - row), [&](auto R) {
         work(R, row);

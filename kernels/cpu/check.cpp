@@ -1,3 +1,4 @@
+// The messages of failed checks; see check.h.
 #include "check.h"
 
 #include <sstream>
@@ -51,10 +52,7 @@ void refuse(const char* operation, const char* name, const at::Tensor& t, Types 
 
 void expect_indices(const char* operation, const char* name, const at::Tensor& t, int64_t end) {
   const auto* numbers = t.const_data_ptr<int64_t>();
-  bool inside = true;  // no branch for each number, so that the compiler compares them in vectors
-  for (int64_t i = 0, n = t.numel(); i < n; ++i)
-    inside &= static_cast<uint64_t>(numbers[i]) < static_cast<uint64_t>(end);
-  if (inside) return;
+  if (are_indices(numbers, t.numel(), end)) return;
   for (int64_t i = 0, n = t.numel(); i < n; ++i)
     TORCH_CHECK_VALUE(0 <= numbers[i] && numbers[i] < end, operation, ": ", name, " must be from 0 to ", end - 1,
                       ", and there is ", numbers[i]);

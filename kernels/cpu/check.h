@@ -13,6 +13,7 @@ namespace kvmux {
 using Types = uint64_t;
 constexpr Types only(at::ScalarType type) { return Types{1} << static_cast<int>(type); }
 constexpr Types FLOATS = only(at::kFloat) | only(at::kBFloat16) | only(at::kHalf);  // of activations and weights
+constexpr Types KV_TYPES = FLOATS | only(at::kChar);                                // of stored keys and values
 
 constexpr int64_t ANY = -1;   // in expected sizes: a dimension of any size
 constexpr int64_t SOME = -2;  // in expected sizes: a dimension of size 1 or more
@@ -43,6 +44,15 @@ inline void expect(const char* operation, const char* name, const at::Tensor& t,
 inline void expect(const char* operation, const char* name, const std::optional<at::Tensor>& t, Types types,
                    std::initializer_list<int64_t> sizes) {
   if (t) expect(operation, name, *t, types, sizes);
+}
+
+// Returns whether all of n numbers are indices below `end`. No branch depends on a single number, so that the compiler
+// compares them in vectors.
+template <typename Number>
+bool are_indices(const Number* numbers, int64_t n, int64_t end) {
+  bool inside = true;
+  for (int64_t i = 0; i < n; ++i) inside &= static_cast<uint64_t>(numbers[i]) < static_cast<uint64_t>(end);
+  return inside;
 }
 
 // Throws unless all numbers of a tensor int64 [n] are indices below `end`.

@@ -7,8 +7,7 @@
 #include <cstring>
 #include <memory>
 
-#include "attention.h"
-#include "check.h"
+#include "addresses.h"
 #include "dispatch.h"
 
 namespace kvmux {
@@ -93,6 +92,7 @@ class SlotSet {
   int shift_;
 };
 
+// Throws unless all slots are below `end`.
 void expect_inside(const char* name, const SlotNumbers& slots, int64_t end) {
   bool inside = true;  // no branch for each number, so that the compiler compares them in vectors
   for (int64_t i = 0; i < slots.count; ++i)
@@ -129,7 +129,7 @@ void expect_whole_blocks(const SlotsInBlocks& src, const SlotsInBlocks& dst, int
 // One head of the keys or the values of a layer, as bytes. A vector includes the scale that follows its numbers in
 // int8.
 struct HeadBytes {
-  HeadBytes(const Memory& plane, int64_t head) {
+  HeadBytes(const Plane& plane, int64_t head) {
     const int64_t size = c10::elementSize(plane.type);
     begin = plane.numbers + head * plane.head_stride * size;
     block_stride = plane.block_stride * size;
@@ -168,13 +168,13 @@ void copy_head(const HeadBytes& keys, const HeadBytes& values, int64_t head, con
 }
 
 // Moves tokens whose slots overlap: all are read into dense memory before any is written.
-void move_tokens(const Memory& keys, const Memory& values, const SlotsInBlocks& from, const SlotsInBlocks& to,
+void move_tokens(const Plane& keys, const Plane& values, const SlotsInBlocks& from, const SlotsInBlocks& to,
                  int64_t count) {
   const auto planes_of = [&](int64_t head) { return std::array{HeadBytes(keys, head), HeadBytes(values, head)}; };
   const int64_t vectors = planes_of(0)[0].vector + planes_of(0)[1].vector;  // bytes of a token in a head
   const auto scratch = std::make_unique_for_overwrite<char[]>(keys.heads * count * vectors);
   const auto pass = [&](const SlotsInBlocks& slots, auto copy) {  // copy(vectors in the store, in scratch, bytes)
-    over_rows(count, keys.heads * (keys.dim + values.dim), [&](int64_t begin, int64_t end) {
+    parallel_over_rows(count, keys.heads * (keys.dim + values.dim), [&](int64_t begin, int64_t end) {
       for (int64_t head = 0; head < keys.heads; ++head) {
         char* dense = scratch.get() + head * count * vectors;
         for (const HeadBytes& plane : planes_of(head)) {
@@ -193,11 +193,8 @@ void move_tokens(const Memory& keys, const Memory& values, const SlotsInBlocks& 
 
 void copy_tokens(const Tensor& k_plane, const Tensor& v_plane, const Tensor& src, const Tensor& dst,
                  int64_t pages_per_block) {
-  constexpr Types KEPT = FLOATS | only(at::kDouble) | only(at::kChar);
-  expect("copy_tokens", "the keys' memory", k_plane, KEPT, {ANY, SOME, SOME, SOME});
-  expect("copy_tokens", "the values' memory", v_plane, only(k_plane.scalar_type()),
-         {k_plane.size(0), k_plane.size(1), k_plane.size(2), SOME});
-  const Memory keys(k_plane), values(v_plane);
+  expect_planes("copy_tokens", k_plane, v_plane, KV_TYPES | only(at::kDouble));
+  const Plane keys(k_plane), values(v_plane);
   const auto expect_slots = [&](const char* name, const Tensor& slots, int64_t count) {
     if (slots.dim() == 2)
       expect("copy_tokens", name, slots, only(at::kLong), {count, keys.heads});
@@ -214,7 +211,7 @@ void copy_tokens(const Tensor& k_plane, const Tensor& v_plane, const Tensor& src
   const SlotsInBlocks from(read, keys.block_size), to(written, keys.block_size);
   expect_whole_blocks(from, to, pages_per_block);
   if (overlapping) return move_tokens(keys, values, from, to, read.count);
-  over_rows(read.count, keys.heads * (keys.dim + values.dim), [&](int64_t begin, int64_t end) {
+  parallel_over_rows(read.count, keys.heads * (keys.dim + values.dim), [&](int64_t begin, int64_t end) {
     for (int64_t head = 0; head < keys.heads; ++head)
       copy_head({keys, head}, {values, head}, head, from, to, begin, end);
   });

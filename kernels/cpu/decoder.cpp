@@ -30,8 +30,8 @@ struct StorePlanes : torch::CustomClassHolder {
   }
 
   // Adds the plane (keys or values) of one layer; all planes must have the type of the first one.
-  void add(const char* name, const Tensor& plane, std::vector<Memory>& to) {
-    const Types types = planes.keys.empty() ? FLOATS | only(at::kChar) : only(planes.keys[0].type);
+  void add(const char* name, const Tensor& plane, std::vector<Plane>& to) {
+    const Types types = planes.keys.empty() ? KV_TYPES : only(planes.keys[0].type);
     expect("forward_layers", name, plane, types, {ANY, SOME, SOME, SOME});
     to.emplace_back(plane);
   }
@@ -90,8 +90,8 @@ class Layers : public torch::CustomClassHolder {
   std::vector<double> seconds() const { return {seconds_.begin(), seconds_.end()}; }
 
  private:
-  enum Shape { Q_HEADS, KV_HEADS, HEAD_DIM, WINDOW };
-  enum Number : size_t { BLOCK_SIZE, SINKS, RING, NUM_DECODE, MAX_Q, MAX_KV, REACH, NUMBERS };
+  enum Shape { Q_HEADS, KV_HEADS, HEAD_DIM, MODEL_WINDOW };
+  enum Number : size_t { BLOCK_SIZE, SINKS, RING, NUM_DECODE, MAX_Q, MAX_KV, WINDOW, NUMBERS };
   enum AddressTensor : size_t { TABLE, TABLE_ROW, Q_START, START, WINDOW_START, TENSORS };
 
   // Throws unless the tensors of a layer fit each other. Checked when the layer is added, as the threads of a step must
@@ -99,6 +99,7 @@ class Layers : public torch::CustomClassHolder {
   void expect_layer(const Layer& layer) const;
   Slice slice(size_t s, int64_t tokens);
   const Location* location(size_t number, const std::vector<size_t>& layers, int64_t tokens);
+  void add_plans(const std::vector<size_t>& layers, int64_t window, Location& to) const;
   void add_taps(size_t s, Slice& slice) const;
   int64_t run_step();
 
@@ -142,7 +143,7 @@ void Layers::add(const c10::Dict<std::string, Tensor>& tensors, const std::vecto
       .q_heads = shape[Q_HEADS],
       .kv_heads = shape[KV_HEADS],
       .head_dim = shape[HEAD_DIM],
-      .model_window = shape[WINDOW],
+      .model_window = shape[MODEL_WINDOW],
       .eps = static_cast<float>(numbers[0]),
       .scores = {static_cast<float>(numbers[1]), static_cast<float>(numbers[2])},
   };
@@ -203,10 +204,10 @@ const Location* Layers::location(size_t number, const std::vector<size_t>& layer
                      {numbers[BLOCK_SIZE], numbers[SINKS], numbers[RING]},
                      {numbers[NUM_DECODE], numbers[MAX_Q], numbers[MAX_KV]}};
   const bool is_split = at.start.dim() == 2;
-  TORCH_CHECK_VALUE(numbers[REACH] > 0, "forward_layers: a window of ", numbers[REACH]);
+  TORCH_CHECK_VALUE(numbers[WINDOW] > 0, "forward_layers: a window of ", numbers[WINDOW]);
   for (const size_t i : layers) {
     TORCH_CHECK_VALUE(planes.holds(i), "forward_layers: the store does not hold layer ", i);
-    for (const Memory* plane : {&planes.k(i), &planes.v(i)})
+    for (const Plane* plane : {&planes.k(i), &planes.v(i)})
       expect_plane("forward_layers", *plane, is_split ? 1 : layers_[i].kv_heads, layers_[i].head_dim,
                    numbers[BLOCK_SIZE]);
     TORCH_CHECK_VALUE(!is_split || at.start.size(1) == layers_[i].kv_heads, "forward_layers: addresses of ",
@@ -220,17 +221,22 @@ const Location* Layers::location(size_t number, const std::vector<size_t>& layer
   Location& to = locations_.emplace_back(
       Location{.rows = Rows(at), .planes = planes, .kernels = attention_kernels(type_, planes.keys[0].type)});
   for (int64_t row = 0; row < rows; ++row) to.row_of.insert(to.row_of.end(), to.rows.tokens(row), row);
-  // Layers with the same mask and number of heads share an attention plan.
+  add_plans(layers, numbers[WINDOW], to);
+  return &to;
+}
+
+// Makes the attention plans of some layers of a strategy with this window. Layers with the same mask and number of
+// heads share one.
+void Layers::add_plans(const std::vector<size_t>& layers, int64_t window, Location& to) const {
   to.plan_of.resize(layers_.size());
   for (const size_t i : layers) {
     const Layer& l = layers_[i];
     const auto same = std::ranges::find_if(layers, [&](size_t j) { return j == i || l.shares_plan_with(layers_[j]); });
     to.plan_of[i] = *same < i ? to.plan_of[*same] : to.plans.size();
     if (*same < i) continue;
-    const Mask mask = mask_of(to.rows, l.model_window, numbers[REACH]);
-    to.plans.push_back(plan(to.rows, l.kv_heads, l.q_heads / l.kv_heads, mask, to.kernels.most_rows));
+    const Mask mask = mask_of(to.rows, l.model_window, window);
+    to.plans.push_back(make_plan(to.rows, l.kv_heads, l.q_heads / l.kv_heads, mask, to.kernels.most_rows));
   }
-  return &to;
 }
 
 // Returns slice number s of a step of `tokens` tokens.
@@ -254,6 +260,7 @@ Slice Layers::slice(size_t s, int64_t tokens) {
   return slice;
 }
 
+// Sets where queries of slice number s are copied to, if its strategy requests copies (a tap).
 void Layers::add_taps(size_t s, Slice& slice) const {
   const auto* taps = &arguments_.taps[s * (1 + layers_.size())];
   if (!taps[0]) return;

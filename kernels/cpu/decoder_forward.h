@@ -6,79 +6,21 @@
 // any goes on. Knows neither where weights come from nor what the step is for.
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstring>
-#include <memory>
 #include <vector>
 
-#include "attention.h"
+#include "decoder_types.h"
 #include "dispatch.h"
 #include "epilogue.h"
-#include "gemm.h"
 #include "layers.h"
 #include "workspace.h"
 
 namespace kvmux {
-
-// A packed weight, ready to multiply, and its bias.
-struct Projection {
-  std::unique_ptr<Gemm> weight;
-  at::Tensor bias;  // padded float32; or undefined
-
-  const float* biases() const { return bias.defined() ? bias.const_data_ptr<float>() : nullptr; }
-};
-
-// One layer's weights.
-struct Layer {
-  Projection qkv, o, gate_up, down;
-  // Tensors that the model does not have are undefined.
-  at::Tensor norm, q_norm, k_norm, cos, sin, post_norm, next_norm, mlp_post_norm, sink_logits;
-  int64_t q_heads, kv_heads, head_dim, model_window;
-  float eps;
-  Scores scores;
-
-  int64_t width() const { return norm.numel(); }
-  int64_t heads() const { return q_heads + 2 * kv_heads; }
-  // Returns whether attention in both layers can be cut into the same pieces of work.
-  bool shares_plan_with(const Layer& other) const {
-    return model_window == other.model_window && q_heads == other.q_heads && kv_heads == other.kv_heads;
-  }
-};
-
-// The keys and values of one store, in those layers that it holds.
-struct Planes {
-  const Memory& k(size_t layer) const { return keys[index[layer]]; }
-  const Memory& v(size_t layer) const { return values[index[layer]]; }
-  bool holds(size_t layer) const { return layer < index.size() && index[layer] >= 0; }
-
-  std::vector<Memory> keys, values;
-  std::vector<int64_t> index;  // by layer: its index in `keys` and `values`; negative: not held
-};
-
-// The addresses of one strategy's rows in some layers, with the attention plans of those layers.
-struct Location {
-  const Plan& plan(size_t layer) const { return plans[plan_of[layer]]; }
-
-  Rows rows;
-  const Planes& planes;
-  AttentionKernels kernels;
-  std::vector<int64_t> row_of;  // for each token, its row in `rows`
-  std::vector<Plan> plans;      // attention plans, one for each kind of layer (shares_plan_with)
-  std::vector<size_t> plan_of;  // by layer
-};
-
-// The tokens of a step that belong to one strategy.
-struct Slice {
-  int64_t begin, end;                      // the slice's tokens in the step
-  std::vector<const Location*> locations;  // by layer; null: the caller computes attention (a hook)
-  std::vector<int64_t> tap_of;             // for each token, the number of its query among those that are copied, or -1
-  std::vector<char*> taps;                 // by layer: where queries are copied to, dense; null: nowhere
-};
 
 // Applies RMS norm to a row of n numbers; the norm's weight may be of another type than the row.
 template <typename X>
@@ -197,7 +139,7 @@ class DecoderForward : public ForwardStep {
       int64_t most = 0;
       for (size_t i = 0; i < layers_.size(); ++i)
         if (const Location* const at = slice.locations[i])
-          most = std::max(most, at->plan(i).partials * at->kernels.width(MAX_DIM));
+          most = std::max(most, at->plan(i).partials * at->kernels.partial_size(MAX_DIM));
       partials += most;
     }
     b_.line = std::max(width, gated);
@@ -290,7 +232,7 @@ class DecoderForward : public ForwardStep {
     team.share(member, items, [&](int64_t n) {
       const Slice& slice = find_slice(i, n, &Plan::items);
       const Location& at = *slice.locations[i];
-      at.kernels.item(make_call(slice, i), at.plan(i).items[n], next_of(at.plan(i), n));
+      at.kernels.attend(make_call(slice, i), at.plan(i).items[n], at.plan(i).next(n));
     });
     if (merges == 0) return;
     team.share(member, merges, [&](int64_t n) {
@@ -319,7 +261,7 @@ class DecoderForward : public ForwardStep {
     float* partials = b_.partials;
     for (const Slice* before = slices_.data(); before != &slice; ++before)
       if (const Location* const other = before->locations[i])
-        partials += other->plan(i).partials * other->kernels.width(l.head_dim);
+        partials += other->plan(i).partials * other->kernels.partial_size(l.head_dim);
     return {
         .rows = at.rows,
         .plan = at.plan(i),
@@ -351,15 +293,10 @@ class DecoderForward : public ForwardStep {
 
   // Computes activation(gate) * up for two panels, from the sums of the gate's panels and of the up projection's, and
   // packs the result as input of the down projection.
-  void gate(const Layer& l, const float* gates, const float* ups, int64_t size, int64_t panel) const {
+  void gate_panels(const Layer& l, const float* gates, const float* ups, int64_t size, int64_t panel) const {
     constexpr int64_t PART = Gemm::PART, ROWS = 16;
-    static constexpr float NONE[PART] = {};
-    const float* const biases = l.gate_up.biases();
-    const float *gate_bias = NONE, *up_bias = NONE;
-    if (biases != nullptr) {
-      gate_bias = biases + panel * PANEL;
-      up_bias = gate_bias + l.down.weight->width;
-    }
+    const float* const gate_bias = bias_of_pair(l.gate_up.biases(), panel * PANEL);
+    const float* const up_bias = bias_of_pair(l.gate_up.biases(), panel * PANEL + l.down.weight->width);
     for (int64_t first = 0, last; first < n_; first = last) {
       last = std::min(n_, first + ROWS);
       X gated[ROWS * PART], up[PART];
@@ -397,7 +334,7 @@ class DecoderForward : public ForwardStep {
     const int64_t panels = l.down.weight->width / PANEL;
     const auto epilogue = [&](int64_t first, int64_t last, const float* sums, int64_t size) {
       const float* const up = sums + (last - first) * size;
-      for (int64_t i = 0; i < last - first; i += PAIR) gate(l, sums + i * size, up + i * size, size, first + i);
+      for (int64_t i = 0; i < last - first; i += PAIR) gate_panels(l, sums + i * size, up + i * size, size, first + i);
     };
     l.gate_up.weight->multiply(team, member, b_.input, n_, b_.sums + member * b_.sums_of, panels, epilogue);
   }

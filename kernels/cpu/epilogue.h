@@ -6,6 +6,12 @@
 
 namespace kvmux {
 
+// Returns the bias of two panels, from output number `first` on; zeros if there is no bias (null).
+inline const float* bias_of_pair(const float* bias, int64_t first) {
+  alignas(64) static constexpr float ZEROS[PAIR * PANEL] = {};
+  return bias == nullptr ? ZEROS : bias + first;
+}
+
 // Stores `count` numbers of a row, from the sums of up to two panels plus `added`; the panels' sums begin `apart`
 // numbers from each other.
 template <typename X>
@@ -25,10 +31,9 @@ void store_pair(const float* sums, int64_t apart, const float* added, X* to, int
 template <typename X>
 void store_rows(const float* sums, int64_t size, int64_t first, int64_t last, const float* bias, X* y, int64_t rows,
                 int64_t outputs) {
-  static constexpr float NONE[PAIR * PANEL] = {};
   for (int64_t panel = first; panel < last; panel += PAIR, sums += PAIR * size) {
     const int64_t at = panel * PANEL, count = std::min(PAIR * PANEL, outputs - at);
-    const float* const added = bias == nullptr ? NONE : bias + at;
+    const float* const added = bias_of_pair(bias, at);
     for (int64_t row = 0; row < rows; ++row) store_pair(sums + row * PANEL, size, added, y + row * outputs + at, count);
   }
 }

@@ -1,5 +1,6 @@
 // The operations of a layer before and after attention, each fused from several and run in one call, as a call from
 // Python takes as long as a small operation. The results have the same bits as the single operations.
+// Knows neither how these are computed nor what attention is.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 

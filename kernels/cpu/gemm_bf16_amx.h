@@ -51,10 +51,12 @@ class Bf16AmxGemm {
   // of a block; if begin is 0, the sums start at 0.
   void add(Session&, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
     const Weight* w = w_ + P::panel(first, k_);
-    if (rows_ == TILE_ROWS) return panels == PANELS ? few<PANELS>(w, begin, end, sums) : few<PAIR>(w, begin, end, sums);
+    if (rows_ == TILE_ROWS)
+      return panels == PANELS ? multiply_few<PANELS>(w, begin, end, sums) : multiply_few<PAIR>(w, begin, end, sums);
     for (int64_t pair = 0; pair < panels; pair += 2, w += 2 * P::TILE, sums += 2 * rows_ * PANEL) {
       const Weight* next = w + (pair == 0 ? 2 : (tiles_ - 1) * PANELS + 2) * P::TILE;
-      for (int64_t row = 0; row < rows_; row += 2 * TILE_ROWS) square(row, w, next, begin, end, sums + row * PANEL);
+      for (int64_t row = 0; row < rows_; row += 2 * TILE_ROWS)
+        multiply_many(row, w, next, begin, end, sums + row * PANEL);
     }
   }
 
@@ -74,20 +76,20 @@ class Bf16AmxGemm {
 
   // Prefetches a tile of the weight. A tile is loaded line by line, and the hardware prefetcher alone keeps too few
   // loads in flight.
-  static void fetch(const Weight* tile) {
+  static void prefetch(const Weight* tile) {
     const auto* line = reinterpret_cast<const char*>(tile);
     for (int64_t row = 0; row < TILE_ROWS; ++row, line += STRIDE) _mm_prefetch(line, _MM_HINT_T0);
   }
 
   // Multiplies 16 rows of x by N panels of the weight. The sums are in tile registers 0 to 3.
   template <int N>
-  void few(const Weight* w, int64_t begin, int64_t end, float* sums) const {
+  void multiply_few(const Weight* w, int64_t begin, int64_t end, float* sums) const {
     unroll<N>([&](auto n) { begin_sum<n>(begin == 0, sums + n * TILE_ROWS * PANEL); });
     for (int64_t tile = begin; tile < end; ++tile) {
       const Weight* weights = w + tile * PANELS * P::TILE;
       tile_load<4>(x_ + tile * P::TILE, STRIDE);
       unroll<N>([&](auto n) {
-        fetch(weights + n * P::TILE + AHEAD<N>);
+        prefetch(weights + n * P::TILE + AHEAD<N>);
         tile_load<6 + n % 2>(weights + n * P::TILE, STRIDE);
         tile_dot<n, 4, 6 + n % 2>();
       });
@@ -95,9 +97,9 @@ class Bf16AmxGemm {
     unroll<N>([&](auto n) { tile_store<n>(sums + n * TILE_ROWS * PANEL, STRIDE); });
   }
 
-  // Multiplies 32 rows of x by 2 panels of the weight. Each call prefetches a part of the next panels into the L2
-  // cache.
-  void square(int64_t row, const Weight* w, const Weight* next, int64_t begin, int64_t end, float* sums) const {
+  // Multiplies the 32 rows of x from `row` on by 2 panels of the weight. Each call prefetches a part of the next panels
+  // into the L2 cache.
+  void multiply_many(int64_t row, const Weight* w, const Weight* next, int64_t begin, int64_t end, float* sums) const {
     constexpr int64_t LINE = 64 / sizeof(Weight), LINES = 2 * P::TILE / LINE;
     const int64_t soon = LINES * row / rows_ * LINE, then = LINES * (row + 2 * TILE_ROWS) / rows_ * LINE;
     const auto at = [&](int i) { return sums + (i % 2 * rows_ + i / 2 * TILE_ROWS) * PANEL; };
@@ -120,6 +122,7 @@ class Bf16AmxGemm {
     unroll<4>([&](auto i) { tile_store<i>(at(i), STRIDE); });
   }
 
+  // Sets tile register N to a sum so far, or to zeros for the first one.
   template <int N>
   static void begin_sum(bool first, const float* sum) {
     if (first)

@@ -51,14 +51,15 @@ class Int8Gemm {
   int64_t chunk() const { return tiles(); }  // tiles of the depth added at a time: all of them
   int64_t height() const { return height_of(rows_); }
 
+  // Quantizes a row of x [k] to 8 bits.
   template <typename X>
   void pack_row(const X* from, int64_t row) const {
     int8_t* to = x_.numbers + row * pitch(k_);
     for (int64_t g = 0; g < w_.groups; ++g) {
       const int64_t begin = g * w_.group, n = std::min(k_ - begin, w_.group);
-      const float most = largest(from + begin, n);
+      const float most = largest_magnitude(from + begin, n);
       const bool finite = std::isfinite(most);
-      const int32_t sum = rounded(from + begin, finite && most > TINY ? LARGEST / most : 0.f, to + begin, n);
+      const int32_t sum = round_to_int8(from + begin, finite && most > TINY ? LARGEST / most : 0.f, to + begin, n);
       x_.scale[g * height() + row] = finite ? most / LARGEST : std::numeric_limits<float>::quiet_NaN();
       x_.sum[g * height() + row] = OFFSETS ? sum : -ZERO * sum;
     }
@@ -69,11 +70,11 @@ class Int8Gemm {
   void add(Session& session, int64_t first, int64_t panels, int64_t, int64_t, float* sums) const {
     if (rows_ > (w_.groups == 1 ? ROWS : MOST_ROWS) && Session::USABLE) return session.add(first, panels, sums);
     if (rows_ > ROWS) {
-      for (int64_t i = 0; i < panels; ++i) over_rows<MOST_ROWS, 1>(0, first + i, sums + i * height() * PANEL);
+      for (int64_t i = 0; i < panels; ++i) multiply_rows<MOST_ROWS, 1>(0, first + i, sums + i * height() * PANEL);
       return;
     }
-    if (WIDE == PANELS && panels == PANELS) return over_rows<ROWS, WIDE>(0, first, sums);
-    for (int64_t i = 0; i < panels; i += PAIR) over_rows<ROWS, PAIR>(0, first + i, sums + i * height() * PANEL);
+    if (WIDE == PANELS && panels == PANELS) return multiply_rows<ROWS, WIDE>(0, first, sums);
+    for (int64_t i = 0; i < panels; i += PAIR) multiply_rows<ROWS, PAIR>(0, first + i, sums + i * height() * PANEL);
   }
 
  private:
@@ -90,8 +91,7 @@ class Int8Gemm {
   static constexpr int64_t BYTES = P::TILE * BITS / 8;  // of a tile
   static constexpr int64_t QUADS = P::DEPTH / 4;        // of a tile
   static constexpr int PER_BYTE = 8 / BITS;
-
-  static constexpr int32_t ZERO = OFFSETS ? 0 : 1 << (BITS - 1);
+  static constexpr int32_t ZERO = OFFSETS ? 0 : 1 << (BITS - 1);  // what is subtracted from each number
 
   // Returns the prefetch distance in bytes, for N panels that are multiplied together: the next depth; for whole
   // blocks, which are read in order, 2 KiB.
@@ -103,7 +103,7 @@ class Int8Gemm {
 
   // Returns the largest magnitude of n numbers; NaN if one of them is NaN.
   template <typename X>
-  static float largest(const X* from, int64_t n) {
+  static float largest_magnitude(const X* from, int64_t n) {
     const auto larger = [](Vec a, Vec b) { return at::vec::maximum(a, b); };
     Vec most(0.f);
     int64_t i = 0;
@@ -114,7 +114,7 @@ class Int8Gemm {
 
   // Stores n numbers times `factor`, rounded to integers; returns their sum.
   template <typename X>
-  static int32_t rounded(const X* from, float factor, int8_t* to, int64_t n) {
+  static int32_t round_to_int8(const X* from, float factor, int8_t* to, int64_t n) {
     using Integers = int32_t __attribute__((vector_size(sizeof(Raw))));
     using Small = int8_t __attribute__((vector_size(W)));
     const Vec factors(factor);
@@ -138,16 +138,17 @@ class Int8Gemm {
   const uint8_t* tiles_of(int64_t panel) const { return w_.numbers + P::panel(panel, k_) / P::TILE * BYTES; }
   const int8_t* row(int64_t n) const { return x_.numbers + n * pitch(k_); }
 
+  // Multiplies the rows from `row` on by N panels of the weight, R rows at a time, then those that are left.
   template <int R, int N>
-  void over_rows(int64_t row, int64_t panel, float* sums) const {
-    for (; row + R <= rows_; row += R) block<R, N>(row, panel, sums + row * PANEL);
+  void multiply_rows(int64_t row, int64_t panel, float* sums) const {
+    for (; row + R <= rows_; row += R) multiply_block<R, N>(row, panel, sums + row * PANEL);
     if constexpr (R > 1)
-      if (row < rows_) over_rows<R / 2, N>(row, panel, sums);
+      if (row < rows_) multiply_rows<R / 2, N>(row, panel, sums);
   }
 
   // Multiplies R rows of x by N panels of the weight, with vector instructions.
   template <int R, int N>
-  void block(int64_t first, int64_t panel, float* sums) const {
+  void multiply_block(int64_t first, int64_t panel, float* sums) const {
     const uint8_t* w = tiles_of(panel);
     Raw total[R][N][V];
     unroll<R>([&](auto r) { unroll<N>([&](auto n) { unroll<V>([&](auto v) { total[r][n][v] = Vec(0.f); }); }); });

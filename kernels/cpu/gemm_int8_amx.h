@@ -25,15 +25,16 @@ class Int8AmxTiles {
 
   // Computes the sums [panels][height][PANEL] of 2 or 4 panels of a block, over the whole depth.
   void add(int64_t first, int64_t panels, float* sums) {
-    if (product_.w_.groups > 1) return panels == PANELS ? by_groups<PANELS>(first, sums) : by_groups<PAIR>(first, sums);
+    if (product_.w_.groups > 1)
+      return panels == PANELS ? multiply_groups<PANELS>(first, sums) : multiply_groups<PAIR>(first, sums);
     // For up to 16 rows all panels of a block are computed at once, as reading memory limits the speed; for more rows
     // the products limit it.
-    if (product_.rows_ <= TILE_ROWS && panels == PANELS) return over_rows<1, PANELS>(first, sums);
+    if (product_.rows_ <= TILE_ROWS && panels == PANELS) return multiply_one_group<1, PANELS>(first, sums);
     for (int64_t i = 0; i < panels; i += PAIR, sums += PAIR * product_.height() * PANEL)
       if (product_.rows_ <= TILE_ROWS)
-        over_rows<1, PAIR>(first + i, sums);
+        multiply_one_group<1, PAIR>(first + i, sums);
       else
-        over_rows<2, PAIR>(first + i, sums);
+        multiply_one_group<2, PAIR>(first + i, sums);
   }
 
  private:
@@ -76,35 +77,35 @@ class Int8AmxTiles {
 
   // Multiplies all rows of x, 16 A of them at a time, by N panels of a weight that has one group of columns.
   template <int A, int N>
-  void over_rows(int64_t panel, float* sums) {
-    const uint8_t* w = bytes<N>(panel);
+  void multiply_one_group(int64_t panel, float* sums) {
+    const uint8_t* w = widen_panels<N>(panel);
     for (int64_t row = 0; row < product_.rows_; row += A * TILE_ROWS)
       if (A == 1 || product_.rows_ - row <= TILE_ROWS)
-        square<1, N>(w, row, panel, sums + row * PANEL);
+        multiply_block<1, N>(w, row, panel, sums + row * PANEL);
       else
-        square<A, N>(w, row, panel, sums + row * PANEL);
+        multiply_block<A, N>(w, row, panel, sums + row * PANEL);
   }
 
   // Multiplies all rows of x by N panels of a weight with several groups of columns, whose sums are scaled one by one:
   // one panel after the other.
   template <int N>
-  void by_groups(int64_t panel, float* sums) {
-    const uint8_t* w = bytes<N>(panel);
+  void multiply_groups(int64_t panel, float* sums) {
+    const uint8_t* w = widen_panels<N>(panel);
     for (int64_t n = 0; n < N; ++n)
       for (int64_t row = 0; row < product_.rows_; row += TILE_ROWS)
-        scaled<N>(w + n * P::TILE, row, panel + n, sums + (n * product_.height() + row) * PANEL);
+        multiply_panel<N>(w + n * P::TILE, row, panel + n, sums + (n * product_.height() + row) * PANEL);
   }
 
   // Multiplies 16 rows of x by one panel. While the sums of some groups of columns are scaled, the next groups are
   // multiplied.
   template <int N>
-  void scaled(const uint8_t* w, int64_t row, int64_t panel, float* sums) {
+  void multiply_panel(const uint8_t* w, int64_t row, int64_t panel, float* sums) {
     alignas(64) Dots dots[2][GROUPS];
     Totals total;
     const int64_t groups = product_.w_.groups;
-    multiply<N>(w, row, 0, dots[0]);
+    dot_groups<N>(w, row, 0, dots[0]);
     for (int64_t g = 0; g < groups; g += GROUPS) {
-      if (g + GROUPS < groups) multiply<N>(w, row, g + GROUPS, dots[(g / GROUPS + 1) % 2]);
+      if (g + GROUPS < groups) dot_groups<N>(w, row, g + GROUPS, dots[(g / GROUPS + 1) % 2]);
       for (int64_t i = 0; i < std::min(GROUPS, groups - g); ++i)
         total.add(Group(product_, panel, g + i, row), dots[g / GROUPS % 2][i]);
     }
@@ -114,7 +115,7 @@ class Int8AmxTiles {
   // Multiplies 16 rows of x by up to GROUPS groups of columns of a panel, from group number `first` on, as far as it
   // has that many. The sums are in tile registers 0 to 3.
   template <int N>
-  void multiply(const uint8_t* w, int64_t row, int64_t first, Dots (&dots)[GROUPS]) {
+  void dot_groups(const uint8_t* w, int64_t row, int64_t first, Dots (&dots)[GROUPS]) {
     const int64_t step = tiles_.depth(), group = product_.w_.group, apart = Product::pitch(product_.k_);
     const int64_t count = std::min(GROUPS, product_.w_.groups - first);
     unroll<GROUPS>([&](auto i) {
@@ -131,17 +132,15 @@ class Int8AmxTiles {
     });
   }
 
+  // Returns N panels of the weight as bytes. Numbers of 4 bits are widened into this object's memory, minus 8 if the
+  // weight has no offsets.
   template <int N>
-  const uint8_t* bytes(int64_t panel) {
-    return BITS == 8 ? product_.tiles_of(panel) : unpacked<N>(panel);
-  }
-
-  template <int N>
-  const uint8_t* unpacked(int64_t panel) {
+  const uint8_t* widen_panels(int64_t panel) {
     const uint8_t* from = product_.tiles_of(panel);
+    if constexpr (BITS == 8) return from;
+    constexpr uint8_t zero = Product::ZERO;
     for (int64_t tile = 0; tile < product_.tiles(); ++tile)
       for (int64_t n = 0; n < N; ++n) {
-        constexpr uint8_t zero = Product::ZERO;
         const uint8_t* packed = from + (tile * PANELS + n) * BYTES;
         uint8_t* to = bytes_.data() + (tile * N + n) * P::TILE;
         for (int64_t i = 0; i < BYTES; i += sizeof(Bytes), to += 2 * sizeof(Bytes)) {
@@ -157,7 +156,7 @@ class Int8AmxTiles {
   // Multiplies 16 A rows of x by N panels of a weight with one group. Tile registers 0 to 3 hold sums, 4 and 5 rows of
   // x, 6 and 7 the weight.
   template <int A, int N>
-  void square(const uint8_t* w, int64_t row, int64_t panel, float* sums) {
+  void multiply_block(const uint8_t* w, int64_t row, int64_t panel, float* sums) {
     const int64_t step = tiles_.depth(), pitch = Product::pitch(product_.k_);
     alignas(64) Dots dots[A * N];
     unroll<A * N>([&](auto i) { tile_zero<i>(); });
@@ -183,11 +182,12 @@ class Int8AmxTiles {
 
   const Product& product_;
   Tiles tiles_;
-  std::vector<uint8_t> bytes_;
+  std::vector<uint8_t> bytes_;  // of widened panels
 };
 
 #else
 
+// Stands in for the tiles where there are none.
 template <int BITS, bool OFFSETS, typename S>
 struct Int8AmxTiles {
   static constexpr bool USABLE = false;

@@ -61,7 +61,7 @@ class VectorGemm {
   void add(Session&, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
     const int64_t step = WIDE || rows_ == 1 || rows_ > FEW ? end - begin : 1;
     for (int64_t tile = begin; tile < end; tile += step)
-      over_rows<ROWS, false>(0, first, panels, tile, std::min(end, tile + step), sums);
+      multiply_rows<ROWS, false>(0, first, panels, tile, std::min(end, tile + step), sums);
   }
 
  private:
@@ -81,7 +81,7 @@ class VectorGemm {
   // Returns the number of panels that are computed together, so that the sums of R rows fill most of the registers.
   // From memory, narrow vectors read one panel after the other faster than several at once.
   template <int R, bool CACHED>
-  static constexpr int together() {
+  static constexpr int panels_together() {
     if (WIDE) return R <= ROWS / 2 ? PANELS : PAIR;
     return CACHED && R <= 2 ? PANELS / R : 1;
   }
@@ -89,28 +89,28 @@ class VectorGemm {
   // Multiplies the rows from `row` on, R at a time, then those that are left. CACHED: rows before them have brought the
   // tiles into the cache.
   template <int R, bool CACHED>
-  void over_rows(int64_t row, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
-    constexpr int N = together<R, CACHED>();
+  void multiply_rows(int64_t row, int64_t first, int64_t panels, int64_t begin, int64_t end, float* sums) const {
+    constexpr int N = panels_together<R, CACHED>();
     while (row + R <= rows_) {
       for (int64_t panel = 0; panel < panels; panel += N) {
         const T* const w = w_ + P::panel(first + panel, k_);
         float* const to = sums + panel * rows_ * PANEL + row * PANEL;
         if (panels >= N)
-          block<R, N, CACHED>(row, w, begin, end, to);
+          multiply_block<R, N, CACHED>(row, w, begin, end, to);
         else
-          block<R, std::min<int>(N, PAIR), CACHED>(row, w, begin, end, to);
+          multiply_block<R, std::min<int>(N, PAIR), CACHED>(row, w, begin, end, to);
       }
       row += R;
-      if constexpr (!CACHED) return over_rows<R, true>(row, first, panels, begin, end, sums);
+      if constexpr (!CACHED) return multiply_rows<R, true>(row, first, panels, begin, end, sums);
     }
     if constexpr (R > 1)
       if (row < rows_)
-        over_rows<(R > 8 ? 8 : R > 6 ? 6 : R > 4 ? 4 : R / 2), CACHED>(row, first, panels, begin, end, sums);
+        multiply_rows<(R > 8 ? 8 : R > 6 ? 6 : R > 4 ? 4 : R / 2), CACHED>(row, first, panels, begin, end, sums);
   }
 
   // Everything is inlined (`flatten`), so that the sums stay in registers.
   template <int R, int N, bool CACHED>
-  __attribute__((flatten)) void block(int64_t row, const T* w, int64_t begin, int64_t end, float* sums) const {
+  __attribute__((flatten)) void multiply_block(int64_t row, const T* w, int64_t begin, int64_t end, float* sums) const {
     Raw sum[R][N * V];
     const auto at = [&](int r, int v) { return sums + v / V * rows_ * PANEL + r * PANEL + v % V * W; };
     unroll<R>([&](auto r) { unroll<N * V>([&](auto v) { sum[r][v] = begin == 0 ? Vec(0.f) : load(at(r, v)); }); });
@@ -167,9 +167,9 @@ class VectorGemm {
     if constexpr (P::S == 1)
       return load(from);
     else if constexpr (s == 0)
-      return widened(load(reinterpret_cast<const float*>(from))).first;
+      return widen(load(reinterpret_cast<const float*>(from))).first;
     else
-      return widened(load(reinterpret_cast<const float*>(from))).second;
+      return widen(load(reinterpret_cast<const float*>(from))).second;
   }
 
   const T* w_;

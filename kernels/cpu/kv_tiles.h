@@ -1,8 +1,9 @@
-// The keys and values of a sequence, TILE positions at a time: where each of them is stored, and which of them some
-// query rows see. The next tile is prefetched while one is computed. Knows no scores.
+// The stored keys and values that some query rows see, TILE positions at a time: where each of them is stored, and what
+// is prefetched while a tile is computed. Knows no scores.
 #pragma once
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "prefetch.h"
@@ -21,79 +22,115 @@ struct QueryRows {
   int64_t position(int64_t r) const { return start + query(r); }
 };
 
-template <typename T, int64_t TILE>
-class Keys {
- public:
-  // The keys and values that the queries at positions oldest .. newest see.
-  Keys(Plane<T> k, Plane<T> v, Mask mask, int64_t oldest, int64_t newest)
-      : k_(k), v_(v), mask_(mask), oldest_(oldest), newest_(newest) {}
-
-  // The addresses of the keys and values of TILE positions. `seen` spans all positions that any query row sees; within
-  // it, keys between the sinks and the window are read as well, and masked later. Outside of `seen` the addresses are
-  // those of one key that is seen.
-  struct Tile {
-    Range seen;
-    const T *k[TILE], *v[TILE];
-  };
-
-  // Starts reading at the tile that begins at position `tile`.
-  void begin(int64_t tile) { find(tile, tiles_[0]); }
-
-  // Starts reading at the tile that begins at position `tile`, and queues this tile for prefetching.
-  void begin(int64_t tile, PrefetchQueue& queue) {
-    begin(tile);
-    enqueue(tiles_[0], queue);
-  }
-
-  // Returns the current tile and prepares the one at position `next`, if that is before `end`. The next tile is queued
-  // for prefetching in `queue`, unless that is null: with many query rows the products take longer than reading memory.
-  const Tile& step(int64_t next, int64_t end, PrefetchQueue* queue) {
-    const Tile& tile = tiles_[at_];
-    at_ = 1 - at_;
-    if (queue != nullptr) queue->clear();
-    if (next < end) {
-      find(next, tiles_[at_]);
-      if (queue != nullptr) enqueue(tiles_[at_], *queue);
-    }
-    return tile;
-  }
+// The stored keys and values of one head of a sequence, as some query rows see them.
+template <typename T>
+struct KVView {
+  KVView(const StoredVectors<T>& keys, const StoredVectors<T>& values, const Mask& seen, const QueryRows& query_rows)
+      : k(keys), v(values), mask(seen), rows(query_rows), oldest(rows.position(0)),
+        newest(rows.position(rows.count - 1)) {}
 
   // Returns whether every query row sees all positions of a range.
-  bool all_see(Range range) const { return mask_.latest(newest_).begin <= range.begin && range.end <= oldest_ + 1; }
+  bool all_see(Range range) const { return mask.all_see(oldest, newest, range); }
 
- private:
-  void find(int64_t tile, Tile& found) const {
-    const Range seen = found.seen = mask_.seen(oldest_, newest_, {tile, tile + TILE});
+  StoredVectors<T> k, v;
+  Mask mask;
+  QueryRows rows;
+  int64_t oldest, newest;  // positions of the first query and of the last one
+};
+
+// The addresses of the keys and values of TILE positions. `seen` spans all positions that any query row sees; within
+// it, keys between the sinks and the window are read as well, and masked later. Outside of `seen` the addresses are
+// those of one key that is seen.
+template <typename T, int64_t TILE>
+struct KVTile {
+  // Finds the addresses of the tile that begins at position `tile`.
+  void find(const KVView<T>& kv, int64_t tile) {
+    seen = kv.mask.seen(kv.oldest, kv.newest, {tile, tile + TILE});
     for (int64_t p = seen.begin, n; p < seen.end; p += n) {
-      n = k_.layout.run(p, seen.end);
-      const T *k = k_.at(p), *v = v_.at(p);
+      n = kv.k.layout.run(p, seen.end);
+      const T *const first_k = kv.k.at(p), *const first_v = kv.v.at(p);
       for (int64_t i = 0; i < n; ++i) {
-        found.k[p - tile + i] = k + i * k_.vector_stride;
-        found.v[p - tile + i] = v + i * v_.vector_stride;
+        k[p - tile + i] = first_k + i * kv.k.vector_stride;
+        v[p - tile + i] = first_v + i * kv.v.vector_stride;
       }
     }
     if (seen.empty()) return;
-    for (const T** vectors : {found.k, found.v}) {
+    for (const T** vectors : {k, v}) {
       const T* const instead = vectors[seen.begin - tile];
       std::fill_n(vectors, seen.begin - tile, instead);
       std::fill(vectors + (seen.end - tile), vectors + TILE, instead);
     }
   }
 
-  // Queues the keys and values of a tile, to be prefetched while the tile before it is computed.
-  void enqueue(const Tile& tile, PrefetchQueue& queue) const {
-    for (int64_t p = tile.seen.begin, n; p < tile.seen.end; p += n) {
-      n = k_.layout.run(p, tile.seen.end);
-      queue.add(tile.k[p % TILE], n * k_.vector_stride * sizeof(T));
-      queue.add(tile.v[p % TILE], n * v_.vector_stride * sizeof(T));
+  // Queues the keys and values for prefetching.
+  void enqueue(const KVView<T>& kv, PrefetchQueue& queue) const {
+    for (int64_t p = seen.begin, n; p < seen.end; p += n) {
+      n = kv.k.layout.run(p, seen.end);
+      queue.add(k[p % TILE], n * kv.k.vector_stride * sizeof(T));
+      queue.add(v[p % TILE], n * kv.v.vector_stride * sizeof(T));
     }
   }
 
-  Plane<T> k_, v_;
-  Mask mask_;
-  int64_t oldest_, newest_;
-  Tile tiles_[2];   // the current tile and the next one; they swap places at each step
-  int64_t at_ = 0;  // which of `tiles_` the next step() returns
+  Range seen;
+  const T *k[TILE], *v[TILE];
+};
+
+// Reads tiles one after the other. While one is computed, the next one is prefetched, and with the last one the first
+// tile of what this thread reads afterwards. This is done for up to PREFETCH_ROWS query rows: with more of them the
+// products take longer than reading memory.
+template <typename T, int64_t TILE, int64_t PREFETCH_ROWS>
+class KVTileReader {
+ public:
+  using Tile = KVTile<T, TILE>;
+
+  // `kv` must live as long as the reader.
+  explicit KVTileReader(const KVView<T>& kv) : kv_(kv) {}
+
+  // Sets what this thread reads afterwards: from position `begin` on.
+  void set_next(const KVView<T>& kv, int64_t begin) {
+    if (prefetches(kv_) && prefetches(kv)) next_.emplace(Next{kv, begin});
+  }
+
+  // Starts at the tile that begins at position `begin`; tiles from position `end` on are not read.
+  void start(int64_t begin, int64_t end) {
+    end_ = std::min(end, kv_.newest + 1);
+    tiles_[at_].find(kv_, begin);
+  }
+
+  // Returns the tile that begins at position `tile`, the next one in order, and queues the one after it.
+  const Tile& read(int64_t tile) {
+    const Tile& found = tiles_[at_];
+    at_ = 1 - at_;
+    queue_.clear();
+    if (tile + TILE < end_)
+      prepare(kv_, tile + TILE);
+    else if (next_)
+      prepare(next_->kv, next_->begin);
+    return found;
+  }
+
+  // The memory to prefetch while the current tile is computed.
+  PrefetchQueue& queue() { return queue_; }
+
+ private:
+  struct Next {
+    KVView<T> kv;
+    int64_t begin;
+  };
+
+  static bool prefetches(const KVView<T>& kv) { return kv.rows.count <= PREFETCH_ROWS; }
+
+  void prepare(const KVView<T>& kv, int64_t tile) {
+    tiles_[at_].find(kv, tile);
+    if (prefetches(kv)) tiles_[at_].enqueue(kv, queue_);
+  }
+
+  const KVView<T>& kv_;
+  int64_t end_ = 0;
+  std::optional<Next> next_;  // if known
+  Tile tiles_[2];             // the current tile and the one after it; they swap places at each read()
+  int64_t at_ = 0;            // which of `tiles_` the next read() returns
+  PrefetchQueue queue_;
 };
 
 }  // namespace kvmux

@@ -1,5 +1,6 @@
 // Norms, RoPE and gates for torch. Like every C++ source of this folder, this one is compiled for each instruction set,
-// and its operations are registered under a library name for that set (KVMUX_LIBRARY; see setup.py).
+// and its operations are registered under a library name for that set (KVMUX_LIBRARY; see setup.py). Knows no layer as
+// a whole.
 #include "layers.h"
 
 #include <ATen/core/Tensor.h>
@@ -24,7 +25,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
       const T* from = x.const_data_ptr<T>();
       T* to = y.data_ptr<T>();
       const auto* factors = weight.const_data_ptr<Weight>();
-      over_rows(x.size(0), x.size(1), [&](int64_t begin, int64_t end) {
+      parallel_over_rows(x.size(0), x.size(1), [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n)
           rms_norm_row(from + n * x.stride(0), factors, static_cast<float>(eps), to + n * y.stride(0), x.size(1));
       });
@@ -47,7 +48,7 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& delta, co
       const auto* factors = weight.const_data_ptr<decltype(of_weight)>();
       T* sums = total.data_ptr<T>();
       T* to = normed.data_ptr<T>();
-      over_rows(x.size(0), d, [&](int64_t begin, int64_t end) {
+      parallel_over_rows(x.size(0), d, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n) {
           add_row(a + n * x.stride(0), b + n * delta.stride(0), sums + n * d, d);
           rms_norm_row(sums + n * d, factors, static_cast<float>(eps), to + n * d, d);
@@ -74,7 +75,7 @@ Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor&
     using T = decltype(of_x);
     const T* from = x.const_data_ptr<T>();
     T* to = y.data_ptr<T>();
-    over_rows(x.size(0), heads * 2 * half, [&](int64_t begin, int64_t end) {
+    parallel_over_rows(x.size(0), heads * 2 * half, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n)
         for (int64_t h = 0; h < heads; ++h)
           rope_row(from + n * x.stride(0) + h * x.stride(1), c + position[n] * cos.stride(0),
@@ -94,7 +95,7 @@ Tensor silu_mul(const Tensor& gate_up) {
     using T = decltype(of_x);
     const T* from = gate_up.const_data_ptr<T>();
     T* to = y.data_ptr<T>();
-    over_rows(gate_up.size(0), f, [&](int64_t begin, int64_t end) {
+    parallel_over_rows(gate_up.size(0), f, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) {
         const T* gate = from + n * gate_up.stride(0);
         silu_mul_row(gate, gate + f, to + n * f, f);

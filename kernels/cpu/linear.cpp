@@ -1,4 +1,4 @@
-// Products with packed weights: how threads share the work, and the operation `linear` for torch.
+// Products with packed weights: how threads share the work, and the operation `linear` for torch. Knows no layers.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -179,7 +179,8 @@ Tensor linear(const Tensor& x, const PackedWeight& weight, const std::optional<T
   constexpr int64_t WORTH_WAKING = 65536;
   const int64_t threads = std::min(Team::max_threads(), 1 + weight.width * outputs / WORTH_WAKING),
                 sums = made->sums_size(rows);
-  const Tensor input = at::empty({made->input_bytes(rows)}, at::kByte), kept = at::empty({threads, sums}, at::kFloat);
+  const Tensor input = at::empty({made->input_bytes(rows)}, at::kByte),
+               sums_of_threads = at::empty({threads, sums}, at::kFloat);
   with_type(x.scalar_type(), [&](auto number) {
     using X = decltype(number);
     auto* const packed = reinterpret_cast<char*>(input.data_ptr());
@@ -191,7 +192,7 @@ Tensor linear(const Tensor& x, const PackedWeight& weight, const std::optional<T
     };
     Team::run(threads, [&](Team& team, Member member) {
       team.share(member, rows, [&](int64_t row) { made->pack_row(packed, rows, from + row * x.stride(0), row); });
-      made->multiply(team, member, packed, rows, kept.data_ptr<float>() + member * sums, 0, epilogue);
+      made->multiply(team, member, packed, rows, sums_of_threads.data_ptr<float>() + member * sums, 0, epilogue);
     });
   });
   return y;

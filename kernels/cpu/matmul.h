@@ -2,7 +2,7 @@
 // rows may lie anywhere. N is a multiple of W.
 //
 // A block of c stays in registers while k runs. Each number of c is a chain of fused multiply-adds in the order of k,
-// so it does not depend on how many rows or columns are computed beside it.
+// so it does not depend on how many rows or columns are computed beside it. Knows neither attention nor weights.
 #pragma once
 
 #include "prefetch.h"
@@ -10,14 +10,14 @@
 
 namespace kvmux {
 
-constexpr int ROWS = REGISTERS == 16 ? 6 : 8;  // the most of a block
-constexpr int64_t FETCH_STEPS = 8;             // steps of k between two calls of PrefetchQueue::fetch
+constexpr int BLOCK_ROWS = REGISTERS == 16 ? 6 : 8;  // the most of a block
+constexpr int64_t FETCH_STEPS = 8;                   // steps of k between two calls of PrefetchQueue::fetch
 
 // Returns how many vectors wide a block of R rows of c is: 4, 2 or 1. Its sums fill the registers beside the vectors of
 // b or the factors of a, whichever are fewer, and one more: with few sums, each addition would wait for the one before,
 // and a narrow block loads more numbers than it multiplies.
 template <int R>
-constexpr int columns() {
+constexpr int block_columns() {
   constexpr auto fits = [](int c) { return R * c + std::min(R, c) + 1 <= REGISTERS; };
   return fits(4) ? 4 : fits(2) ? 2 : 1;
 }
@@ -54,6 +54,7 @@ __attribute__((flatten)) void multiply_block(const float* a, const Row& row, int
   unroll<R>([&](auto r) { unroll<C>([&](auto v) { Vec(sum[r][v]).store(c + r * ldc + n + v * W); }); });
 }
 
+// Computes columns `from` .. N - 1 of R rows of c, in blocks of C vectors and narrower ones for those that are left.
 template <int LDA, int R, int C, typename Row>
 inline void multiply_rows(const float* a, const Row& row, float* c, int64_t ldc, int64_t from, int64_t N, int64_t K,
                           PrefetchQueue& queue) {
@@ -64,12 +65,14 @@ inline void multiply_rows(const float* a, const Row& row, float* c, int64_t ldc,
 
 // Returns the number of rows of the next block, of M rows that are left. If one row more than a block has is left, two
 // blocks take about half each, as a block of a single row waits for its own sums.
-constexpr int64_t next_rows(int64_t M) { return M == ROWS + 1 ? ROWS / 2 + 1 : std::min<int64_t>(M, ROWS); }
+constexpr int64_t next_rows(int64_t M) {
+  return M == BLOCK_ROWS + 1 ? BLOCK_ROWS / 2 + 1 : std::min<int64_t>(M, BLOCK_ROWS);
+}
 
-// Calls work(r) with the number of rows r, from 1 to ROWS, as a constant.
+// Calls work(r) with the number of rows r, from 1 to BLOCK_ROWS, as a constant.
 template <int R = 1, typename Work>
 inline void with_rows(int64_t r, const Work& work) {
-  if constexpr (R < ROWS)
+  if constexpr (R < BLOCK_ROWS)
     if (r != R) return with_rows<R + 1>(r, work);
   work(std::integral_constant<int, R>{});
 }
@@ -79,7 +82,7 @@ inline int64_t count_fetches(int64_t M, int64_t N, int64_t K) {
   int64_t fetches = 0;
   while (M > 0)
     with_rows(next_rows(M), [&](auto r) {
-      fetches += N / (columns<r>() * W) * ((K + FETCH_STEPS - 1) / FETCH_STEPS);
+      fetches += N / (block_columns<r>() * W) * ((K + FETCH_STEPS - 1) / FETCH_STEPS);
       M -= r;
     });
   return fetches;
@@ -91,7 +94,7 @@ inline void multiply_add(int64_t M, const float* a, const Row& row, float* c, in
                          PrefetchQueue& queue) {
   while (M > 0)
     with_rows(next_rows(M), [&](auto r) {
-      multiply_rows<LDA, r, columns<r>()>(a, row, c, ldc, 0, N, K, queue);
+      multiply_rows<LDA, r, block_columns<r>()>(a, row, c, ldc, 0, N, K, queue);
       a += r * LDA;
       c += r * ldc;
       M -= r;

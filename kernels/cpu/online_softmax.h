@@ -1,5 +1,6 @@
 // The sums of softmax attention over the keys of a sequence, or of a split of it, and how splits are merged. A sequence
-// is cut into splits of SPLIT positions, which are summed independently and merged in order.
+// is cut into splits of SPLIT positions, which are summed independently and merged in order. Knows neither keys nor
+// queries.
 #pragma once
 
 #include <algorithm>
@@ -24,6 +25,9 @@ struct Scores {
 // exp(score - top).
 template <int64_t ROWS>
 struct OnlineSoftmax {
+  // Returns how many numbers the sums of one row take where they are stored: its top, its total, its values [width].
+  static constexpr int64_t stored_size(int64_t width) { return 2 + width; }
+
   float top[ROWS];
   float total[ROWS];
   alignas(64) float values[ROWS * MAX_DIM];
@@ -46,6 +50,7 @@ struct OnlineSoftmax {
     return factor;
   }
 
+  // Adds sums over other keys to those of query row r.
   void merge(int64_t r, float other_top, float other_total, const float* other, int64_t width) {
     if (other_top == NOTHING && other_total == 0.f) return;  // skips sums over no key, unless their total is NaN
     if (top[r] == NOTHING) {
@@ -59,6 +64,14 @@ struct OnlineSoftmax {
     total[r] += factor * other_total;
     float* mine = values + r * width;
     for (int64_t d = 0; d < width; d += W) at::vec::fmadd(Vec(factor), load(other + d), load(mine + d)).store(mine + d);
+  }
+
+  void merge_stored(int64_t r, const float* from, int64_t width) { merge(r, from[0], from[1], from + 2, width); }
+
+  void store(int64_t r, float* to, int64_t width) const {
+    to[0] = top[r];
+    to[1] = total[r];
+    std::copy_n(values + r * width, width, to + 2);
   }
 };
 

@@ -35,7 +35,7 @@ namespace {
 // Calls work(memory, first, count) for every block: its memory, its first output and number of outputs. Zeroes the
 // block first if these outputs do not fill it.
 template <typename Work>
-void over_blocks(const Tensor& packed, int64_t outputs, bool filled, const Work& work) {
+void parallel_over_blocks(const Tensor& packed, int64_t outputs, bool filled, const Work& work) {
   const int64_t blocks = blocks_of(outputs), size = packed.nbytes() / std::max<int64_t>(1, blocks);
   at::parallel_for(0, blocks, 1, [&](int64_t begin, int64_t end) {
     for (int64_t block = begin; block < end; ++block) {
@@ -61,7 +61,7 @@ void pack(const Tensor& packed, const Tensor& weight) {
   with_type(weight.scalar_type(), [&](auto of_weight) {
     using T = decltype(of_weight);
     const T* from = weight.const_data_ptr<T>();
-    over_blocks(packed, outputs, fills_tiles<T>(k), [&](char* block, int64_t first, int64_t count) {
+    parallel_over_blocks(packed, outputs, fills_tiles<T>(k), [&](char* block, int64_t first, int64_t count) {
       pack_block(from + first * apart, apart, count, k, reinterpret_cast<T*>(block));
     });
   });
@@ -77,11 +77,12 @@ void pack_integers(const Tensor& packed, const Tensor& numbers, int64_t bits, bo
               "the tensor for the packed weight has another size");
   const uint8_t* from = numbers.const_data_ptr<uint8_t>();
   const int64_t apart = numbers.stride(0);
-  over_blocks(packed, outputs, bits == 8 && fills_tiles<uint8_t>(k), [&](char* block, int64_t first, int64_t count) {
-    auto* const to = reinterpret_cast<uint8_t*>(block);
-    if (bits == 8) return pack_block(from + first * apart, apart, count, k, to);
-    for (int64_t i = 0; i < count; ++i) pack_halves(from + (first + i) * apart, k, i, to);
-  });
+  parallel_over_blocks(packed, outputs, bits == 8 && fills_tiles<uint8_t>(k),
+                       [&](char* block, int64_t first, int64_t count) {
+                         auto* const to = reinterpret_cast<uint8_t*>(block);
+                         if (bits == 8) return pack_block(from + first * apart, apart, count, k, to);
+                         for (int64_t i = 0; i < count; ++i) pack_halves(from + (first + i) * apart, k, i, to);
+                       });
   if (bits == 8 && !offsets) packed.bitwise_xor_(128);
 }
 
@@ -91,7 +92,7 @@ template <typename T>
 void unpack_float_rows(const PackedWeight& weight, const int64_t* which, int64_t count, T* to) {
   using P = Packing<T>;
   const T* numbers = weight.numbers.const_data_ptr<T>();
-  over_rows(count, weight.width, [&](int64_t begin, int64_t end) {
+  parallel_over_rows(count, weight.width, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n) {
       const T* from = numbers + P::panel(which[n] / PANEL, weight.width) + which[n] % PANEL * P::S;
       for (int64_t i = 0; i < weight.width; i += P::S)
@@ -119,7 +120,7 @@ void unpack_integer_rows(const PackedWeight& weight, const int64_t* which, int64
     const uint8_t byte = numbers[panel / 2 + lane + halves_column(i) + i % P::S];
     return static_cast<float>(i / P::S % 2 == 0 ? byte & 15 : byte >> 4);
   };
-  over_rows(count, weight.width, [&](int64_t begin, int64_t end) {
+  parallel_over_rows(count, weight.width, [&](int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end; ++n)
       for (int64_t i = 0; i < weight.width; ++i) {
         const int64_t at = (which[n] / PANEL * groups + i / weight.group) * PANEL + which[n] % PANEL;

@@ -1,4 +1,5 @@
-// A queue of memory that is prefetched into the cache while something else is computed.
+// A queue of memory that is prefetched into the cache while something else is computed. Does not know what is stored
+// there.
 #pragma once
 
 #include <algorithm>
@@ -6,7 +7,7 @@
 
 namespace kvmux {
 
-// A queue of memory that is needed soon. The memory delivers cache lines one after the other, so they are prefetched in
+// Memory that is needed soon. The memory delivers cache lines one after the other, so they are prefetched in
 // small portions, spread over the computation. They are fetched into the second-level cache: on Zen 4 the first level
 // waits for 24 lines at a time, which limits a core to 11 GB/s.
 class PrefetchQueue {

@@ -102,6 +102,7 @@ void write_best(const std::vector<float>& bounds, const int32_t* blocks, int64_t
     if (bounds[i] > least || (bounds[i] == least && equal-- > 0)) *to++ = blocks[i];
 }
 
+// How many candidates each row has and how many blocks it selects, [rows, 2].
 struct Counts {
   explicit Counts(const Tensor& t) : numbers(t.const_data_ptr<int32_t>()), stride(t.stride(0)) {}
 
@@ -112,11 +113,13 @@ struct Counts {
   int64_t stride;
 };
 
+// Returns the numbers of a row and a head in a tensor [rows, heads, ...].
 template <typename N>
 N* head_of(N* numbers, const Tensor& t, int64_t row, int64_t head) {
   return numbers + row * t.stride(0) + head * t.stride(1);
 }
 
+// Throws unless the counts fit the candidates and the output, and the candidates are blocks that have summaries.
 void expect_counts(const Counts& counts, const Tensor& out, const Tensor& candidates, int64_t num_blocks) {
   const auto* ids = candidates.const_data_ptr<int32_t>();
   for (int64_t row = 0; row < candidates.size(0); ++row) {
@@ -125,9 +128,7 @@ void expect_counts(const Counts& counts, const Tensor& out, const Tensor& candid
                       "select_blocks: row ", row, " selects ", selected, " of ", own, " candidates, but there are ",
                       candidates.size(2), ", and out has ", out.size(2), " columns");
     for (int64_t head = 0; head < candidates.size(1); ++head) {
-      const int32_t* const blocks = head_of(ids, candidates, row, head);
-      bool inside = true;  // no branch for each number, so that the compiler compares them in vectors
-      for (int64_t i = 0; i < own; ++i) inside &= static_cast<uint32_t>(blocks[i]) < static_cast<uint64_t>(num_blocks);
+      const bool inside = are_indices(head_of(ids, candidates, row, head), own, num_blocks);
       TORCH_CHECK_VALUE(inside, "select_blocks: candidates must be blocks from 0 to ", num_blocks - 1);
     }
   }
@@ -141,7 +142,7 @@ void select(const Tensor& out, const Tensor& q, const Tensor& summaries, const T
   const auto* numbers = summaries.const_data_ptr<T>();
   const auto* ids = candidates.const_data_ptr<int32_t>();
   auto* selected = out.mutable_data_ptr<int32_t>();
-  over_rows(q.size(0) * heads, candidates.size(2) * 2 * dim, [&](int64_t begin, int64_t end) {
+  parallel_over_rows(q.size(0) * heads, candidates.size(2) * 2 * dim, [&](int64_t begin, int64_t end) {
     BlockBounds<T> bounds(group, dim);
     std::vector<float> found, sorted;
     for (int64_t i = begin; i < end; ++i) {

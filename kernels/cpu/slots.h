@@ -27,7 +27,7 @@ struct Layout {
 // The stored keys or values of one head of one row: vectors of `dim` numbers; an int8 vector is followed by its float32
 // scale.
 template <typename T>
-struct Plane {
+struct StoredVectors {
   const T* memory;  // address of the head's first vector in block 0
   int64_t block_stride, vector_stride, dim;
   const int32_t* blocks;  // ids of its blocks: a row of the block table
@@ -109,20 +109,32 @@ struct Range {
   bool has(int64_t i) const { return begin <= i && i < end; }
 };
 
-// The indices of the tokens that a query sees: the latest `reach` ones, its own included, and the sinks; of these,
+// The indices of the tokens that one query sees.
+struct SeenBy {
+  Range latest, sinks;
+  bool has(int64_t i) const { return latest.has(i) || sinks.has(i); }
+};
+
+// The indices of the tokens that a query sees: the latest `window` ones, its own included, and the sinks; of these,
 // those in the model's window.
 struct Mask {
-  int64_t reach, model_reach, sinks;
+  int64_t window, model_window, sinks;
   // The index of the oldest token in the model's window, for each query of a row from index `start` on, `stride`
-  // numbers apart; null: the window has the latest `model_reach` tokens.
+  // numbers apart; null: the window has the latest `model_window` tokens.
   const int32_t* window_start = nullptr;
   int64_t start = 0, stride = 0;
 
   int64_t oldest_of(int64_t query) const {
-    return window_start ? window_start[(query - start) * stride] : std::max<int64_t>(0, query - model_reach + 1);
+    return window_start ? window_start[(query - start) * stride] : std::max<int64_t>(0, query - model_window + 1);
   }
-  Range latest(int64_t query) const { return {std::max(oldest_of(query), query - reach + 1), query + 1}; }
+  Range latest(int64_t query) const { return {std::max(oldest_of(query), query - window + 1), query + 1}; }
   Range sinks_of(int64_t query) const { return {oldest_of(query), std::min(sinks, query + 1)}; }
+  SeenBy seen_by(int64_t query) const { return {latest(query), sinks_of(query)}; }
+
+  // Returns whether each of the queries oldest .. newest sees all tokens of a range.
+  bool all_see(int64_t oldest, int64_t newest, Range range) const {
+    return latest(newest).begin <= range.begin && range.end <= oldest + 1;
+  }
 
   // Returns the smallest range within `where` that contains all tokens seen by any of the queries oldest .. newest.
   Range seen(int64_t oldest, int64_t newest, Range where) const {

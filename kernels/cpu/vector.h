@@ -29,7 +29,8 @@ inline __attribute__((always_inline)) void unroll(const Each& each) {
 
 constexpr int REGISTERS = W == 8 ? 16 : 32;  // vector registers: AVX2 has 16, AVX-512 and NEON have 32
 
-constexpr int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
+// Returns n, rounded up to whole vectors.
+constexpr int64_t padded_to_vectors(int64_t n) { return (n + W - 1) / W * W; }
 
 inline Vec load(const float* p) { return Vec::loadu(p); }
 
@@ -80,7 +81,7 @@ inline void store(Vec first, Vec second, T* to) {
 }
 
 // Widens pairs of bfloat16, adjacent in memory, to float32: returns the first numbers of the pairs and the second ones.
-inline std::pair<Vec, Vec> widened(Vec pairs) {
+inline std::pair<Vec, Vec> widen(Vec pairs) {
   using Bits = at::vec::Vectorized<int32_t>;
   const Bits bits = at::vec::cast<int32_t>(pairs);
   return {at::vec::cast<float>(bits << Bits(16)), at::vec::cast<float>(bits & Bits(static_cast<int32_t>(0xFFFF0000)))};
@@ -223,7 +224,7 @@ inline void transpose_pairs(const at::BFloat16* const* rows, int64_t at, float* 
   unroll<W>([&](auto i) { block[i] = load(reinterpret_cast<const float*>(rows[i] + at)); });
   transpose(block);
   unroll<W>([&](auto i) {
-    const auto [first, second] = widened(Vec(block[i]));
+    const auto [first, second] = widen(Vec(block[i]));
     first.store(to + 2 * i * ld);
     second.store(to + (2 * i + 1) * ld);
   });

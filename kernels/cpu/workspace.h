@@ -1,4 +1,5 @@
 // Memory for the activations of a step. It grows to what the largest step so far needed, and stays that large.
+// Does not know what is stored in it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
