@@ -171,7 +171,7 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
     encoded = await encode_chat(serving.tokenizer, body.messages, body, longest, add_special_tokens=special)
     grammar = await make_grammar(serving, body, document, encoded.text)
     if document is not None and parsing is not None:
-        await check_readable(document, parsing, encoded.text)
+        await check_readable(serving, document, parsing, encoded.text)
     prompt = PromptTokens(truncate_prompt(encoded.ids, body.truncate_prompt_tokens), encoded.text)
     max_tokens = (
         max(1, hello.max_seq_len - len(prompt.ids)) if body.requested_max_tokens is None else body.requested_max_tokens

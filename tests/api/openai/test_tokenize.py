@@ -135,12 +135,23 @@ def test_content_that_is_no_text(engine: FakeEngine, http: httpx.Client, content
     assert error_of(response)["param"].startswith(param)
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", "5", "[" * 10**5, 5])
-def test_arguments_that_are_no_object(engine: FakeEngine, http: httpx.Client, arguments: Any) -> None:
-    call = {"function": {"name": "f", "arguments": arguments}}
-    response = http.post("/tokenize", json={"messages": [{"role": "assistant", "tool_calls": [call]}]})
+@pytest.mark.parametrize("arguments", ["{", "[1]", "5", "[" * 10**5])
+def test_arguments_that_are_no_object_are_empty(engine: FakeEngine, http: httpx.Client, arguments: str) -> None:
+    """A model wrote them; the conversation goes on with the prompt of a call without arguments."""
+    responses = [_tokenize_call(http, each) for each in (arguments, "{}")]
+    assert [response.status_code for response in responses] == [200, 200]
+    assert responses[0].json() == responses[1].json()
+
+
+def test_arguments_that_are_no_text_are_refused(engine: FakeEngine, http: httpx.Client) -> None:
+    response = _tokenize_call(http, 5)
     assert response.status_code == 400
     assert error_of(response)["param"] == "messages[0].tool_calls[0].function.arguments"
+
+
+def _tokenize_call(http: httpx.Client, arguments: Any) -> httpx.Response:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    return http.post("/tokenize", json={"messages": [{"role": "assistant", "tool_calls": [call]}]})
 
 
 def test_what_the_template_does_not_take(engine: FakeEngine, http: httpx.Client) -> None:

@@ -92,7 +92,7 @@ def find_reason(code: str | None) -> ConstraintRefusal:
     return REASONS.get(code or "", "invalid")
 
 
-async def check_readable(document: Constraint, parsing: MessageParsing, prompt: str) -> None:
+async def check_readable(serving: Serving, document: Constraint, parsing: MessageParsing, prompt: str) -> None:
     """Raise ApiError for a choice that could not be told from a marker when the message is read."""
     if document.kind != "choice":
         return
@@ -103,4 +103,5 @@ async def check_readable(document: Constraint, parsing: MessageParsing, prompt: 
             "reasoning, tool calls or parts of a message, so it could not be told from one; choose another text, or "
             "use /v1/completions"
         )
+        serving.counts.refusals["invalid"] += 1
         raise ApiError(400, message, param=document.param, log_message=f"{document.param}: a choice has a marker")

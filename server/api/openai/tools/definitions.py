@@ -83,7 +83,7 @@ class ToolChoice(NamedTuple):
     """Whether the model may, must or must not call a tool."""
 
     mode: Literal["none", "auto", "required"]
-    names: tuple[str, ...] | None = None  # of the tools that it may call; None: all
+    names: frozenset[str] | None = None  # of the tools that it may call; None: all
     is_one_call: bool = False  # whether a message has exactly one call
 
     def allows(self, name: str) -> bool:
@@ -102,15 +102,15 @@ def _read_choice(value: Any) -> ToolChoice:
         case "none" | "auto" | "required":
             return ToolChoice(value)
         case {"type": "function"} if (name := _read_reference(value)) is not None:
-            return ToolChoice("required", (name,), is_one_call=True)
+            return ToolChoice("required", frozenset([name]), is_one_call=True)
         case {
             "type": "allowed_tools",
             "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools, **further_of_tools},
             **further,
         } if not (further or further_of_tools):
-            names = tuple(name for tool in tools if (name := _read_reference(tool)) is not None)
-            if len(names) == len(tools):
-                return ToolChoice(mode, names)
+            names = [_read_reference(tool) for tool in tools]
+            if None not in names:
+                return ToolChoice(mode, frozenset(name for name in names if name is not None))
     raise ValueError(f"{_INVALID_CHOICE}; not {format_value(value)}")
 
 
@@ -136,10 +136,9 @@ def check_choice(choice: ToolChoice | None, tools: Sequence[Tool]) -> None:
         return
     if not tools:
         raise ValueError("needs tools to choose from; send tools, or leave it out")
-    names = {tool.function.name: None for tool in tools}
-    for name in choice.names or ():
-        if name not in names:
-            raise ValueError(f"{format_value(name)} is none of the tools, which are {', '.join([*names][:16])}")
+    names = [tool.function.name for tool in tools]
+    if unknown := (choice.names or frozenset()) - set(names):
+        raise ValueError(f"{format_value(min(unknown))} is none of the tools, which are {', '.join(names[:16])}")
 
 
 def get_schemas(tools: Sequence[Tool]) -> Mapping[str, Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -271,3 +272,31 @@ def test_a_field_that_the_engine_refuses(qwen: ToolServer, stream: bool) -> None
     assert response.status_code == 400
     assert error_of(response)["param"] == "input"
     assert error_of(response)["code"] == "context_length_exceeded"
+
+
+BROKEN: dict[str, list[tuple[str, Any, str]]] = {  # by the kind of an item: its field, a wrong value, where that is
+    "said": [("role", "cat", "role"), ("content", 5, "content"), ("content", [{"type": "input_image"}], "content[0]")],
+    "called": [("arguments", {}, "arguments"), ("name", None, "name"), ("call_id", "", "call_id")],
+    "answered": [("call_id", "unknown", "call_id"), ("output", {}, "output"), ("output", ["x"], "output[0]")],
+    "thought": [("summary", [{"text": "x"}, {}], "summary[1]"), ("content", "x", "content")],
+}
+
+
+def test_an_error_names_the_item_among_others(qwen: ToolServer, rng: random.Random) -> None:
+    kinds: dict[str, Any] = {
+        "said": SAID,
+        "called": CALLED,
+        "answered": ANSWER,
+        "thought": {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
+    }
+    for _ in range(40):
+        drawn = ["called", *rng.choices(list(kinds), k=rng.randrange(6))]
+        place = rng.randrange(len(drawn))
+        field, wrong, where = rng.choice(BROKEN[drawn[place]])
+        items = [kinds[kind] for kind in drawn]
+        qwen.says("Hm.")
+        assert qwen.http.post("/v1/responses", json={"input": items}).is_success, items
+        items[place] = items[place] | {field: wrong}
+        response = qwen.http.post("/v1/responses", json={"input": items, "instructions": rng.choice([None, "x"])})
+        assert response.status_code == 400, items
+        assert error_of(response)["param"] == f"input[{place}].{where}", items
