@@ -382,6 +382,7 @@ def test_python_calls_after_reasoning() -> None:
         ("gemma4", '<|tool_call>call:f{text:a b}', [("f", {"text": "a b"})]),
         ("functiongemma", "<start_function_call>call:get_weather{days:<escape>3<escape>,city:<escape>5<escape>}<end_function_call>", [("get_weather", {"days": 3, "city": "5"})]),  # noqa: E501
         ("olmo3", '<function_calls>f(text="a\nb")\nget_weather(days=1, exact=true, options=null)</function_calls>', [("f", {"text": "a\nb"}), ("get_weather", {"days": 1, "exact": True, "options": None})]),  # noqa: E501
+        ("olmo3", "<function_calls>\nf(text='a')\n\nf()\n</function_calls>", [("f", {"text": "a"}), ("f", {})]),
         ("apertus", '<|tools_prefix|>[\n{"f": {"text": "a"}},\n{"unknown": {}}\n]<|tools_suffix|>', [("f", {"text": "a"}), ("unknown", {})]),  # noqa: E501
         ("gigachat3", 'Hm.\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {}}', [("f", {})]),
         ("minimax", '<tool_calls>\n{"name": "f", "arguments": {}}\n{"name": "unknown", "arguments": {}}', [("f", {}), ("unknown", {})]),  # noqa: E501

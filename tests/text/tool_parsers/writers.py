@@ -243,7 +243,7 @@ WRITERS: dict[str, Write] = {
     "phi4_mini_json": write_list("functools", ""),
     "granite": write_list("<|tool_call|>", ""),
     "lfm2": write_python("<|tool_call_start|>[", "]<|tool_call_end|>"),
-    "olmo3": write_python("<function_calls>\n", "\n</function_calls>", "\n"),
+    "olmo3": write_python("<function_calls>", "</function_calls>", "\n"),
     "gemma4": write_gemma("<|tool_call>", '<|"|>', "<tool_call|>"),
     "minimax_m3": write_elements,
     "functiongemma": write_gemma("<start_function_call>", "<escape>", "<end_function_call>"),
