@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from server.grammar.constraint import JSON_OBJECT, constrain_document, constrain_to_schema
 from server.grammar.lark import write_lark
@@ -161,6 +162,32 @@ def test_markers_that_are_special_tokens_are_named(family: str, content: Content
     assert any(f"<[{token}]>" in grammar for token in ids.values())
     assert not [token for token in tokens if dump(token)[1:-1] in grammar]
     assert not llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0).get_error()
+
+
+@pytest.mark.parametrize("family", WITH_TOKENS)
+@pytest.mark.parametrize("content", ["calls", "text with calls"])
+def test_calls_in_special_tokens(family: str, content: Content) -> None:
+    """As a model writes them, whose tokenizer has a token for each marker."""
+    markers = list_tool_formats()[family].markers
+    tokens = [marker for marker in markers if not any(other in marker and other != marker for other in markers)]
+    tokenizer = make_tokenizer(tokens)
+    grammar = make_grammar(family, content, find_token=tokenizer.token_to_id)
+    for call in CALLS:
+        ids = tokenizer.encode(write(family, [call])).ids
+        assert set(ids) & {tokenizer.token_to_id(token) for token in tokens}
+        matcher = llguidance.LLMatcher(llguidance.LLTokenizer(tokenizer.to_str()), grammar, log_level=0)
+        assert matcher.consume_tokens(ids), (call, grammar)
+        assert matcher.is_accepting()
+
+
+def make_tokenizer(special: list[str]) -> Tokenizer:
+    """Return a tokenizer of single bytes and of these special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({byte: number for number, byte in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([*special, "<eos>"])
+    return tokenizer
 
 
 def test_special_tokens_within_other_markers_are_named() -> None:
