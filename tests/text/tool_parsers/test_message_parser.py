@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from server.text.tool_parsers.formats import TOOL_FORMATS, list_tool_formats
+from server.text.tool_parsers.message_parser import MessageParser
 from server.text.tool_parsers.reasoning import list_reasoning_formats
 from tests.text.tool_parsers.writers import (
     ELEMENTS,
@@ -584,6 +585,18 @@ def test_a_message_of_gemma() -> None:
     text = '<|channel>thought\nHm.\n<channel|><|tool_call>call:f{text:<|"|>a<|"|>}<tool_call|>'
     for pieces in ([text], list(text)):
         assert parse(make_parser("gemma4", "gemma4"), pieces) == ("", "Hm.", [("f", {"text": "a"})])
+
+
+def test_a_message_of_kimi_k3() -> None:
+    call = WRITERS["kimi_k3"]([("f", {"text": "a"}), ("get_weather", {"days": 1})])
+    text = (
+        f"Hm.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|>{call}<|close|>message<|sep|>"
+    )
+    for pieces in ([text], list(text)):
+        parser = make_parser("kimi_k3", "kimi_k3", reasoning_is_open=True)
+        assert parse(parser, pieces) == ("I look.", "Hm.", [("f", {"text": "a"}), ("get_weather", {"days": 1})])
+    without = MessageParser(None, list_reasoning_formats()["kimi_k3"], reasoning_is_open=True)
+    assert parse(without, list(text))[:2] == ("I look." + call, "Hm.")
 
 
 def test_a_message_of_gpt_oss() -> None:
