@@ -37,7 +37,9 @@ def make_message_grammar(
     reasoning: ReasoningFormat | None,
     find_token: Callable[[str], int | None],
 ) -> str | None:
-    """Return the grammar, in llguidance's Lark, of a message of a family; None if the family's calls begin like a text.
+    """Return the grammar, in llguidance's Lark, of a message of a family.
+
+    Returns None for a text with calls if the family's calls begin like a text, or if there are tokens around its texts.
 
     `find_token` returns the id of a special token.
     """
@@ -57,7 +59,9 @@ def _add_content(rules: GrammarRules, message: MessageOutline, tools: ToolFormat
     calls = CallRules(rules, tools.form, message.schemas, parallel=message.parallel)
     if message.content == "text with calls":
         marker = tools.form.find_marker(tools.begins)
-        return None if tools.form.between and not marker else calls.add_text_with_calls(marker)
+        if tools.around or (tools.form.between and not marker):
+            return None
+        return calls.add_text_with_calls(marker)
     return calls.add_calls() if message.content == "calls" else f"{calls.add_calls()} | {DOCUMENT}"
 
 

@@ -64,6 +64,7 @@ class MessageParser:
         self._has_content = False
         self._calls_come_first = calls_come_first
         self._is_at_start = True  # whether the message has no content yet, or none after a call
+        self._around = tuple({text for row in (tools, reasoning) if row is not None for text in row.around})
         self.budget = MAX_REREAD  # characters that may still be read a second time
         self._reading: Generator[None, None, None] = self.read()
         self._is_read = False
@@ -101,12 +102,12 @@ class MessageParser:
             yield from self._read_opening(self.reasoning)
         while True:
             closing = self.reasoning.closing if self.reasoning is not None and self.channel == "reasoning" else ()
-            marker = yield from self.read_text((*closing, *self._get_call_markers()))
+            marker = yield from self.read_text((*closing, *self._get_call_markers(), *self._around))
             if marker is None:
                 return
             if marker in closing:
                 self.switch("content")
-            else:
+            elif marker not in self._around:
                 yield from self._read_calls(marker)
 
     def _read_opening(self, reasoning: ReasoningFormat) -> Reading[None]:

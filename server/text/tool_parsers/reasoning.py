@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+KIMI_K3_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
+# Around the content of Kimi K3's messages
+KIMI_K3_CONTENT = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
 HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
 
@@ -21,6 +24,7 @@ class ReasoningFormat:
     assume_open: bool = False  # whether the message begins with reasoning though neither it nor the prompt says so
     harmony: bool = False  # whether it is a part of gpt-oss's format, which `harmony.py` reads
     within: tuple[str, ...] = ()  # special tokens that are a part of those texts
+    around: tuple[str, ...] = ()  # texts around the content, and no part of it
     aliases: tuple[str, ...] = ()
 
     @property
@@ -45,6 +49,14 @@ REASONING_FORMATS = (  # the first with a text that is in a chat template is tha
     ReasoningFormat("gemma4", ("<|channel>thought",), ("<channel|>",), ("<|channel>",), within=("<|channel>",)),
     ReasoningFormat("apertus", ("<|inner_prefix|>",), ("<|inner_suffix|>",), ("<|inner_prefix|>",)),
     ReasoningFormat("minimax_m3", ("<mm:think>",), ("</mm:think>",), ("<mm:think>", "mm:think")),
+    ReasoningFormat(
+        "kimi_k3",
+        ("<|open|>think<|sep|>",),
+        ("<|close|>think<|sep|>",),
+        ("<|open|>",),
+        within=KIMI_K3_TOKENS,
+        around=KIMI_K3_CONTENT,
+    ),
     ReasoningFormat("cohere", ("<|START_THINKING|>",), ("<|END_THINKING|>",), ("<|START_THINKING|>",)),
     ReasoningFormat(
         "granite",

@@ -40,11 +40,9 @@ class TextSource:
         self._text = ""
 
     def push(self, piece: str) -> None:
-        """Add text."""
+        """Add text, in place: nothing else may refer to the string, or a long call would be copied with each piece."""
         text, self._text = self._text, ""
-        text += (
-            piece  # Python extends a string in place if nothing else refers to it: a long call is not copied each time
-        )
+        text += piece
         self._text = text
 
     def find(self, markers: tuple[str, ...]) -> tuple[int, str] | None:

@@ -83,6 +83,7 @@ class ToolFormat:
     inner: tuple[str, ...] = ()  # further markers that may follow those
     within: tuple[str, ...] = ()  # markers within a call
     ends: tuple[str, ...] = ()  # markers that may follow a call, and are no text of the message
+    around: tuple[str, ...] = ()  # texts around the content, and no part of it
     bare: tuple[str, ...] = ()  # beginnings of calls without a marker
     read_bare: Syntax | None = None  # reads a call from such a beginning on; default: `read`
     bare_at_start: bool = False  # whether such a beginning counts only at the start of a message, or after a call

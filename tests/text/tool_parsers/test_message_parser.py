@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from server.text.tool_parsers.formats import TOOL_FORMATS, list_tool_formats
+from server.text.tool_parsers.message_parser import MessageParser
 from server.text.tool_parsers.reasoning import list_reasoning_formats
 from tests.text.tool_parsers.writers import (
     ELEMENTS,
@@ -383,6 +384,7 @@ def test_python_calls_after_reasoning() -> None:
         ("gemma4", '<|tool_call>call:f{text:a b}', [("f", {"text": "a b"})]),
         ("functiongemma", "<start_function_call>call:get_weather{days:<escape>3<escape>,city:<escape>5<escape>}<end_function_call>", [("get_weather", {"days": 3, "city": "5"})]),  # noqa: E501
         ("olmo3", '<function_calls>f(text="a\nb")\nget_weather(days=1, exact=true, options=null)</function_calls>', [("f", {"text": "a\nb"}), ("get_weather", {"days": 1, "exact": True, "options": None})]),  # noqa: E501
+        ("olmo3", "<function_calls>\nf(text='a')\n\nf()\n</function_calls>", [("f", {"text": "a"}), ("f", {})]),
         ("apertus", '<|tools_prefix|>[\n{"f": {"text": "a"}},\n{"unknown": {}}\n]<|tools_suffix|>', [("f", {"text": "a"}), ("unknown", {})]),  # noqa: E501
         ("gigachat3", 'Hm.\n\nfunction call<|role_sep|>\n{"name": "f", "arguments": {}}', [("f", {})]),
         ("minimax", '<tool_calls>\n{"name": "f", "arguments": {}}\n{"name": "unknown", "arguments": {}}', [("f", {}), ("unknown", {})]),  # noqa: E501
@@ -587,6 +589,18 @@ def test_a_message_of_gemma() -> None:
     text = '<|channel>thought\nHm.\n<channel|><|tool_call>call:f{text:<|"|>a<|"|>}<tool_call|>'
     for pieces in ([text], list(text)):
         assert parse(make_parser("gemma4", "gemma4"), pieces) == ("", "Hm.", [("f", {"text": "a"})])
+
+
+def test_a_message_of_kimi_k3() -> None:
+    call = WRITERS["kimi_k3"]([("f", {"text": "a"}), ("get_weather", {"days": 1})])
+    text = (
+        f"Hm.<|close|>think<|sep|><|open|>response<|sep|>I look.<|close|>response<|sep|>{call}<|close|>message<|sep|>"
+    )
+    for pieces in ([text], list(text)):
+        parser = make_parser("kimi_k3", "kimi_k3", reasoning_is_open=True)
+        assert parse(parser, pieces) == ("I look.", "Hm.", [("f", {"text": "a"}), ("get_weather", {"days": 1})])
+    without = MessageParser(None, list_reasoning_formats()["kimi_k3"], reasoning_is_open=True)
+    assert parse(without, list(text))[:2] == ("I look." + call, "Hm.")
 
 
 def test_a_message_of_gpt_oss() -> None:

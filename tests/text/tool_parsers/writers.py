@@ -109,6 +109,22 @@ def write_solar(calls: Sequence[Call]) -> str:
     )
 
 
+def write_kimi_k3(calls: Sequence[Call]) -> str:
+    """Write what `encoding_k3.py` of the model does; each argument says its type."""
+    types = {str: "string", bool: "boolean", int: "number", float: "number", dict: "object", list: "array"}
+    each = [
+        f'<|open|>call tool="{name}" index="{index}"<|sep|>'
+        + "".join(
+            f'<|open|>argument key="{key}" type="{types.get(type(value), "null")}"<|sep|>'
+            f"{write_value(value)}<|close|>argument<|sep|>"
+            for key, value in given.items()
+        )
+        + "<|close|>call<|sep|>"
+        for index, (name, given) in enumerate(calls, 1)
+    ]
+    return f"<|open|>tools<|sep|>{''.join(each)}<|close|>tools<|sep|>"
+
+
 def write_minicpm(calls: Sequence[Call]) -> str:
     def write_parameter(key: str, value: Any) -> str:
         text = write_value(value)
@@ -218,6 +234,7 @@ WRITERS: dict[str, Write] = {
         line="",
     ),
     "hy_v3": write_hy,
+    "kimi_k3": write_kimi_k3,
     "solar_open2": write_solar,
     "minicpm5": write_minicpm,
     "minimax_m2": write_tags(
@@ -243,7 +260,7 @@ WRITERS: dict[str, Write] = {
     "phi4_mini_json": write_list("functools", ""),
     "granite": write_list("<|tool_call|>", ""),
     "lfm2": write_python("<|tool_call_start|>[", "]<|tool_call_end|>"),
-    "olmo3": write_python("<function_calls>\n", "\n</function_calls>", "\n"),
+    "olmo3": write_python("<function_calls>", "</function_calls>", "\n"),
     "gemma4": write_gemma("<|tool_call>", '<|"|>', "<tool_call|>"),
     "minimax_m3": write_elements,
     "functiongemma": write_gemma("<start_function_call>", "<escape>", "<end_function_call>"),
@@ -276,6 +293,7 @@ TAGGED = {  # values are text between tags
     "gigachat35",
     "glm45",
     "hy_v3",
+    "kimi_k3",
     "minicpm5",
     "minimax_m2",
     "qwen3_coder",

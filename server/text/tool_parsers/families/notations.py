@@ -25,9 +25,7 @@ NOTATION_FORMATS = (
         read_pythonic_until("</function_calls>"),
         begins=("<function_calls>",),
         within=("</function_calls>",),
-        form=CallForm(
-            "NAME(ARGUMENTS)", "python", before="<function_calls>\n", between="\n", after="\n</function_calls>"
-        ),
+        form=CallForm("NAME(ARGUMENTS)", "python", before="<function_calls>", between="\n", after="</function_calls>"),
     ),
     ToolFormat(
         "gemma4",

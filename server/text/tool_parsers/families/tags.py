@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from server.text.tool_parsers.reasoning import KIMI_K3_CONTENT, KIMI_K3_TOKENS
 from server.text.tool_parsers.syntaxes.tagged import read_tagged
 from server.text.tool_parsers.tool_format import CallForm, ToolFormat
 
@@ -79,6 +80,25 @@ TAG_FORMATS = (
             '<minimax:tool_call>\n<invoke name="NAME">\nARGUMENTS</invoke>\n</minimax:tool_call>',
             "tags",
             parameter='<parameter name="KEY">VALUE</parameter>\n',
+        ),
+    ),
+    ToolFormat(
+        "kimi_k3",
+        (("<|open|>", "<|sep|>"),),
+        read_tagged(
+            '<|open|>call tool="NAME<|sep|>ARGUMENTS<|close|>call<|sep|>',
+            '<|open|>argument key="KEY<|sep|>VALUE<|close|>argument<|sep|>',
+        ),
+        begins=("<|open|>tools<|sep|>",),
+        within=KIMI_K3_TOKENS,
+        ends=("<|close|>tools<|sep|>",),
+        around=KIMI_K3_CONTENT,
+        bare=('<|open|>call tool="',),
+        form=CallForm(
+            '<|open|>tools<|sep|><|open|>call tool="NAME" index="1"<|sep|>ARGUMENTS<|close|>call<|sep|>'
+            "<|close|>tools<|sep|>",
+            "tags",
+            parameter='<|open|>argument key="KEY" type="string"<|sep|>VALUE<|close|>argument<|sep|>',
         ),
     ),
     ToolFormat(

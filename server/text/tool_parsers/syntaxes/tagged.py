@@ -41,16 +41,17 @@ def read_tagged(call: str, parameter: str, *, cdata: bool = False) -> Syntax:
     def read(source: TextSource, calls: Calls) -> Reading[None]:
         yield from source.skip_space()
         yield from source.expect(tags.opening)
-        name = yield from _read_up_to(source, tags.name_ends, (tags.parameter, tags.closing))
+        head = yield from _read_up_to(source, tags.name_ends, (tags.parameter, tags.closing))
+        name = head.partition('"')[0].strip()  # further attributes may follow
         arguments: dict[str, Any] = {}
         yield from source.skip_space()
         while (yield from source.expect(tags.parameter, tags.closing)) == tags.parameter:
             key, _ = yield from source.read_until(tags.key_end)
-            key = key.partition('"')[0].strip()  # further attributes may follow
+            key = key.partition('"')[0].strip()
             value = yield from _read_value(source, tags)
-            arguments[key] = calls.convert(name.strip(), key, value)
+            arguments[key] = calls.convert(name, key, value)
             yield from source.skip_space()
-        calls.add(name.strip(), arguments)
+        calls.add(name, arguments)
 
     return read
 
