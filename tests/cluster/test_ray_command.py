@@ -183,6 +183,8 @@ def test_nothing_is_left_of_a_killed_one(start: Callable[..., Terminal]) -> None
         (["--model", "/no/such/model"], "/no/such/model"),
         (["--metrics-port", "9"], "metrics_port"),
         (["--kv-memory", "1KiB"], "kv_memory"),
+        (["--address", "127.0.0.1:1"], "no Ray cluster at address '127.0.0.1:1'"),
+        (["--address", "nonsense"], "no Ray cluster at address 'nonsense'"),
     ],
 )
 def test_what_cannot_start_says_why(start: Callable[..., Terminal], flags: list[str], message: str) -> None:
