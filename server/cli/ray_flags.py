@@ -53,7 +53,7 @@ def add_ray(commands: Commands) -> None:
         help="serve a model by several engines, on one machine or on many",
         description=DESCRIPTION,
     )
-    parts: Commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parts: Commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="kvmux ray")
     _add_up(parts)
 
 

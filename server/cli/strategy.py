@@ -50,7 +50,7 @@ def add_strategy(commands: Commands) -> None:
         help="write a new strategy or scorer, or check whether one keeps its promises",
         description=DESCRIPTION,
     )
-    parts: Commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parts: Commands = parser.add_subparsers(title="commands", metavar="COMMAND", prog="kvmux strategy")
     _add_new(parts)
     _add_check(parts)
 

@@ -24,7 +24,9 @@ def test_impossible_numbers_are_refused(flags: list[str], capsys: pytest.Capture
     with pytest.raises(SystemExit) as exit_:
         cli.main(["ray", "up", *flags])
     assert exit_.value.code == 2
-    assert flags[0] in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert flags[0] in printed
+    assert printed.startswith("kvmux ray up: ")
 
 
 def test_help_lists_the_flags_of_replicas_and_of_settings(capsys: pytest.CaptureFixture[str]) -> None:

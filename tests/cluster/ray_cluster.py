@@ -65,10 +65,10 @@ class Cluster:
         found = re.findall(rf"pid=(\d+)\).* replica {replica}: connected", self.output.read_text())
         return psutil.Process(int(found[-1]))
 
-    def find_api_process(self) -> psutil.Process:
-        """Return the process of Ray that is the latest API process."""
+    def find_api_process(self) -> int:
+        """Return the number of the latest API process."""
         found = re.findall(r"ServeReplica:kvmux:ingress pid=(\d+)\)", self.output.read_text())
-        return psutil.Process(int(found[-1]))
+        return int(found[-1])
 
     def find_engine(self, replica: str) -> psutil.Process:
         """Return the process of a replica's engine."""

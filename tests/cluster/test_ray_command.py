@@ -33,14 +33,16 @@ class Terminal:
         self.url = f"http://127.0.0.1:{(port := find_free_port())}"
         self._output = output
         command = [get_python(), "-m", "server", "ray", "up", "--port", str(port), "--kv-memory", "32MiB", *SMALL]
-        self.process = subprocess.Popen(
-            [*command, *flags],
-            stdout=output.open("w"),
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            env=make_environment() | {MARK: self.mark},
-            start_new_session=True,
-        )
+        environment = make_environment() | {MARK: self.mark}
+        with output.open("w") as log:
+            self.process = subprocess.Popen(
+                [*command, *flags],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env=environment,
+                start_new_session=True,
+            )
 
     @property
     def printed(self) -> str:
@@ -181,6 +183,8 @@ def test_nothing_is_left_of_a_killed_one(start: Callable[..., Terminal]) -> None
         (["--model", "/no/such/model"], "/no/such/model"),
         (["--metrics-port", "9"], "metrics_port"),
         (["--kv-memory", "1KiB"], "kv_memory"),
+        (["--address", "127.0.0.1:1"], "no Ray cluster at address '127.0.0.1:1'"),
+        (["--address", "nonsense"], "no Ray cluster at address 'nonsense'"),
     ],
 )
 def test_what_cannot_start_says_why(start: Callable[..., Terminal], flags: list[str], message: str) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ from server.models.files.directory import resolve_model_settings
 from server.version import get_version
 
 KEEP_ALIVE = 75  # seconds that the proxy keeps an idle connection, as in server/api/worker.py
+PROBE_TIMEOUT = 10.0  # seconds until the head of a running cluster has to accept a connection
 READY_TIMEOUT = 60.0  # seconds until the API processes have to know the replicas
 # Ray's processes let all others of the machine go first (15), unless its raylet finds this variable
 NICENESS = "RAY_worker_niceness"
@@ -90,9 +92,13 @@ def _drain() -> None:
 
 def _connect(address: str) -> None:
     """Connect to a running cluster. Raises SettingsError if there is none."""
+    print_safely(f"kvmux {get_version()} connects to Ray at {address} ...", sys.stdout)
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
+        if port.isdigit():  # where nothing listens, Ray would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), PROBE_TIMEOUT).close()
         ray.init(address=address, logging_level="warning", log_to_driver=False, namespace="kvmux")
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise SettingsError(f"no Ray cluster at address {address!r}: {error}") from None
 
 

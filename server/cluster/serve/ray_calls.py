@@ -45,12 +45,9 @@ class HandleCalls:
                 response.cancel()  # does nothing after the end
 
     async def call(self, method: str, replica: str, payload: bytes) -> bytes:
-        return await self._call(method, {"replica": replica}, payload)
-
-    async def _call(self, method: str, hint: dict[str, Any], payload: bytes) -> bytes:
         with _translate_errors():
             remote = self._handle.options(method_name=method).remote
-            result: bytes = await _run_outside_of_request(remote, hint, payload)
+            result: bytes = await _run_outside_of_request(remote, {"replica": replica}, payload)
             return result
 
     async def broadcast(self, method: str, payload: bytes, timeout: float) -> Sequence[bytes]:
@@ -67,9 +64,10 @@ class HandleCalls:
 
     async def list_replicas(self, timeout: float) -> Sequence[str]:
         hint: dict[str, Any] = {"replica": NO_REPLICA}
-        with contextlib.suppress(ReplicaLost):
+        remote = self._handle.options(method_name="describe").remote
+        with contextlib.suppress(DeploymentUnavailableError):
             async with asyncio.timeout(timeout):
-                await self._call("describe", hint, b"")
+                await _run_outside_of_request(remote, hint, b"")
         return list(hint.get("replicas", ()))
 
 
