@@ -1,7 +1,7 @@
-"""Runs the requests of an API process by calls of replicas: where they are tried again, and how they are cancelled.
+"""Runs the requests of an API process by calls of replicas: tries them again elsewhere, and cancels them.
 
-Knows the messages; how replicas are called is behind `ReplicaCalls`, and which there are, subclasses of
-`ReplicaCallsClient` know (client.py).
+Knows the messages. `ReplicaCalls` hides how replicas are called; subclasses of `ReplicaCallsClient` (client.py) know
+which replicas there are.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from server.engine.ipc.client import EngineClient, EngineLost, Stream, changes_a
 from server.engine.ipc.messages import (
     Answer,
     Cancel,
-    Command,
     Explained,
     Failed,
     Hello,
     Observed,
-    Profile,
-    Question,
+    QueryPayload,
     RequestEvent,
     Submit,
     Tokens,
@@ -38,12 +36,12 @@ from server.records import Routing
 log = logging.getLogger(__name__)
 
 RETRY_AFTER = 5.0  # seconds after which a client may try again when there is no replica: one takes that long to start
-MAX_ATTEMPTS = 3  # most replicas that a request is sent to, one after the other, while nothing of it has arrived
+MAX_ATTEMPTS = 3  # greatest number of replicas that a request is sent to, while nothing of its answer has arrived
 LOST_MESSAGE = "the replica went away while it worked on this request; try again"
 
 
 class ReplicaLost(Exception):
-    """A replica, or its engine, ended before it had answered."""
+    """A replica or its engine ended before it had answered, or there is none."""
 
     def __init__(self, message: str, replica: str | None = None, retry_after: float = RETRY_AFTER) -> None:
         super().__init__(message)
@@ -52,7 +50,7 @@ class ReplicaLost(Exception):
 
 
 class ReplicaCalls(Protocol):
-    """Calls methods of replicas; all raise ReplicaLost if a replica ends before it has answered."""
+    """Calls methods of replicas. All methods raise ReplicaLost if a replica ends before it has answered."""
 
     def generate(self, hint: dict[str, Any], payload: bytes) -> AsyncGenerator[bytes, None]:
         """Run requests on the replica that the router chooses by the hint; closing the iterator cancels them."""
@@ -70,12 +68,12 @@ class ReplicaCalls(Protocol):
         ...
 
     async def list_replicas(self, timeout: float) -> Sequence[str]:
-        """Return the ids of the replicas that there are, without asking any of them; raises TimeoutError."""
+        """Return the ids of all replicas, without calling any of them. Raises TimeoutError."""
         ...
 
 
 class _Call:
-    """The requests of one prompt, which are on one replica."""
+    """The choices of one prompt, which run on one replica."""
 
     def __init__(self, submits: Sequence[Submit]) -> None:
         self.submits = submits
@@ -95,7 +93,7 @@ class ReplicaCallsClient(EngineClient):
         self._calls = calls
         self._hints = hints
         self._by_request: dict[str, _Call] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()  # kept here, as the event loop does not
+        self._tasks: set[asyncio.Task[Any]] = set()  # kept here, as the event loop has weak references only
         self._counts = ObservedCounts()  # those that no replica has got yet
 
     # ------------------------------------------------------------ requests
@@ -107,7 +105,7 @@ class ReplicaCallsClient(EngineClient):
             call.task = self._spawn(self._run_call(call, stream, hello))
 
     async def _run_call(self, call: _Call, stream: Stream, hello: Hello) -> None:
-        """Put the events of a call into its stream; until the first has arrived, try other replicas after a loss."""
+        """Put the events of a call into its stream; if the replica is lost before the first event, try another one."""
         avoid: list[str] = []
         try:
             while True:
@@ -131,7 +129,7 @@ class ReplicaCallsClient(EngineClient):
                 self._by_request.pop(submit.request_id, None)
 
     def _get_hint_fields(self) -> dict[str, Any]:
-        """Return what all hints of this client have."""
+        """Return the fields that all hints of this client have in common."""
         return {}
 
     async def _receive(self, call: _Call, stream: Stream, hint: RequestHint) -> None:
@@ -187,7 +185,7 @@ class ReplicaCallsClient(EngineClient):
             await self._calls.call("cancel", replica, encode(message))
 
     # ------------------------------------------------------------ queries
-    async def send_query(self, what: Question | Command | Profile, timeout: float | None = None) -> Answer:
+    async def send_query(self, what: QueryPayload, timeout: float | None = None) -> Answer:
         self.get_hello()
         timeout = self.query_timeout if timeout is None else timeout
         try:
@@ -202,22 +200,22 @@ class ReplicaCallsClient(EngineClient):
                 self._invalidate_answers()
 
     @abstractmethod
-    async def _query(self, what: Question | Command | Profile) -> Answer:
+    async def _query(self, what: QueryPayload) -> Answer:
         """Return the answer to a query. Raises ReplicaLost."""
 
     @abstractmethod
     def _invalidate_answers(self) -> None:
         """Note that answers kept from before are out of date."""
 
-    async def _query_replica(self, replica: str, what: Question | Command | Profile) -> ReplicaAnswer:
+    async def _query_replica(self, replica: str, what: QueryPayload) -> ReplicaAnswer:
         return decode_answer(await self._calls.call("query", replica, encode(what)))
 
     @abstractmethod
     def choose_one(self) -> str:
-        """Return the replica that answers what only one can answer; there is one if there is a Hello."""
+        """Return the replica that answers what only one can answer. There is one if `hello` is not None."""
 
     def send_observed(self, observed: Observed) -> None:
-        """Send counts to one replica's metrics; those that do not arrive are sent with the next."""
+        """Send counts to one replica's metrics; send those that do not arrive again with the next ones."""
         self.get_hello()
         self._counts.add(observed)
         message = self._counts.make_message(observed.memory_bytes)

@@ -1,7 +1,7 @@
-"""The engines of several replicas as one `EngineClient`: a router sends each prompt to one of them.
+"""The engines of several replicas as one `EngineClient`: a router sends each prompt to one of them (calls.py).
 
-Queries go to all replicas, and their answers are merged (merging.py); what only one replica can answer goes to the
-first. `get_replica` returns a client of one replica alone. Requests are run in calls.py.
+Queries go to all replicas, and their answers are merged (merging.py). Those that only one replica can answer go to the
+first. `get_replica` returns a client of one replica alone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from server.cluster.hints import HintMaker
 from server.cluster.merging import asks_one_replica, merge_answers, merge_hellos, split_pin_id
 from server.cluster.messages import ReplicaAnswer, ReplicaInfo, decode_info
 from server.engine.ipc.client import changes_answers
-from server.engine.ipc.messages import Answer, Command, Failed, Hello, Profile, Question, Unpin
+from server.engine.ipc.messages import Answer, Failed, Hello, QueryPayload, Unpin
 
 log = logging.getLogger(__name__)
 
-WATCH_INTERVAL = 1.0  # seconds between two looks at which replicas there are
+WATCH_INTERVAL = 1.0  # seconds after which all replicas describe themselves again
 START_TIMEOUT = 30.0  # seconds for which an API process that starts waits for a replica before it takes requests
 SLOW_AFTER = 4.0  # seconds after which an answer of several replicas leaves one out
 COMMAND_TIMEOUT = 8.0  # likewise for commands, which should reach every replica
@@ -41,10 +41,10 @@ class ClusterClient(ReplicaCallsClient):
         self._found_one = asyncio.Event()  # set once a replica has been ready
 
     def get_replica(self, replica: str) -> ReplicaClient | None:
-        """Return the client of one replica alone, as long as there is that replica."""
+        """Return the client of one replica alone; None if there is no such replica."""
         return self._clients.get(replica)
 
-    async def _query(self, what: Question | Command | Profile) -> Answer:
+    async def _query(self, what: QueryPayload) -> Answer:
         if isinstance(what, Unpin):
             return await self._unpin(what)
         if asks_one_replica(what):
@@ -54,7 +54,7 @@ class ClusterClient(ReplicaCallsClient):
         ready = [id for id, hello in self.replicas.items() if hello is not None]
         return merge_answers(what, await self._query_all(ready, what, SLOW_AFTER))
 
-    async def _command_all(self, what: Question | Command | Profile) -> list[ReplicaAnswer]:
+    async def _command_all(self, what: QueryPayload) -> list[ReplicaAnswer]:
         """Return the answers of all replicas to a command, also of those that have joined meanwhile."""
         answers: list[ReplicaAnswer] = []
         started_at = monotonic()
@@ -65,14 +65,12 @@ class ClusterClient(ReplicaCallsClient):
             await self._look()
         return answers
 
-    async def _query_all(
-        self, replicas: Sequence[str], what: Question | Command | Profile, timeout: float
-    ) -> list[ReplicaAnswer]:
-        """Return the answers of replicas; one that does not answer does not keep the others from it."""
+    async def _query_all(self, replicas: Sequence[str], what: QueryPayload, timeout: float) -> list[ReplicaAnswer]:
+        """Return the answers of replicas, and an error for each that does not answer in time."""
         return await asyncio.gather(*(self._query_in_time(each, what, timeout) for each in replicas))
 
-    async def _query_in_time(self, replica: str, what: Question | Command | Profile, timeout: float) -> ReplicaAnswer:
-        """Return a replica's answer: an error if it is gone, or takes longer than `timeout` seconds."""
+    async def _query_in_time(self, replica: str, what: QueryPayload, timeout: float) -> ReplicaAnswer:
+        """Return a replica's answer; it is an error if the replica has gone, or takes longer than `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout):
                 return await self._query_replica(replica, what)
@@ -182,7 +180,7 @@ class ReplicaClient(ReplicaCallsClient):
     def _get_hint_fields(self) -> dict[str, Any]:
         return {"replica": self._replica}
 
-    async def _query(self, what: Question | Command | Profile) -> Answer:
+    async def _query(self, what: QueryPayload) -> Answer:
         return (await self._query_replica(self._replica, what)).answer
 
     def _invalidate_answers(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from server.cluster.messages import Payload, ReplicaAnswer
+from server.cluster.messages import ReplicaAnswer
 from server.engine.ipc.messages import (
     Answer,
     Clear,
@@ -21,6 +21,7 @@ from server.engine.ipc.messages import (
     PinCachedPrefix,
     PinPrefix,
     Profile,
+    QueryPayload,
 )
 from server.metrics.merging import merge_snapshots
 
@@ -33,12 +34,12 @@ def merge_hellos(hellos: Sequence[Hello]) -> Hello | None:
     return msgspec.structs.replace(hellos[0], strategies=list(strategies.values()))
 
 
-def asks_one_replica(what: Payload) -> bool:
+def asks_one_replica(what: QueryPayload) -> bool:
     """Return whether one replica answers alone, as answers of several cannot be merged."""
     return isinstance(what, DescribePage | Profile) or what in ("live", "prefixes", "settings", "routing")
 
 
-def merge_answers(what: Payload, answers: Sequence[ReplicaAnswer]) -> Answer:
+def merge_answers(what: QueryPayload, answers: Sequence[ReplicaAnswer]) -> Answer:
     """Merge the answers of several replicas; if all have refused, return the first refusal."""
     accepted = sorted((each for each in answers if each.answer.error is None), key=lambda each: each.replica)
     if not accepted:
@@ -78,7 +79,7 @@ def _merge_rollouts(bodies: dict[str, Any]) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
-def _merge_results(command: Payload, bodies: dict[str, Any], answers: Sequence[ReplicaAnswer]) -> dict[str, Any]:
+def _merge_results(command: QueryPayload, bodies: dict[str, Any], answers: Sequence[ReplicaAnswer]) -> dict[str, Any]:
     """Return the first replica's result of a command, with all results and errors under `replicas`."""
     errors = {
         each.replica: {"error": {"message": each.answer.error.message, "code": each.answer.error.code}}

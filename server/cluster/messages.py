@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from server.engine.ipc.messages import Answer, Cancel, Command, Hello, Observed, Profile, Question, RequestEvent, Submit
+from server.engine.ipc.messages import Answer, Cancel, Hello, Observed, QueryPayload, RequestEvent, Submit
 
 
 class Routed(msgspec.Struct, tag=True, frozen=True):
@@ -40,14 +40,13 @@ class ReplicaAnswer(msgspec.Struct, frozen=True):
 
 
 StreamItem = Routed | EngineGone | RequestEvent
-Payload = Question | Command | Profile  # of a query
 
 _ENCODER = msgspec.msgpack.Encoder()
 _ITEMS: msgspec.msgpack.Decoder[list[StreamItem]] = msgspec.msgpack.Decoder(list[StreamItem])
 _SUBMITS: msgspec.msgpack.Decoder[list[Submit]] = msgspec.msgpack.Decoder(list[Submit])
 _CANCEL: msgspec.msgpack.Decoder[Cancel] = msgspec.msgpack.Decoder(Cancel)
 _OBSERVED: msgspec.msgpack.Decoder[Observed] = msgspec.msgpack.Decoder(Observed)
-_PAYLOAD: msgspec.msgpack.Decoder[Payload] = msgspec.msgpack.Decoder(Payload)
+_PAYLOAD: msgspec.msgpack.Decoder[QueryPayload] = msgspec.msgpack.Decoder(QueryPayload)
 _INFO: msgspec.msgpack.Decoder[ReplicaInfo] = msgspec.msgpack.Decoder(ReplicaInfo)
 _ANSWER: msgspec.msgpack.Decoder[ReplicaAnswer] = msgspec.msgpack.Decoder(ReplicaAnswer)
 

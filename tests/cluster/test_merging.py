@@ -11,13 +11,13 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.cluster.merging import merge_answers
-from server.cluster.messages import Payload, ReplicaAnswer, Routed
+from server.cluster.messages import ReplicaAnswer, Routed
 from server.cluster.router_metrics import RouterCounts
-from server.engine.ipc.messages import Answer, Clear, Failed
+from server.engine.ipc.messages import Answer, Clear, Failed, QueryPayload
 from server.metrics.exposition import FamilyShape, Renderer, Series, encode_snapshot
 
 
-def merge(what: Payload, bodies: Mapping[str, Any]) -> Any:
+def merge(what: QueryPayload, bodies: Mapping[str, Any]) -> Any:
     """Return the merged answer of replicas to `what`; a body that is a Failed is a refusal."""
     answers = [
         ReplicaAnswer(id, Answer(0, b"", body) if isinstance(body, Failed) else Answer(0, json.dumps(body).encode()))

@@ -55,7 +55,7 @@ def run(options: dict[str, Any]) -> int:
     if address is not None:
         _connect(address)
         url = _deploy(settings, scale, "EveryNode")
-        print_safely(f"{_describe(url, scale)}\n\nStop it: serve shutdown --address ADDRESS", sys.stdout)
+        print_safely(f"{_describe(url, scale)}\n\nTo stop it, run `serve shutdown` on the head", sys.stdout)
         return 0
     with listen(settings.host, settings.port) as probe:  # a wrong address is reported before anything is started
         settings = settings.model_copy(update={"port": probe.getsockname()[1]})  # another one than 0

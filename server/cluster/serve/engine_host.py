@@ -1,8 +1,8 @@
 """A process that keeps an engine running for a replica: the supervisor of `kvmux serve` without API workers.
 
-`EngineHost` starts it as `python -m server.cluster.serve.engine_host` and writes the pickled settings to its stdin. It
-writes one line of JSON to its stdout once the engine is ready: the summary, with the path of the engine's socket. It
-ends when its stdin is closed, also because the process that started it is killed. Knows neither Ray nor requests.
+`EngineHost` starts it as `python -m server.cluster.serve.engine_host` and writes the pickled settings to its stdin.
+Once the engine is ready, the process writes one line of JSON to its stdout: the summary, with the path of the engine's
+socket. It ends when its stdin is closed, as when the replica's process is killed. Knows neither Ray nor requests.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from config.settings import Settings
 from server.logs import configure_logging
 from server.processes.supervisor import Supervisor
 
-STOP_TIMEOUT = 20.0  # seconds after which a process that was asked to end is killed
-# Variables that Ray sets for its own workers: they would override the settings, or slow the engine down
+STOP_TIMEOUT = 20.0  # seconds that the process may take to end before it is killed
+# Variables that Ray sets for its workers, which would override the settings or slow the engine down
 NOT_INHERITED = ("OMP_NUM_THREADS", "RAY_JOB_ID", "RAY_RAYLET_PID", "PYTHONBREAKPOINT")
 
 
 class EngineHost:
-    """A running process with its engine."""
+    """The process, as the replica sees it."""
 
     def __init__(self, settings: Settings) -> None:
         environment = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
         self.summary: dict[str, Any] = {}  # of the engine, once it is ready
-        # A session of its own, as Ctrl-C in a terminal is for the process that started Ray
+        # In a session of its own, so that Ctrl-C in a terminal reaches only the process that started Ray
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
@@ -60,7 +60,7 @@ class EngineHost:
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """Have the engine end, and wait for it; kill the process after STOP_TIMEOUT."""
+        """Let the engine end, and wait for it; kill the process after STOP_TIMEOUT."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -88,9 +88,10 @@ def main() -> int:
 
 
 def _stop_at_end_of_input() -> None:
+    """Send this process SIGTERM, as an operator would stop a server, once its stdin is closed."""
     while os.read(sys.stdin.fileno(), 1):
         pass
-    os.kill(os.getpid(), signal.SIGTERM)  # as an operator would stop a server
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A replica on Ray Serve: an engine in a process of its own, and the methods by which API processes use it.
 
-Its public methods are called through deployment handles. The first argument of each is a hint for the router, the
-second a payload of messages.py, and each returns or yields payloads. `record_routing_stats` and `check_health` are
-called by Ray. Imports no torch: the engine does, in its process (engine_host.py).
+API processes call its public methods through a deployment handle. The first argument of each is a hint for the router,
+the second a message of messages.py as bytes, and each returns or yields such messages. Ray calls `record_...` and
+`check_health`. Imports no torch: the engine does, in its process (engine_host.py).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ NOT_READY = {"ready": False, "instances": {}, "queued_tokens": 0, "num_requests"
 
 
 class EngineReplica:
-    """One engine of a deployment."""
+    """An actor of Ray with an engine."""
 
     async def __init__(self, settings: Settings, per_node: int, gpus: float) -> None:  # type: ignore[misc]  # awaited by Ray
-        """Start an engine; `per_node`: most replicas on a machine, which is divided among them; `gpus`: that it has."""
+        """Start an engine on a machine that is divided among `per_node` replicas; each has `gpus` GPUs."""
         self._id: str = serve.get_replica_context().replica_id.unique_id
         multiprocessing.current_process().name = f"replica {self._id}"  # in the log
         configure_logging(settings)
@@ -64,9 +64,9 @@ class EngineReplica:
 
     # ------------------------------------------------------------ requests
     async def generate(self, hint: dict[str, Any], payload: bytes) -> AsyncGenerator[bytes, None]:
-        """Run requests, and yield their events; those that have not ended when the generator is closed are cancelled.
+        """Run requests, and yield their events in batches; closing the generator cancels requests that have not ended.
 
-        The first item begins with Routed. The last one is EngineGone if the engine has gone.
+        The first event is Routed. The last one is EngineGone if there is no engine any more.
         """
         submits = messages.decode_submits(payload)
         routed = hint.get("routed") or {}
@@ -106,8 +106,8 @@ class EngineReplica:
         """Return the engine's answer to a question or a command."""
         what = messages.decode_payload(payload)
         try:
-            patience = what.seconds + PROFILE_EXTRA_TIMEOUT if isinstance(what, Profile) else None
-            answer = await self._client.send_query(what, patience)
+            timeout = what.seconds + PROFILE_EXTRA_TIMEOUT if isinstance(what, Profile) else None
+            answer = await self._client.send_query(what, timeout)
         except EngineLost as error:
             answer = Answer(0, b"", Failed("", 503, str(error), "engine_unavailable", None, error.retry_after))
         if what == "metrics" and answer.error is None:
@@ -128,7 +128,7 @@ class EngineReplica:
 
     # ------------------------------------------------------------ called by Ray
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Return what the router knows replicas by."""
+        """Return the statistics from which routers choose between replicas (server/engine/live/routing.py)."""
         try:
             answer = await self._client.send_query("routing")
         except EngineLost:
@@ -140,7 +140,7 @@ class EngineReplica:
         return statistics | {"report": self._num_reports}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return what server/cluster/autoscaling.py decides by."""
+        """Return the statistics from which Ray chooses the number of replicas (server/cluster/autoscaling.py)."""
         statistics = await self.record_routing_stats()
         return {name: float(statistics[name]) for name in STATISTICS}
 

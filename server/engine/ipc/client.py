@@ -16,14 +16,13 @@ from typing import Literal
 from server.engine.ipc.messages import (
     Answer,
     Cancel,
-    Command,
     Compared,
     Explained,
     Failed,
     Hello,
     Observed,
     Profile,
-    Question,
+    QueryPayload,
     ReadingCommand,
     RequestEvent,
     Submit,
@@ -200,7 +199,7 @@ class EngineClient(ABC):
         for stream in set(self._streams.values()):
             stream.fail(error)
 
-    async def query(self, what: Question | Command | Profile, timeout: float | None = None) -> bytes:
+    async def query(self, what: QueryPayload, timeout: float | None = None) -> bytes:
         """Return the body of the engine's answer. Raises EngineRefused for an error, and EngineLost as `send_query`."""
         answer = await self.send_query(what, timeout)
         if answer.error is not None:
@@ -208,7 +207,7 @@ class EngineClient(ABC):
         return answer.body
 
     @abstractmethod
-    async def send_query(self, what: Question | Command | Profile, timeout: float | None = None) -> Answer:
+    async def send_query(self, what: QueryPayload, timeout: float | None = None) -> Answer:
         """Return the engine's answer, which may be a refusal.
 
         Raises EngineLost if there is no engine, or none has answered after `timeout` seconds (None: `query_timeout`).
@@ -236,6 +235,6 @@ class EngineClient(ABC):
         await self.close()
 
 
-def changes_answers(what: Question | Command | Profile) -> bool:
+def changes_answers(what: QueryPayload) -> bool:
     """Return whether a query may change the answers to questions, so that those kept from before are out of date."""
     return not isinstance(what, str | Profile | ReadingCommand)

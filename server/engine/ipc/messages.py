@@ -226,11 +226,14 @@ def get_answer_ttl(question: Question) -> float:
     return ANSWER_TTLS.get(question, ANSWER_TTL)
 
 
+QueryPayload = Question | Command | Profile
+
+
 class Query(msgspec.Struct, tag=True, frozen=True):
     """Asks the engine for an Answer: to a question, the result of a command, or the trace of a Profile."""
 
     query_id: int
-    payload: Question | Command | Profile
+    payload: QueryPayload
 
 
 ToEngine = Submit | Cancel | Query | Observed

@@ -20,14 +20,12 @@ from server.engine.ipc.messages import (
     Admitted,
     Answer,
     Cancel,
-    Command,
     Failed,
     FromEngine,
     Hello,
     Observed,
-    Profile,
     Query,
-    Question,
+    QueryPayload,
     Submit,
     ToEngine,
 )
@@ -68,7 +66,7 @@ class SocketClient(EngineClient):
     def _submit(self, stream: Stream, submits: Sequence[Submit]) -> None:
         self._send(*submits)
 
-    async def send_query(self, what: Question | Command | Profile, timeout: float | None = None) -> Answer:
+    async def send_query(self, what: QueryPayload, timeout: float | None = None) -> Answer:
         timeout = self.query_timeout if timeout is None else timeout
         query_id = next(self._query_ids)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
