@@ -41,12 +41,12 @@ def _parse_schema(value: Any) -> Any:
 
 def _check_depth(schema: Any) -> None:
     """Raise ValueError for a schema that is nested too deeply to be written as JSON in any place of the code."""
-    level = [schema] if isinstance(schema, dict) else []
-    for _ in range(MAX_SCHEMA_DEPTH):
-        members = [list(each.values()) if isinstance(each, dict) else each for each in level]
-        level = [value for values in members for value in values if isinstance(value, dict | list)]
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
         if not level:
             return
+        level = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
     raise ValueError("the schema is nested too deeply; move parts of it into $defs")
 
 
