@@ -28,6 +28,7 @@ MAX_GRAMMAR_SIZE = 200_000  # symbols in rules
 END_OF_GRAMMAR = b"<|end of grammar|>"
 _POSITION = re.compile(r"^(?:at )?\d+\(\d+\): ")  # line and column before llguidance's errors
 _COMPILING = re.compile(r'^(failed to compile JSON schema|failed to parse "%json"): ')
+_JSON_POSITION = re.compile(r" at line \d+ column \d+$")  # in a schema as it was written for llguidance
 _TOO_MUCH_WORK = re.compile(r"^(?:parser|lexer) error: (too many [^;<(]*)", re.IGNORECASE)
 
 
@@ -87,12 +88,15 @@ def describe_error(matcher: LLMatcher) -> str:
     """Return llguidance's error without the grammar that it quotes, and without its own terms for options."""
     lines = matcher.get_error().splitlines()
     message = _COMPILING.sub("", _POSITION.sub("", lines[0] if lines else "unknown error"))
+    message = _JSON_POSITION.sub("", message)
     if (work := _TOO_MUCH_WORK.match(message)) is not None:
         return f"it takes too much work for one token ({work[1].strip().lower()}); send a simpler one"
     if message.startswith("recursion limit exceeded"):
         return "the schema is nested too deeply; move parts of it into $defs"
     if message.endswith("regex parse error:"):
         reason = next((line for line in lines if line.startswith("error: ")), "error: it cannot be parsed")
+        if reason == "error: decimal literal invalid":  # that of a schema's maxLength, too
+            return "a length or a number of repetitions is too large"
         return f"a regular expression is not supported: {reason.removeprefix('error: ')}"
     if message.startswith("NoExtension"):
         return "no text of the model's tokens satisfies it"

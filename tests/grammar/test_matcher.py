@@ -140,6 +140,8 @@ def test_an_error_names_what_is_wrong() -> None:
         ({"type": "integer", "minimum": 3, "maximum": 2}, "minimum"),
         ({"type": "array", "maxItems": "many"}, "maxItems"),
         ({"format": "iri"}, "iri"),
+        ({"type": "string", "maxLength": 10**12}, "a length .* is too large"),
+        ({"type": "integer", "maximum": 10**400}, "number out of range$"),
     ):
         with pytest.raises(GrammarError, match=words):
             checker.check("json_schema", json.dumps(schema))

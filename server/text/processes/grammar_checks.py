@@ -17,7 +17,7 @@ from server.text.processes.messages import CheckGrammar, Encoded
 
 MAX_KNOWN = 64  # most grammars whose checks are remembered, beside those that run
 # Seconds for which it is remembered that a check exceeded its limits: on a busy machine it might not have
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 20.0
 
 
 class GrammarChecks:

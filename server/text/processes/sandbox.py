@@ -132,7 +132,8 @@ class SandboxedTokenizer(TokenizerBase):
         try:
             answer = await running
         except ProcessFailed as error:
-            log.warning("a call to the model's tokenizer or chat template was ended: %s", error.reason)
+            work = "check of a grammar" if isinstance(call, CheckGrammar) else "call to the tokenizer or chat template"
+            log.warning("a %s was ended: %s", work, error.reason)
             raise self._limit_error(call, error.reason) from None
         if isinstance(answer, Refused):
             raise REFUSAL_ERRORS[answer.kind](answer.message)

@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from cache_strategies import registry
 from server.engine.grammar import state
+from server.engine.ipc.messages import Speculation
 from server.grammar.constraint import Constraint, constrain_to_choices
 from server.grammar.lark import write_lark
 from server.text.vocabulary import Vocabulary
@@ -41,6 +43,31 @@ def test_every_text_satisfies_its_grammar(alone: Driver, vocabulary: Vocabulary,
         assert heard.finish_reason == "stop", text
         assert CASES[name].accepts(text), text
     assert len(texts) > 1
+
+
+def test_every_kind_of_strategy(model: Path, vocabulary: Vocabulary, rng: random.Random) -> None:
+    """Under each, with and without drafts, all texts satisfy their grammars."""
+    kinds = {name: {"kind": name} for name in registry.BUILTIN}
+    driver = Driver(model, **(SETTINGS | {"strategies": kinds, "kv_memory": "48MiB", "deterministic": False}))
+    heard = {
+        (kind, name, drafts): submit(
+            driver,
+            f"{kind} {name} {drafts}",
+            case,
+            rng.randrange(2**20),
+            kv_cache=kind,
+            speculation=Speculation(drafts),
+        )
+        for kind in kinds
+        for name, case in CASES.items()
+        for drafts in (0, 4)
+    }
+    driver.run()
+    for (kind, name, _), events in heard.items():
+        assert events.failed is None, (kind, name, events.failed)
+        assert events.finish_reason == "stop", (kind, name)
+        assert CASES[name].accepts(read(vocabulary, events)), (kind, name)
+    driver.assert_nothing_leaked()
 
 
 def test_a_text_ends_with_the_token_that_completes_it(alone: Driver, vocabulary: Vocabulary) -> None:

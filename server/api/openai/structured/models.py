@@ -6,10 +6,10 @@ constraint is checked.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from server.api.http.json_body import Body, ReadAs, format_value
@@ -22,6 +22,7 @@ from server.grammar.constraint import (
     constrain_to_schema,
 )
 
+MAX_SCHEMA_DEPTH = 128  # most objects and arrays within each other in a schema; llguidance reads hardly more
 MAX_CHOICES = 2**15  # most texts of which one is chosen
 
 
@@ -29,12 +30,24 @@ def _parse_schema(value: Any) -> Any:
     """Return a JSON schema, which vLLM's clients may also send as text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = msgspec.json.decode(value)  # as bodies are read: without half surrogate pairs, and NaN
         except (ValueError, RecursionError):
             raise ValueError("should be a JSON schema: an object, or its text") from None
     if not isinstance(value, dict | bool):
         raise ValueError(f"should be a JSON schema, not {format_value(value)}")
+    _check_depth(value)
     return value
+
+
+def _check_depth(schema: Any) -> None:
+    """Raise ValueError for a schema that is nested too deeply to be written as JSON in any place of the code."""
+    level: list[Any] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
+            return
+        level = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
+    raise ValueError("the schema is nested too deeply; move parts of it into $defs")
 
 
 def _check_choices(choices: list[str]) -> list[str]:

@@ -143,3 +143,27 @@ def test_constraints_and_refusals_are_counted(engine: FakeEngine, http: httpx.Cl
         time.sleep(0.01)
     assert engine.counts.constraints == {"json": 2, "regex": 1, "choice": 2, "grammar": 1}
     assert engine.counts.refusals == {"invalid": 2, "too_large": 1}
+
+
+@pytest.mark.parametrize("depth", [127, 500, *range(930, 970, 2), 3000])
+def test_a_schema_that_is_nested_too_deeply(engine: FakeEngine, http: httpx.Client, depth: int) -> None:
+    """Also where JSON could be read, but not be written again, as more of Python's stack is in use then."""
+    schema = '{"items":' * depth + "{}" + "}" * depth
+    bodies = {
+        "completions": VALID_REQUEST | {"guided_json": schema},
+        "chat/completions": CHAT | {"structured_outputs": {"json": schema}},
+    }
+    for path, body in bodies.items():
+        as_object = json.dumps(body).replace(json.dumps(schema), schema)
+        for sent in (json.dumps(body), as_object):
+            answer = http.post(f"/v1/{path}", content=sent, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400, answer.text
+            if depth < 900:
+                assert "nested too deeply; move parts of it into $defs" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("text", [r'{"const": "\ud800"}', '{"minimum": NaN}', "{", "3"])
+def test_the_text_of_a_schema_is_json_as_bodies_are(engine: FakeEngine, http: httpx.Client, text: str) -> None:
+    answer = http.post("/v1/completions", json=VALID_REQUEST | {"structured_outputs": {"json": text}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "structured_outputs.json"
