@@ -159,7 +159,7 @@ class AttentionHead {
   void mask(int64_t r, int64_t tile) {
     const SeenBy seen = kv_.mask.seen_by(kv_.rows.position(r));
     for (int64_t j = 0; j < TILE; ++j)
-      if (!seen.has(tile + j)) p_[r * TILE + j] = HIDDEN;
+      if (!seen.has(tile + j)) p_[r * TILE + j] = MASKED_SCORE;
   }
 
   const KVView<T> kv_;

@@ -5,6 +5,7 @@
 //
 // A tile of keys and one of values are rearranged once for all query rows that are computed together. The result of a
 // row depends on its position alone: other rows of a product do not affect it, and keys that it does not see add zeros.
+// Knows neither tensors nor threads.
 #pragma once
 
 #ifdef __AVX512BF16__
@@ -54,7 +55,7 @@ class Bf16AttentionHead : Bf16Blocks {
     sums.clear(kv_.rows.count, width_);
     tiles_.start(begin * SPLIT, end * SPLIT);
     for (int64_t split = begin; split < end; ++split) {
-      std::fill_n(top_, kv_.rows.count, NOTHING);
+      std::fill_n(top_, kv_.rows.count, NO_SCORE);
       std::fill_n(weights_, kv_.rows.count * L, 0.f);
       std::fill_n(values_, kv_.rows.count * width_, 0.f);
       for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= kv_.newest; tile += TILE) {
@@ -252,7 +253,7 @@ class Bf16AttentionHead : Bf16Blocks {
     const auto [latest, sinks] = kv_.mask.seen_by(position_[r]);
     unroll<N>([&](auto j) {
       const __mmask16 seen = part_of(latest, tile + j * L) | part_of(sinks, tile + j * L);
-      x[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(HIDDEN), x[j]);
+      x[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(MASKED_SCORE), x[j]);
     });
   }
 
@@ -276,7 +277,7 @@ class Bf16AttentionHead : Bf16Blocks {
   void merge(int64_t r, OnlineSoftmax<ROWS>& sums) {
     constexpr float LN2 = 0.693147181f;
     const float total = _mm512_reduce_add_ps(_mm512_load_ps(weights_ + r * L));
-    if (top_[r] == NOTHING && total == 0.f) return;  // skips a row that saw no key, unless its total is NaN
+    if (top_[r] == NO_SCORE && total == 0.f) return;  // skips a row that saw no key, unless its total is NaN
     float* values = values_ + r * width_;
     for (int64_t d = 0; d < width_; d += DEPTH) {
       const auto [low, high] = interleave(load(values + d), load(values + d + L));

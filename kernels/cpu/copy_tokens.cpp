@@ -6,6 +6,7 @@
 #include <bit>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "addresses.h"
 #include "dispatch.h"

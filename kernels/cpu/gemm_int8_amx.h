@@ -1,6 +1,6 @@
 // Products with packed weights of integers in AMX tile registers: for many rows, which vector instructions would
 // compute more slowly. Each thread has an object with the tile configuration, and memory in which panels of 4 bits are
-// widened to bytes. The results have the same bits as those of gemm_int8.h.
+// widened to bytes. The results have the same bits as those of gemm_int8.h. Knows neither tensors nor threads.
 #pragma once
 
 #include <vector>

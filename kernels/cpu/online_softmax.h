@@ -14,8 +14,8 @@ namespace kvmux {
 constexpr int64_t SPLIT = 1024;   // positions
 constexpr int64_t MAX_DIM = 256;  // of a head
 
-constexpr float HIDDEN = -std::numeric_limits<float>::infinity();  // the score of a masked key: its weight is 0
-constexpr float NOTHING = std::numeric_limits<float>::lowest();    // the maximum score while no key has been seen
+constexpr float MASKED_SCORE = -std::numeric_limits<float>::infinity();  // the score of a masked key: its weight is 0
+constexpr float NO_SCORE = std::numeric_limits<float>::lowest();         // the maximum score while no key has been seen
 
 struct Scores {
   float scale, softcap;  // softcap 0: none
@@ -33,7 +33,7 @@ struct OnlineSoftmax {
   alignas(64) float values[ROWS * MAX_DIM];
 
   void clear(int64_t rows, int64_t width) {
-    std::fill_n(top, rows, NOTHING);
+    std::fill_n(top, rows, NO_SCORE);
     std::fill_n(total, rows, 0.f);
     std::fill_n(values, rows * width, 0.f);
   }
@@ -52,8 +52,8 @@ struct OnlineSoftmax {
 
   // Adds sums over other keys to those of query row r.
   void merge(int64_t r, float other_top, float other_total, const float* other, int64_t width) {
-    if (other_top == NOTHING && other_total == 0.f) return;  // skips sums over no key, unless their total is NaN
-    if (top[r] == NOTHING) {
+    if (other_top == NO_SCORE && other_total == 0.f) return;  // skips sums over no key, unless their total is NaN
+    if (top[r] == NO_SCORE) {
       top[r] = other_top;
       total[r] = other_total;
       std::copy_n(other, width, values + r * width);

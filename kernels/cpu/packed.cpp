@@ -1,4 +1,4 @@
-// Packs weights, and reads rows of packed weights, for torch.
+// Packs weights, and reads rows of packed weights, for torch. Knows no products.
 #include "packed.h"
 
 #include <ATen/core/Tensor.h>

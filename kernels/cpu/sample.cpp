@@ -1,4 +1,4 @@
-// `Ops.sample` for torch; rows are shared among threads.
+// `Ops.sample` for torch; rows are shared among threads. Does not know how a token is drawn.
 #include "sample.h"
 
 #include <ATen/core/Tensor.h>
