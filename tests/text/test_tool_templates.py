@@ -48,6 +48,7 @@ FAMILIES = {  # the rows of tool calls and of reasoning, by template
     "kimi_k2": ("kimi_k2", None),
     "llama3": ("llama3_json", None),
     "minimax_m1": ("minimax", None),
+    "minimax_m2": ("minimax_m2", "qwen3"),
     "ministral3": ("mistral_v11", "mistral"),
     "mistral_nemo": ("mistral", None),
     "mistral_small32": ("mistral_v11", None),

@@ -14,6 +14,8 @@ from server.grammar.rules import GrammarRules, quote_string
 from server.text.tool_parsers.values import dump_json, list_options, list_parameters, resolve_reference
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+MAX_NESTING = 64  # most schemas within schemas of which rules are made; JSON that is nested deeper is refused
+MAX_ITEMS = 1000  # most items that are counted
 _BARE_KEY = re.compile(r"[^\s:,{}\[\]<>\"']+")
 
 
@@ -26,20 +28,27 @@ class NotationRules(ABC):
         self.root = root
         self._prefix = prefix
         self._references: dict[str, str] = {}  # names of rules, by reference
+        self._depth = 0
 
     def add(self, rule: str, schema: Any) -> str:
         """Add the rule of the values that a schema accepts; return its name, which may be that of another rule."""
-        if not isinstance(schema, Mapping):
-            return self.add_any(rule, {})
+        if not isinstance(schema, Mapping) or self._depth == MAX_NESTING:
+            return self.add_any(rule, schema if isinstance(schema, Mapping) else {})
+        self._depth += 1
+        name = self._add_known(rule, schema)
+        self._depth -= 1
+        return name
+
+    def _add_known(self, rule: str, schema: Mapping[str, Any]) -> str:
         if isinstance(reference := schema.get("$ref"), str):
             return self._add_reference(reference)
         if options := list_options(schema):
             return self.rules.add(rule, " | ".join(map(self.write, options)))
         alternatives = schema.get("anyOf") or schema.get("oneOf")
-        if isinstance(alternatives, list):
+        if isinstance(alternatives, list) and alternatives:
             ways = [self.add(f"{rule}_{number}", each) for number, each in enumerate(alternatives)]
             return self.rules.add(rule, " | ".join(ways))
-        types = schema.get("type", "object" if "properties" in schema else "")
+        types = schema.get("type") or ("object" if "properties" in schema else "")
         ways = [self._add_type(rule, name, schema) for name in (types if isinstance(types, list) else [types])]
         return self.rules.add(rule, " | ".join(ways))
 
@@ -50,9 +59,11 @@ class NotationRules(ABC):
             case "integer" | "number" | "boolean" | "null":
                 bounds = {key: schema[key] for key in _BOUNDS if key in schema}
                 return self.write_word(self.rules.add_json(f"{rule}_{name}", {"type": name, **bounds}))
-            case "array" if schema.get("maxItems") != 0:
-                return self.write_array(self.add(f"{rule}_item", schema.get("items")), schema)
-            case "object" if schema.get("properties"):
+            case "array" if (most := _read_count(schema, "maxItems")) != 0:
+                fewest = _read_count(schema, "minItems") or 0
+                most = most if most is None or most >= fewest else None
+                return self.write_array(self.add(f"{rule}_item", schema.get("items")), fewest, most)
+            case "object" if list_parameters(schema):
                 return self.write_object(self.add_members(rule, schema))
         return self.add_any(f"{rule}_any", {**schema, "type": name} if name else schema)
 
@@ -81,8 +92,8 @@ class NotationRules(ABC):
         """Return the rule of a number, true, false or null, given its rule in JSON."""
 
     @abstractmethod
-    def write_array(self, item: str, schema: Mapping[str, Any]) -> str:
-        """Return the rule of a list of such items."""
+    def write_array(self, item: str, fewest: int, most: int | None) -> str:
+        """Return the rule of a list of such items, given their fewest and most; `most` is None if there is no limit."""
 
     @abstractmethod
     def write_object(self, members: str) -> str:
@@ -91,6 +102,12 @@ class NotationRules(ABC):
     @abstractmethod
     def write(self, value: Any) -> str:
         """Return one value as strings of the grammar."""
+
+
+def _read_count(schema: Mapping[str, Any], key: str) -> int | None:
+    """Return a number of items; None if the schema has none that can be counted."""
+    count = schema.get(key)
+    return count if isinstance(count, int) and 0 <= count <= MAX_ITEMS else None
 
 
 class GemmaRules(NotationRules):
@@ -126,9 +143,8 @@ class GemmaRules(NotationRules):
     def write_word(self, word: str) -> str:
         return word
 
-    def write_array(self, item: str, schema: Mapping[str, Any]) -> str:
-        fewest, most = schema.get("minItems", 0), schema.get("maxItems", "")
-        more = f'("," {item}){{{max(fewest - 1, 0)},{most and most - 1}}}'
+    def write_array(self, item: str, fewest: int, most: int | None) -> str:
+        more = f'("," {item}){{{max(fewest - 1, 0)},{"" if most is None else most - 1}}}'
         return f'"[" {item} {more} "]"' if fewest else f'"[" ({item} {more})? "]"'
 
     def write_object(self, members: str) -> str:
@@ -178,9 +194,9 @@ class ElementRules(NotationRules):
     def write_word(self, word: str) -> str:
         return f"{word} {self.rules.quote(self._mark)}"
 
-    def write_array(self, item: str, schema: Mapping[str, Any]) -> str:
-        fewest, most = schema.get("minItems", 0), schema.get("maxItems", "")
-        return f"{self._write_element('item', item)}{{{fewest},{most}}} {self.rules.quote(self._mark)}"
+    def write_array(self, item: str, fewest: int, most: int | None) -> str:
+        count = f"{{{fewest},{'' if most is None else most}}}"
+        return f"{self._write_element('item', item)}{count} {self.rules.quote(self._mark)}"
 
     def write_object(self, members: str) -> str:
         return f"{members} {self.rules.quote(self._mark)}"

@@ -112,8 +112,10 @@ def find_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
 
 def list_parameters(schema: Mapping[str, Any]) -> list[tuple[int, str, bool]]:
     """Return for each parameter its number, its name, and whether it is required."""
-    required = schema.get("required", ())
-    return [(number, key, key in required) for number, key in enumerate(schema.get("properties", {}))]
+    required, properties = schema.get("required"), schema.get("properties")
+    if not isinstance(properties, Mapping):
+        return []
+    return [(number, key, isinstance(required, list) and key in required) for number, key in enumerate(properties)]
 
 
 def find_part(schema: Any, name: str, root: Mapping[str, Any]) -> Any:

@@ -278,3 +278,77 @@ def test_reasoning_before_calls(content: Content) -> None:
     assert accepts(make_grammar("hermes", content, reasoning="open"), f"\nHm.\n</think>\n\n{call}")
     harmony = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{write('openai', [CALLS[0]])}"
     assert accepts(make_grammar("openai", content), harmony)
+
+
+# ---------------------------------------------------------------- schemas
+def nest(schema: dict[str, Any], levels: int) -> dict[str, Any]:
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+NODE = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}]}}}
+RICH = {
+    "type": "object",
+    "properties": {
+        "count": {"type": "integer", "minimum": 1, "maximum": 9},
+        "list": {"type": "array", "items": {"enum": ["a", 1, None, True]}, "minItems": 2, "maxItems": 3},
+        "node": {"$ref": "#/$defs/node"},
+    },
+    "required": ["count"],
+    "$defs": {"node": {**NODE, "additionalProperties": False}},
+}
+
+
+@families
+@pytest.mark.parametrize(
+    ("arguments", "is_accepted"),
+    [
+        ({"count": 1}, True),
+        ({"count": 9, "list": ["a", 1]}, True),
+        ({"count": 9, "list": [None, True, "a"], "node": {"next": {"next": None}}}, True),
+        ({"count": 9, "node": {"next": {}}}, True),
+        ({"count": 0}, False),
+        ({"list": ["a", 1]}, False),
+        ({"count": 1, "list": ["a"]}, False),
+        ({"count": 1, "list": ["a"] * 4}, False),
+        ({"count": 1, "list": ["a", "b"]}, False),
+        ({"count": 1, "node": {"other": None}}, False),
+    ],
+    ids=str,
+)
+def test_schemas_are_held_to(family: str, arguments: dict[str, Any], is_accepted: bool) -> None:
+    """In every notation: bounds, numbers of items, lists of values, and references that refer to themselves."""
+    grammar = make_grammar(family, "calls", schemas={"f": RICH})
+    written = {key: arguments[key] for key in sorted(arguments)}
+    assert accepts(grammar, write(family, [("f", written)])) is is_accepted
+
+
+MALFORMED: list[Any] = [
+    {"type": "array", "items": {"type": "string"}, "minItems": "3", "maxItems": -1},
+    {"type": "array", "items": {"type": "string"}, "minItems": 10**9, "maxItems": 10**12},
+    {"type": "array", "minItems": 5, "maxItems": 2},
+    {"type": []},
+    {"type": ["x", 5]},
+    {"type": {}},
+    {"anyOf": []},
+    {"anyOf": ["x", 5, None]},
+    {"type": "object", "properties": {"b": 5, "c d": {}, "": {}}},
+    {"type": "object", "properties": ["b"]},
+    {"type": "object", "properties": {"b": {}}, "required": 5},
+    {"$ref": "#/properties/a"},
+    {"$ref": "#/$defs/x"},
+    nest({"type": "string"}, 200),
+]
+
+
+@families
+@pytest.mark.parametrize("schema", MALFORMED, ids=lambda schema: str(schema)[:60])
+def test_malformed_schemas_give_a_grammar(family: str, schema: Any) -> None:
+    """llguidance may refuse the grammar, and says why."""
+    tool = {
+        "type": "object",
+        "properties": {"a": schema},
+        "$defs": {"x": {"$ref": "#/$defs/y"}, "y": {"$ref": "#/$defs/x"}},
+    }
+    assert make_grammar(family, "calls", schemas={"f": tool})

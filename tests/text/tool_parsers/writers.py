@@ -150,15 +150,13 @@ def write_elements(calls: Sequence[Call]) -> str:
     mark = "]<]minimax[>["
 
     def write_any(value: Any) -> str:
-        if value and isinstance(value, dict):
+        if isinstance(value, dict):
             return "".join(f"{mark}<{key}>{write_any(each)}{mark}</{key}>" for key, each in value.items())
-        if value and isinstance(value, list):
+        if isinstance(value, list):
             return "".join(f"{mark}<item>{write_any(each)}{mark}</item>" for each in value)
         return write_value(value)
 
-    each = [
-        f'{mark}<invoke name="{name}">{write_any(given) if given else ""}{mark}</invoke>\n' for name, given in calls
-    ]
+    each = [f'{mark}<invoke name="{name}">{write_any(given)}{mark}</invoke>\n' for name, given in calls]
     return f"{mark}<tool_call>\n{''.join(each)}{mark}</tool_call>"
 
 
