@@ -49,10 +49,11 @@ class CompiledGrammar:
     def renew(self) -> bool:
         """Set `start` to a matcher with a new lexer; return whether there was one."""
         if self._compile_now is not None:
-            self.start = self._compile_now()
-            return not self.start.is_error()
-        spare, self._spare = self._spare, None
-        self.prepare_spare()
-        if spare is not None:
-            self.start = spare
-        return spare is not None
+            renewed: LLMatcher | None = self._compile_now()
+        else:
+            renewed, self._spare = self._spare, None
+            self.prepare_spare()
+        if renewed is None or renewed.is_error():
+            return False
+        self.start = renewed
+        return True

@@ -62,8 +62,8 @@ def write_token(state: GrammarState, rng: random.Random) -> int | None:
 def test_a_long_list_of_choices_serves_any_number_of_texts(
     compiler: GrammarCompiler, vocabulary: Vocabulary, rng: random.Random
 ) -> None:
-    """At the limits in use: all texts of this list need 28,000 states, of which a lexer may have 20,000."""
-    choices = {"".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=12)) for _ in range(3500)}
+    """At the limits in use: all texts of this list need more states than a lexer may have."""
+    choices = {"".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=20)) for _ in range(2000)}
     lark = write_lark("choice", constrain_to_choices(sorted(choices), "").text)
     state = begin(compiler, lark)
     first = state._start
