@@ -17,12 +17,13 @@ import httpx
 import psutil
 import pytest
 
+from server.version import get_version
 from tests.cluster.ray_cluster import ROOT, SMALL, find_free_port, get_python, make_environment
 from tests.end_to_end.server_process import PATIENCE, eventually
 
 pytestmark = pytest.mark.ray
 
-MARK = "KVMUX_TEST_MARK"  # a variable by which a test finds all processes of its own cluster
+MARK = "TEST_MARK"  # a variable by which a test finds all processes of its own cluster
 
 
 class Terminal:
@@ -48,8 +49,13 @@ class Terminal:
     def printed(self) -> str:
         return self._output.read_text()
 
-    def send(self, number: signal.Signals) -> None:
-        os.killpg(self.process.pid, number)
+    def interrupt(self) -> None:
+        """Press Ctrl-C: SIGINT to all processes of the group, those of Ray included, which do not mind."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    @property
+    def serves(self) -> bool:
+        return f"kvmux {get_version()} serves" in self.printed
 
     def list_processes(self) -> list[str]:
         """Return the command lines of the cluster's processes that there still are."""
@@ -85,7 +91,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Terminal]]:
 
 
 def wait_until_it_serves(terminal: Terminal) -> None:
-    eventually(lambda: terminal.process.poll() is not None or " serves " in terminal.printed)
+    eventually(lambda: terminal.process.poll() is not None or terminal.serves)
     assert terminal.process.poll() is None, "it did not come up"
 
 
@@ -114,8 +120,8 @@ def reading(terminal: Terminal, method: str, path: str, **body: object) -> Itera
         thread.join()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_lets_answers_end(start: Callable[..., Terminal], number: signal.Signals) -> None:
+@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
+def test_a_signal_lets_answers_end(start: Callable[..., Terminal], how: str) -> None:
     terminal = start("--drain-seconds", "60")
     wait_until_it_serves(terminal)
     body = {"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True}
@@ -124,7 +130,10 @@ def test_a_signal_lets_answers_end(start: Callable[..., Terminal], number: signa
         reading(terminal, "GET", "/v1/live/events") as events,
     ):
         assert "data: [DONE]" not in answer, "the test is too slow to test anything"
-        terminal.send(number)
+        if how == "Ctrl-C":
+            terminal.interrupt()
+        else:  # sent to all, it would end Ray's own processes
+            terminal.process.terminate()
     assert "data: [DONE]" in answer, answer[-3:]
     assert "error" not in json.dumps(answer)
     assert not [each for each in events if each.startswith("error")], events[-3:]
@@ -143,19 +152,20 @@ def test_a_second_signal_does_not_wait(start: Callable[..., Terminal]) -> None:
     arrived, stop = threading.Event(), threading.Event()
 
     def post() -> None:
+        headers = {"content-type": "application/json"}
         with pytest.raises(httpx.TransportError):
-            httpx.post(f"{terminal.url}/v1/completions", content=send_slowly(), timeout=PATIENCE)
+            httpx.post(f"{terminal.url}/v1/completions", content=send_slowly(), headers=headers, timeout=PATIENCE)
 
     thread = threading.Thread(target=post)
     thread.start()
     try:
         arrived.wait(PATIENCE)
         time.sleep(1.0)  # until the request has reached the API process
-        terminal.send(signal.SIGINT)
+        terminal.interrupt()
         eventually(lambda: "stopping" in terminal.printed)
         time.sleep(1.0)
         assert terminal.process.poll() is None
-        terminal.send(signal.SIGINT)
+        terminal.interrupt()
         assert terminal.wait() == 130
     finally:
         stop.set()
@@ -166,7 +176,7 @@ def test_a_signal_ends_a_start(start: Callable[..., Terminal]) -> None:
     terminal = start("--replicas", "2")
     eventually(lambda: "starts Ray" in terminal.printed)
     time.sleep(random.uniform(0.0, 8.0))
-    terminal.send(signal.SIGINT)
+    terminal.interrupt()
     assert terminal.wait() in (0, 130)
 
 

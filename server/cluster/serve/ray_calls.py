@@ -86,7 +86,8 @@ def _translate_errors() -> Iterator[None]:
     try:
         yield
     except LOST as error:
-        log.info("a replica was lost: %s", type(error).__name__)
+        if not isinstance(error, DeploymentUnavailableError):  # as long as there is none at all
+            log.info("a replica was lost: %s", type(error).__name__)
         raise ReplicaLost(LOST_MESSAGE) from None
     except BackPressureError:
         raise ReplicaLost("all replicas are full; try again") from None
