@@ -1,4 +1,4 @@
-"""The files for Kubernetes and for `serve deploy` are valid by the schemas of both, and agree with the code."""
+"""The files for Kubernetes are valid by its schemas and KubeRay's; they and the Serve config file suit the code."""
 
 from __future__ import annotations
 
