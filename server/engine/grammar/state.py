@@ -37,7 +37,7 @@ class GrammarState:
         self._vocab_size = vocab_size
         self._meter = meter or GrammarMeter()
         self._accepted: list[int] = []  # the tokens of the output
-        self._renewed_at = -1  # number of tokens of the output when a new lexer was made for it; -1: never
+        self._has_new_lexer = False  # whether, since the call began, nothing else has used the lexer
         self._num_drafted = 0  # number of draft tokens that the matcher has consumed after them
         self._is_end_forced = False  # whether only the end is allowed, by the mask that was computed last
         self._must_end = False  # whether the vocabulary has no token that may follow the output, which may end
@@ -57,8 +57,7 @@ class GrammarState:
         if self._must_end:  # the token ends the model's texts, but is ignored by the request
             self._has_ended = True
             return
-        began = time.thread_time()
-        self._undo_draft()
+        began = self._begin()
         self._accepted.append(token)
         if not self._matcher.consume_token(token) and not self._renew():
             self.fault = self.fault or describe_error(self._matcher)
@@ -66,8 +65,7 @@ class GrammarState:
 
     def cut_draft(self, draft: Sequence[int]) -> list[int]:
         """Return the beginning of a draft that the grammar allows; after it, at least one token can follow."""
-        began = time.thread_time()
-        self._undo_draft()
+        began = self._begin()
         kept = list(draft[: self._matcher.validate_tokens(list(draft))])
         if kept and self._consume_draft(kept) and self._matcher.is_stopped():
             kept.pop()  # the token that completes the text is drawn, as the text ends with it
@@ -83,8 +81,7 @@ class GrammarState:
         The tokens `end_ids`, which end the request's text, and the model's own `eos_ids` are allowed only where the
         grammar may end. Where nothing but the end is allowed, all of them are.
         """
-        began = time.thread_time()
-        self._undo_draft()
+        began = self._begin()
         masks = self._try_masks(draft, end_ids, eos_ids)
         while self._matcher.is_error() and self._renew():
             masks = self._try_masks(draft, end_ids, eos_ids)
@@ -147,7 +144,7 @@ class GrammarState:
             return
         count, self._num_drafted = self._num_drafted, 0
         if self._matcher.is_error() or not self._matcher.rollback(count):
-            self._renewed_at = -1  # the draft is at fault, not the text
+            self._has_new_lexer = False  # the draft is at fault, not the text
             if not self._restart() and not self._renew():
                 self.fault = describe_error(self._matcher)
 
@@ -159,17 +156,23 @@ class GrammarState:
     def _renew(self) -> bool:
         """Go on with another lexer, if the error may be that of the shared one; return whether that succeeded.
 
-        The text itself is at fault if a lexer that nothing else has used does not take it a token further.
+        The text itself is at fault if a lexer that nothing else has used is not enough for it.
         """
-        while may_be_lexer_error(self._matcher) and self._renewed_at != len(self._accepted):
+        while may_be_lexer_error(self._matcher) and not self._has_new_lexer:
             if self._grammar.start is self._start:
                 if not self._grammar.renew():
                     return False
-                self._renewed_at = len(self._accepted)
+                self._has_new_lexer = True
             self._start = self._grammar.start
             if self._restart():
                 return True
         return False
+
+    def _begin(self) -> float:
+        """Begin a call: undo drafts; return the CPU time when it began."""
+        began, self._has_new_lexer = time.thread_time(), False
+        self._undo_draft()
+        return began
 
     def _count_time(self, began: float) -> None:
         """Count the CPU time since `began`; set `fault` if the grammar has taken too much."""
