@@ -144,7 +144,7 @@ def _describe(url: str, scale: Scale) -> str:
 
 
 def _interrupt_by_signals() -> None:
-    """Have SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread, as SIGINT does.
+    """Have SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread.
 
     A SIGHUP that is ignored already, as under nohup, stays ignored.
     """
@@ -153,5 +153,5 @@ def _interrupt_by_signals() -> None:
         raise KeyboardInterrupt
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, interrupt)
