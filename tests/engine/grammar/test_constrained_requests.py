@@ -214,7 +214,7 @@ class History:
         self.expected: dict[str, RequestEvents] = {}
         self.cases: dict[str, Case | None] = {}
         self.drafted = self.accepted = 0
-        self._breaks_left, self._last_break = 2, 0
+        self._unbroken, self._last_break = ["paged", "contiguous"], 0
 
     def arrive(self) -> None:
         rng, index = self._rng, len(self.driver.heard)
@@ -238,9 +238,11 @@ class History:
         match self._rng.randrange(4):
             case 0 if running:
                 self.driver.preempt(self._rng.choice(running).key[1])
-            case 1 if self._breaks_left and len(self.driver.steps) > self._last_break + 3:  # else a quarantine follows
-                self._breaks_left, self._last_break = self._breaks_left - 1, len(self.driver.steps)
-                break_attend(LAST_LAYER)(self.driver, self._rng.choice(["paged", "contiguous"]), 1)
+            case 1 if self._unbroken and len(self.driver.steps) > self._last_break + 3:  # else a quarantine follows
+                # Each once: a second fault that waits for the same step would fail its repetition, too
+                instance = self._unbroken.pop(self._rng.randrange(len(self._unbroken)))
+                self._last_break = len(self.driver.steps)
+                break_attend(LAST_LAYER)(self.driver, instance, 1)
             case 2 if running and self._rng.random() < 0.2:
                 name = self._rng.choice(running).key[1]
                 self.driver.cancel(name)
