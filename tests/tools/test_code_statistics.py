@@ -72,4 +72,4 @@ def test_this_checkout_is_printed_and_written_as_json(capsys: pytest.CaptureFixt
     main([])
     assert "kernels/selfcheck" in capsys.readouterr().out
     main(["--json"])
-    assert json.loads(capsys.readouterr().out)["folders"]["server/engine/ipc"][0] == 4
+    assert json.loads(capsys.readouterr().out)["folders"]["server/engine/ipc"][0] == 5
