@@ -343,7 +343,7 @@ THOUGHT = "<think>\nHm, {} or a call?\n</think>\n\n"
 
 
 @pytest.mark.parametrize("before", ["", THOUGHT])
-def test_calls_or_a_document(qwen: ToolServer, before: str) -> None:
+def test_calls_or_content(qwen: ToolServer, before: str) -> None:
     """With response_format, the model writes either calls or JSON, both by their schemas."""
     qwen.says(before + CALL)
     for choice in (ask(qwen, response_format=FORMAT).choices[0], stream(qwen, response_format=FORMAT)):
@@ -353,21 +353,21 @@ def test_calls_or_a_document(qwen: ToolServer, before: str) -> None:
         assert accepts(qwen, before + text), text
     for text in ("", "It snows.", WRONG, '{"sky": "red"}', '{"sky": "grey"}' + CALL):
         assert not accepts(qwen, before + text), text
-    document = '{"sky": "clear", "note": "<tool_call>{}</tool_call>"}'
-    qwen.says(before + document)
+    content = '{"sky": "clear", "note": "<tool_call>{}</tool_call>"}'
+    qwen.says(before + content)
     for choice in (ask(qwen, response_format=FORMAT).choices[0], stream(qwen, response_format=FORMAT)):
-        assert (choice.message.content, choice.finish_reason) == (document, "stop")
+        assert (choice.message.content, choice.finish_reason) == (content, "stop")
         assert not choice.message.tool_calls
 
 
-def test_a_document_with_tools_that_may_not_be_called(qwen: ToolServer) -> None:
+def test_content_with_tools_that_may_not_be_called(qwen: ToolServer) -> None:
     qwen.says('{"sky": "grey"}')
     ask(qwen, response_format=FORMAT, tool_choice="none")
     assert accepts(qwen, '{"sky": "grey"}')
     assert not accepts(qwen, CALL)
 
 
-def test_errors_of_a_document_and_of_tools_name_their_field(qwen: ToolServer) -> None:
+def test_errors_of_content_and_of_tools_name_their_field(qwen: ToolServer) -> None:
     bad: Any = {"not": {"type": "string"}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": bad}}}}
     format = {"type": "json_schema", "json_schema": {"name": "x", "schema": bad}}
@@ -381,7 +381,7 @@ def test_errors_of_a_document_and_of_tools_name_their_field(qwen: ToolServer) ->
         assert "not" in error["message"]
 
 
-def test_a_document_after_reasoning(qwen: ToolServer) -> None:
+def test_content_after_reasoning(qwen: ToolServer) -> None:
     """The grammar leaves the reasoning free; a prompt that has ended it allows no other."""
     qwen.says(f'{THOUGHT}{{"sky": "grey"}}')
     choice = ask(qwen, response_format=FORMAT, tools=openai.NOT_GIVEN).choices[0]
@@ -396,8 +396,8 @@ def test_a_document_after_reasoning(qwen: ToolServer) -> None:
     assert accepts(qwen, '{"sky": "grey"}')
 
 
-def test_a_document_after_reasoning_that_the_prompt_has_begun() -> None:
-    """What the model writes first is reasoning, so the document cannot be there."""
+def test_content_after_reasoning_that_the_prompt_has_begun() -> None:
+    """What the model writes first is reasoning, so the content cannot be there."""
     with serving_tools("deepseek_r1_distill") as server:
         server.says('Hm.\n</think>\n\n{"sky": "grey"}')
         asked: Any = {"model": "tiny", "messages": MESSAGES, "response_format": FORMAT}

@@ -34,7 +34,7 @@ CALLS = {  # a call by the chat template
     "granite33": f"<|tool_call|>[{CALL}]",
     "phi4_mini": f"<|tool_call|>[{CALL}]<|/tool_call|>",
 }
-BEFORE_DOCUMENT = {"gpt_oss": "<|channel|>final<|message|>"}
+BEFORE_CONTENT = {"gpt_oss": "<|channel|>final<|message|>"}
 SCHEMA = {"type": "object", "properties": {"sky": {"enum": ["clear", "grey"]}}, "required": ["sky"]}
 PATTERN = r"[a-f]{2,4}|\{x+\}|\[y\]"
 TEXTS = ["", "a", "ab", "abcd", "abcde", "{}", "{xx}", "[y]", "yes", "no", "maybe", "a1", "1", '{"sky": "grey"}', "bb"]
@@ -71,9 +71,9 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, ToolServer]]:
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_a_message_is_a_call_or_the_document(served: tuple[str, ToolServer], kind: str) -> None:
+def test_a_message_is_a_call_or_the_content(served: tuple[str, ToolServer], kind: str) -> None:
     template, server = served
-    call, before, case = CALLS[template], BEFORE_DOCUMENT.get(template, ""), CASES[kind]
+    call, before, case = CALLS[template], BEFORE_CONTENT.get(template, ""), CASES[kind]
     assert case.accepted
     for text in (call, *(before + text for text in case.accepted)):
         server.says(text)
