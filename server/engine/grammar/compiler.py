@@ -72,8 +72,9 @@ class GrammarCompiler:
         self._pending: set[str] = set()  # grammars that will be cached when they are compiled
         self._cache: OrderedDict[str, CompiledGrammar | Failure] = OrderedDict()  # the latest at the end
         self._unused: set[str] = set()  # those of the cached ones that no request has used yet
-        self._table: TokenTable | None = None  # set by the thread before it returns a compiled grammar
-        self._tokenizer: LLTokenizer | None = None  # of the thread
+        # Set by the thread before its first compiled grammar
+        self._table: TokenTable | None = None
+        self._tokenizer: LLTokenizer | None = None
 
     def prepare(self, grammar: str) -> bool:
         """Return whether a grammar, in Lark, is compiled or has failed; if it is not, start to compile it."""
