@@ -179,11 +179,11 @@ def _iter_encoded_arguments(messages: Any) -> Iterator[str]:
 def _check_answers(messages: list[Message]) -> list[Message]:
     """Refuse answers to tool calls that no message before them has."""
     called: set[str] = set()
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         called |= {call.id for call in message.tool_calls or () if call.id is not None}
         if message.role == "tool" and message.tool_call_id not in called:
             raise ValueError(
-                f"messages[{place}] answers the tool call {format_value(message.tool_call_id)}, but no assistant's "
+                f"messages[{index}] answers the tool call {format_value(message.tool_call_id)}, but no assistant's "
                 "message before it has a tool call with this id"
             )
     return messages
