@@ -26,7 +26,7 @@ class ResponseTool(Body):
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="whether the arguments of a call are always by the schema")
+    strict: bool | None = Field(None, description="whether a grammar holds calls to the schemas")
 
     @model_validator(mode="wrap")
     @classmethod

@@ -39,7 +39,7 @@ class FunctionDefinition(Body):
     description: str | None = Field(None, max_length=MAX_DESCRIPTION_LENGTH)
     parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = Field(default_factory=dict)
     returns: dict[str, Any] | None = Field(None, alias="return")  # as transformers' get_json_schema() writes it
-    strict: bool | None = Field(None, description="whether the arguments of a call are always by the schema")
+    strict: bool | None = Field(None, description="whether a grammar holds calls to the schemas")
 
 
 class Tool(Body):
