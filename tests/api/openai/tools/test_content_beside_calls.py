@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import jsonschema
 import pytest
 
-from server.engine.ipc.messages import Submit
-from server.grammar.matcher import TokenTable, compile_grammar
 from tests.api.openai.tools.conftest import ToolServer, serving_tools
 
 TOOL: dict[str, Any] = {
@@ -85,15 +83,6 @@ def test_a_message_is_a_call_or_the_content(served: tuple[str, ToolServer], kind
         else:
             assert message["content"] == text.removeprefix(before)
             assert not message.get("tool_calls")
-    assert accepts(server, call)
-    assert [text for text in TEXTS if accepts(server, before + text)] == case.accepted
-    assert not accepts(server, call.replace("city", "town"))
-
-
-def accepts(server: ToolServer, text: str) -> bool:
-    """Return whether the grammar of the last request accepts a text."""
-    matcher = compile_grammar(
-        TokenTable(server.vocabulary).make_tokenizer(), server.engine.all(Submit)[-1].grammar or ""
-    )
-    tokens = server.encode(text)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    assert server.accepts(call)
+    assert [text for text in TEXTS if server.accepts(before + text)] == case.accepted
+    assert not server.accepts(call.replace("city", "town"))

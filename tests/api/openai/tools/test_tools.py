@@ -13,7 +13,6 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from config.errors import SettingsError
 from server.engine.ipc.messages import FromEngine, Submit, Tokens
-from server.grammar.matcher import TokenTable, compile_grammar
 from tests.api.fake_engine import admitted, generates, scores
 from tests.api.openai.tools.conftest import ToolServer, serving_tools
 from tests.api.payloads import chunks_of, error_of
@@ -299,17 +298,17 @@ def test_some_tools_are_allowed(qwen: ToolServer) -> None:
         (SECOND, False),
         (f"{CALL}{SECOND}", False),
     ):
-        assert accepts(qwen, text) is is_allowed, text
+        assert qwen.accepts(text) is is_allowed, text
     ask(qwen, tool_choice=required)
     for text, is_allowed in ((CALL, True), (f"{THOUGHT}{CALL}\n{CALL}", True), ("It snows.", False), (SECOND, False)):
-        assert accepts(qwen, text) is is_allowed, text
+        assert qwen.accepts(text) is is_allowed, text
     ask(qwen, tool_choice=auto, response_format=FORMAT)
     for text, is_allowed in ((CALL, True), ('{"sky": "grey"}', True), (SECOND, False), ("It snows.", False)):
-        assert accepts(qwen, text) is is_allowed, text
+        assert qwen.accepts(text) is is_allowed, text
     for mode, has_grammar in (("auto", False), ("required", True)):
         ask(qwen, tool_choice=allowed(mode, "get_time", "get_weather"))
         assert (qwen.engine.all(Submit)[-1].grammar is not None) is has_grammar
-    assert accepts(qwen, f"{CALL}{SECOND}")
+    assert qwen.accepts(f"{CALL}{SECOND}")
 
 
 def test_a_call_is_required(qwen: ToolServer) -> None:
@@ -319,21 +318,8 @@ def test_a_call_is_required(qwen: ToolServer) -> None:
     grammar = qwen.engine.all(Submit)[0].grammar or ""
     assert "get_time" in grammar
     assert "get_weather" in grammar
-    assert accepts(qwen, f"{THOUGHT}{SECOND}"), "the model may think before"
-    assert not accepts(qwen, f"I look.\n{SECOND}")
-
-
-def accepts(server: ToolServer, text: str) -> bool:
-    """Return whether the grammar of the last request accepts a text, of the model's own tokens."""
-    return accepts_tokens(server, server.encode(text))
-
-
-def accepts_tokens(server: ToolServer, tokens: list[int]) -> bool:
-    tokenizer = TokenTable(server.vocabulary).make_tokenizer()
-    grammar = server.engine.all(Submit)[-1].grammar
-    assert grammar is not None
-    matcher = compile_grammar(tokenizer, grammar)
-    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+    assert qwen.accepts(f"{THOUGHT}{SECOND}"), "the model may think before"
+    assert not qwen.accepts(f"I look.\n{SECOND}")
 
 
 SCHEMA = {"type": "object", "properties": {"sky": {"enum": ["clear", "grey"]}}, "required": ["sky"]}
@@ -350,9 +336,9 @@ def test_calls_or_content(qwen: ToolServer, before: str) -> None:
         assert calls_of(choice.message) == [("get_weather", {"city": "Z\u00fcrich \u2603"})]
         assert choice.finish_reason == "tool_calls"
     for text in (CALL, SECOND, f"{CALL}\n{SECOND}", '{"sky": "grey"}'):
-        assert accepts(qwen, before + text), text
+        assert qwen.accepts(before + text), text
     for text in ("", "It snows.", WRONG, '{"sky": "red"}', '{"sky": "grey"}' + CALL):
-        assert not accepts(qwen, before + text), text
+        assert not qwen.accepts(before + text), text
     content = '{"sky": "clear", "note": "<tool_call>{}</tool_call>"}'
     qwen.says(before + content)
     for choice in (ask(qwen, response_format=FORMAT).choices[0], stream(qwen, response_format=FORMAT)):
@@ -363,8 +349,8 @@ def test_calls_or_content(qwen: ToolServer, before: str) -> None:
 def test_content_with_tools_that_may_not_be_called(qwen: ToolServer) -> None:
     qwen.says('{"sky": "grey"}')
     ask(qwen, response_format=FORMAT, tool_choice="none")
-    assert accepts(qwen, '{"sky": "grey"}')
-    assert not accepts(qwen, CALL)
+    assert qwen.accepts('{"sky": "grey"}')
+    assert not qwen.accepts(CALL)
 
 
 def test_errors_of_content_and_of_tools_name_their_field(qwen: ToolServer) -> None:
@@ -386,14 +372,14 @@ def test_content_after_reasoning(qwen: ToolServer) -> None:
     qwen.says(f'{THOUGHT}{{"sky": "grey"}}')
     choice = ask(qwen, response_format=FORMAT, tools=openai.NOT_GIVEN).choices[0]
     assert (choice.message.content, choice.message.reasoning) == ('{"sky": "grey"}', "Hm, {} or a call?")
-    assert accepts(qwen, f'{THOUGHT}{{"sky": "grey"}}')
-    assert accepts(qwen, '{"sky": "grey"}')
-    assert not accepts(qwen, f"{THOUGHT}It snows.")
+    assert qwen.accepts(f'{THOUGHT}{{"sky": "grey"}}')
+    assert qwen.accepts('{"sky": "grey"}')
+    assert not qwen.accepts(f"{THOUGHT}It snows.")
     qwen.says('{"sky": "grey"}')
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     assert ask(qwen, response_format=FORMAT, extra_body=off).choices[0].message.content == '{"sky": "grey"}'
-    assert not accepts(qwen, f'{THOUGHT}{{"sky": "grey"}}')
-    assert accepts(qwen, '{"sky": "grey"}')
+    assert not qwen.accepts(f'{THOUGHT}{{"sky": "grey"}}')
+    assert qwen.accepts('{"sky": "grey"}')
 
 
 def test_content_after_reasoning_that_the_prompt_has_begun() -> None:
@@ -403,8 +389,8 @@ def test_content_after_reasoning_that_the_prompt_has_begun() -> None:
         asked: Any = {"model": "tiny", "messages": MESSAGES, "response_format": FORMAT}
         message: Any = server.client.chat.completions.create(**asked).choices[0].message
         assert (message.reasoning, message.content) == ("Hm.", '{"sky": "grey"}')
-        assert accepts(server, 'Hm.\n</think>\n\n{"sky": "grey"}')
-        assert not accepts(server, '{"sky": "grey"}')
+        assert server.accepts('Hm.\n</think>\n\n{"sky": "grey"}')
+        assert not server.accepts('{"sky": "grey"}')
 
 
 @pytest.mark.parametrize(
@@ -419,8 +405,8 @@ def test_a_choice_that_looks_like_a_marker_is_content(qwen: ToolServer, choice: 
     qwen.engine.begin_again(generates([*tokens, *qwen.encode("<|im_end|>")], "stop"))
     answer = (stream if stream_it else lambda *args, **body: ask(*args, **body).choices[0])(qwen, **asked)
     assert (answer.message.content, answer.finish_reason) == (choice, "stop")
-    assert accepts_tokens(qwen, tokens)
-    assert not accepts(qwen, "<|im_end|>")
+    assert qwen.accepts_tokens(tokens)
+    assert not qwen.accepts("<|im_end|>")
 
 
 def test_a_choice_that_reads_as_reasoning_or_a_call_is_refused(qwen: ToolServer, gpt_oss: ToolServer) -> None:
@@ -457,9 +443,9 @@ def test_strict_tools(qwen: ToolServer) -> None:
     assert "x-ignored-fields" not in response.headers
     assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
     for text in ("", "It snows.", f"{THOUGHT}I look.\n{CALL} and\n{SECOND}", CALL):
-        assert accepts(qwen, text), text
+        assert qwen.accepts(text), text
     for text in (WRONG, f"I look: {WRONG}", f"{CALL}{WRONG}", "<tool_call>"):
-        assert not accepts(qwen, text), text
+        assert not qwen.accepts(text), text
     for body in ({"tools": [strict], "tool_choice": "none"}, {"tools": [TOOL]}):
         assert qwen.chat(**body).is_success
         assert qwen.engine.all(Submit)[-1].grammar is None
