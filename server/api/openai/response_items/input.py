@@ -49,7 +49,7 @@ class ReasoningOptions(Body):
 
 
 class TextFormat(Body):
-    """What the text has to be: `response_format` of a chat, with the members of its `json_schema` beside the type."""
+    """The form of the text: a chat's `response_format`, with the members of its `json_schema` beside the type."""
 
     path_prefix = "text.format."
 

@@ -1,6 +1,6 @@
-"""Checks what a request says its text has to be, and returns it as the grammar that the engine gets.
+"""Checks the constraint of a request's text, and returns it as the grammar that the engine gets.
 
-Whatever constrains a text (the fields of `models.py`, tools) is checked here. Knows no endpoint.
+Constraints come from the fields of `models.py` and from tools. Knows no endpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from server.grammar.constraint import Constraint, ConstraintKind, constrain_cont
 from server.records import ConstraintName, ConstraintRefusal
 from server.text.errors import TextRefused, TextUnavailable
 
-# How metrics name what constrains a text; "lark" is the grammar of a message whose tools alone constrain it
+# How metrics name constraints; "lark" is the kind of a message that only its tools constrain
 NAMES: Mapping[ConstraintKind, ConstraintName] = {
     "json_schema": "json",
     "regex": "regex",
@@ -34,7 +34,7 @@ REASONS: Mapping[str, ConstraintRefusal] = {  # by the error's code
 
 
 def get_constraint(constraints: Iterable[Constraint]) -> Constraint | None:
-    """Return the one constraint of a request; None if it has none. Raises ApiError for several."""
+    """Return the only constraint of a request; None if it has none. Raises ApiError for several."""
     found = list(constraints)
     if len(found) > 1:
         first, second = found[0].param, found[1].param
@@ -93,7 +93,7 @@ def find_reason(code: str | None) -> ConstraintRefusal:
 
 
 async def check_readable(serving: Serving, content: Constraint, parsing: MessageParsing, prompt: str) -> None:
-    """Raise ApiError for a choice that could not be told from a marker when the message is read."""
+    """Raise ApiError if a choice has a marker, so that the parser would not return it as content."""
     if content.kind != "choice":
         return
     misread = await asyncio.to_thread(parsing.find_misread, json.loads(content.text), prompt)
