@@ -240,6 +240,15 @@ def test_calls_within_a_text(family: str) -> None:
         assert accepts(single, f"{one} And: {wrong}"), "of which nothing is returned"
 
 
+@pytest.mark.parametrize("family", ["llama3_json", "minicpm5"])
+def test_calls_without_a_marker_are_held_from_their_arguments_on(family: str) -> None:
+    """As the guide says: one that begins otherwise, or is of another tool, is text for the grammar."""
+    grammar = make_grammar(family, "text with calls", schemas={"get_weather": TOOLS["get_weather"]})
+    assert accepts(grammar, write(family, [CALLS[0]]))
+    assert not accepts(grammar, write(family, [("get_weather", {"city": "Rome", "days": "many"})]))
+    assert accepts(grammar, write(family, [("f", {"text": "a"})]))
+
+
 @pytest.mark.parametrize("kind", ["calls", "content", "calls or content"])
 def test_no_comment_stands_beside_constrained_content_or_required_calls(kind: MessageKind) -> None:
     """In gpt-oss's channel `commentary` it would be content."""
