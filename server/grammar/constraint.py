@@ -20,7 +20,7 @@ JSON_OBJECT: Mapping[str, Any] = {"type": "object"}  # the schema of every JSON 
 
 
 class Constraint(NamedTuple):
-    """What a text has to be, as a text of its kind.
+    """What a text has to be. `text` has the form of its kind.
 
     json_schema  a JSON schema
     regex        a regular expression

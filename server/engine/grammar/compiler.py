@@ -37,7 +37,7 @@ _STACK_LOCK = threading.Lock()  # held while the size of new threads' stacks, wh
 
 
 class CompilationFailed(Exception):
-    """The server, not the grammar, is the reason why it was not compiled; another attempt may succeed."""
+    """A grammar was not compiled because of the server, not because of itself; another attempt may succeed."""
 
 
 class CompileTask(NamedTuple):
@@ -48,7 +48,7 @@ class CompileTask(NamedTuple):
 
 
 class CompileResult(NamedTuple):
-    """What has become of a task."""
+    """The result of a task."""
 
     task: CompileTask
     compiled: LLMatcher | Failure
@@ -106,7 +106,7 @@ class GrammarCompiler:
         return GrammarState(compiled, self._vocab_size, self.meter)
 
     def collect(self) -> None:
-        """Take what the thread has compiled."""
+        """Move what the thread has compiled into the cache, or to the grammar that needs it as a spare."""
         while not self._results.empty():
             result = self._results.get()
             if (spare_for := result.task.spare_for) is not None:

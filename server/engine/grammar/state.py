@@ -52,7 +52,7 @@ class GrammarState:
         return self.fault is None and (self._has_ended or bool(self._matcher.is_stopped()))
 
     def accept(self, token: int) -> None:
-        """Append a token to the output. It must be allowed; if it is not, or it is too much work, sets `fault`."""
+        """Append an allowed token to the output. Sets `fault` if it is not allowed, or too much work."""
         if self._must_end:  # the token ends the model's texts, but is ignored by the request
             self._has_ended = True
             return
@@ -129,7 +129,7 @@ class GrammarState:
         return True
 
     def _undo_draft(self) -> None:
-        """Return to the state after the output, from that after a draft."""
+        """Roll the matcher back from the end of a draft to the end of the output."""
         if self.fault is not None or not (self._num_drafted or self._matcher.is_error()):
             return
         count, self._num_drafted = self._num_drafted, 0
@@ -139,7 +139,7 @@ class GrammarState:
                 self.fault = describe_error(self._matcher)
 
     def _restart(self) -> bool:
-        """Make the state again from the start of the grammar; return whether that succeeded."""
+        """Make the state anew from the start of the grammar and the output; return whether that succeeded."""
         self._matcher, self._num_drafted = self._start.deep_copy(), 0
         return self._matcher.consume_tokens(self._accepted)
 

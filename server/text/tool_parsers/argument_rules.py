@@ -68,6 +68,6 @@ class ArgumentRules:
 
 
 def list_texts(schema: Any) -> list[str]:
-    """Return the texts that are the only values of a parameter; none if it has others."""
+    """Return the texts that a schema lists as its values; an empty list if it may have others."""
     options = list_options(schema)
     return options if options and all(isinstance(option, str) for option in options) else []

@@ -29,7 +29,7 @@ class CallRules:
         self._arguments = ArgumentRules(rules, form)
 
     def add_calls(self) -> str:
-        """Add the rule of a message that is calls, and nothing else."""
+        """Add the rule of a text that consists of calls only."""
         if self._form.between:
             return self._rules.add("calls", self._write_list(self._form.before))
         one = self._rules.add("call", " | ".join(self._add_call(*tool) for tool in self._number_tools()))
