@@ -20,13 +20,19 @@ JSON_OBJECT: Mapping[str, Any] = {"type": "object"}  # the schema of every JSON 
 
 
 class Constraint(NamedTuple):
-    """What a text has to be; `param` is the field of the request that says so, for errors."""
+    """What a text has to be. `text` has the form of its kind.
+
+    json_schema  a JSON schema
+    regex        a regular expression
+    choice       a JSON list of texts
+    grammar      a grammar of a client, in Lark or GBNF
+    lark         a grammar of ours, in Lark
+    message      a message's grammar and the constraint of its content, as `constrain_content` writes them
+    """
 
     kind: ConstraintKind
-    # A schema in JSON, a regular expression, a list of texts in JSON, a grammar in Lark or GBNF, or in Lark, or what
-    # `constrain_document` writes
     text: str
-    param: str
+    param: str  # the field of the request that the constraint comes from, for errors
 
 
 def constrain_to_schema(
@@ -53,6 +59,6 @@ def constrain_to_choices(choices: Sequence[str], param: str) -> Constraint:
     return Constraint("choice", json.dumps(list(choices), ensure_ascii=False), param)
 
 
-def constrain_document(frame: str, document: Constraint, param: str) -> Constraint:
-    """Return the constraint of a text by a grammar in Lark, in which `@document` stands for a text by another one."""
-    return Constraint("message", json.dumps([frame, document.kind, document.text], ensure_ascii=False), param)
+def constrain_content(frame: str, content: Constraint, param: str) -> Constraint:
+    """Return the constraint of a message by the Lark grammar `frame`, in which `@content` is a text by `content`."""
+    return Constraint("message", json.dumps([frame, content.kind, content.text], ensure_ascii=False), param)

@@ -40,8 +40,8 @@ def write_lark(kind: ConstraintKind, text: str) -> str:
         case "lark":
             return text + OPTIONS
         case "message":
-            frame, *document = json.loads(text)
-            grammars = {"message": frame + OPTIONS, "document": write_lark(*document)}
+            frame, *content = json.loads(text)
+            grammars = {"message": frame + OPTIONS, "content": write_lark(*content)}
             listed = [{"name": name, "lark_grammar": lark} for name, lark in grammars.items()]
             return json.dumps({"grammars": listed}, ensure_ascii=False)
 

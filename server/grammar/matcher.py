@@ -26,10 +26,18 @@ MAX_STEP_FUEL = 100_000  # of the lexer, for one mask: about 7 ms
 MAX_COMPILE_FUEL = 1_000_000  # of the lexer, to compile a grammar
 MAX_GRAMMAR_SIZE = 200_000  # symbols in rules
 END_OF_GRAMMAR = b"<|end of grammar|>"
-_POSITION = re.compile(r"^(?:at )?\d+\(\d+\): ")  # line and column before llguidance's errors
+# Parts of llguidance's errors that say nothing to a client: positions in the grammar that was written for llguidance
+_POSITION = re.compile(r"^(?:at )?\d+\(\d+\): ")
 _COMPILING = re.compile(r'^(failed to compile JSON schema|failed to parse "%json"): ')
-_JSON_POSITION = re.compile(r" at line \d+ column \d+$")  # in a schema as it was written for llguidance
+_JSON_POSITION = re.compile(r" at line \d+ column \d+$")
 _TOO_MUCH_WORK = re.compile(r"^(?:parser|lexer) error: (too many [^;<(]*)", re.IGNORECASE)
+_NO_TEXT = "no text of the model's tokens satisfies it"
+_MESSAGES = {  # for a client, by the beginning of llguidance's
+    "recursion limit exceeded": "the schema is nested too deeply; move parts of it into $defs",
+    "NoExtension": _NO_TEXT,
+    "oneOf constraints": "oneOf is not supported unless no value can satisfy two of its schemas; use anyOf",
+    "Resource ": "$ref is only supported within the schema: move what it refers to into $defs",
+}
 
 
 def make_limits() -> LLParserLimits:
@@ -47,8 +55,8 @@ def make_limits() -> LLParserLimits:
 class TokenTable:
     """A model's tokens as llguidance reads them: the bytes of each id, and the ids without text.
 
-    One more id stands for the end of the grammar. It is no token of the model: the model's own tokens that end a text
-    are allowed where it is, but which ones these are depends on the request.
+    One more id stands for the end of the grammar. It is not a token of the model. Tokens that end texts are allowed
+    where it is allowed, but which tokens these are depends on the request.
     """
 
     is_tokenizer_wrapper = True
@@ -61,18 +69,18 @@ class TokenTable:
         self._tokenizer: LLTokenizer | None = None
 
     def make_tokenizer(self) -> LLTokenizer:
-        """Return llguidance's own table, which takes about a third of a second for 150,000 tokens."""
+        """Return llguidance's own table; making it takes about a third of a second for 150,000 tokens."""
         self._tokenizer = LLTokenizer(self)  # type: ignore[arg-type]  # it takes every object with these attributes
         return self._tokenizer
 
     def __call__(self, text: bytes | str) -> Sequence[int]:
-        """Return tokens of a text; called only for grammars that switch off OPTIONS."""
+        """Return tokens of a text. llguidance calls this only for grammars that switch off OPTIONS (`lark.py`)."""
         assert self._tokenizer is not None
         return self._tokenizer.greedy_tokenize(text if isinstance(text, str) else text.decode(errors="replace"))
 
 
 def compile_grammar(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
-    """Return a compiled grammar at its start. Raises GrammarError for one that is wrong, or beyond the limits."""
+    """Return a grammar, compiled and at its start. Raises GrammarError if it is wrong, or beyond the limits."""
     matcher = LLMatcher(tokenizer, lark, log_level=0, limits=make_limits())
     if matcher.is_error():
         raise GrammarError(describe_error(matcher))
@@ -80,34 +88,33 @@ def compile_grammar(tokenizer: LLTokenizer, lark: str) -> LLMatcher:
 
 
 def may_be_lexer_error(matcher: LLMatcher) -> bool:
-    """Return whether the error of a matcher may be that of its lexer, which it shares with its copies."""
+    """Return whether a matcher has an error that may be that of its lexer, which it shares with its copies."""
     return matcher.is_error() and not matcher.get_error().lower().startswith("parser error: ")
 
 
 def describe_error(matcher: LLMatcher) -> str:
-    """Return llguidance's error without the grammar that it quotes, and without its own terms for options."""
+    """Return the message for a client: llguidance's error without the grammar that it quotes, in the client's terms."""
     lines = matcher.get_error().splitlines()
     message = _COMPILING.sub("", _POSITION.sub("", lines[0] if lines else "unknown error"))
     message = _JSON_POSITION.sub("", message)
     if (work := _TOO_MUCH_WORK.match(message)) is not None:
         return f"it takes too much work for one token ({work[1].strip().lower()}); send a simpler one"
-    if message.startswith("recursion limit exceeded"):
-        return "the schema is nested too deeply; move parts of it into $defs"
     if message.endswith("regex parse error:"):
-        reason = next((line for line in lines if line.startswith("error: ")), "error: it cannot be parsed")
-        if reason == "error: decimal literal invalid":  # that of a schema's maxLength, too
-            return "a length or a number of repetitions is too large"
-        return f"a regular expression is not supported: {reason.removeprefix('error: ')}"
-    if message.startswith("NoExtension"):
-        return "no text of the model's tokens satisfies it"
-    if message.startswith("oneOf constraints"):
-        return "oneOf is not supported unless no value can satisfy two of its schemas; use anyOf"
-    if message.startswith("Resource "):
-        return "$ref is only supported within the schema: move what it refers to into $defs"
+        return _describe_regex_error(lines)
     if message.startswith("Unknown format: "):
         return f"format {message.removeprefix('Unknown format: ')!r} is not supported; leave it out or use pattern"
+    for beginning, own_message in _MESSAGES.items():
+        if message.startswith(beginning):
+            return own_message
     message = message.replace("Unimplemented keys:", "the schema has keywords that are not supported:")
     return message if len(message) <= MAX_REASON_LENGTH else f"{message[:MAX_REASON_LENGTH]}..."
+
+
+def _describe_regex_error(lines: Sequence[str]) -> str:
+    reason = next((line for line in lines if line.startswith("error: ")), "error: it cannot be parsed")
+    if reason == "error: decimal literal invalid":  # that of a schema's maxLength, too
+        return "a length or a number of repetitions is too large"
+    return f"a regular expression is not supported: {reason.removeprefix('error: ')}"
 
 
 class GrammarChecker:
@@ -117,9 +124,9 @@ class GrammarChecker:
         self._tokenizer = TokenTable(vocabulary).make_tokenizer()
 
     def check(self, kind: ConstraintKind, text: str) -> str:
-        """Return the Lark grammar of a constraint, which compiles, and by which a text can begin.
+        """Return the Lark grammar of a constraint if it compiles and allows a first token.
 
-        Raises GrammarError if it is wrong, or beyond the limits. May take any time and memory otherwise.
+        Raises GrammarError if not, or if the grammar is beyond the limits. These do not bound time and memory.
         """
         lark = write_lark(kind, text)
         matcher = compile_grammar(self._tokenizer, lark)
@@ -127,5 +134,5 @@ class GrammarChecker:
         if matcher.is_error():
             raise GrammarError(describe_error(matcher))
         if not any(allowed):
-            raise GrammarError("no text of the model's tokens satisfies it")
+            raise GrammarError(_NO_TEXT)
         return lark

@@ -23,6 +23,7 @@ class GrammarRules:
         """
         found = {marker: find_token(marker) for marker in markers}
         self._special = {marker: token for marker, token in found.items() if token is not None}
+        # A marker that has special tokens within it is not one string: `quote` splits it at these
         whole = [marker for marker in found if marker in self._special or not any(map(marker.count, self._special))]
         self._pattern = "|".join(map(re.escape, sorted(whole, key=len, reverse=True)))
         self._rules: dict[str, str] = {}
@@ -30,8 +31,8 @@ class GrammarRules:
     def quote(self, text: str) -> str:
         """Return a text as strings of the grammar, and special tokens.
 
-        Each marker is a string by itself: a text that goes on otherwise after a marker is only recognised if the two
-        ways have the same first string, as llguidance's lexer goes for the longest one and does not return.
+        Each marker is a string by itself, because llguidance's lexer takes the longest string and does not go back: if
+        two texts differ only after a marker, both are recognised only if the marker is the first string of each.
         """
         parts = re.split(f"({self._pattern})", text) if self._pattern else [text]
         return " ".join(
@@ -43,7 +44,7 @@ class GrammarRules:
         return marker in self._special
 
     def add(self, name: str, body: str) -> str:
-        """Add a rule."""
+        """Add a rule, or replace the one of this name."""
         self._rules[name] = body
         return name
 
@@ -60,22 +61,23 @@ class GrammarRules:
         markers, text = list(markers), self.add_text()
         special = [marker for marker in markers if marker.startswith(tuple(self._special))]
         plain = [quote_string(marker) for marker in markers if marker not in special]
-        ways = [f"{text} {self.quote(marker)}" for marker in special]
-        if plain:
-            ways.append(self.add(f"{name}_plain[lazy]", f"{text} ({' | '.join(plain)})").removesuffix("[lazy]"))
-        return self.add(name, " | ".join(ways))
+        alternatives = [f"{text} {self.quote(marker)}" for marker in special]
+        if plain:  # lazy: it ends with the first marker
+            rule = self.add(f"{name}_plain[lazy]", f"{text} ({' | '.join(plain)})")
+            alternatives.append(rule.removesuffix("[lazy]"))
+        return self.add(name, " | ".join(alternatives))
 
     def add_members(self, name: str, members: Sequence[tuple[str, bool]], separator: str) -> str:
-        """Add the rules of members in this order, each with whether it must be there; return how others refer to them.
+        """Add the rules of members in this order, each with whether it is required; return how others refer to them.
 
-        Each rule is of the members from one on, as separators stand only between them.
+        Rule `{name}_from_{number}` is for the members from that number on, as separators stand only between members.
         """
         following, must_follow = "", False
         for number, (member, is_required) in reversed(list(enumerate(members))):
             more = f" {quote_string(separator)} {following}" if following else ""
-            way = member + (more if must_follow or not more else f" ({more})?")
-            skipped = f" | {following}" if following and not is_required else ""
-            following = self.add(f"{name}_from_{number}", way + skipped)
+            present = member + (more if must_follow or not more else f" ({more})?")
+            absent = f" | {following}" if following and not is_required else ""
+            following = self.add(f"{name}_from_{number}", present + absent)
             must_follow |= is_required
         return following if must_follow or not following else f"{following}?"
 

@@ -52,13 +52,13 @@ FLAG = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required":
 SCHEMAS: dict[str, Mapping[str, Any]] = {"get_weather": SCHEMA, "set_flag": FLAG}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": each}} for name, each in SCHEMAS.items()]
 STRICT = [{"type": "function", "function": tool["function"] | {"strict": True}} for tool in TOOLS]
-DOCUMENT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
 KINDS: dict[str, dict[str, Any]] = {
-    "document": {"response_format": DOCUMENT},
+    "content": {"response_format": FORMAT},
     "calls": {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
     "several calls": {"tools": TOOLS, "tool_choice": "required"},
     "one tool": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "set_flag"}}},
-    "calls or a document": {"tools": TOOLS, "response_format": DOCUMENT, "parallel_tool_calls": False},
+    "calls or content": {"tools": TOOLS, "response_format": FORMAT, "parallel_tool_calls": False},
     "strict": {"tools": STRICT},
     "any text": {},
 }
@@ -136,7 +136,7 @@ async def ask(http: httpx.AsyncClient, body: Mapping[str, Any], leave_after: int
 
 
 def assert_by_schema(body: Mapping[str, Any], choices: list[Any]) -> int:
-    """Assert that what is complete satisfies its schema; return the number of documents and calls."""
+    """Assert that what is complete satisfies its schema; return the number of contents and calls."""
     count = 0
     for choice in choices:
         is_cut = choice["finish"] == "length" or "stop" in body

@@ -53,13 +53,13 @@ from server.api.openai.responses import (
     set_choice_fields,
     set_prompt_fields,
 )
-from server.api.openai.structured.check import check_constraint, check_document, check_readable, get_constraint
+from server.api.openai.structured.check import check_constraint, check_content, check_readable, get_constraint
 from server.api.openai.tools.definitions import Tool, ToolChoice, ToolChoiceField, check_choice, get_schemas
 from server.api.openai.tools.message_format import MessageFormat, MessageParsing
 from server.grammar.constraint import Constraint
 from server.text.tokenizer import truncate_prompt
 from server.text.tool_parsers.calls import ToolCall
-from server.text.tool_parsers.message_grammar import Content, MessageOutline
+from server.text.tool_parsers.message_grammar import MessageKind, MessageOutline
 
 
 class ChatRequest(GenerationRequest, Rendering):
@@ -166,12 +166,12 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
     serving.limits.check_total_length(iter_texts(body.messages), "messages")
     longest = serving.limits.get_max_characters(hello.max_seq_len if body.truncate_prompt_tokens is None else None)
     special = body.add_special_tokens
-    document = get_constraint(body.iter_constraints())
-    parsing = make_parsing(serving.message_format, body, has_document=document is not None)
+    constraint = get_constraint(body.iter_constraints())
+    parsing = make_parsing(serving.message_format, body, constrains_content=constraint is not None)
     encoded = await encode_chat(serving.tokenizer, body.messages, body, longest, add_special_tokens=special)
-    grammar = await make_grammar(serving, body, document, encoded.text)
-    if document is not None and parsing is not None:
-        await check_readable(serving, document, parsing, encoded.text)
+    grammar = await make_grammar(serving, body, constraint, encoded.text)
+    if constraint is not None and parsing is not None:
+        await check_readable(serving, constraint, parsing, encoded.text)
     prompt = PromptTokens(truncate_prompt(encoded.ids, body.truncate_prompt_tokens), encoded.text)
     max_tokens = (
         max(1, hello.max_seq_len - len(prompt.ids)) if body.requested_max_tokens is None else body.requested_max_tokens
@@ -188,37 +188,37 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
     return make_job("chatcmpl", body, [prompt], sampling, body.n, hints, [conversation], grammar, parsing)
 
 
-async def make_grammar(serving: Serving, body: ChatRequest, document: Constraint | None, prompt: str) -> str | None:
+async def make_grammar(serving: Serving, body: ChatRequest, constraint: Constraint | None, prompt: str) -> str | None:
     """Return the grammar of the messages that follow the prompt; None: they may be any text.
 
-    `document` is what a message without tool calls has to be. Raises as `check_constraint`.
+    `constraint` is what the content of a message has to be. Raises as `check_constraint`.
     """
-    content = choose_content(body, document)
-    if content is None:
+    kind = choose_kind(body, constraint)
+    if kind is None:
         return None
     format = serving.message_format
     reasoning = "over" if body.continue_final_message else format.find_reasoning_state(prompt)
-    if document is not None and content == "document" and reasoning == "over":
-        return await check_constraint(serving, document)
+    if constraint is not None and kind == "content" and reasoning == "over":
+        return await check_constraint(serving, constraint)
     schemas = get_schemas(body.callable_tools)
-    frame = format.make_grammar(MessageOutline(content, schemas, body.may_call_several, reasoning))
+    frame = format.make_grammar(MessageOutline(kind, schemas, body.may_call_several, reasoning))
     if frame is None:
         return None
-    if document is None or content in ("calls", "text with calls"):
+    if constraint is None or kind in ("calls", "text with calls"):
         return await check_constraint(serving, Constraint("lark", frame, "tools"))
-    return await check_document(serving, frame, document, further_param="tools" if schemas else None)
+    return await check_content(serving, frame, constraint, frame_param="tools" if schemas else None)
 
 
-def choose_content(body: ChatRequest, document: Constraint | None) -> Content | None:
-    """Return what a message is beside reasoning; None: any text, in which there may be calls."""
+def choose_kind(body: ChatRequest, constraint: Constraint | None) -> MessageKind | None:
+    """Return what a message is after its reasoning; None: any text, in which there may be calls."""
     if body.must_call:
         return "calls"
-    if document is not None:
-        return "calls or document" if body.callable_tools else "document"
+    if constraint is not None:
+        return "calls or content" if body.callable_tools else "content"
     return "text with calls" if body.constrains_calls else None
 
 
-def make_parsing(format: MessageFormat, body: ChatRequest, *, has_document: bool) -> MessageParsing | None:
+def make_parsing(format: MessageFormat, body: ChatRequest, *, constrains_content: bool) -> MessageParsing | None:
     """Return how a chat's messages are split; None if they are not. Raises ApiError if tools cannot be used."""
     if body.callable_tools and format.tools is None:
         message = (
@@ -230,7 +230,7 @@ def make_parsing(format: MessageFormat, body: ChatRequest, *, has_document: bool
     if not body.callable_tools and format.reasoning is None:
         return None
     schemas = get_schemas(body.tools) if body.callable_tools else None
-    return MessageParsing(format, schemas, body.parallel_tool_calls, body.include_reasoning, has_document)
+    return MessageParsing(format, schemas, body.parallel_tool_calls, body.include_reasoning, constrains_content)
 
 
 # ---------------------------------------------------------------- functions that make a response of generated text

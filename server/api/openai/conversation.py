@@ -31,10 +31,10 @@ from server.text.tokenizer import TokenizerBase
 
 
 def _parse_arguments(value: Any, info: ValidationInfo) -> Any:
-    """Return the arguments of a tool call as an object, which templates need; OpenAI sends them as JSON in a string.
+    """Return the arguments of a tool call as an object, which templates need; OpenAI's clients send JSON in a string.
 
-    A model may have written something else, which every later request of the conversation repeats. An empty object
-    stands for that, so that the conversation can go on.
+    A model may have written something else, which every later request of the conversation repeats. It becomes an empty
+    object, so that the conversation can go on.
     """
     if not isinstance(value, str):
         return value
@@ -157,7 +157,7 @@ class Message(Body):
 
 
 def _check_arguments(messages: Any) -> Any:
-    """Refuse tool calls whose arguments together have more than MAX_VALUES JSON values, before decoding them."""
+    """Raise ValueError if the arguments of all tool calls have more than MAX_VALUES values; called before decoding."""
     values = 0
     for arguments in _iter_encoded_arguments(messages):
         values += count_values(arguments.encode())
@@ -177,13 +177,13 @@ def _iter_encoded_arguments(messages: Any) -> Iterator[str]:
 
 
 def _check_answers(messages: list[Message]) -> list[Message]:
-    """Refuse answers to tool calls that no message before them has."""
+    """Raise ValueError for a message of the role tool that answers a call which no message before it has."""
     called: set[str] = set()
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         called |= {call.id for call in message.tool_calls or () if call.id is not None}
         if message.role == "tool" and message.tool_call_id not in called:
             raise ValueError(
-                f"messages[{place}] answers the tool call {format_value(message.tool_call_id)}, but no assistant's "
+                f"messages[{index}] answers the tool call {format_value(message.tool_call_id)}, but no assistant's "
                 "message before it has a tool call with this id"
             )
     return messages
@@ -193,7 +193,7 @@ Messages = Annotated[LongList[Message], BeforeValidator(_check_arguments), After
 
 
 class Rendering(Body):
-    """Fields that say how the chat template makes a prompt of messages."""
+    """The fields for the chat template, which makes a prompt of the messages."""
 
     add_generation_prompt: bool | None = Field(
         None, description="end the prompt with the start of an answer; default: not continue_final_message"

@@ -24,10 +24,10 @@ class CompiledGrammar:
         compile_now: Callable[[], LLMatcher] | None = None,
         order_spare: Callable[[CompiledGrammar], None] | None = None,
     ) -> None:
-        """Keep a matcher. `end_id`: llguidance's token for the end of the grammar.
+        """Begin texts with copies of `start`. `end_id`: llguidance's token for the end of the grammar.
 
-        Others are made by `compile_now` or, if that takes long, ordered by `order_spare`, for `add_spare`. Without
-        both, the lexer is not renewed.
+        Further matchers are made by `compile_now`, or, where compiling takes long, ordered by `order_spare`, which
+        leads to a call of `add_spare`. Without either, the lexer is not renewed.
         """
         self.start = start
         self.end_id = end_id
@@ -37,7 +37,7 @@ class CompiledGrammar:
         self._is_spare_ordered = False
 
     def prepare_spare(self) -> None:
-        """Order a spare matcher, unless none is needed, or it is there or ordered."""
+        """Order a spare matcher if one is needed, and neither there nor ordered yet."""
         if self._order_spare is not None and self._spare is None and not self._is_spare_ordered:
             self._is_spare_ordered = True
             self._order_spare(self)
@@ -47,7 +47,7 @@ class CompiledGrammar:
         self._spare, self._is_spare_ordered = spare, False
 
     def renew(self) -> bool:
-        """Set `start` to a matcher with a new lexer; return whether there was one."""
+        """Set `start` to a matcher with a new lexer; return False if there is none."""
         if self._compile_now is not None:
             renewed: LLMatcher | None = self._compile_now()
         else:

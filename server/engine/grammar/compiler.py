@@ -1,8 +1,8 @@
-"""Compiles the grammars of requests in a thread beside the engine's steps, and keeps the latest ones.
+"""Compiles the grammars of requests in a thread beside the engine's steps, and caches the latest ones.
 
 A request with a grammar waits until that is compiled; only then the engine takes it. The grammars were checked before
 (`server/text/processes`), so that each takes little time and memory. llguidance releases Python's lock while it
-compiles. Knows no request: what waits for a grammar is the caller's.
+compiles. Does not know the requests that wait.
 """
 
 from __future__ import annotations
@@ -30,20 +30,28 @@ log = logging.getLogger(__name__)
 
 Failure: TypeAlias = "GrammarError | CompilationFailed"
 
-MAX_KEPT = 64  # most compiled grammars that are kept, beside those in use
+MAX_CACHED = 64  # most compiled grammars in the cache; those in use may be more
 QUICK_SECONDS = 0.005  # within which a grammar is compiled in the engine's thread if its lexer has to be renewed
 STACK_BYTES = 2**26  # of the thread: many times the stack of the process that has checked the grammars
 _STACK_LOCK = threading.Lock()  # held while the size of new threads' stacks, which is the process's, is changed
 
 
 class CompilationFailed(Exception):
-    """The server, not the grammar, is the reason why it was not compiled; another attempt may succeed."""
+    """A grammar was not compiled because of the server, not because of itself; another attempt may succeed."""
 
 
-class Compilation(NamedTuple):
-    """What has become of a grammar in the thread."""
+class CompileTask(NamedTuple):
+    """A grammar that the thread compiles."""
 
-    result: LLMatcher | Failure
+    grammar: str
+    spare_for: CompiledGrammar | None = None  # the compiled grammar that needs another matcher; None: it is not cached
+
+
+class CompileResult(NamedTuple):
+    """The result of a task."""
+
+    task: CompileTask
+    compiled: LLMatcher | Failure
     seconds: float = 0.0  # of the thread's CPU time
 
 
@@ -59,25 +67,25 @@ class GrammarCompiler:
         self._load_vocabulary = load_vocabulary
         self._vocab_size = vocab_size
         self._thread: threading.Thread | None = None
-        # Grammars, each with the one of which a spare matcher is wanted; None: the grammar itself is wanted
-        self._orders: SimpleQueue[tuple[str, CompiledGrammar | None]] = SimpleQueue()
-        self._done: SimpleQueue[tuple[str, CompiledGrammar | None, Compilation]] = SimpleQueue()
-        self._pending: set[str] = set()
-        self._kept: OrderedDict[str, CompiledGrammar | Failure] = OrderedDict()  # the latest at the end
-        self._unused: set[str] = set()  # those of the kept ones that no request has used yet
-        self._table: TokenTable | None = None  # set by the thread before it returns a compiled grammar
-        self._tokenizer: LLTokenizer | None = None  # of the thread
+        self._tasks: SimpleQueue[CompileTask] = SimpleQueue()
+        self._results: SimpleQueue[CompileResult] = SimpleQueue()
+        self._pending: set[str] = set()  # grammars that will be cached when they are compiled
+        self._cache: OrderedDict[str, CompiledGrammar | Failure] = OrderedDict()  # the latest at the end
+        self._unused: set[str] = set()  # those of the cached ones that no request has used yet
+        # Set by the thread before its first compiled grammar
+        self._table: TokenTable | None = None
+        self._tokenizer: LLTokenizer | None = None
 
     def prepare(self, grammar: str) -> bool:
         """Return whether a grammar, in Lark, is compiled or has failed; if it is not, start to compile it."""
         self.collect()
-        if grammar in self._kept:
-            self._kept.move_to_end(grammar)
+        if grammar in self._cache:
+            self._cache.move_to_end(grammar)
             return True
         if grammar not in self._pending:
             self._pending.add(grammar)
             self._start_thread()
-            self._orders.put((grammar, None))
+            self._tasks.put(CompileTask(grammar))
         return False
 
     def make_state(self, grammar: str) -> GrammarState:
@@ -85,9 +93,9 @@ class GrammarCompiler:
 
         Raises GrammarError, and CompilationFailed, after which the grammar is compiled anew for the next request.
         """
-        compiled = self._kept[grammar]
+        compiled = self._cache[grammar]
         if isinstance(compiled, CompilationFailed):
-            del self._kept[grammar]
+            del self._cache[grammar]
         if not isinstance(compiled, CompiledGrammar):
             self.meter.failures += 1
             raise compiled
@@ -98,34 +106,38 @@ class GrammarCompiler:
         return GrammarState(compiled, self._vocab_size, self.meter)
 
     def collect(self) -> None:
-        """Take what the thread has compiled."""
-        while not self._done.empty():
-            grammar, in_use, compilation = self._done.get()
-            if in_use is not None:
-                in_use.add_spare(compilation.result if isinstance(compilation.result, LLMatcher) else None)
-                continue
-            self._pending.discard(grammar)
-            self._kept[grammar] = self._make_kept(grammar, compilation)
-            self._unused.add(grammar)
-            if isinstance(compilation.result, LLMatcher):
-                self.meter.compile_seconds.append(compilation.seconds)
-        while len(self._kept) > MAX_KEPT:
-            forgotten, _ = self._kept.popitem(last=False)
-            self._unused.discard(forgotten)
+        """Move what the thread has compiled into the cache, or to the grammar that needs it as a spare."""
+        while not self._results.empty():
+            result = self._results.get()
+            if (spare_for := result.task.spare_for) is not None:
+                spare_for.add_spare(result.compiled if isinstance(result.compiled, LLMatcher) else None)
+            else:
+                self._add_to_cache(result)
+        while len(self._cache) > MAX_CACHED:
+            evicted, _ = self._cache.popitem(last=False)
+            self._unused.discard(evicted)
 
-    def _make_kept(self, grammar: str, compilation: Compilation) -> CompiledGrammar | Failure:
-        if not isinstance(compilation.result, LLMatcher):
-            return compilation.result
+    def _add_to_cache(self, result: CompileResult) -> None:
+        grammar = result.task.grammar
+        self._pending.discard(grammar)
+        self._unused.add(grammar)
+        if isinstance(result.compiled, LLMatcher):
+            self.meter.compile_seconds.append(result.seconds)
+            self._cache[grammar] = self._make_renewable(grammar, result.compiled, result.seconds)
+        else:
+            self._cache[grammar] = result.compiled
+
+    def _make_renewable(self, grammar: str, start: LLMatcher, seconds: float) -> CompiledGrammar:
+        """Return a compiled grammar that can renew its lexer, in a way that fits the seconds of compiling it."""
         assert self._table is not None
         assert self._tokenizer is not None
-        if compilation.seconds <= QUICK_SECONDS:
+        if seconds <= QUICK_SECONDS:
             compile_now = partial(LLMatcher, self._tokenizer, grammar, log_level=0, limits=make_limits())
-            return CompiledGrammar(compilation.result, self._table.end_id, compile_now=compile_now)
-        order_spare = partial(self._order_spare, grammar)
-        return CompiledGrammar(compilation.result, self._table.end_id, order_spare=order_spare)
+            return CompiledGrammar(start, self._table.end_id, compile_now=compile_now)
+        return CompiledGrammar(start, self._table.end_id, order_spare=partial(self._order_spare, grammar))
 
-    def _order_spare(self, grammar: str, in_use: CompiledGrammar) -> None:
-        self._orders.put((grammar, in_use))
+    def _order_spare(self, grammar: str, spare_for: CompiledGrammar) -> None:
+        self._tasks.put(CompileTask(grammar, spare_for))
 
     def _start_thread(self) -> None:
         if self._thread is not None:
@@ -141,20 +153,19 @@ class GrammarCompiler:
     # ---------------------------------------------------------------- the thread
     def _run(self) -> None:
         while True:
-            grammar, in_use = self._orders.get()
-            self._done.put((grammar, in_use, self._compile(grammar)))
+            self._results.put(self._compile(self._tasks.get()))
 
-    def _compile(self, grammar: str) -> Compilation:
+    def _compile(self, task: CompileTask) -> CompileResult:
         try:
             if self._tokenizer is None:
                 self._table = TokenTable(Vocabulary(self._load_vocabulary()))
                 self._tokenizer = self._table.make_tokenizer()
             began = time.thread_time()
-            compiled = compile_grammar(self._tokenizer, grammar)
-            return Compilation(compiled, time.thread_time() - began)
+            compiled = compile_grammar(self._tokenizer, task.grammar)
+            return CompileResult(task, compiled, time.thread_time() - began)
         except GrammarError as error:
-            return Compilation(error)
+            return CompileResult(task, error)
         except Exception as error:  # of a process that does not start, or the model's tokenizer
             log.exception("a grammar could not be compiled; its requests end")
             message = f"the server failed to compile it ({type(error).__name__}); its log has the cause"
-            return Compilation(CompilationFailed(message))
+            return CompileResult(task, CompilationFailed(message))

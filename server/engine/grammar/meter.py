@@ -9,7 +9,7 @@ from server.records import GrammarEvents
 
 @dataclass
 class GrammarMeter:
-    """What happened since the last report. The engine's thread alone uses it."""
+    """The counts since the last report. The engine's thread alone uses them."""
 
     step_seconds: float = 0.0
     compile_seconds: list[float] = field(default_factory=list)
@@ -18,7 +18,7 @@ class GrammarMeter:
     failures: int = 0
 
     def collect(self) -> GrammarEvents | None:
-        """Return what happened since the last call, and forget it; None if nothing did."""
+        """Return the events since the last call, and reset the counts; None if there were none."""
         if not (self.step_seconds or self.compile_seconds or self.lookups or self.failures):
             return None
         events = GrammarEvents(self.step_seconds, self.compile_seconds, self.lookups, self.hits, self.failures)

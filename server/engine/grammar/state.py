@@ -37,11 +37,10 @@ class GrammarState:
         self._vocab_size = vocab_size
         self._meter = meter or GrammarMeter()
         self._accepted: list[int] = []  # the tokens of the output
+        self._num_drafted = 0  # number of draft tokens that the matcher has consumed after the output
         self._has_new_lexer = False  # whether, since the call began, nothing else has used the lexer
-        self._num_drafted = 0  # number of draft tokens that the matcher has consumed after them
-        self._is_end_forced = False  # whether only the end is allowed, by the mask that was computed last
         self._must_end = False  # whether the vocabulary has no token that may follow the output, which may end
-        self._has_ended = False  # whether it has ended for that reason
+        self._has_ended = False  # whether the output has ended for that reason
         self._slow_seconds = 0.0
         self.fault: str | None = None  # why the request cannot go on; None: it can
         self.draft_fault: str | None = None  # why there is no mask after some token of the last draft; None: there is
@@ -53,7 +52,7 @@ class GrammarState:
         return self.fault is None and (self._has_ended or bool(self._matcher.is_stopped()))
 
     def accept(self, token: int) -> None:
-        """Append a token to the output. It must be allowed; if it is not, or it is too much work, sets `fault`."""
+        """Append an allowed token to the output. Sets `fault` if it is not allowed, or too much work."""
         if self._must_end:  # the token ends the model's texts, but is ignored by the request
             self._has_ended = True
             return
@@ -96,36 +95,27 @@ class GrammarState:
         self, draft: Sequence[int], end_ids: Collection[int], eos_ids: Collection[int]
     ) -> list[NDArray[np.bool_]]:
         """Return the masks after the output and after the tokens of the draft, up to one that cannot be computed."""
-        masks = [self._compute_mask(end_ids, eos_ids)]
-        self._must_end = self._is_end_forced
+        mask, self._must_end = self._compute_mask(end_ids, eos_ids)
+        masks = [mask]
         for token in draft:
             if not self._consume_draft([token]):
                 break
-            masks.append(self._compute_mask(end_ids, eos_ids))
+            mask, _ = self._compute_mask(end_ids, eos_ids)
+            masks.append(mask)
         return masks
 
-    def _compute_mask(self, end_ids: Collection[int], eos_ids: Collection[int]) -> NDArray[np.bool_]:
-        allowed, self._is_end_forced = self._make_empty_mask(), False
+    def _compute_mask(self, end_ids: Collection[int], eos_ids: Collection[int]) -> tuple[NDArray[np.bool_], bool]:
+        """Return which tokens [V] may come next, and what `allow_ends` returns; an empty mask after an error."""
+        allowed = self._make_empty_mask()
         if self._matcher.is_error():
-            return allowed
+            return allowed, False
         packed = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            return allowed
+            return allowed, False
         bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
         size = min(self._grammar.end_id, self._vocab_size)
         allowed[:size] = bits[:size]  # ids beyond the tokenizer's, which pad the model's vocabulary, are never allowed
-        may_end = bool(bits[self._grammar.end_id])
-        ends = [*{*end_ids, *eos_ids}]
-        of_grammar = allowed[ends]
-        allowed[ends] = False
-        if may_end:
-            allowed[[*end_ids]] = True
-            self._is_end_forced = not allowed.any()
-            if self._is_end_forced:
-                allowed[ends] = True
-        elif not allowed.any():
-            allowed[ends] = of_grammar
-        return allowed
+        return allowed, allow_ends(allowed, end_ids, eos_ids, may_end=bool(bits[self._grammar.end_id]))
 
     def _make_empty_mask(self) -> NDArray[np.bool_]:
         return np.zeros(self._vocab_size, np.bool_)
@@ -139,7 +129,7 @@ class GrammarState:
         return True
 
     def _undo_draft(self) -> None:
-        """Return to the state after the output, from that after a draft."""
+        """Roll the matcher back from the end of a draft to the end of the output."""
         if self.fault is not None or not (self._num_drafted or self._matcher.is_error()):
             return
         count, self._num_drafted = self._num_drafted, 0
@@ -149,7 +139,7 @@ class GrammarState:
                 self.fault = describe_error(self._matcher)
 
     def _restart(self) -> bool:
-        """Make the state again from the start of the grammar; return whether that succeeded."""
+        """Make the state anew from the start of the grammar and the output; return whether that succeeded."""
         self._matcher, self._num_drafted = self._start.deep_copy(), 0
         return self._matcher.consume_tokens(self._accepted)
 
@@ -181,3 +171,24 @@ class GrammarState:
         self._slow_seconds += max(0.0, seconds - SLOW_STEP)
         if self._slow_seconds > MAX_SLOW_SECONDS:
             self.fault = self.fault or "it takes too much time for each token; send a simpler one"
+
+
+def allow_ends(
+    allowed: NDArray[np.bool_], end_ids: Collection[int], eos_ids: Collection[int], *, may_end: bool
+) -> bool:
+    """Allow tokens that end texts where the grammar may end, and only there: change the mask `allowed` [V].
+
+    Return whether the text must end although the request has no token for that (`ignore_eos`): nothing else may follow.
+    """
+    ends = [*{*end_ids, *eos_ids}]
+    as_text = allowed[ends]
+    allowed[ends] = False
+    if not may_end:
+        if not allowed.any():
+            allowed[ends] = as_text  # the text goes on with one of them, or not at all
+        return False
+    allowed[[*end_ids]] = True
+    must_end = not allowed.any()
+    if must_end:
+        allowed[ends] = True
+    return must_end

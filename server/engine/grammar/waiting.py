@@ -1,6 +1,6 @@
-"""The requests that wait until their grammars are compiled. They have no place in the queue before.
+"""The requests that wait until their grammars are compiled; only then they join the engine's queue.
 
-Knows messages and the compiler; neither memory nor what becomes of a request.
+Knows messages and the compiler, but neither memory nor what becomes of a request.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class WaitingForGrammars:
     def add_unless_ready(self, worker: int, message: Submit) -> bool:
         """Let a message wait if its grammar is not compiled yet; return whether it waits.
 
-        It also waits if another choice (n > 1) of its prompt does, of which it takes over the prompt. Raises
+        It also waits if another choice (n > 1) of its prompt does, whose cached prompt it will share. Raises
         RequestError if too many wait.
         """
         if message.grammar is None:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from config.errors import SettingsError
 from server.processes.framing import WireError, encode_frame
 from server.text.errors import TextLimitError, TextRefused, TextUnavailable
-from server.text.processes.grammar_checks import GrammarChecks
+from server.text.processes.grammar_checks import GrammarCheckCache
 from server.text.processes.messages import (
     REFUSAL_ERRORS,
     Answer,
@@ -106,7 +106,7 @@ class SandboxedTokenizer(TokenizerBase):
             MAX_QUEUED_BYTES,
             linger=linger,
         )
-        self._checks = GrammarChecks(self._check_grammar)
+        self._checks = GrammarCheckCache(self._check_grammar)
 
     async def __aenter__(self) -> SandboxedTokenizer:
         await self._short.open()
@@ -121,7 +121,7 @@ class SandboxedTokenizer(TokenizerBase):
         Raises TextRefused for a text that cannot be encoded, TextUnavailable if a later attempt may succeed.
         """
         if isinstance(call, CheckGrammar):
-            return await self._checks.answer(call)
+            return await self._checks.check(call)
         return await self._answer(call, self._run_call(serialize_call(call)))
 
     async def _check_grammar(self, call: CheckGrammar) -> Encoded:

@@ -1,6 +1,7 @@
 """The rules of a grammar for the arguments of a tool call, by the schema of the tool and the form of the family.
 
-JSON is left to llguidance, which knows all of a schema. In the other forms, texts are not held to patterns and lengths.
+llguidance makes those of JSON, by the whole schema. In tags, and in the notations of `notation_rules.py`, texts are not
+held to patterns and lengths.
 """
 
 from __future__ import annotations
@@ -67,6 +68,6 @@ class ArgumentRules:
 
 
 def list_texts(schema: Any) -> list[str]:
-    """Return the texts that are the only values of a parameter; none if it has others."""
+    """Return the texts that a schema lists as its values; an empty list if it may have others."""
     options = list_options(schema)
     return options if options and all(isinstance(option, str) for option in options) else []

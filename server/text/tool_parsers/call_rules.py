@@ -21,7 +21,7 @@ class CallRules:
     """Adds the rules of calls of these tools to a grammar."""
 
     def __init__(self, rules: GrammarRules, form: CallForm, schemas: Schemas, *, parallel: bool) -> None:
-        """Without `parallel` there is one call."""
+        """Prepare the rules of calls of the tools in `schemas`; without `parallel`, of one call."""
         self._rules = rules
         self._form = form
         self._schemas = schemas
@@ -29,7 +29,7 @@ class CallRules:
         self._arguments = ArgumentRules(rules, form)
 
     def add_calls(self) -> str:
-        """Add the rule of a message that is calls, and nothing else."""
+        """Add the rule of a text that consists of calls only."""
         if self._form.between:
             return self._rules.add("calls", self._write_list(self._form.before))
         one = self._rules.add("call", " | ".join(self._add_call(*tool) for tool in self._number_tools()))
@@ -54,6 +54,7 @@ class CallRules:
         return [(f"call_{number}", name) for number, name in enumerate(self._schemas)]
 
     def _write_list(self, before: str) -> str:
+        """Add the rules of the calls in a list; return how the list is written, from `before` on."""
         calls = self._rules.add("item", " | ".join(self._add_call(*tool) for tool in self._number_tools()))
         more = f" ({quote_string(self._form.between)} {calls})*" if self._parallel else ""
         return f"{self._rules.quote(before)} {calls}{more} {self._rules.quote(self._form.after)}".strip()

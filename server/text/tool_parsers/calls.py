@@ -22,7 +22,7 @@ ARGUMENTS = ("arguments", "parameters")  # keys of a call's arguments
 class ToolCall(NamedTuple):
     """A call of a tool, or a part of one: only the first part has the id and the name.
 
-    Its result will name the id; `number` is that among the message's calls; `arguments` are JSON.
+    The message with its result names the id. `number` counts the message's calls from 0. `arguments` are JSON.
     """
 
     id: str

@@ -22,7 +22,7 @@ Channel: TypeAlias = Literal["content", "reasoning"]
 
 
 class MessageDelta(NamedTuple):
-    """What a message gains."""
+    """The parts that a piece of text adds to a message."""
 
     content: str = ""
     reasoning: str = ""

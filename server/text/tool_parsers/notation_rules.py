@@ -1,6 +1,6 @@
 """The rules of a grammar for values in notations other than JSON, by their schemas.
 
-What a schema says with other words than those below is not held to.
+Keywords of a schema that are not read below have no effect; `docs/guide/tools.md` lists those that have one.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class NotationRules(ABC):
             return self._add_reference(reference)
         if options := list_options(schema):
             return self.rules.add(rule, " | ".join(map(self.write, options)))
-        alternatives = schema.get("anyOf") or schema.get("oneOf")
-        if isinstance(alternatives, list) and alternatives:
-            ways = [self.add(f"{rule}_{number}", each) for number, each in enumerate(alternatives)]
-            return self.rules.add(rule, " | ".join(ways))
+        any_of = schema.get("anyOf") or schema.get("oneOf")
+        if isinstance(any_of, list) and any_of:
+            alternatives = [self.add(f"{rule}_{number}", each) for number, each in enumerate(any_of)]
+            return self.rules.add(rule, " | ".join(alternatives))
         types = schema.get("type") or ("object" if "properties" in schema else "")
-        ways = [self._add_type(rule, name, schema) for name in (types if isinstance(types, list) else [types])]
-        return self.rules.add(rule, " | ".join(ways))
+        alternatives = [self._add_type(rule, name, schema) for name in (types if isinstance(types, list) else [types])]
+        return self.rules.add(rule, " | ".join(alternatives))
 
     def _add_type(self, rule: str, name: Any, schema: Mapping[str, Any]) -> str:
         match name:
@@ -168,8 +168,8 @@ def _write_gemma(value: Any, quote: str) -> str:
 class ElementRules(NotationRules):
     """Values in elements, each of whose tags follows a mark: `MARK<city>Bern MARK</city>`.
 
-    A rule of a value has also the mark after it, as only that ends a text. Lists have elements `item`. A value of which
-    little is known is in JSON.
+    The rule of a value includes the mark after it, as only that ends a text. Lists have elements `item`. A value of
+    which little is known is in JSON.
     """
 
     def __init__(self, rules: GrammarRules, root: Mapping[str, Any], prefix: str, mark: str) -> None:

@@ -118,16 +118,16 @@ def list_parameters(schema: Mapping[str, Any]) -> list[tuple[int, str, bool]]:
     return [(number, key, isinstance(required, list) and key in required) for number, key in enumerate(properties)]
 
 
-def find_part(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
-    """Return what a schema, or the first of its alternatives that has it, says under a name; None if none does."""
+def find_keyword(schema: Any, keyword: str, root: Mapping[str, Any]) -> Any:
+    """Return the value of a keyword in a schema, or in the first alternative that has it; None if none has."""
     todo, seen = [schema], set[int]()
     while todo:
         each = todo.pop(0)
         if not isinstance(each, Mapping) or id(each) in seen:
             continue
         seen.add(id(each))
-        if name in each:
-            return each[name]
+        if keyword in each:
+            return each[keyword]
         if isinstance(reference := each.get("$ref"), str):
             todo.append(resolve_reference(reference, root))
         todo += [part for key in _ALTERNATIVES if isinstance(parts := each.get(key), list) for part in parts]
@@ -135,7 +135,7 @@ def find_part(schema: Any, name: str, root: Mapping[str, Any]) -> Any:
 
 
 def list_options(schema: Any) -> list[Any]:
-    """Return the values that a schema lists as the only ones; none if it lists none."""
+    """Return the values that `const` or `enum` of a schema lists; an empty list if it has neither."""
     if not isinstance(schema, Mapping):
         return []
     options = [schema["const"]] if "const" in schema else schema.get("enum")

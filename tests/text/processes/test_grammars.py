@@ -154,16 +154,16 @@ def test_results_of_checks_are_forgotten_in_their_order() -> None:
         return Encoded(text=call.text)
 
     async def use() -> None:
-        checks = grammar_checks.GrammarChecks(run)
-        for number in range(grammar_checks.MAX_KNOWN + 2):
-            assert (await checks.answer(CheckGrammar("regex", f"{number}"))).text == f"{number}"
-            await checks.answer(CheckGrammar("regex", "0"))
-        assert calls == [f"{number}" for number in range(grammar_checks.MAX_KNOWN + 2)]
-        await checks.answer(CheckGrammar("regex", "1"))
+        checks = grammar_checks.GrammarCheckCache(run)
+        for number in range(grammar_checks.MAX_CACHED + 2):
+            assert (await checks.check(CheckGrammar("regex", f"{number}"))).text == f"{number}"
+            await checks.check(CheckGrammar("regex", "0"))
+        assert calls == [f"{number}" for number in range(grammar_checks.MAX_CACHED + 2)]
+        await checks.check(CheckGrammar("regex", "1"))
         assert calls[-1] == "1"
         for _ in range(2):
             with pytest.raises(TextUnavailable):
-                await checks.answer(CheckGrammar("regex", "later"))
+                await checks.check(CheckGrammar("regex", "later"))
         assert calls[-2:] == ["later", "later"]
 
     asyncio.run(use())

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from server.grammar.constraint import JSON_OBJECT, constrain_document, constrain_to_schema
+from server.grammar.constraint import JSON_OBJECT, constrain_content, constrain_to_schema
 from server.grammar.lark import write_lark
 from server.text.tool_parsers.formats import TOOL_FORMATS, list_tool_formats
-from server.text.tool_parsers.message_grammar import Content, MessageOutline, ReasoningState, make_message_grammar
+from server.text.tool_parsers.message_grammar import MessageKind, MessageOutline, ReasoningState, make_message_grammar
 from server.text.tool_parsers.reasoning import list_reasoning_formats
 from tests.text.tool_parsers.writers import (
     ELEMENTS,
@@ -40,7 +40,7 @@ TOOLS = {
 
 def make_grammar(
     family: str,
-    content: Content,
+    kind: MessageKind,
     *,
     schemas: Any = TOOLS,
     parallel: bool = True,
@@ -48,15 +48,15 @@ def make_grammar(
     reasoning_parser: str = "qwen3",
     find_token: Callable[[str], int | None] = lambda marker: None,
 ) -> str | None:
-    """Return the grammar as the engine gets it, in which a document is a JSON object."""
-    message = MessageOutline(content, schemas, parallel, reasoning)
+    """Return the grammar as the engine gets it, in which content is a JSON object."""
+    message = MessageOutline(kind, schemas, parallel, reasoning)
     row = list_tool_formats()[family]
     thoughts = list_reasoning_formats()["openai_gptoss" if row.harmony else reasoning_parser]
     frame = make_message_grammar(message, row, thoughts, find_token)
-    if frame is None or "document" not in content:
+    if frame is None or "content" not in kind:
         return frame
-    document = constrain_document(frame, constrain_to_schema(JSON_OBJECT, ""), "")
-    return write_lark(document.kind, document.text)
+    constraint = constrain_content(frame, constrain_to_schema(JSON_OBJECT, ""), "")
+    return write_lark(constraint.kind, constraint.text)
 
 
 def accepts(grammar: str | None, text: str) -> bool:
@@ -107,14 +107,14 @@ def test_a_grammar_admits_what_the_family_writes(family: str, call: tuple[str, d
 
 
 @families
-@pytest.mark.parametrize("content", ["calls", "calls or document"])
-def test_it_admits_nothing_else(family: str, content: Content) -> None:
-    grammar = make_grammar(family, content)
+@pytest.mark.parametrize("kind", ["calls", "calls or content"])
+def test_it_admits_nothing_else(family: str, kind: MessageKind) -> None:
+    grammar = make_grammar(family, kind)
     good = write(family, [("get_weather", {"city": "Rome", "days": 1})])
     assert accepts(grammar, good)
     for wrong in ("", "Hello!", good[:-1], good.replace("get_weather", "get_time"), good.replace("city", "town")):
         assert not accepts(grammar, wrong) or wrong == good[:-1].rstrip() or json.loads(wrong), wrong
-    if family != "llama3_json" or content == "calls":  # whose calls are JSON objects, as documents are
+    if family != "llama3_json" or kind == "calls":  # whose calls are JSON objects, as content is
         assert not accepts(grammar, write(family, [("get_weather", {"city": "Rome", "days": "many"})]))
         assert not accepts(grammar, write(family, [("get_weather", {"days": 1})]))
 
@@ -141,32 +141,32 @@ def test_texts_of_a_list(family: str) -> None:
 
 
 WITHOUT_TOKENS = ("llama3_json", "llama4_pythonic", "minicpm5", "xlam")  # whose calls begin with plain text
-IN_TOKENS: list[tuple[str, Content]] = [
+IN_TOKENS: list[tuple[str, MessageKind]] = [
     *((family, "calls") for family in FAMILIES if family not in WITHOUT_TOKENS),
     *((family, "text with calls") for family in FAMILIES if family not in (*WITHOUT_TOKENS, *NO_TEXT_WITH_CALLS)),
 ]
 
 
-@pytest.mark.parametrize(("family", "content"), IN_TOKENS)
-def test_markers_that_are_special_tokens_are_named(family: str, content: Content) -> None:
+@pytest.mark.parametrize(("family", "kind"), IN_TOKENS)
+def test_markers_that_are_special_tokens_are_named(family: str, kind: MessageKind) -> None:
     """Also where a marker is only a part of a text: a model that writes tokens could not go on with their text."""
     markers = list_tool_formats()[family].markers
     tokens = [marker for marker in markers if not any(other in marker and other != marker for other in markers)]
     ids = {token: 200 + number for number, token in enumerate(tokens)}
-    grammar = make_grammar(family, content, find_token=ids.get)
+    grammar = make_grammar(family, kind, find_token=ids.get)
     assert grammar is not None
     assert any(f"<[{token}]>" in grammar for token in ids.values())
     assert not [token for token in tokens if dump(token)[1:-1] in grammar]
     assert not llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0).get_error()
 
 
-@pytest.mark.parametrize(("family", "content"), IN_TOKENS)
-def test_calls_in_special_tokens(family: str, content: Content) -> None:
+@pytest.mark.parametrize(("family", "kind"), IN_TOKENS)
+def test_calls_in_special_tokens(family: str, kind: MessageKind) -> None:
     """As a model writes them, whose tokenizer has a token for each marker."""
     markers = list_tool_formats()[family].markers
     tokens = [marker for marker in markers if not any(other in marker and other != marker for other in markers)]
     tokenizer = make_tokenizer(tokens)
-    grammar = make_grammar(family, content, find_token=tokenizer.token_to_id)
+    grammar = make_grammar(family, kind, find_token=tokenizer.token_to_id)
     for call in CALLS:
         ids = tokenizer.encode(write(family, [call])).ids
         assert set(ids) & {tokenizer.token_to_id(token) for token in tokens}
@@ -200,19 +200,19 @@ def test_special_tokens_within_other_markers_are_named() -> None:
     assert not llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0).get_error()
 
 
-# ---------------------------------------------------------------- calls or a document, calls within a text
+# ---------------------------------------------------------------- calls or content, calls within a text
 @families
-def test_calls_or_a_document(family: str) -> None:
-    grammar = make_grammar(family, "calls or document")
+def test_calls_or_content(family: str) -> None:
+    grammar = make_grammar(family, "calls or content")
     final = "<|channel|>final<|message|>" if list_tool_formats()[family].harmony else ""
     for call in CALLS:
         assert accepts(grammar, write(family, [call]))
-    for document in ("{}", '{"a": "<tool_call>"}'):
-        assert accepts(grammar, final + document)
-        assert not accepts(grammar, f"{final}{document} {write(family, [('f', {})])}")
+    for content in ("{}", '{"a": "<tool_call>"}'):
+        assert accepts(grammar, final + content)
+        assert not accepts(grammar, f"{final}{content} {write(family, [('f', {})])}")
     assert not accepts(grammar, f"{final}[]")
-    assert accepts(make_grammar(family, "document"), final + "{}")
-    assert not accepts(make_grammar(family, "document"), write(family, [("f", {})])) or family == "llama3_json"
+    assert accepts(make_grammar(family, "content"), final + "{}")
+    assert not accepts(make_grammar(family, "content"), write(family, [("f", {})])) or family == "llama3_json"
 
 
 @families
@@ -240,11 +240,20 @@ def test_calls_within_a_text(family: str) -> None:
         assert accepts(single, f"{one} And: {wrong}"), "of which nothing is returned"
 
 
-@pytest.mark.parametrize("content", ["calls", "document", "calls or document"])
-def test_no_comment_stands_beside_a_document_or_required_calls(content: Content) -> None:
+@pytest.mark.parametrize("family", ["llama3_json", "minicpm5"])
+def test_calls_without_a_marker_are_held_from_their_arguments_on(family: str) -> None:
+    """As the guide says: one that begins otherwise, or is of another tool, is text for the grammar."""
+    grammar = make_grammar(family, "text with calls", schemas={"get_weather": TOOLS["get_weather"]})
+    assert accepts(grammar, write(family, [CALLS[0]]))
+    assert not accepts(grammar, write(family, [("get_weather", {"city": "Rome", "days": "many"})]))
+    assert accepts(grammar, write(family, [("f", {"text": "a"})]))
+
+
+@pytest.mark.parametrize("kind", ["calls", "content", "calls or content"])
+def test_no_comment_stands_beside_constrained_content_or_required_calls(kind: MessageKind) -> None:
     """In gpt-oss's channel `commentary` it would be content."""
-    grammar = make_grammar("openai", content)
-    end = write("openai", [CALLS[0]]) if content == "calls" else "<|channel|>final<|message|>{}"
+    grammar = make_grammar("openai", kind)
+    end = write("openai", [CALLS[0]]) if kind == "calls" else "<|channel|>final<|message|>{}"
     part = "<|channel|>{}<|message|>I look.<|end|><|start|>assistant"
     assert accepts(grammar, part.format("analysis") + end)
     assert not accepts(grammar, part.format("commentary") + end)
@@ -252,32 +261,32 @@ def test_no_comment_stands_beside_a_document_or_required_calls(content: Content)
 
 # ---------------------------------------------------------------- reasoning
 @pytest.mark.parametrize("name", [row for row in list_reasoning_formats() if row not in ("openai_gptoss", "gpt_oss")])
-def test_reasoning_before_a_document(name: str) -> None:
+def test_reasoning_before_content(name: str) -> None:
     row = list_reasoning_formats()[name]
     for closing in row.closing:
         thought = f"Hm, {{}} or <b>.\n{closing}\n\n"
-        opened = make_grammar("hermes", "document", reasoning="open", reasoning_parser=name)
+        opened = make_grammar("hermes", "content", reasoning="open", reasoning_parser=name)
         assert accepts(opened, thought + "{}")
         assert not accepts(opened, "{}")
         assert not accepts(opened, thought + "no")
-        over = make_grammar("hermes", "document", reasoning="over", reasoning_parser=name)
+        over = make_grammar("hermes", "content", reasoning="over", reasoning_parser=name)
         assert accepts(over, "{}")
         assert not accepts(over, thought + "{}")
-        possible = make_grammar("hermes", "document", reasoning="possible", reasoning_parser=name)
+        possible = make_grammar("hermes", "content", reasoning="possible", reasoning_parser=name)
         assert accepts(possible, "{}")
         for opening in row.opening:
             assert accepts(possible, f"{opening}{thought}{{}}")
             assert not accepts(possible, f"{opening}{thought}x")
 
 
-@pytest.mark.parametrize("content", ["calls", "calls or document"])
-def test_reasoning_before_calls(content: Content) -> None:
+@pytest.mark.parametrize("kind", ["calls", "calls or content"])
+def test_reasoning_before_calls(kind: MessageKind) -> None:
     call = write("hermes", [CALLS[0]])
-    assert accepts(make_grammar("hermes", content, reasoning="possible"), call)
-    assert accepts(make_grammar("hermes", content, reasoning="possible"), f"<think>\nHm.\n</think>\n\n{call}")
-    assert accepts(make_grammar("hermes", content, reasoning="open"), f"\nHm.\n</think>\n\n{call}")
+    assert accepts(make_grammar("hermes", kind, reasoning="possible"), call)
+    assert accepts(make_grammar("hermes", kind, reasoning="possible"), f"<think>\nHm.\n</think>\n\n{call}")
+    assert accepts(make_grammar("hermes", kind, reasoning="open"), f"\nHm.\n</think>\n\n{call}")
     harmony = f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{write('openai', [CALLS[0]])}"
-    assert accepts(make_grammar("openai", content), harmony)
+    assert accepts(make_grammar("openai", kind), harmony)
 
 
 # ---------------------------------------------------------------- schemas

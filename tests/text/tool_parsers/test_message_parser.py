@@ -325,15 +325,15 @@ def test_each_row_has_a_writer() -> None:
 
 @families
 def test_calls_that_come_first(family: str) -> None:
-    """With a document beside the calls, what looks like a call within it is a part of it."""
+    """Where content is constrained, what looks like a call within it is a part of it."""
     call = WRITERS[family]([("f", {"text": "a"})])
     row = list_tool_formats()[family]
     if not row.harmony:
-        document = '["x", ' + json.dumps(call) + "]" + call
-        for pieces in ([document], list(document)):
-            assert parse(make_parser(family, calls_come_first=True), pieces) == (document, "", [])
+        content = '["x", ' + json.dumps(call) + "]" + call
+        for pieces in ([content], list(content)):
+            assert parse(make_parser(family, calls_come_first=True), pieces) == (content, "", [])
             assert parse(make_parser(family, "qwen3", calls_come_first=True), ["<think>Hm.</think>", *pieces]) == (
-                document,
+                content,
                 "Hm.",
                 [],
             )

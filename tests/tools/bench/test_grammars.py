@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from llguidance import LLTokenizer
 
+from server.engine.grammar.compiled import CompiledGrammar
 from server.grammar.lark import write_lark
 from server.grammar.matcher import TokenTable, compile_grammar
 from server.text.encoder import Encoder
+from tests.grammar.judge import GrammarJudge
 from tests.models.random_models import byte_tokenizer
-from tools.bench.grammars.__main__ import GRAMMARS
+from tools.bench.grammars.__main__ import GRAMMARS, EngineMatcher
 from tools.bench.grammars.libraries import LLGuidanceMatcher, time_llguidance, write_for_xgrammar
-from tools.bench.grammars.texts import LibraryTimes, format_rows, write_text
+from tools.bench.grammars.timing import GrammarTimes, Matcher, format_rows, time_text
 
 
 @pytest.fixture(scope="module")
@@ -29,24 +31,17 @@ def tokenizer(table: TokenTable) -> LLTokenizer:
     return table.make_tokenizer()
 
 
-def accepts(table: TokenTable, tokenizer: LLTokenizer, lark: str, text: str) -> bool:
-    matcher, ids = compile_grammar(tokenizer, lark), [table.tokens.index(bytes([byte])) for byte in text.encode()]
-    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-
-
 @pytest.mark.parametrize("name", ["choice of 1,000", "arithmetic"])
-def test_grammars_that_are_written_anew_accept_the_same_texts(
-    table: TokenTable, tokenizer: LLTokenizer, rng: random.Random, name: str
-) -> None:
-    constraint = GRAMMARS[name]
+def test_grammars_that_are_written_anew_accept_the_same_texts(rng: random.Random, name: str) -> None:
+    judge, constraint = GrammarJudge(), GRAMMARS[name]
     form, gbnf = write_for_xgrammar(constraint)
     assert form == "gbnf"
     ours, theirs = write_lark(constraint.kind, constraint.text), write_lark("grammar", gbnf)
     alphabet, found = ("()+-12" if name == "arithmetic" else ["value ", *"0123456789"]), set()
     for _ in range(300):
         text = "".join(rng.choice(alphabet) for _ in range(rng.randrange(1, 7)))
-        accepted = accepts(table, tokenizer, ours, text)
-        assert accepts(table, tokenizer, theirs, text) is accepted, text
+        accepted = judge.accepts(ours, text)
+        assert judge.accepts(theirs, text) is accepted, text
         found.add(accepted)
     assert found == {True, False}
 
@@ -59,17 +54,20 @@ def test_schemas_have_no_options_of_ours(rng: random.Random) -> None:
     assert schema == {"enum": [f"value {i}" for i in range(1000)]}
 
 
-def test_texts_are_by_their_grammar(table: TokenTable, tokenizer: LLTokenizer) -> None:
-    lark = write_lark("regex", "(ab){3}")
-    draw = np.random.default_rng()
-    works = write_text(LLGuidanceMatcher(compile_grammar(tokenizer, lark), table.end_id), draw)
-    assert len(works) == 6
-    assert all(work > 0 for work in works)
+@pytest.mark.parametrize("of_engine", [False, True])
+def test_texts_are_by_their_grammar(table: TokenTable, tokenizer: LLTokenizer, of_engine: bool) -> None:
+    compiled = compile_grammar(tokenizer, write_lark("regex", "(ab){3}"))
+    matcher: Matcher = LLGuidanceMatcher(compiled, table.end_id)
+    if of_engine:
+        matcher = EngineMatcher(CompiledGrammar(compiled, table.end_id), table.end_id)
+    seconds = time_text(matcher, np.random.default_rng())
+    assert len(seconds) == 6
+    assert all(each > 0 for each in seconds)
 
 
 def test_rows(table: TokenTable) -> None:
     times = time_llguidance(table, {"arithmetic": GRAMMARS["arithmetic"]})["arithmetic"]
-    assert isinstance(times, LibraryTimes)
+    assert isinstance(times, GrammarTimes)
     assert times.tokens >= 2000
     assert 0 < times.mean_us <= times.tokens * times.p99_us
     rows = format_rows({"llguidance": {"arithmetic": times}, "other": {"arithmetic": "it has no such grammar"}})

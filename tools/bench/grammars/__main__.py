@@ -1,10 +1,10 @@
 """`python -m tools.bench.grammars`: measures what structured output costs.
 
-First it compiles grammars for the model's vocabulary and writes texts at random, and prints the time of compiling, and
-that of the grammar's work for a token (mask and step). With `--xgrammar`, another library computes masks by the same
-grammars, in an environment of its own, and that is all. Else the engine, without HTTP, decodes batches in turns:
-without a grammar, with one request that has one, and with all. The steps of a turn are divided by those of the turn
-without one in the same round.
+First it compiles grammars for the model's vocabulary and writes texts at random. It prints the time of compiling, and
+that of the grammar's work for a token (mask and step). Then the engine, without HTTP, decodes batches in turns: without
+a grammar, with one request that has one, and with all. The steps of a turn are divided by those of the turn without one
+in the same round. With `--xgrammar` it only compares llguidance's masks with those of that library, which runs in an
+environment of its own.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean, median
+from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from config.errors import SettingsError
 from config.settings import load_settings
@@ -33,7 +35,7 @@ from server.grammar.matcher import TokenTable, compile_grammar
 from server.models.files.directory import locate
 from server.text.encoder import Encoder
 from tools.bench.grammars.libraries import time_llguidance, time_xgrammar
-from tools.bench.grammars.texts import format_rows
+from tools.bench.grammars.timing import GrammarTimes, format_rows, time_texts
 from tools.bench.table.models import SHAPES, cache_folder, make_model, peers_folder
 from tools.compare_checkouts import compute_interval
 from tools.peers.installer import Installer, InstallError, parse_folder
@@ -64,15 +66,6 @@ GRAMMARS: Mapping[str, Constraint] = {
 }
 
 
-class WorkTimes(NamedTuple):
-    """The times of one grammar."""
-
-    compile_ms: float
-    mean_us: float  # of the work for a token
-    p99_us: float
-    tokens: int
-
-
 class BatchCost(NamedTuple):
     """A decode step of a batch with constrained requests, and its ratio to one without, in the same rounds."""
 
@@ -101,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SettingsError as error:
         parser.error(str(error))
     print("| grammar | compile | work for a token, mean | p99 | tokens |\n|---|---:|---:|---:|---:|")
-    for name, times in measure_work(engine):
+    for name, times in measure_grammars(engine):
         print(
             f"| {name} | {times.compile_ms:.1f} ms | {times.mean_us:.0f} us | {times.p99_us:.0f} us | {times.tokens} |"
         )
@@ -149,38 +142,35 @@ def compare_libraries(options: argparse.Namespace) -> int:
 
 
 # ---------------------------------------------------------------- one grammar
-def measure_work(engine: Engine) -> Iterator[tuple[str, WorkTimes]]:
+class EngineMatcher:
+    """A text by a compiled grammar, as the engine follows it."""
+
+    def __init__(self, compiled: CompiledGrammar, vocab_size: int) -> None:
+        self._state = GrammarState(compiled, vocab_size)
+        self._mask = np.zeros(vocab_size, np.bool_)
+
+    def fill_mask(self) -> None:
+        (self._mask,) = self._state.compute_masks((), (), ())
+
+    def list_allowed(self) -> NDArray[np.intp]:
+        return np.flatnonzero(self._mask)
+
+    def accept(self, token: int) -> bool:
+        self._state.accept(token)
+        return self._state.is_complete or self._state.fault is not None
+
+
+def measure_grammars(engine: Engine) -> Iterator[tuple[str, GrammarTimes]]:
     """Yield the times of each grammar."""
     table = TokenTable(Encoder.from_directory(engine.model_dir).vocabulary)
     tokenizer = table.make_tokenizer()
-    info, draw = engine.core.model.info, np.random.default_rng(0)
+    vocab_size, draw = engine.core.model.info.vocab_size, np.random.default_rng(0)
     for name, constraint in GRAMMARS.items():
         began = time.perf_counter()
-        compiled = compile_grammar(tokenizer, write_lark(constraint.kind, constraint.text))
+        matcher = compile_grammar(tokenizer, write_lark(constraint.kind, constraint.text))
         seconds = time.perf_counter() - began
-        works: list[float] = []
-        while len(works) < 2000:
-            works += write_text(GrammarState(CompiledGrammar(compiled, table.end_id), info.vocab_size), draw)
-        yield name, WorkTimes(1e3 * seconds, 1e6 * fmean(works), 1e6 * float(np.percentile(works, 99)), len(works))
-
-
-def write_text(state: GrammarState, draw: np.random.Generator, max_tokens: int = 200) -> list[float]:
-    """Return the seconds of the grammar's work for each token of a text, drawn at random from the allowed ones."""
-    works = []
-    for _ in range(max_tokens):
-        began = time.perf_counter()
-        (mask,) = state.compute_masks((), (), ())
-        work = time.perf_counter() - began
-        allowed = np.flatnonzero(mask)
-        if not len(allowed):
-            break
-        began = time.perf_counter()
-        state.accept(int(draw.choice(allowed)))
-        complete = state.is_complete
-        works.append(work + time.perf_counter() - began)
-        if complete or state.fault is not None:
-            break
-    return works
+        compiled = CompiledGrammar(matcher, table.end_id)
+        yield name, time_texts(partial(EngineMatcher, compiled, vocab_size), draw, seconds)
 
 
 # ---------------------------------------------------------------- batches

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 from server.grammar.constraint import Constraint
 from server.grammar.lark import write_lark
 from server.grammar.matcher import TokenTable, compile_grammar
-from tools.bench.grammars.texts import LibraryTimes, Matcher, list_tokens, time_grammar
+from tools.bench.grammars.timing import GrammarTimes, Matcher, list_tokens, time_grammar
 from tools.peers.installer import Installer
 from tools.peers.xgrammar import XGRAMMAR_VERSION, install_xgrammar
 
 ROOT = Path(__file__).parents[3]
 ARITHMETIC = 'root ::= e\ne ::= t (("+" | "-") t)*\nt ::= [0-9]+ | "(" e ")"'  # as GBNF
 TIMEOUT = 280.0  # seconds for all grammars
-Times = Mapping[str, LibraryTimes | str]
+Times = Mapping[str, GrammarTimes | str]
 
 
 class LLGuidanceMatcher:
@@ -76,7 +76,7 @@ def time_xgrammar(table: TokenTable, grammars: Mapping[str, Constraint], install
         command, input=json.dumps(given), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT
     )
     found = json.loads(done.stdout)
-    return {name: times if isinstance(times, str) else LibraryTimes(*times) for name, times in found.items()}
+    return {name: times if isinstance(times, str) else GrammarTimes(*times) for name, times in found.items()}
 
 
 def write_for_xgrammar(constraint: Constraint) -> tuple[str, str]:

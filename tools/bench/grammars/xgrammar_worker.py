@@ -17,7 +17,7 @@ import numpy as np
 import xgrammar  # type: ignore[import-not-found]
 from numpy.typing import NDArray
 
-from tools.bench.grammars.texts import Matcher, list_tokens, time_grammar
+from tools.bench.grammars.timing import Matcher, list_tokens, time_grammar
 
 MAX_WHITESPACE = 2  # between the parts of JSON, so that texts do not consist of it
 

@@ -1,7 +1,7 @@
 """The body of POST /v1/responses, and the chat that it stands for. Knows no response.
 
-Input items become messages: calls become `tool_calls` of the assistant's message before them, reasoning belongs to the
-message or the calls after it, and outputs of calls become messages of the role `tool`.
+Input items become messages. Calls become `tool_calls` of the assistant's message before them, reasoning becomes a part
+of the message or the calls after it, and outputs of calls become messages of the role `tool`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from server.api.openai.request_models import INT64, GenerationRequest, Ignored, 
 from server.api.openai.tools.definitions import TOOL_NAME, check_tool_type
 
 ROLES = ("user", "assistant", "system", "developer")
-TEXTS = ("input_text", "output_text", "text")  # types of parts of a message that are text
+TEXT_TYPES = ("input_text", "output_text", "text")  # types of parts of a message that are text
 
 
 class ResponseTool(Body):
@@ -26,7 +26,7 @@ class ResponseTool(Body):
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="whether the arguments of a call are always by the schema")
+    strict: bool | None = Field(None, description="whether a grammar holds calls to the schemas")
 
     @model_validator(mode="wrap")
     @classmethod
@@ -35,6 +35,7 @@ class ResponseTool(Body):
         return handler(value)
 
     def make_chat_tool(self) -> dict[str, Any]:
+        """Return the tool in the form of a chat."""
         function = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": function}
 
@@ -48,7 +49,7 @@ class ReasoningOptions(Body):
 
 
 class TextFormat(Body):
-    """What the text has to be: `response_format` of a chat, with the members of its `json_schema` beside the type."""
+    """The form of the text: a chat's `response_format`, with the members of its `json_schema` beside the type."""
 
     path_prefix = "text.format."
 
@@ -81,8 +82,8 @@ def _check_input(value: Any) -> InputChat:
         return chat
     if not isinstance(value, list) or not value:
         raise ValueError(f"should be a text, or a list of items, not {format_value(value)}")
-    for place, item in enumerate(value):
-        chat.add(item, place)
+    for index, item in enumerate(value):
+        chat.add(item, index)
     return chat
 
 
@@ -91,33 +92,33 @@ class InputChat:
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self._places: list[int | None] = []  # for each message, the index of its first item
-        self._reasoning: str | None = None
+        self._item_indices: list[int | None] = []  # for each message, the index of its first item
+        self._reasoning: str | None = None  # that the next item belongs to
         self._call_ids: set[str] = set()
 
-    def find_item(self, message: int) -> Location:
+    def find_item(self, message_index: int) -> Location:
         """Return the place in the body of the item that a message was made of."""
-        place = self._places[message] if message < len(self._places) else None
-        return ("input",) if place is None else ("input", place)
+        index = self._item_indices[message_index] if message_index < len(self._item_indices) else None
+        return ("input",) if index is None else ("input", index)
 
-    def add(self, item: Any, place: int | None) -> None:
+    def add(self, item: Any, index: int | None) -> None:
         """Add the item of this index; None: it is the whole input. Raises PathError for one that is not supported."""
-        path = () if place is None else (place,)
+        path = () if index is None else (index,)
         match item:
             case {"type": "function_call"}:
                 call_id, name, arguments = (_read_text(item, key, path) for key in ("call_id", "name", "arguments"))
                 self._call_ids.add(call_id)
-                calls = self._get_assistant(place).setdefault("tool_calls", [])
+                calls = self._get_assistant(index).setdefault("tool_calls", [])
                 calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
             case {"type": "function_call_output"}:
-                message = self._start("tool", place)
+                message = self._start("tool", index)
                 message["tool_call_id"] = self._read_answered_call(item, path)
                 message["content"] = _read_content(item.get("output"), (*path, "output"))
             case {"type": "reasoning"}:
                 self._reasoning = _read_reasoning(item, path)
             case {"role": str(role)} if role in ROLES and item.get("type", "message") == "message":
                 is_new = role == "assistant"
-                message = self._get_assistant(place, is_new=True) if is_new else self._start(role, place)
+                message = self._get_assistant(index, is_new=True) if is_new else self._start(role, index)
                 message["content"] = _read_content(item.get("content"), (*path, "content"))
             case {"type": "message"} | {"role": _}:
                 roles = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
@@ -127,15 +128,15 @@ class InputChat:
             case _:
                 raise PathError(path, f"should be a message or another item with a type, not {format_value(item)}")
 
-    def _start(self, role: str, place: int | None) -> dict[str, Any]:
+    def _start(self, role: str, index: int | None) -> dict[str, Any]:
         self.messages.append({"role": role})
-        self._places.append(place)
+        self._item_indices.append(index)
         return self.messages[-1]
 
-    def _get_assistant(self, place: int | None, *, is_new: bool = False) -> dict[str, Any]:
+    def _get_assistant(self, index: int | None, *, is_new: bool = False) -> dict[str, Any]:
         """Return the assistant's message that an item belongs to: the last one, unless a new one begins."""
         if is_new or self._reasoning is not None or not self.messages or self.messages[-1]["role"] != "assistant":
-            message = self._start("assistant", place)
+            message = self._start("assistant", index)
             if self._reasoning is not None:
                 message["reasoning_content"], self._reasoning = self._reasoning, None
         return self.messages[-1]
@@ -162,12 +163,12 @@ def _read_content(content: Any, path: Location) -> Any:
         return content
     if not isinstance(content, list):
         raise PathError(path, f"should be a text or a list of parts, not {format_value(content)}")
-    return [{"type": "text", "text": _read_part(part, (*path, place))} for place, part in enumerate(content)]
+    return [{"type": "text", "text": _read_part(part, (*path, index))} for index, part in enumerate(content)]
 
 
 def _read_part(part: Any, path: Location) -> str:
     match part:
-        case {"type": str(kind), "text": str(text)} if kind in TEXTS:
+        case {"type": str(kind), "text": str(text)} if kind in TEXT_TYPES:
             return text
         case {"type": "refusal", "refusal": str(text)}:
             return text
@@ -180,9 +181,9 @@ def _read_reasoning(item: dict[str, Any], path: Location) -> str:
     if not isinstance(parts, list):
         raise PathError((*path, key), f"should be a list of parts, not {format_value(parts)}")
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    for place, text in enumerate(texts):
+    for index, text in enumerate(texts):
         if not isinstance(text, str):
-            raise PathError((*path, key, place), "parts of reasoning should have a text")
+            raise PathError((*path, key, index), "parts of reasoning should have a text")
     return "\n".join(map(str, texts))
 
 

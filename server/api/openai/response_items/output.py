@@ -36,37 +36,37 @@ def _encode_event(event: Json) -> bytes:
 class _OpenText:
     """The reasoning or the message that a stream is adding text to."""
 
-    def __init__(self, kind: str, place: int) -> None:
+    def __init__(self, kind: str, output_index: int) -> None:
         self.kind = kind
-        self.place = place
+        self.output_index = output_index
         self.text = ""
         self.id = _make_id("rs" if kind == "reasoning" else "msg")
-        self._further: Json = {} if kind == "reasoning" else {"logprobs": []}
-        self._name = "reasoning_text" if kind == "reasoning" else "output_text"
+        self._part_type = "reasoning_text" if kind == "reasoning" else "output_text"
+        self._extra_fields: Json = {} if kind == "reasoning" else {"logprobs": []}  # of its events
 
     def open(self) -> list[Json]:
         """Return the events that begin the item."""
         item = self._make_item("in_progress", [])
-        added = {"type": "response.output_item.added", "output_index": self.place, "item": item}
+        added = {"type": "response.output_item.added", "output_index": self.output_index, "item": item}
         return [added, self._make_event("content_part.added", part=self._make_part())]
 
     def extend(self, text: str) -> list[Json]:
         """Add text; return the events of doing so."""
         self.text += text
-        return [self._make_event(f"{self._name}.delta", delta=text, **self._further)]
+        return [self._make_event(f"{self._part_type}.delta", delta=text, **self._extra_fields)]
 
     def close(self, status: str) -> tuple[Json, list[Json]]:
         """Return the item as it is at its end, and the events that end it."""
         part = self._make_part()
         events = [
-            self._make_event(f"{self._name}.done", text=self.text, **self._further),
+            self._make_event(f"{self._part_type}.done", text=self.text, **self._extra_fields),
             self._make_event("content_part.done", part=part),
         ]
         return self._make_item(status, [part]), events
 
     def _make_event(self, name: str, **fields: Any) -> Json:
-        place = {"item_id": self.id, "output_index": self.place, "content_index": 0}
-        return {"type": f"response.{name}", **place, **fields}
+        where = {"item_id": self.id, "output_index": self.output_index, "content_index": 0}
+        return {"type": f"response.{name}", **where, **fields}
 
     def _make_part(self) -> Json:
         if self.kind == "reasoning":
@@ -84,16 +84,16 @@ class _OpenCall:
 
     kind = "function_call"
 
-    def __init__(self, call: ToolCall, place: int) -> None:
-        self.place = place
+    def __init__(self, call: ToolCall, output_index: int) -> None:
+        self.output_index = output_index
         self.text = ""
         self._item = {"type": self.kind, "id": _make_id("fc"), "call_id": call.id, "name": call.name}
-        self._where = {"item_id": self._item["id"], "output_index": place}
+        self._where = {"item_id": self._item["id"], "output_index": output_index}
 
     def open(self) -> list[Json]:
         """Return the events that begin the item."""
         item = self._item | {"arguments": "", "status": "in_progress"}
-        return [{"type": "response.output_item.added", "output_index": self.place, "item": item}]
+        return [{"type": "response.output_item.added", "output_index": self.output_index, "item": item}]
 
     def extend(self, text: str) -> list[Json]:
         """Add to the arguments; return the events of doing so."""
@@ -112,15 +112,15 @@ class _ResponseWriter:
 
     def __init__(self, body: ResponseRequest) -> None:
         self._body = body
-        self._number = 0  # of the next event
+        self._sequence_number = 0  # of the next event
         self._items: list[Json] = []  # those that are complete
-        self._open: _OpenText | _OpenCall | None = None
+        self._open: _OpenText | _OpenCall | None = None  # the item that is not complete yet
 
     def make_whole(self, deltas: Sequence[OutputDelta], generation: Generation[ChatRequest]) -> Json:
         """Return the whole response."""
         (delta,) = deltas
         self._add_parts(delta)
-        self._close(_find_status(delta.finish_reason), [])
+        self._close(_find_status(delta.finish_reason))
         return self._make_response(generation, delta.finish_reason)
 
     def make_events(self, delta: OutputDelta | None, generation: Generation[ChatRequest]) -> list[Json]:
@@ -134,20 +134,23 @@ class _ResponseWriter:
         events += self._add_parts(delta)
         if delta.finish_reason is not None:
             status = _find_status(delta.finish_reason)
-            self._close(status, events)
+            events += self._close(status)
             response = self._make_response(generation, delta.finish_reason)
             events.append({"type": f"response.{status}", "response": response})
         for event in events:
-            event["sequence_number"] = self._number
-            self._number += 1
+            event["sequence_number"] = self._sequence_number
+            self._sequence_number += 1
         return events
 
     # ------------------------------------------------------------ items
     def _add_parts(self, delta: OutputDelta) -> list[Json]:
-        """Add the parts of a delta to the response's items; return the events of doing so."""
+        """Add the parts of a delta to the response's items; return the events of doing so.
+
+        Parts without an id go on with the call that is open, so they come before the delta's text.
+        """
         events: list[Json] = []
         for call in delta.tool_calls:
-            if not call.id:  # goes on with the call before, which text of the same delta follows
+            if not call.id:
                 assert isinstance(self._open, _OpenCall), "a part of a call follows its first part"
                 events += self._open.extend(call.arguments)
         for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
@@ -155,30 +158,30 @@ class _ResponseWriter:
                 events += self._add_text(kind, text)
         for call in delta.tool_calls:
             if call.id:
-                place = self._close("completed", events)
-                events += self._begin(_OpenCall(call, place), call.arguments)
+                events += self._close("completed")
+                events += self._begin(_OpenCall(call, len(self._items)), call.arguments)
         return events
 
     def _add_text(self, kind: str, text: str) -> list[Json]:
-        events: list[Json] = []
         if self._open is not None and self._open.kind == kind:
             return self._open.extend(text)
-        place = self._close("completed", events)
-        return events + self._begin(_OpenText(kind, place), text)
+        events = self._close("completed")
+        return events + self._begin(_OpenText(kind, len(self._items)), text)
 
     def _begin(self, item: _OpenText | _OpenCall, text: str) -> list[Json]:
+        """Open an item with its first text or arguments; return the events of doing so."""
         self._open = item
         return [*item.open(), *item.extend(text)]
 
-    def _close(self, status: str, events: list[Json]) -> int:
-        """Complete the item that is open, if any, and append the events of that; return the place of the next item."""
-        if self._open is not None:
-            item, closing = self._open.close(status)
-            place = self._open.place
-            events += [*closing, {"type": "response.output_item.done", "output_index": place, "item": item}]
-            self._items.append(item)
-            self._open = None
-        return len(self._items)
+    def _close(self, status: str) -> list[Json]:
+        """Complete the item that is open, if any; return the events of doing so."""
+        if self._open is None:
+            return []
+        item, events = self._open.close(status)
+        done = {"type": "response.output_item.done", "output_index": self._open.output_index, "item": item}
+        self._items.append(item)
+        self._open = None
+        return [*events, done]
 
     # ------------------------------------------------------------ the response
     def _make_response(self, generation: Generation[ChatRequest], finish_reason: str | None) -> Json:

@@ -1,1 +1,1 @@
-"""Structured output: the fields that say what a text has to be, and their check."""
+"""Structured output: the fields that constrain a text, and their check."""

@@ -1,6 +1,6 @@
-"""Checks what a request says its text has to be, and returns it as the grammar that the engine gets.
+"""Checks the constraint of a request's text, and returns it as the grammar that the engine gets.
 
-Whatever constrains a text (the fields of `models.py`, tools) is checked here. Knows no endpoint.
+Constraints come from the fields of `models.py` and from tools. Knows no endpoint.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from server.api.http.errors import ApiError
 from server.api.http.json_body import format_value
 from server.api.openai.generation_job import Serving
 from server.api.openai.tools.message_format import MessageParsing
-from server.grammar.constraint import Constraint, ConstraintKind, constrain_document
+from server.grammar.constraint import Constraint, ConstraintKind, constrain_content
 from server.records import ConstraintName, ConstraintRefusal
 from server.text.errors import TextRefused, TextUnavailable
 
-# How metrics name what constrains a text; messages without a document are constrained by their tools
+# How metrics name constraints; "lark" is the kind of a message that only its tools constrain
 NAMES: Mapping[ConstraintKind, ConstraintName] = {
     "json_schema": "json",
     "regex": "regex",
@@ -34,7 +34,7 @@ REASONS: Mapping[str, ConstraintRefusal] = {  # by the error's code
 
 
 def get_constraint(constraints: Iterable[Constraint]) -> Constraint | None:
-    """Return the one constraint of a request; None if it has none. Raises ApiError for several."""
+    """Return the only constraint of a request; None if it has none. Raises ApiError for several."""
     found = list(constraints)
     if len(found) > 1:
         first, second = found[0].param, found[1].param
@@ -42,15 +42,15 @@ def get_constraint(constraints: Iterable[Constraint]) -> Constraint | None:
     return found[0] if found else None
 
 
-async def check_document(serving: Serving, frame: str, document: Constraint, further_param: str | None) -> str:
-    """Return the grammar of a message of which a document is a part: `frame` is its grammar in Lark.
+async def check_content(serving: Serving, frame: str, content: Constraint, frame_param: str | None) -> str:
+    """Return the grammar of a message whose content is constrained: `frame` is the Lark grammar around the content.
 
-    `further_param` is the field that the frame is of; None: there is none. Raises as `check_constraint`.
+    `frame_param` is the field that the frame follows from; None: only the model's format. Raises as `check_constraint`.
     """
-    if further_param is not None:
-        await _check(serving, document)  # then an error of both together is not the document's
-    grammar = await _check(serving, constrain_document(frame, document, further_param or document.param))
-    serving.counts.constraints[NAMES[document.kind]] += 1
+    if frame_param is not None:  # check the content alone first: then an error of the whole is the frame's
+        await _check(serving, content)
+    grammar = await _check(serving, constrain_content(frame, content, frame_param or content.param))
+    serving.counts.constraints[NAMES[content.kind]] += 1
     return grammar
 
 
@@ -92,16 +92,16 @@ def find_reason(code: str | None) -> ConstraintRefusal:
     return REASONS.get(code or "", "invalid")
 
 
-async def check_readable(serving: Serving, document: Constraint, parsing: MessageParsing, prompt: str) -> None:
-    """Raise ApiError for a choice that could not be told from a marker when the message is read."""
-    if document.kind != "choice":
+async def check_readable(serving: Serving, content: Constraint, parsing: MessageParsing, prompt: str) -> None:
+    """Raise ApiError if a choice has a marker, so that the parser would not return it as content."""
+    if content.kind != "choice":
         return
-    misread = await asyncio.to_thread(parsing.find_misread, json.loads(document.text), prompt)
+    misread = await asyncio.to_thread(parsing.find_misread, json.loads(content.text), prompt)
     if misread is not None:
         message = (
-            f"{document.param}: the choice {format_value(misread)} contains a marker with which this model writes "
+            f"{content.param}: the choice {format_value(misread)} contains a marker with which this model writes "
             "reasoning, tool calls or parts of a message, so it could not be told from one; choose another text, or "
             "use /v1/completions"
         )
         serving.counts.refusals["invalid"] += 1
-        raise ApiError(400, message, param=document.param, log_message=f"{document.param}: a choice has a marker")
+        raise ApiError(400, message, param=content.param, log_message=f"{content.param}: a choice has a marker")

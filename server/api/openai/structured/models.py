@@ -1,7 +1,7 @@
-"""The fields that say what a text has to be: OpenAI's, vLLM's, and llama.cpp's.
+"""The fields that constrain a text: OpenAI's, vLLM's, and llama.cpp's.
 
-A request has at most one of them. Whatever it has becomes one `Constraint`. Knows neither the engine nor how a
-constraint is checked.
+A request has at most one of them, which becomes a `Constraint`. Knows neither the engine nor how a constraint is
+checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_CHOICES = 2**15  # most texts of which one is chosen
 
 
 def _parse_schema(value: Any) -> Any:
-    """Return a JSON schema, which vLLM's clients may also send as text."""
+    """Return a JSON schema, which may also be sent as text, as to vLLM."""
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)  # as bodies are read: without half surrogate pairs, and NaN
@@ -40,7 +40,7 @@ def _parse_schema(value: Any) -> Any:
 
 
 def _check_depth(schema: Any) -> None:
-    """Raise ValueError for a schema that is nested too deeply to be written as JSON in any place of the code."""
+    """Raise ValueError for a schema that is nested too deeply to be written as JSON, however full the stack is."""
     level: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH + 1):
         level = [each for each in level if isinstance(each, dict | list)]
@@ -72,7 +72,7 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's field: a text, a JSON object, or JSON that a schema accepts. `strict` changes nothing: all are."""
+    """OpenAI's field: any text, a JSON object, or JSON that a schema accepts. Every schema is strict."""
 
     path_prefix = "response_format."
 
@@ -85,6 +85,13 @@ class ResponseFormat(Body):
             given = "without" if self.json_schema is None else "with"
             raise ValueError(f"the type {self.type} cannot be {given} json_schema")
         return self
+
+    def make_constraint(self) -> Constraint | None:
+        """Return the constraint of the text; None: it is any text."""
+        if self.type == "text":
+            return None
+        schema = JSON_OBJECT if self.json_schema is None else self.json_schema.schema_
+        return constrain_to_schema(ANY_JSON if schema is None else schema, "response_format")
 
 
 class StructuredOutputs(Body):
@@ -113,9 +120,22 @@ class StructuredOutputs(Body):
             raise ValueError(f"should have one of json, regex, choice, grammar and json_object, not {found}")
         return self
 
+    def make_constraint(self) -> Constraint:
+        """Return the constraint of the text."""
+        param = "structured_outputs"
+        if self.regex is not None:
+            return Constraint("regex", self.regex, param)
+        if self.choice is not None:
+            return constrain_to_choices(self.choice, param)
+        if self.grammar is not None:
+            return Constraint("grammar", self.grammar, param)
+        whitespace = None if self.disable_any_whitespace else self.whitespace_pattern or BOUNDED_WHITESPACE
+        schema: Any = JSON_OBJECT if self.json_object else self.json_
+        return constrain_to_schema(schema, param, whitespace=whitespace)
+
 
 class StructuredRequest(Body):
-    """The fields by which a request says what its text has to be."""
+    """The fields of a request that constrain its text."""
 
     response_format: ResponseFormat | None = Field(
         None, description="what the text is: any text, a JSON object, or JSON that a schema accepts"
@@ -135,14 +155,11 @@ class StructuredRequest(Body):
     json_schema: Schema | None = Field(None, description="llama.cpp's name of structured_outputs.json")
 
     def iter_constraints(self) -> Iterator[Constraint]:
-        """Yield the constraint of each field that has one; more than one cannot be served."""
-        if self.response_format is not None:
-            if self.response_format.type == "json_object":
-                yield constrain_to_schema(JSON_OBJECT, "response_format")
-            elif (found := self.response_format.json_schema) is not None:
-                yield constrain_to_schema(_or_any(found.schema_), "response_format")
+        """Yield the constraint of each field that has one. `get_constraint` refuses more than one."""
+        if self.response_format is not None and (constraint := self.response_format.make_constraint()) is not None:
+            yield constraint
         if self.structured_outputs is not None:
-            yield _make_constraint(self.structured_outputs)
+            yield self.structured_outputs.make_constraint()
         whitespace = self.guided_whitespace_pattern or BOUNDED_WHITESPACE
         for param, schema in (("guided_json", self.guided_json), ("json_schema", self.json_schema)):
             if schema is not None:
@@ -154,20 +171,3 @@ class StructuredRequest(Body):
         for param, grammar in (("guided_grammar", self.guided_grammar), ("grammar", self.grammar)):
             if grammar is not None:
                 yield Constraint("grammar", grammar, param)
-
-
-def _make_constraint(outputs: StructuredOutputs) -> Constraint:
-    param = "structured_outputs"
-    if outputs.regex is not None:
-        return Constraint("regex", outputs.regex, param)
-    if outputs.choice is not None:
-        return constrain_to_choices(outputs.choice, param)
-    if outputs.grammar is not None:
-        return Constraint("grammar", outputs.grammar, param)
-    whitespace = None if outputs.disable_any_whitespace else outputs.whitespace_pattern or BOUNDED_WHITESPACE
-    schema: Any = JSON_OBJECT if outputs.json_object else outputs.json_
-    return constrain_to_schema(schema, param, whitespace=whitespace)
-
-
-def _or_any(schema: Any) -> Any:
-    return ANY_JSON if schema is None else schema

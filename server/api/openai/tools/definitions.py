@@ -11,12 +11,12 @@ from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PlainVali
 from server.api.http.json_body import Body, format_value
 from server.api.openai.request_models import Ignored, LongList
 
-MAX_DESCRIPTION_LENGTH = 2**17  # characters; what a model's context has room for is less in most cases
+MAX_DESCRIPTION_LENGTH = 2**17  # characters; the context of most models has room for less
 TOOL_NAME = r"^[A-Za-z0-9_./:-]{1,128}$"
 
 
 def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
-    """Refuse a schema that an object of arguments cannot fulfil."""
+    """Return the schema of an object of arguments. Raises ValueError for another schema, and a malformed one."""
     if (kind := schema.get("type", "object")) != "object":
         raise ValueError(f'should be the JSON schema of an object, with "type": "object", not {format_value(kind)}')
     if not isinstance(properties := schema.get("properties", {}), dict):
@@ -39,7 +39,7 @@ class FunctionDefinition(Body):
     description: str | None = Field(None, max_length=MAX_DESCRIPTION_LENGTH)
     parameters: Annotated[dict[str, Any], AfterValidator(_check_parameters)] = Field(default_factory=dict)
     returns: dict[str, Any] | None = Field(None, alias="return")  # as transformers' get_json_schema() writes it
-    strict: bool | None = Field(None, description="whether the arguments of a call are always by the schema")
+    strict: bool | None = Field(None, description="whether a grammar holds calls to the schemas")
 
 
 class Tool(Body):
@@ -115,7 +115,7 @@ def _read_choice(value: Any) -> ToolChoice:
 
 
 def _read_reference(value: Any) -> str | None:
-    """Return the name of the tool that {"type": "function", "function": {"name": ...}} means; None for other values."""
+    """Return the name in {"type": "function", "function": {"name": ...}}; None for another value."""
     match value:
         case {"type": "function", "function": {"name": str(name), **further_of_function}, **further} if not (
             further or further_of_function

@@ -1,4 +1,4 @@
-"""How the served model writes tool calls and reasoning, and the parsers of its messages.
+"""How the served model writes tool calls and reasoning, and how the messages of a request are split into them.
 
 The families' formats are chosen by settings, or by the model's chat templates. Knows no endpoint.
 """
@@ -64,7 +64,7 @@ class MessageFormat:
         return self.vocabulary.with_visible(set(self.reasoning_markers))
 
     def make_grammar(self, message: MessageOutline) -> str | None:
-        """Return the grammar, in llguidance's Lark, of such messages; None if calls cannot be told from other text."""
+        """Return the Lark grammar of a message of the model; None if calls cannot be told from other text."""
         return make_message_grammar(message, self.tools, self.reasoning, self.vocabulary.find_special_token)
 
     def find_reasoning_state(self, prompt: str) -> ReasoningState:
@@ -80,7 +80,7 @@ class MessageFormat:
 
 
 def _choose(setting: str, value: str, rows: Mapping[str, T], found: T | None) -> T | None:
-    """Return the row that the value of a setting means; `found` is the one that the chat templates show."""
+    """Return the row that the value of a setting names; `found` is the row that the chat templates show."""
     if value == AUTO:
         return found
     if value == OFF:
@@ -98,11 +98,11 @@ class MessageParsing:
     schemas: Schemas | None  # of the tools that the model may call; None: calls are text
     parallel: bool = True  # whether a message may have several calls
     include_reasoning: bool = True
-    has_document: bool = False  # whether a message without calls is a document, in which nothing is a call
+    constrains_content: bool = False  # whether a grammar constrains the content, in which nothing is a call then
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Return the vocabulary that gives the messages' text."""
+        """Return the vocabulary that decodes the messages: the markers to look for have text in it."""
         return self.format.visible_reasoning if self.schemas is None else self.format.visible
 
     @property
@@ -116,8 +116,8 @@ class MessageParsing:
     def make_parser(self, prompt: str) -> MessageParser:
         """Return the parser of a message that follows the prompt."""
         reasoning = self.format.reasoning
-        if self.has_document and self.format.find_reasoning_state(prompt) == "over":
-            reasoning = None  # the grammar allows none, so what looks like it is the document
+        if self.constrains_content and self.format.find_reasoning_state(prompt) == "over":
+            reasoning = None  # the grammar allows none, so what looks like reasoning is content
         make = HarmonyParser if self._is_harmony else MessageParser
         return make(
             self._tools,
@@ -125,28 +125,28 @@ class MessageParsing:
             schemas=self.schemas,
             parallel=self.parallel,
             reasoning_is_open=reasoning is not None and reasoning.is_open(prompt),
-            calls_come_first=self.has_document,
+            calls_come_first=self.constrains_content,
         )
 
-    def find_misread(self, documents: Iterable[str], prompt: str) -> str | None:
-        """Return the first of these documents that would not come back as a message's content; None if all would.
+    def find_misread(self, contents: Iterable[str], prompt: str) -> str | None:
+        """Return the first of these contents that a parser would not return unchanged; None if there is none.
 
-        It contains a text that the model's family uses as a marker of reasoning, of calls or of parts of a message.
+        Such a content has a text that the model's family uses as a marker of reasoning, of calls or of message parts.
         """
         markers = set(HARMONY_MARKERS if self._is_harmony else self.format.reasoning_markers)
         if self._tools is not None:
             markers |= {*self._tools.begins, *self._tools.bare}
-        before = self._get_text_before_document(prompt)
-        for document in documents:
-            if any(marker in document for marker in markers):
+        before = self._get_text_before_content(prompt)
+        for content in contents:
+            if any(marker in content for marker in markers):
                 parser = self.make_parser(prompt)
-                content = parser.push(before + document).content + parser.finish().content
-                if content.strip() != document.strip():
-                    return document
+                read = parser.push(before + content).content + parser.finish().content
+                if read.strip() != content.strip():
+                    return content
         return None
 
-    def _get_text_before_document(self, prompt: str) -> str:
-        """Return the shortest text with which a message begins before its document."""
+    def _get_text_before_content(self, prompt: str) -> str:
+        """Return the shortest text that a message has before its content."""
         if self._is_harmony:
             return HARMONY_FINAL
         reasoning = self.format.reasoning

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from server.text.tool_parsers.calls import Calls, Syntax
 from server.text.tool_parsers.source import MAX_DEPTH, NotACall, Reading, TextSource
-from server.text.tool_parsers.values import convert_value, find_part, find_types
+from server.text.tool_parsers.values import convert_value, find_keyword, find_types
 
 Content: TypeAlias = "str | Elements"
 Elements: TypeAlias = "list[tuple[str, Content]]"  # names, and what is in them
@@ -60,12 +60,12 @@ def _convert(content: Content, schema: Any, root: Mapping[str, Any]) -> Any:
             return [] if "array" in types else {} if "object" in types else content
         return convert_value(content, types)
     if "array" in types or (not types and all(name == "item" for name, _ in content)):
-        return [_convert(item, find_part(schema, "items", root), root) for _, item in content]
+        return [_convert(item, find_keyword(schema, "items", root), root) for _, item in content]
     return _convert_elements(content, schema, root)
 
 
 def _convert_elements(elements: Elements, schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
     """Return the object whose members are these elements."""
-    properties = find_part(schema, "properties", root)
+    properties = find_keyword(schema, "properties", root)
     known = properties if isinstance(properties, Mapping) else {}
     return {name: _convert(content, known.get(name), root) for name, content in elements}

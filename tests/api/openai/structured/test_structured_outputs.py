@@ -9,35 +9,18 @@ import httpx
 import pytest
 
 from server.engine.ipc.messages import Submit, Tokens
-from server.grammar.matcher import TokenTable, compile_grammar
-from server.text.encoder import Encoder
 from tests.api.fake_engine import FakeEngine, admitted
 from tests.api.payloads import VALID_REQUEST, Encode
-from tests.models.random_models import byte_tokenizer
+from tests.grammar.judge import GrammarJudge
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 GBNF = 'root ::= "a" [0-9]'
 
 
-class Judge:
-    """Accepts texts by a grammar, with a tokenizer of bytes."""
-
-    def __init__(self) -> None:
-        table = TokenTable(Encoder(byte_tokenizer(258)).vocabulary)
-        self._tokenizer = table.make_tokenizer()
-        self._ids = {table.tokens[i]: i for i in range(2, table.end_id)}
-
-    def accepts(self, grammar: str | None, text: str) -> bool:
-        assert grammar is not None
-        tokens = [self._ids[bytes([byte])] for byte in text.encode()]
-        matcher = compile_grammar(self._tokenizer, grammar)
-        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
-
-
 @pytest.fixture(scope="module")
-def judge() -> Judge:
-    return Judge()
+def judge() -> GrammarJudge:
+    return GrammarJudge()
 
 
 @pytest.mark.parametrize(
@@ -72,7 +55,13 @@ def judge() -> Judge:
 )
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 def test_the_engine_gets_a_grammar_of_these_texts(
-    engine: FakeEngine, http: httpx.Client, judge: Judge, path: str, sent: dict[str, Any], accepted: Any, refused: Any
+    engine: FakeEngine,
+    http: httpx.Client,
+    judge: GrammarJudge,
+    path: str,
+    sent: dict[str, Any],
+    accepted: Any,
+    refused: Any,
 ) -> None:
     body = VALID_REQUEST if path == "completions" else CHAT
     answer = http.post(f"/v1/{path}", json=body | sent)

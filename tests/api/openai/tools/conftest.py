@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import msgspec
 import openai
 import pytest
 
+from server.engine.ipc.messages import Submit
 from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from server.text.vocabulary import Vocabulary
 from tests.api.conftest import running_api
 from tests.api.fake_engine import HELLO as SMALL
 from tests.api.fake_engine import FakeEngine, generates
+from tests.grammar.judge import GrammarJudge
 from tests.text.tiny_tokenizers import byte_level
 
 HELLO = msgspec.structs.replace(SMALL, max_seq_len=16384, vocab_size=512)
@@ -50,6 +53,18 @@ class ToolServer:
         """Let the model say this, one token in each message of the engine, and then end."""
         end = self.encode("<|im_end|>") if finish_reason == "stop" else []
         self.engine.begin_again(generates([*self.encode(text), *end], finish_reason))
+
+    def accepts(self, text: str) -> bool:
+        """Return whether the grammar of the last request accepts a text, in the model's own tokens."""
+        return self.accepts_tokens(self.encode(text))
+
+    def accepts_tokens(self, tokens: Sequence[int]) -> bool:
+        """Return whether the grammar of the last request accepts the text of these tokens."""
+        return self._judge.accepts_tokens(self.engine.all(Submit)[-1].grammar, tokens)
+
+    @cached_property
+    def _judge(self) -> GrammarJudge:
+        return GrammarJudge(self.vocabulary)
 
     def chat(self, **body: Any) -> httpx.Response:
         return self.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}]} | body)

@@ -1,6 +1,6 @@
-"""Times a library's grammars: compiling, and the work for each token of texts drawn at random.
+"""Times grammars: compiling, and the work for each token of texts drawn at random.
 
-Runs in the environment of each library, so it needs numpy only. Knows no library.
+Runs in the environment of each library, so it needs numpy only. Knows neither a library nor the engine.
 """
 
 from __future__ import annotations
@@ -31,28 +31,36 @@ class Matcher(Protocol):
         ...
 
 
-class LibraryTimes(NamedTuple):
-    """The times of one grammar in one library."""
+class GrammarTimes(NamedTuple):
+    """The times of one grammar."""
 
-    compile_ms: float  # with the first mask, as a library may leave a part of the work to that
+    compile_ms: float
     mean_us: float  # of mask and step for a token
     p99_us: float
     tokens: int
 
 
-def time_grammar(compile: Callable[[], Callable[[], Matcher]], draw: np.random.Generator) -> LibraryTimes:
-    """Return the times of a grammar; `compile` returns a function that begins a text by it."""
+def time_grammar(compile: Callable[[], Callable[[], Matcher]], draw: np.random.Generator) -> GrammarTimes:
+    """Return the times of a grammar; `compile` returns a function that begins a text by it.
+
+    The first mask is a part of compiling, as a library may leave a part of the work to that.
+    """
     began = time.perf_counter()
     begin = compile()
     begin().fill_mask()
-    seconds = time.perf_counter() - began
-    works: list[float] = []
-    while len(works) < NUM_TOKENS:
-        works += write_text(begin(), draw)
-    return LibraryTimes(1e3 * seconds, 1e6 * float(np.mean(works)), 1e6 * float(np.percentile(works, 99)), len(works))
+    return time_texts(begin, draw, time.perf_counter() - began)
 
 
-def write_text(matcher: Matcher, draw: np.random.Generator) -> list[float]:
+def time_texts(begin: Callable[[], Matcher], draw: np.random.Generator, compile_seconds: float) -> GrammarTimes:
+    """Return the times of a compiled grammar; `begin` begins a text by it."""
+    seconds: list[float] = []
+    while len(seconds) < NUM_TOKENS:
+        seconds += time_text(begin(), draw)
+    mean, p99 = float(np.mean(seconds)), float(np.percentile(seconds, 99))
+    return GrammarTimes(1e3 * compile_seconds, 1e6 * mean, 1e6 * p99, len(seconds))
+
+
+def time_text(matcher: Matcher, draw: np.random.Generator) -> list[float]:
     """Return the seconds of the work for each token of a text, drawn from the allowed ones."""
     works: list[float] = []
     complete = False
@@ -75,7 +83,7 @@ def list_tokens(mask: NDArray[np.uint8], end_id: int) -> NDArray[np.intp]:
     return np.flatnonzero(np.unpackbits(mask, bitorder="little")[:end_id])
 
 
-def format_rows(by_library: Mapping[str, Mapping[str, LibraryTimes | str]]) -> list[str]:
+def format_rows(by_library: Mapping[str, Mapping[str, GrammarTimes | str]]) -> list[str]:
     """Return a table in Markdown of times by library and grammar; a text says why there are none."""
     lines = ["| grammar | library | compile and first mask | mask and step, mean | p99 |", "|---|---|---:|---:|---:|"]
     for name in next(iter(by_library.values())):

@@ -1,0 +1,94 @@
+"""The choice of tools: which texts the grammar of a message accepts, and what is read of them."""
+
+from __future__ import annotations
+
+from server.engine.ipc.messages import Submit
+from tests.api.openai.tools.conftest import ToolServer
+from tests.api.openai.tools.tool_chats import (
+    CALL,
+    FORMAT,
+    FUNCTION,
+    OTHER,
+    SECOND,
+    THOUGHT,
+    TOOL,
+    WRONG,
+    allowed,
+    ask,
+    calls_of,
+    stream,
+)
+
+
+def test_a_named_tool_is_called(qwen: ToolServer) -> None:
+    """The engine gets a grammar that allows nothing but its call."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    qwen.says('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Bern"}}\n</tool_call>')
+    for choice in (ask(qwen, tool_choice=named).choices[0], stream(qwen, tool_choice=named)):
+        assert calls_of(choice.message) == [("get_weather", {"city": "Bern"})]
+        assert choice.finish_reason == "tool_calls"
+    submits = qwen.engine.all(Submit)
+    assert all(qwen.decode(each.prompt).endswith("assistant\n") for each in submits)
+    assert all("get_weather" in (each.grammar or "") and "get_time" not in (each.grammar or "") for each in submits)
+    begun = '<tool_call>\n{"name": "get_weather", "argume'
+    qwen.says(begun, "length")
+    (choice,) = ask(qwen, tool_choice=named).choices
+    assert (choice.message.content, choice.finish_reason) == (begun, "length")
+
+
+def test_some_tools_are_allowed(qwen: ToolServer) -> None:
+    """All tools are in the prompt, so that its beginning is the same whichever are allowed."""
+    qwen.says(CALL)
+    auto, required = allowed("auto", "get_weather"), allowed("required", "get_weather")
+    prompts = []
+    for choice in (auto, required, "auto"):
+        assert calls_of(ask(qwen, tool_choice=choice).choices[0].message) == calls_of(ask(qwen).choices[0].message)
+        assert ask(qwen, tool_choice=choice).choices[0].finish_reason == "tool_calls"
+        prompts.append(qwen.engine.all(Submit)[-1].prompt)
+    assert prompts[0] == prompts[1] == prompts[2]
+    ask(qwen, tool_choice=auto)
+    for text, is_allowed in (
+        (CALL, True),
+        (f"I look.\n{CALL}{CALL}", True),
+        ("It snows.", True),
+        (SECOND, False),
+        (f"{CALL}{SECOND}", False),
+    ):
+        assert qwen.accepts(text) is is_allowed, text
+    ask(qwen, tool_choice=required)
+    for text, is_allowed in ((CALL, True), (f"{THOUGHT}{CALL}\n{CALL}", True), ("It snows.", False), (SECOND, False)):
+        assert qwen.accepts(text) is is_allowed, text
+    ask(qwen, tool_choice=auto, response_format=FORMAT)
+    for text, is_allowed in ((CALL, True), ('{"sky": "grey"}', True), (SECOND, False), ("It snows.", False)):
+        assert qwen.accepts(text) is is_allowed, text
+    for mode, has_grammar in (("auto", False), ("required", True)):
+        ask(qwen, tool_choice=allowed(mode, "get_time", "get_weather"))
+        assert (qwen.engine.all(Submit)[-1].grammar is not None) is has_grammar
+    assert qwen.accepts(f"{CALL}{SECOND}")
+
+
+def test_a_call_is_required(qwen: ToolServer) -> None:
+    qwen.says('<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>')
+    for choice in (ask(qwen, tool_choice="required").choices[0], stream(qwen, tool_choice="required")):
+        assert calls_of(choice.message) == [("get_time", {})]
+    grammar = qwen.engine.all(Submit)[0].grammar or ""
+    assert "get_time" in grammar
+    assert "get_weather" in grammar
+    assert qwen.accepts(f"{THOUGHT}{SECOND}"), "the model may think before"
+    assert not qwen.accepts(f"I look.\n{SECOND}")
+
+
+def test_strict_tools(qwen: ToolServer) -> None:
+    """A grammar lets the model write what it wants, until it begins a call."""
+    strict = {"type": "function", "function": FUNCTION | {"strict": True}}
+    qwen.says(f"I look.\n{CALL}")
+    response = qwen.chat(tools=[strict, OTHER])
+    assert "x-ignored-fields" not in response.headers
+    assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+    for text in ("", "It snows.", f"{THOUGHT}I look.\n{CALL} and\n{SECOND}", CALL):
+        assert qwen.accepts(text), text
+    for text in (WRONG, f"I look: {WRONG}", f"{CALL}{WRONG}", "<tool_call>"):
+        assert not qwen.accepts(text), text
+    for body in ({"tools": [strict], "tool_choice": "none"}, {"tools": [TOOL]}):
+        assert qwen.chat(**body).is_success
+        assert qwen.engine.all(Submit)[-1].grammar is None
