@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import eq
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from config.block_hashes import NAME_TYPE
@@ -34,6 +35,11 @@ SILENCE_TOKENS = 256  # cost of each further second
 # Replicas whose costs differ by fewer tokens are equally good, and caches that differ by fewer blocks equally full
 EQUAL_TOKENS = 64
 EQUAL_BLOCKS = 4
+# Cost of each request that a replica has got lately beyond the mean of all. Without it, tenants that were dealt
+# unequally at first stay so while no replica is busy; with more, more prompts are computed again (by simulation, too)
+SURPLUS_TOKENS = 64
+MANY_REQUESTS = 24  # a mean beyond which a surplus costs by its share of the mean
+RECENT_SECONDS = 20.0  # for which a request counts as got lately
 GRACE = 3.0  # seconds after a request's end in which its prompt counts as cached though no statistics say so yet
 
 Reason = Literal["asked for", "only one", "cached", "conversation", "least loaded", "two choices"]
@@ -102,6 +108,7 @@ class ReplicaState:
     sent: dict[str, SentRequest] = field(default_factory=dict)  # by request id: those that have not ended
     # Requests that have ended in the last GRACE seconds, with their times of ending
     ended: deque[tuple[float, SentRequest]] = field(default_factory=deque)
+    sent_times: deque[float] = field(default_factory=deque)  # of the requests of the last RECENT_SECONDS
 
     def update(self, statistics: Mapping[str, Any], now: float) -> None:
         """Replace the replica's statistics by newer ones; statistics that are the same as before have no effect."""
@@ -129,6 +136,12 @@ class ReplicaState:
     def count_names(self) -> int:
         """Return the number of blocks that the replica has reported as cached, in all instances."""
         return sum(len(each.names) for each in self.instances.values())
+
+    def count_recent_requests(self, now: float) -> int:
+        """Return the number of requests that were sent here in the last RECENT_SECONDS."""
+        while self.sent_times and self.sent_times[0] < now - RECENT_SECONDS:
+            self.sent_times.popleft()
+        return len(self.sent_times)
 
     def _list_recent(self, now: float) -> Iterable[SentRequest]:
         while self.ended and self.ended[0][0] < now - GRACE:
@@ -239,7 +252,13 @@ class RoutingPolicy:
         """Return the replicas in the order of the request's cost there."""
         now = self._clock()
         cached = {each.id: each.count_cached_tokens(hint, now) for each in replicas}
-        costs = {each.id: each.estimate_cost(hint, cached[each.id]) for each in replicas}
+        recent = {each.id: each.count_recent_requests(now) for each in replicas}
+        mean = fmean(recent.values())
+        surplus_tokens = SURPLUS_TOKENS / max(1.0, mean / MANY_REQUESTS)
+        costs = {
+            each.id: each.estimate_cost(hint, cached[each.id]) + surplus_tokens * max(0.0, recent[each.id] - mean)
+            for each in replicas
+        }
         limit = min(costs.values()) + EQUAL_TOKENS
         # Among equally good replicas, those with fewer blocks in their caches come first; among equally full ones the
         # prompt's first block chooses, so that several routers send new prompts to the same replica
@@ -258,6 +277,7 @@ class RoutingPolicy:
         now = self._clock()
         uncached = hint.num_tokens - known.count_cached_tokens(hint, now)
         known.sent[request_id] = SentRequest(hint, uncached, now)
+        known.sent_times.append(now)
 
     def record_ended(self, request_id: str, replica: str) -> None:
         """Remember that a request has ended."""
