@@ -229,7 +229,7 @@ def make_parsing(format: MessageFormat, body: ChatRequest, *, constrains_content
         raise ApiError(400, message, param="tools", code="tools_not_supported")
     if not body.callable_tools and format.reasoning is None:
         return None
-    schemas = get_schemas(body.tools) if body.callable_tools else None
+    schemas = get_schemas(body.callable_tools) if body.callable_tools else None
     return MessageParsing(format, schemas, body.parallel_tool_calls, body.include_reasoning, constrains_content)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from server.engine.ipc.messages import Submit
-from tests.api.openai.tools.conftest import ToolServer
+from tests.api.openai.tools.conftest import ToolServer, serving_tools
 from tests.api.openai.tools.tool_chats import (
     CALL,
     FORMAT,
@@ -34,6 +34,17 @@ def test_a_named_tool_is_called(qwen: ToolServer) -> None:
     qwen.says(begun, "length")
     (choice,) = ask(qwen, tool_choice=named).choices
     assert (choice.message.content, choice.finish_reason) == (begun, "length")
+
+
+def test_a_call_without_a_marker_of_a_tool_that_is_not_allowed_is_text() -> None:
+    """Llama 3 begins a call like any JSON, so the grammar cannot tell it from text."""
+    call = '{"name": "get_time", "parameters": {}}'
+    with serving_tools("{{ messages[0].content }}{{ tools }}", tool_call_parser="llama3_json") as llama:
+        llama.says(call)
+        assert calls_of(ask(llama).choices[0].message) == [("get_time", {})]
+        llama.says(call)
+        (choice,) = ask(llama, tool_choice=allowed("auto", "get_weather")).choices
+        assert (choice.message.tool_calls, choice.message.content) == (None, call)
 
 
 def test_some_tools_are_allowed(qwen: ToolServer) -> None:
