@@ -54,11 +54,27 @@ class Heartbeat:
         return int(self._loading.value) + self.serving_beats
 
 
+class CheckTimer:
+    """Measures the seconds between the supervisor's checks of a child.
+
+    A pause of more than two intervals counts as two: while the supervisor did not run, as on a suspended machine, the
+    child may not have run either.
+    """
+
+    def __init__(self) -> None:
+        self._checked_at = monotonic()
+
+    def measure(self, interval: float) -> float:
+        """Return the seconds since the last call, of calls every `interval` seconds."""
+        now = monotonic()
+        passed, self._checked_at = min(now - self._checked_at, 2 * interval), now
+        return passed
+
+
 class Watchdog:
     """A timer of the seconds since a child's latest heartbeat; for the first one a child has BOOT_SECONDS more.
 
-    Call `check_heartbeat` every `interval` seconds. A longer pause between two calls counts as two intervals: while the
-    supervisor did not run, as on a suspended machine, the child may not have run either.
+    Call `check_heartbeat` every `interval` seconds.
     """
 
     def __init__(self, heartbeat: Heartbeat, interval: float) -> None:
@@ -68,12 +84,11 @@ class Watchdog:
         self._interval = interval
         self._count = 0
         self._was_serving = False  # whether the child had finished loading at the latest beat seen
-        self._checked_at = monotonic()
+        self._timer = CheckTimer()
 
     def check_heartbeat(self) -> None:
-        now, count = monotonic(), self._heartbeat.total_beats
-        passed, self._checked_at = min(now - self._checked_at, 2 * self._interval), now
-        self.silent_seconds += passed
+        count = self._heartbeat.total_beats
+        self.silent_seconds += self._timer.measure(self._interval)
         if count != self._count:
             if self._was_serving:
                 self.uptime += self.silent_seconds
@@ -140,8 +155,8 @@ class StrategyCalls:
     def __init__(self, context: SpawnContext, instances: Sequence[str]) -> None:
         self._instances = list(instances)
         self.running: Any = context.RawArray("Q", 1)  # in shared memory
-        # in the supervisor: the latest value, the seconds for which it has been seen, and when it was last looked at
-        self._seen, self._seconds, self._checked_at = 0, 0.0, monotonic()
+        self._seen, self._seconds = 0, 0.0  # in the supervisor: the latest value, and for how long it has been seen
+        self._timer = CheckTimer()
 
     # ------------------------------------------------------------ the engine
     def encode_methods(self, instance: str) -> Mapping[str, int]:
@@ -151,13 +166,8 @@ class StrategyCalls:
 
     # ------------------------------------------------------------ the supervisor
     def find_stuck(self, timeout: float, interval: float) -> StuckCall | None:
-        """Return the running call if this process has seen it for `timeout` seconds.
-
-        Call this every `interval` seconds. As in `Watchdog`, a longer pause counts as two intervals: after a suspension
-        of the machine no call has had the time to return.
-        """
-        running, now = self.running[0], monotonic()
-        passed, self._checked_at = min(now - self._checked_at, 2 * interval), now
+        """Return the running call if this process has seen it for `timeout` seconds; call this every `interval`."""
+        running, passed = self.running[0], self._timer.measure(interval)
         self._seconds = self._seconds + passed if running == self._seen else 0.0
         self._seen, code = running, running % NUM_CODES
         if not code or self._seconds < timeout:
