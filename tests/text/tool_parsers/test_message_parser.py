@@ -35,19 +35,26 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
     max_leaves=6,
 )
-TYPED = st.fixed_dictionaries(
-    {},
-    optional={
-        "city": WORDS,
-        "days": st.integers(),
-        "share": st.none() | st.floats(allow_nan=False, allow_infinity=False),
-        "exact": st.booleans(),
-        "places": st.lists(st.dictionaries(WORDS, JSON, max_size=2), max_size=2),
-        "options": st.none() | st.dictionaries(WORDS, JSON, max_size=2),
-    },
-)
 
 
+def draw_arguments(
+    keys: st.SearchStrategy[str], values: st.SearchStrategy[Any], min_options: int = 0
+) -> st.SearchStrategy[dict[str, Any]]:
+    """Return arguments of each type, with objects of these keys and values; an object of options has `min_options`."""
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "city": WORDS,
+            "days": st.integers(),
+            "share": st.none() | st.floats(allow_nan=False, allow_infinity=False),
+            "exact": st.booleans(),
+            "places": st.lists(st.dictionaries(keys, values, max_size=2), max_size=2),
+            "options": st.none() | st.dictionaries(keys, values, min_size=min_options, max_size=2),
+        },
+    )
+
+
+TYPED = draw_arguments(WORDS, JSON)
 BARE_KEYS = st.text(st.sampled_from("ab_\u00e9-."), min_size=1, max_size=4)
 BARE = st.recursive(
     st.none() | st.booleans() | st.integers() | WORDS,
@@ -62,17 +69,7 @@ UNTYPED = st.recursive(
     lambda inner: st.lists(inner, min_size=1, max_size=3) | st.dictionaries(BARE_KEYS, inner, min_size=1, max_size=3),
     max_leaves=6,
 )
-NESTED = st.fixed_dictionaries(
-    {},
-    optional={
-        "city": WORDS,
-        "days": st.integers(),
-        "share": st.none() | st.floats(allow_nan=False, allow_infinity=False),
-        "exact": st.booleans(),
-        "places": st.lists(st.dictionaries(BARE_KEYS, UNTYPED, max_size=2), max_size=2),
-        "options": st.none() | st.dictionaries(BARE_KEYS, UNTYPED, min_size=1, max_size=2),
-    },
-)
+NESTED = draw_arguments(BARE_KEYS, UNTYPED, min_options=1)
 
 
 def has_no_quote(calls: list[tuple[str, dict[str, Any]]]) -> bool:
