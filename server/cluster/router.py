@@ -32,13 +32,12 @@ MAX_PRESSURE = 4.0  # most times this cost, however much memory a request needs
 # A replica that computes a long prompt reports late; one that hangs does not report at all
 SILENT_AFTER = 3.0  # seconds by which a replica's report may be older than the newest one of another
 SILENCE_TOKENS = 256  # cost of each further second
-# Replicas whose costs differ by fewer tokens are equally good, and caches that differ by fewer blocks equally full
-EQUAL_TOKENS = 64
-EQUAL_BLOCKS = 4
-# Cost of each request that a replica has got lately beyond the mean of all. Without it, tenants that were dealt
-# unequally at first stay so while no replica is busy; with more, more prompts are computed again (by simulation, too)
-SURPLUS_TOKENS = 64
-MANY_REQUESTS = 24  # a mean beyond which a surplus costs by its share of the mean
+EQUAL_TOKENS = 192  # replicas whose costs differ by fewer tokens are equally good
+# Cost of a request where a replica has got twice the mean of all lately, for each request of the mean; half of that
+# surplus costs a quarter. Without it, tenants that were dealt unequally at first stay so while no replica is busy; with
+# more, more prompts are computed again (by simulation, too)
+SURPLUS_TOKENS = 160
+MAX_SURPLUS = 800  # most cost of it: while replicas are idle, a prompt with 400 cached tokens stays where it is
 RECENT_SECONDS = 20.0  # for which a request counts as got lately
 GRACE = 3.0  # seconds after a request's end in which its prompt counts as cached though no statistics say so yet
 
@@ -133,9 +132,17 @@ class ReplicaState:
         usable = max(0, hint.num_tokens - 1) // hint.block_size
         return min(max(resident, recent), usable) * hint.block_size
 
-    def count_names(self) -> int:
-        """Return the number of blocks that the replica has reported as cached, in all instances."""
-        return sum(len(each.names) for each in self.instances.values())
+    def count_blocks(self, now: float) -> int:
+        """Return the number of cached blocks, with those of prompts that were sent since the replica reported."""
+        reported = sum(len(each.names) for each in self.instances.values())
+        return reported + sum(
+            each.uncached_tokens // each.hint.block_size for each in self._list_recent(now) if self._is_new(each.hint)
+        )
+
+    def _is_new(self, hint: Hint) -> bool:
+        """Return whether the replica has not reported the blocks of a prompt that was sent to it."""
+        state = self.instances.get(hint.instance or "")
+        return bool(hint.names) and (state is None or hint.names[-1] not in state.names)
 
     def count_recent_requests(self, now: float) -> int:
         """Return the number of requests that were sent here in the last RECENT_SECONDS."""
@@ -254,15 +261,14 @@ class RoutingPolicy:
         cached = {each.id: each.count_cached_tokens(hint, now) for each in replicas}
         recent = {each.id: each.count_recent_requests(now) for each in replicas}
         mean = fmean(recent.values())
-        surplus_tokens = SURPLUS_TOKENS / max(1.0, mean / MANY_REQUESTS)
         costs = {
-            each.id: each.estimate_cost(hint, cached[each.id]) + surplus_tokens * max(0.0, recent[each.id] - mean)
+            each.id: each.estimate_cost(hint, cached[each.id]) + _estimate_surplus(recent[each.id], mean)
             for each in replicas
         }
         limit = min(costs.values()) + EQUAL_TOKENS
         # Among equally good replicas, those with fewer blocks in their caches come first; among equally full ones the
         # prompt's first block chooses, so that several routers send new prompts to the same replica
-        filled = {each.id: each.count_names() // EQUAL_BLOCKS for each in replicas}
+        filled = {each.id: each.count_blocks(now) for each in replicas}
         first_name = str(hint.names[0]) if hint.names else str(self._random.random())
         ordered = sorted(costs, key=lambda id: (max(costs[id], limit), -cached[id], filled[id], -_rank(first_name, id)))
         best = cached[ordered[0]]
@@ -284,6 +290,12 @@ class RoutingPolicy:
         known = self._replicas.get(replica)
         if known is not None and (sent := known.sent.pop(request_id, None)) is not None:
             known.ended.append((self._clock(), sent))
+
+
+def _estimate_surplus(num_requests: int, mean: float) -> float:
+    """Return the cost of having got more requests lately than the mean of all replicas, in prompt tokens."""
+    surplus = max(0.0, num_requests - mean)
+    return min(MAX_SURPLUS, SURPLUS_TOKENS * surplus**2 / max(1.0, mean))
 
 
 def _filter_able(hint: Hint | None, replicas: list[ReplicaState]) -> list[ReplicaState]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import random
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -21,6 +21,7 @@ from server.cluster.router import Decision, Hint, RoutingPolicy
 BLOCK = 16  # tokens
 TOKENS_PER_SECOND = 4000.0  # of prompts
 STATISTICS_PERIOD = 1.0  # seconds
+STATISTICS_LAG = 0.5  # seconds until routers have them
 
 
 class Request(NamedTuple):
@@ -119,6 +120,7 @@ class Simulation:
         self._policy = RoutingPolicy(seed=1, clock=self._clock)
         self._choose = choose or self._policy.choose
         self._next_report = 0.0
+        self._reports: deque[tuple[float, dict[str, dict[str, Any]]]] = deque()  # on their way: times of arrival
         self._ends: list[tuple[float, str, str]] = []  # heap of running requests: end, id, replica
 
     def serve(self, request_id: str, request: Request) -> tuple[float, bool]:
@@ -140,8 +142,11 @@ class Simulation:
             _, request_id, id = heapq.heappop(self._ends)
             self._policy.record_ended(request_id, id)
         if now >= self._next_report:
-            self._policy.update({id: each.make_statistics(now) for id, each in self._replicas.items()})
+            statistics = {id: each.make_statistics(now) for id, each in self._replicas.items()}
+            self._reports.append((now + STATISTICS_LAG, statistics))
             self._next_report = now + STATISTICS_PERIOD
+        while self._reports and self._reports[0][0] <= now:
+            self._policy.update(self._reports.popleft()[1])
 
 
 def simulate(
@@ -159,17 +164,30 @@ def simulate(
     )
 
 
-def make_chats(draw: random.Random, *, tenants: int, chats: int, turns: int, pause: float) -> list[Request]:
-    """Return the turns of chats: those of a tenant have the same beginning, and each turn continues the one before."""
+def make_chats(
+    draw: random.Random,
+    *,
+    tenants: int,
+    chats: int,
+    turns: int,
+    pause: float,
+    start_seconds: float = 20.0,
+    answer_seconds: tuple[float, float] = (0.2, 1.5),
+) -> list[Request]:
+    """Return the turns of chats: those of a tenant have the same beginning, and each turn continues the one before.
+
+    Chats start within `start_seconds`; an answer takes some time between the two `answer_seconds`.
+    """
     requests = []
     beginnings = [[draw.randrange(1000) for _ in range(draw.randrange(200, 600))] for _ in range(tenants)]
     for _ in range(chats):
         tenant = draw.randrange(tenants)
-        text, arrives = list(beginnings[tenant]), draw.uniform(0, 20)
+        text, arrives = list(beginnings[tenant]), draw.uniform(0, start_seconds)
         for _ in range(turns):
             text = text + [draw.randrange(1000) for _ in range(draw.randrange(20, 150))]
-            requests.append(Request(arrives, f"t{tenant}", tuple(text), draw.uniform(0.2, 1.5)))
-            arrives += pause * draw.uniform(0.5, 2.0) + 2.0
+            answered = draw.uniform(*answer_seconds)
+            requests.append(Request(arrives, f"t{tenant}", tuple(text), answered))
+            arrives += answered + 0.5 + pause * draw.uniform(0.5, 2.0)
     return requests
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -95,6 +95,19 @@ def test_requests_that_come_at_once_are_spread() -> None:
         policy.record_sent(str(i), hint, chosen)
         counts[chosen] += 1
     assert max(counts.values()) <= 12, counts
+
+
+def test_a_long_chat_stays_on_its_replica_though_that_gets_all_requests() -> None:
+    clock = Clock()
+    policy = make_policy(clock)
+    chosen = []
+    for i in range(40):
+        hint = make_hint(*range(30 + i))
+        chosen.append(policy.choose(hint, IDS).replicas[0])
+        policy.record_sent(str(i), hint, chosen[-1])
+        clock.now += 0.3
+        policy.record_ended(str(i), chosen[-1])
+    assert len({*chosen}) == 1, chosen
 
 
 def test_an_instance_without_memory_left_is_avoided() -> None:
@@ -195,6 +208,23 @@ def test_chats_compute_hardly_more_tokens_than_with_one_big_cache(seed: int, num
     is_enough = num_blocks == 1200
     assert found.num_computed <= (1.15 if is_enough else 1.35) * big.num_computed
     assert found.num_computed <= (0.5 if is_enough else 0.75) * round_robin.num_computed
-    assert found.right_expectations >= (0.99 if is_enough else 0.8)
+    assert found.right_expectations >= (0.99 if is_enough else 0.75)
     assert found.imbalance <= 1.35
     assert median(found.first_tokens) < 0.7 * median(round_robin.first_tokens)
+
+
+@settings(max_examples=3)
+@given(st.integers(0, 2**32))
+def test_idle_replicas_are_equally_loaded_without_computing_prompts_twice(seed: int) -> None:
+    """Answers are so short that hardly a replica is busy when a request comes."""
+    draw, computed, imbalance = random.Random(seed), list[float](), list[float]()
+    for _ in range(8):
+        requests = make_chats(
+            draw, tenants=8, chats=32, turns=6, pause=1.5, start_seconds=8.0, answer_seconds=(0.03, 0.07)
+        )
+        big = simulate(requests, [SimulatedReplica(9000)])
+        found = simulate(requests, [SimulatedReplica(9000) for _ in IDS])
+        computed.append(found.num_computed / big.num_computed)
+        imbalance.append(found.imbalance)
+    assert fmean(computed) <= 1.1
+    assert fmean(imbalance) <= 1.4
