@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse
 
 from config.settings import Settings
 from server.api.http import errors
@@ -69,6 +71,7 @@ def create_app(
         version=get_version(),
         lifespan=lifespan,
         redirect_slashes=False,  # a redirected POST surprises clients
+        docs_url=None,  # add_docs_page
         redoc_url=None,
         telemetry=NO_TELEMETRY,
     )
@@ -79,9 +82,18 @@ def create_app(
     app.include_router(health_router(client))
     app.include_router(metrics_router(client, observations))
     app.include_router(live.router(live_state, client), dependencies=[make_security_dependency("admin token")])
+    add_docs_page(app)
     if settings.ui:
         mount_ui(app)
     return app
+
+
+def add_docs_page(app: FastAPI) -> None:
+    """Add /docs, which asks for openapi.json beside itself; FastAPI's own page would miss it below a path prefix."""
+
+    @app.get("/docs", include_in_schema=False)
+    async def show_docs() -> HTMLResponse:
+        return get_swagger_ui_html(openapi_url="openapi.json", title=app.title)
 
 
 def add_middleware(

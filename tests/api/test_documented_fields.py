@@ -61,6 +61,13 @@ def test_the_documentation_has_every_parameter(http: httpx.Client) -> None:
     assert set(document["paths"]) >= {"/v1/completions", "/v1/models", "/v1/kv_cache", "/health", "/ready", "/metrics"}
 
 
+def test_the_documentation_is_asked_for_beside_its_page(http: httpx.Client) -> None:
+    """Otherwise the page would be empty below a path prefix."""
+    page = http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert re.findall(r"url: '(.*openapi.json)'", page.text) == ["openapi.json"]
+
+
 def test_every_code_of_an_error_is_in_the_document() -> None:
     source = "".join(file.read_text() for file in (ROOT / "server").rglob("*.py"))
     codes = {*re.findall(r'\bcode="(\w+)"', source), "strategy_failed", "step_failed"}  # both come without a name, too
