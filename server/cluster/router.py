@@ -26,7 +26,7 @@ from config.block_hashes import NAME_TYPE
 # The first two were found by simulation (tests/cluster/simulation.py): with a larger UNCACHED_WEIGHT replicas are less
 # equally loaded, with larger DECODE_TOKENS more prompts are computed again.
 UNCACHED_WEIGHT = 2.0  # cost of a token that has to be computed: it takes time, and the place of a cached one
-DECODE_TOKENS = 128  # cost of a running request, which slows others down while it generates
+DECODE_TOKENS = 48  # cost of a running request, which slows others down while it generates
 PRESSURE_TOKENS = 512  # cost of taking all memory that an instance has left
 MAX_PRESSURE = 4.0  # most times this cost, however much memory a request needs
 # A replica that computes a long prompt reports late; one that hangs does not report at all
