@@ -276,9 +276,12 @@ class RoutingPolicy:
 
     # ------------------------------------------------------------ what was sent
     def record_sent(self, request_id: str, hint: Hint, replica: str) -> None:
-        """Remember that a request was sent to a replica, whose cache will have its prompt."""
+        """Remember that a request was sent to a replica, whose cache will have its prompt.
+
+        Calls without a prompt, such as for statistics, are no load.
+        """
         known = self._replicas.get(replica)
-        if known is None:
+        if known is None or not hint.num_tokens:
             return
         now = self._clock()
         uncached = hint.num_tokens - known.count_cached_tokens(hint, now)

@@ -110,6 +110,16 @@ def test_a_long_chat_stays_on_its_replica_though_that_gets_all_requests() -> Non
     assert len({*chosen}) == 1, chosen
 
 
+def test_calls_without_a_prompt_are_no_load() -> None:
+    policy = make_policy()
+    first = policy.choose(make_hint(*range(30)), IDS).replicas[0]
+    for i in range(50):
+        policy.record_sent(str(i), Hint(replica=first), first)
+    assert policy.choose(make_hint(*range(30)), IDS).replicas[0] == first
+    for i in range(50):
+        policy.record_ended(str(i), first)
+
+
 def test_an_instance_without_memory_left_is_avoided() -> None:
     full = make_instance(free=100)
     policy = make_policy(a=full, b=full, d=full)
