@@ -106,6 +106,31 @@ def test_in_bfloat16_scores_of_any_size_overflow_nothing(backend: str) -> None:
         assert (out.double() - expected(case, i, None)).abs().max() < 2e-2
 
 
+@pytest.mark.parametrize("scale", [0.25, 1e4], ids=["many weights", "one weight"])
+@pytest.mark.parametrize("index", [0, 1395, 1500], ids=["a sink", "at the window's edge", "in the window"])
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize(
+    ("kept", "wrong"), [(None, torch.nan), (None, torch.inf), (torch.int8, torch.nan)], ids=["nan", "inf", "int8"]
+)
+def test_a_number_that_is_not_finite_comes_through_where_it_is_seen(
+    backend: str, dtype: torch.dtype, kept: torch.dtype | None, wrong: float, part: int, index: int, scale: float
+) -> None:
+    spec, rows, window = LayerSpec(1, 3, 16, 16, scale=scale), [CaseRow(2100, 1), CaseRow(2090, 11)], 700
+    case = AttentionCase(BACKENDS[backend](), Layout(16, sinks=1, ring=2200), spec, rows, dtype, kv_dtype=kept)
+    case.q = [q.abs() for q in case.q]  # so that a score of an infinite key is infinite, and not minus infinity
+    case.write()
+    before = case.attend(window=window)
+    plane = case.store.planes(0)[part]
+    for row in range(len(rows)):
+        block, slot = case.at.locate(case.at.table_row[row], torch.tensor(index))
+        (plane.numbers if plane.scale is None else plane.scale)[block, 0, slot] = wrong
+    for row, clean, out in zip(rows, before, case.attend(window=window), strict=True):
+        query = torch.arange(row.past, row.past + row.tokens)
+        sees = (query - index < window) | (index < case.layout.sinks)
+        assert not out[sees].isfinite().any()
+        assert torch.equal(out[~sees], clean[~sees])
+
+
 def test_heads_wider_than_the_kernels_are_left_to_plain_torch(backend: str) -> None:
     spec = LayerSpec(1, 2, 320, 16, scale=0.05)
     case = AttentionCase(BACKENDS[backend](), Layout(16), spec, [CaseRow(40, 1), CaseRow(20, 5)], torch.float32)
