@@ -41,11 +41,11 @@ class AttentionHead {
   // Sets the keys and values that this thread reads afterwards, from split number `split` on.
   void set_next(const KVView<T>& kv, int64_t split) { tiles_.set_next(kv, split * SPLIT); }
 
-  // Computes attention over the splits begin .. end - 1 of the sequence and writes its sums to `sums`.
+  // Computes attention over those of the splits begin .. end - 1 that are seen, and writes its sums to `sums`.
   void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
     sums.clear(kv_.rows.count, width_);
-    tiles_.start(begin * SPLIT, end * SPLIT);
-    for (int64_t split = begin; split < end; ++split) {
+    for (int64_t split = begin; split < end; split = kv_.next_seen((split + 1) * SPLIT) / SPLIT) {
+      tiles_.start(split * SPLIT, end * SPLIT);
       split_.clear(kv_.rows.count, width_);
       std::fill_n(weights_, kv_.rows.count * W, 0.f);
       for (int64_t tile = split * SPLIT; tile < (split + 1) * SPLIT && tile <= kv_.newest; tile += TILE) {

@@ -50,11 +50,11 @@ class Bf16AttentionHead : Bf16Blocks {
   // Sets the keys and values that this thread reads afterwards, from split number `split` on.
   void set_next(const KVView<KV>& kv, int64_t split) { tiles_.set_next(kv, split * SPLIT); }
 
-  // Computes attention over the splits begin .. end - 1 of the sequence and writes its sums to `sums`.
+  // Computes attention over those of the splits begin .. end - 1 that are seen, and writes its sums to `sums`.
   void attend(int64_t begin, int64_t end, OnlineSoftmax<ROWS>& sums) {
     sums.clear(kv_.rows.count, width_);
-    tiles_.start(begin * SPLIT, end * SPLIT);
-    for (int64_t split = begin; split < end; ++split) {
+    for (int64_t split = begin; split < end; split = kv_.next_seen((split + 1) * SPLIT) / SPLIT) {
+      tiles_.start(split * SPLIT, end * SPLIT);
       std::fill_n(top_, kv_.rows.count, NO_SCORE);
       std::fill_n(weights_, kv_.rows.count * L, 0.f);
       std::fill_n(values_, kv_.rows.count * width_, 0.f);
@@ -114,8 +114,8 @@ class Bf16AttentionHead : Bf16Blocks {
     }
   }
 
-  // Returns whether the numbers that are multiplied by the weights of a tile are finite. int8 numbers are, and
-  // weights of 0 are not multiplied by scales.
+  // Returns whether the numbers that are multiplied by the weights of a tile are finite. int8 numbers are, and the
+  // weights of keys that are not seen are not multiplied by scales.
   bool finite_values(const Tile& found) const {
     if constexpr (SCALED) return true;
     const __m512i exponent = _mm512_set1_epi16(0x7F80);
@@ -205,27 +205,29 @@ class Bf16AttentionHead : Bf16Blocks {
       unroll<N>([&](auto j) { x[j] = _mm512_load_ps(s_ + i * TILE + j * L); });
       if constexpr (SCALED) unroll<N>([&](auto j) { x[j] = _mm512_mul_ps(x[j], _mm512_load_ps(k_scales_ + j * L)); });
       scale(x);
-      if (!whole) mask(r, tile, x);
+      __mmask16 seen[N];
+      unroll<N>([&](auto j) { seen[j] = 0xFFFF; });
+      if (!whole) mask(r, tile, x, seen);
       __m512 highest = x[0];
       unroll<N>([&](auto j) { highest = _mm512_max_ps(highest, x[j]); });
       if (_mm512_cmp_ps_mask(highest, _mm512_set1_ps(top_[r] + SLACK), _CMP_GT_OQ))
         raise(r, _mm512_reduce_max_ps(highest));
       const __m512 top = _mm512_set1_ps(top_[r]);
       unroll<N>([&](auto j) { x[j] = exp2(_mm512_sub_ps(x[j], top)); });
-      const __m512 sum = store_weights(x, p_ + i * DEPTH, _mm512_load_ps(weights_ + r * L));
+      const __m512 sum = store_weights(x, seen, p_ + i * DEPTH, _mm512_load_ps(weights_ + r * L));
       _mm512_store_ps(weights_ + r * L, sum);
     }
   }
 
   // Stores the weights of a row, 32 keys in each of N / 2 blocks, rounded to bfloat16; first multiplied by the scales
-  // of values if these are int8. Returns `sum` plus the weights without scales.
-  inline __attribute__((always_inline)) __m512 store_weights(Raw (&x)[N], Number* to, __m512 sum) const {
+  // of values if these are int8: of those that are `seen`, as others may be NaN. Returns `sum` plus the weights without
+  // scales.
+  inline __attribute__((always_inline)) __m512 store_weights(Raw (&x)[N], const __mmask16 (&seen)[N], Number* to,
+                                                             __m512 sum) const {
     if constexpr (SCALED)
       unroll<N>([&](auto j) {
         sum = _mm512_add_ps(sum, x[j]);
-        // A key that is not seen may have a scale of NaN.
-        const __mmask16 some = _mm512_cmp_ps_mask(x[j], _mm512_setzero_ps(), _CMP_NEQ_UQ);
-        x[j] = _mm512_maskz_mul_ps(some, x[j], _mm512_load_ps(v_scales_ + j * L));
+        x[j] = _mm512_maskz_mul_ps(seen[j], x[j], _mm512_load_ps(v_scales_ + j * L));
       });
     const __m512bh one = reinterpret_cast<__m512bh>(_mm512_set1_epi32(0x3F803F80));
     unroll<N / 2>([&](auto j) {
@@ -248,12 +250,12 @@ class Bf16AttentionHead : Bf16Blocks {
     }
   }
 
-  // Masks (sets to -infinity) the scores of keys that query row r does not see.
-  void mask(int64_t r, int64_t tile, Raw (&x)[N]) const {
-    const auto [latest, sinks] = kv_.mask.seen_by(position_[r]);
+  // Masks (sets to -infinity) the scores of keys that query row r does not see, and sets which ones it sees.
+  void mask(int64_t r, int64_t tile, Raw (&x)[N], __mmask16 (&seen)[N]) const {
+    const SeenBy seen_by = kv_.mask.seen_by(position_[r]);
     unroll<N>([&](auto j) {
-      const __mmask16 seen = part_of(latest, tile + j * L) | part_of(sinks, tile + j * L);
-      x[j] = _mm512_mask_blend_ps(seen, _mm512_set1_ps(MASKED_SCORE), x[j]);
+      seen[j] = part_of(seen_by.latest, tile + j * L) | part_of(seen_by.sinks, tile + j * L);
+      x[j] = _mm512_mask_blend_ps(seen[j], _mm512_set1_ps(MASKED_SCORE), x[j]);
     });
   }
 

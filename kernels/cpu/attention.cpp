@@ -15,8 +15,6 @@ namespace {
 
 using at::Tensor;
 
-int64_t splits_before(int64_t position) { return (position + SPLIT - 1) / SPLIT; }
-
 template <typename T, typename KV>
 void write_token(const Plane& k_plane, const Plane& v_plane, const Rows& rows, int64_t heads, int64_t row, int64_t i,
                  Heads<const char> k, Heads<const char> v) {
@@ -118,13 +116,16 @@ Plan make_plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& co
   Plan work{.mask = common};
   const auto add = [&](const Part& part, bool alone) {
     const Mask mask = rows.mask(common, part.row, part.head);
-    const int64_t oldest = part.rows.position(0), end = splits_before(part.rows.position(part.rows.count - 1) + 1);
-    const Range sinks = mask.sinks_of(oldest);
-    const int64_t begin = (sinks.empty() ? mask.latest(oldest) : sinks).begin / SPLIT;
+    const int64_t oldest = part.rows.position(0), newest = part.rows.position(part.rows.count - 1);
+    const auto next_split = [&](int64_t split) { return mask.next_seen(oldest, newest, split * SPLIT) / SPLIT; };
+    const int64_t begin = next_split(0), end = newest / SPLIT + 1;
     if (!alone || end - begin == 1) return work.items.push_back({part, begin, end, -1});
-    work.merges.push_back({part, end - begin, work.partials});
-    for (int64_t split = begin; split < end; ++split, work.partials += part.rows.count)
+    Merge merge{part, 0, work.partials};
+    for (int64_t split = begin; split < end; split = next_split(split + 1), work.partials += part.rows.count) {
       work.items.push_back({part, split, split + 1, work.partials});
+      ++merge.splits;
+    }
+    work.merges.push_back(merge);
   };
   for (int64_t row = 0; row < rows.count; ++row) {
     if (rows.is_padding(row)) continue;

@@ -66,7 +66,7 @@ class DecoderForward : public ForwardStep {
   int64_t run() override {
     end_ = hook_ + 1;
     while (end_ < std::ssize(layers_) && !has_hook(end_)) ++end_;
-    Team::run(Team::max_threads(), *this);
+    Team::run(threads_, *this);
     return hook_ = end_ == std::ssize(layers_) ? -1 : end_;
   }
 
@@ -143,16 +143,15 @@ class DecoderForward : public ForwardStep {
       partials += most;
     }
     b_.line = std::max(width, gated);
-    const int64_t threads = Team::max_threads();
     b_.qkv = space.take<X>(n_ * qkv);
     b_.mixed = space.take<X>(n_ * mixed);
     b_.projected = space.take<X>(n_ * width);
     b_.gate_up = space.take<X>(n_ * gate_up);
     b_.input = space.take<char>(input);
     b_.gated_input = space.take<char>(gated_input);
-    b_.sums = space.take<float>(threads * b_.sums_of);
+    b_.sums = space.take<float>(threads_ * b_.sums_of);
     b_.partials = space.take<float>(partials);
-    b_.lines = space.take<X>(threads * b_.line);
+    b_.lines = space.take<X>(threads_ * b_.line);
   }
 
   // Multiplies packed rows by a weight into y [N, outputs].
@@ -357,6 +356,8 @@ class DecoderForward : public ForwardStep {
   int64_t n_;
   const int64_t* positions_;
   Seconds& seconds_;
+  // The threads for which the buffers have memory: a hook may give torch more of them.
+  const int64_t threads_ = Team::max_threads();
   Buffers<X> b_{};
   int64_t hook_ = -1;  // the layer in which the last run() stopped; -1: none has stopped yet
   int64_t end_ = 0;    // run() computes the layers before this one, and this one up to its attention if there is one

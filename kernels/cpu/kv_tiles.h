@@ -30,6 +30,8 @@ struct KVView {
 
   // Returns whether every query row sees all positions of a range.
   bool all_see(Range range) const { return mask.all_see(oldest, newest, range); }
+  // Returns the first position from `first` on that any query row sees.
+  int64_t next_seen(int64_t first) const { return mask.next_seen(oldest, newest, first); }
 
   StoredVectors<T> k, v;
   Mask mask;

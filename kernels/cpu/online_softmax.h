@@ -53,7 +53,7 @@ struct OnlineSoftmax {
   // Adds sums over other keys to those of query row r.
   void merge(int64_t r, float other_top, float other_total, const float* other, int64_t width) {
     if (other_top == NO_SCORE && other_total == 0.f) return;  // skips sums over no key, unless their total is NaN
-    if (top[r] == NO_SCORE) {
+    if (top[r] == NO_SCORE && total[r] == 0.f) {
       top[r] = other_top;
       total[r] = other_total;
       std::copy_n(other, width, values + r * width);

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -231,6 +232,27 @@ def test_a_hook_that_raises_ends_the_step_and_the_next_one_is_right(backend: str
     with pytest.raises(RuntimeError, match="by a hook"):
         ops.forward_layers(stack, x, broken)
     assert torch.equal(ops.forward_layers(stack, x, Step(ops, SPECS, stored)), right)
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name.startswith("cpu")])
+def test_a_hook_may_give_torch_more_threads(backend: str) -> None:
+    class Waking(HookedStep):
+        def _run_hook(self, *args: Any) -> None:
+            torch.set_num_threads(5)
+            super()._run_hook(*args)
+
+    ops, dtype, threads = BACKENDS[backend](), torch.float32, torch.get_num_threads()
+    stack, rows = stack_of(ops, dtype, None), STEPS["chunks"]
+    n = sum(tokens for _, _, tokens in rows)
+    case = AttentionCase(ops, LAYOUTS[0], SPECS[1], ROWS, dtype, before=SPECS[:1])
+    case.pages.memory.zero_()
+    stored, x = [(slice(0, n), KVLocation(case.store, case.make_slots(rows), None))], torch.randn(n, WIDTH)
+    try:
+        torch.set_num_threads(1)
+        right = ops.forward_layers(stack, x, Step(ops, SPECS, stored))
+        assert torch.equal(ops.forward_layers(stack, x, Waking(ops, stored, [(0, 0)], {})), right)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("backend", NAMES)

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from config.settings import StrategySettings
 from kernels.quantization import quantize_weight
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
-from kernels.types import LayerSpec
+from kernels.store import KVStore, Pages, compute_block_bytes
+from kernels.types import LayerSpec, Slots
 from plugin_kit.driver.steps import step
 from plugin_kit.driver.texts import random_text
 from tests.contract import harness
@@ -104,6 +106,52 @@ def test_in_bfloat16_scores_of_any_size_overflow_nothing(backend: str) -> None:
     for i, out in enumerate(case.attend()):
         assert out.isfinite().all()
         assert (out.double() - expected(case, i, None)).abs().max() < 2e-2
+
+
+@pytest.mark.parametrize("scale", [0.25, 1e4], ids=["many weights", "one weight"])
+@pytest.mark.parametrize("index", [0, 1395, 1500], ids=["a sink", "at the window's edge", "in the window"])
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+@pytest.mark.parametrize(
+    ("kept", "wrong"), [(None, torch.nan), (None, torch.inf), (torch.int8, torch.nan)], ids=["nan", "inf", "int8"]
+)
+def test_a_number_that_is_not_finite_comes_through_where_it_is_seen(
+    backend: str, dtype: torch.dtype, kept: torch.dtype | None, wrong: float, part: int, index: int, scale: float
+) -> None:
+    spec, rows, window = LayerSpec(1, 3, 16, 16, scale=scale), [CaseRow(2100, 1), CaseRow(2090, 11)], 700
+    case = AttentionCase(BACKENDS[backend](), Layout(16, sinks=1, ring=2200), spec, rows, dtype, kv_dtype=kept)
+    case.q = [q.abs() for q in case.q]  # so that a score of an infinite key is infinite, and not minus infinity
+    case.write()
+    before = case.attend(window=window)
+    plane = case.store.planes(0)[part]
+    for row in range(len(rows)):
+        block, slot = case.at.locate(case.at.table_row[row], torch.tensor(index))
+        (plane.numbers if plane.scale is None else plane.scale)[block, 0, slot] = wrong
+    for row, clean, out in zip(rows, before, case.attend(window=window), strict=True):
+        query = torch.arange(row.past, row.past + row.tokens)
+        sees = (query - index < window) | (index < case.layout.sinks)
+        assert not out[sees].isfinite().any()
+        assert torch.equal(out[~sees], clean[~sees])
+
+
+def test_memory_for_a_query_does_not_grow_with_its_position_if_it_sees_sinks_and_a_window(
+    backend: str, dtype: torch.dtype
+) -> None:
+    ops, spec, sinks, ring = BACKENDS[backend](), LayerSpec(2, 4, 16, 16, scale=0.25), 4, 1024
+    page = compute_block_bytes([spec], sinks + ring, dtype)
+    store = KVStore(Pages(1, page), [spec], sinks + ring, dtype)
+    for plane in (store.k(0), store.v(0)):
+        plane.copy_(torch.randn(plane.shape))
+    q, outs, sizes = torch.randn(1, 4, 16).to(dtype), [], []
+    for start in (5000, 5000 + 2000 * 1024):  # each key has the same place in its tile
+        numbers = [[0], [0, 1], [start]]
+        table_row, q_start, starts = (torch.tensor(x, dtype=torch.int32) for x in numbers)
+        at = Slots(table_row.view(1, 1), sinks + ring, table_row, q_start, starts, 1, 1, start + 1, sinks, ring)
+        outs.append(torch.full((1, 4, 16), torch.nan, dtype=dtype))
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+            ops.attend(outs[-1], q, store, 0, at, spec, window=700)
+        sizes.append(sum(max(0, event.self_cpu_memory_usage) for event in found.key_averages()))  # allocated bytes
+    assert torch.equal(*outs)
+    assert sizes[0] == sizes[1] > 0
 
 
 def test_heads_wider_than_the_kernels_are_left_to_plain_torch(backend: str) -> None:
