@@ -82,8 +82,8 @@ struct AttentionKernels {
 
 AttentionKernels attention_kernels(at::ScalarType q, at::ScalarType kv);  // throws if no kernels have these types
 // Cuts the attention of a step into pieces of work for threads: a chunk of a prompt by queries, with at most
-// `most_rows` query rows in a piece; a single query, whose sequence may be long, by those splits of its sequence that it
-// sees.
+// `most_rows` query rows in a piece; a single query, whose sequence may be long, by those splits of its sequence that
+// it sees.
 Plan make_plan(const Rows& rows, int64_t kv_heads, int64_t group, const Mask& mask, int64_t most_rows);
 
 }  // namespace kvmux

@@ -144,8 +144,8 @@ struct Mask {
     return {std::min(kept.begin, late.begin), std::max(kept.end, late.end)};
   }
 
-  // Returns the first token from index `first` on that any of the queries oldest .. newest sees; an index after `newest`
-  // if there is none.
+  // Returns the first token from index `first` on that any of the queries oldest .. newest sees; an index after
+  // `newest` if there is none.
   int64_t next_seen(int64_t oldest, int64_t newest, int64_t first) const {
     return seen(oldest, newest, {first, newest + 1}).begin;
   }
