@@ -33,9 +33,9 @@ MAX_PRESSURE = 4.0  # most times this cost, however much memory a request needs
 SILENT_AFTER = 3.0  # seconds by which a replica's report may be older than the newest one of another
 SILENCE_TOKENS = 256  # cost of each further second
 EQUAL_TOKENS = 192  # replicas whose costs differ by fewer tokens are equally good
-# Cost of a request where a replica has got twice the mean of all lately, for each request of the mean; half of that
-# surplus costs a quarter. Without it, tenants that were dealt unequally at first stay so while no replica is busy; with
-# more, more prompts are computed again (by simulation, too)
+# A replica that has got s requests more than the mean m of all lately costs SURPLUS_TOKENS * s² / m. Without it,
+# tenants that were dealt unequally at first stay so while no replica is busy; with more, more prompts are computed
+# again (by simulation, too)
 SURPLUS_TOKENS = 160
 MAX_SURPLUS = 800  # most cost of it: while replicas are idle, a prompt with 400 cached tokens stays where it is
 RECENT_SECONDS = 20.0  # for which a request counts as got lately
