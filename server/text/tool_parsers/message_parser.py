@@ -128,7 +128,7 @@ class MessageParser:
     def read_text(self, markers: tuple[str, ...]) -> Reading[str | None]:
         """Read text of the message up to the first of these markers, and return it; None if the message ends."""
         while True:
-            if (found := self.source.find(markers)) is not None:
+            if (found := self.source.find(markers)) is not None and not self.source.may_become(found[0], markers):
                 at, marker = found
                 self.add_text(self.source.slice(self.source.position, at))
                 self.source.position = at + len(marker)

@@ -49,6 +49,11 @@ class TextSource:
         """Return the index of the first of these markers that was not read, and the marker; None if there is none."""
         return find_first(self._text, markers, self.position)
 
+    def may_become(self, at: int, markers: tuple[str, ...]) -> bool:
+        """Return whether the text from an index on may become one of these markers, of which it has a part."""
+        rest = self.slice(at, at + max(map(len, markers)))
+        return not self.ended and any(marker != rest and marker.startswith(rest) for marker in markers)
+
     def slice(self, start: int, end: int | None = None) -> str:
         return self._text[start:end]
 

@@ -394,6 +394,7 @@ def test_python_calls_after_reasoning() -> None:
         ("poolside_v1", "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n</tool_call>", [("f", {"text": "a"})]),  # noqa: E501
         ("llama4_pythonic", '{"name": "f", "parameters": {"text": "a"}}', [("f", {"text": "a"})]),
         ("xlam", '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>', [("f", {})]),
+        ("xlam", '[TOOL_CALLS][{"name": "f", "arguments": {}}]', [("f", {})]),
         ("qwen3_coder", "<function=f><parameter=text>1</parameter><parameter=text>2</parameter></function>", [("f", {"text": "2"})]),  # noqa: E501
         ("hermes", '<tool_call>{"type": "function", "name": "f", "arguments": {}}</tool_call>', [("f", {})]),
         ("hermes", '<tool_call>{"type": "function", "function": {"name": "f", "arguments": {}}}</tool_call>', [("f", {})]),  # noqa: E501
