@@ -33,6 +33,7 @@ MAX_PRESSURE = 4.0  # most times this cost, however much memory a request needs
 SILENT_AFTER = 3.0  # seconds by which a replica's report may be older than the newest one of another
 SILENCE_TOKENS = 256  # cost of each further second
 EQUAL_TOKENS = 192  # replicas whose costs differ by fewer tokens are equally good
+EQUAL_LOAD = 2 * DECODE_TOKENS  # of those, loads that differ by fewer tokens are about equal
 # A replica that has got s requests more than the mean m of all lately costs SURPLUS_TOKENS * s² / m. Without it,
 # tenants that were dealt unequally at first stay so while no replica is busy; with more, more prompts are computed
 # again (by simulation, too)
@@ -266,11 +267,20 @@ class RoutingPolicy:
             for each in replicas
         }
         limit = min(costs.values()) + EQUAL_TOKENS
-        # Among equally good replicas, those with fewer blocks in their caches come first; among equally full ones the
-        # prompt's first block chooses, so that several routers send new prompts to the same replica
-        filled = {each.id: each.count_blocks(now) for each in replicas}
+        # Among equally good replicas those with less work come first, then those with fewer blocks in their caches;
+        # among equally full ones the prompt's first block chooses, so that several routers choose the same replica
         first_name = str(hint.names[0]) if hint.names else str(self._random.random())
-        ordered = sorted(costs, key=lambda id: (max(costs[id], limit), -cached[id], filled[id], -_rank(first_name, id)))
+        keys = {
+            each.id: (
+                max(costs[each.id], limit),
+                -cached[each.id],
+                each.estimate_load() // EQUAL_LOAD,
+                each.count_blocks(now),
+                -_rank(first_name, each.id),
+            )
+            for each in replicas
+        }
+        ordered = sorted(keys, key=keys.__getitem__)
         best = cached[ordered[0]]
         return Decision(ordered, "cached" if best else "least loaded", best)
 

@@ -251,7 +251,7 @@ def test_api_processes_share_what_replicas_report() -> None:
     """A router knows what it has sent itself at once, and what others have sent once the replicas have reported it."""
     with running("--replicas", "2", "--workers", "2", "--kv-memory", "64MiB") as cluster:
         cluster.wait_for_replicas(2)
-        prompt = f"{random.getrandbits(64):x} " + "Once upon a time there was a king. " * 20
+        prompt = f"{random.getrandbits(64):x} " + "Once upon a time there was a king. " * 50
 
         def ask() -> dict[str, Any]:
             found = cluster.complete(prompt=prompt, max_tokens=1, explain=True)["choices"][0]["kv_cache"]
