@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import cache
 from typing import NoReturn, TypeVar
 
@@ -49,7 +49,7 @@ class TextSource:
         """Return the index of the first of these markers that was not read, and the marker; None if there is none."""
         return find_first(self._text, markers, self.position)
 
-    def may_become(self, at: int, markers: tuple[str, ...]) -> bool:
+    def may_become(self, at: int, markers: Sequence[str]) -> bool:
         """Return whether the text from an index on may become one of these markers, of which it has a part."""
         rest = self.slice(at, at + max(map(len, markers)))
         return not self.ended and any(marker != rest and marker.startswith(rest) for marker in markers)
@@ -80,11 +80,9 @@ class TextSource:
 
     def accept(self, *options: str) -> Reading[str | None]:
         """Read one of these strings if the text goes on with it, the longest one; return it, or None."""
-        while True:
-            rest = self._text[self.position : self.position + max(map(len, options))]
-            if self.ended or not any(option != rest and option.startswith(rest) for option in options):
-                break
+        while self.may_become(self.position, options):
             yield
+        rest = self.slice(self.position, self.position + max(map(len, options)))
         found = max((option for option in options if rest.startswith(option)), key=len, default=None)
         self.position += len(found or "")
         return found
