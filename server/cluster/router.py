@@ -120,12 +120,16 @@ class ReplicaState:
         self.queued_tokens = int(statistics["queued_tokens"])
         self.num_requests = int(statistics["num_requests"])
 
+    def find_instance(self, hint: Hint) -> InstanceState | None:
+        """Return the instance that will serve a request here; None if the replica has not reported it."""
+        return self.instances.get(hint.instance or "")
+
     def count_cached_tokens(self, hint: Hint, now: float) -> int:
         """Return how many tokens of a prompt's beginning should be cached here.
 
         The last token is never taken from a cache, as its logits are needed.
         """
-        state = self.instances.get(hint.instance or "")
+        state = self.find_instance(hint)
         if state is None or not state.shares or not hint.names:
             return 0
         resident = sum(1 for _ in takewhile(state.names.__contains__, hint.names))
@@ -142,7 +146,7 @@ class ReplicaState:
 
     def _is_new(self, hint: Hint) -> bool:
         """Return whether the replica has not reported the blocks of a prompt that was sent to it."""
-        state = self.instances.get(hint.instance or "")
+        state = self.find_instance(hint)
         return bool(hint.names) and (state is None or hint.names[-1] not in state.names)
 
     def count_recent_requests(self, now: float) -> int:
@@ -158,9 +162,9 @@ class ReplicaState:
         yield from (each for _, each in self.ended)
 
     def estimate_cost(self, hint: Hint, cached_tokens: int) -> float:
-        """Return the cost of a request here, in prompt tokens: its own computation, the work before it, its memory."""
+        """Return the cost of a request itself here, in prompt tokens: its computation and its memory."""
         uncached = hint.num_tokens - cached_tokens
-        return UNCACHED_WEIGHT * uncached + self.estimate_load() + self._estimate_pressure(hint, cached_tokens)
+        return UNCACHED_WEIGHT * uncached + self._estimate_pressure(hint, cached_tokens)
 
     def estimate_load(self) -> int:
         """Return the work that a new request waits for, in prompt tokens."""
@@ -171,7 +175,7 @@ class ReplicaState:
 
     def _estimate_pressure(self, hint: Hint, cached_tokens: int) -> float:
         """Return the cost of the memory that a request takes from others of its instance, in prompt tokens."""
-        state = self.instances.get(hint.instance or "")
+        state = self.find_instance(hint)
         if state is None or not state.bytes_per_token:
             return 0.0
         needed = state.bytes_per_token * (hint.num_tokens + hint.max_tokens - cached_tokens)
@@ -240,7 +244,7 @@ class RoutingPolicy:
         return 0 if hint is None else replica.count_cached_tokens(hint, self._clock())
 
     def _can_share(self, hint: Hint, replicas: Sequence[ReplicaState]) -> bool:
-        return any(state.shares for each in replicas if (state := each.instances.get(hint.instance or "")))
+        return any(state.shares for each in replicas if (state := each.find_instance(hint)))
 
     def _choose_by_two_choices(self, replicas: Sequence[ReplicaState]) -> Decision:
         """Return the less loaded of two random replicas first (power of two choices), as nothing is known of caches."""
@@ -260,10 +264,13 @@ class RoutingPolicy:
         """Return the replicas in the order of the request's cost there."""
         now = self._clock()
         cached = {each.id: each.count_cached_tokens(hint, now) for each in replicas}
+        loads = {each.id: each.estimate_load() for each in replicas}
         recent = {each.id: each.count_recent_requests(now) for each in replicas}
         mean = fmean(recent.values())
         costs = {
-            each.id: each.estimate_cost(hint, cached[each.id]) + _estimate_surplus(recent[each.id], mean)
+            each.id: each.estimate_cost(hint, cached[each.id])
+            + loads[each.id]
+            + _estimate_surplus(recent[each.id], mean)
             for each in replicas
         }
         limit = min(costs.values()) + EQUAL_TOKENS
@@ -274,7 +281,7 @@ class RoutingPolicy:
             each.id: (
                 max(costs[each.id], limit),
                 -cached[each.id],
-                each.estimate_load() // EQUAL_LOAD,
+                loads[each.id] // EQUAL_LOAD,
                 each.count_blocks(now),
                 -_rank(first_name, each.id),
             )
