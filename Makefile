@@ -36,7 +36,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-fast test-metal prometheus chromium test-slow test-clients test-ray test-kvpress check check-metal format models bench bench-peers validate compare load fuzz chaos soak clean
+.PHONY: help install serve test test-rest test-fast test-metal prometheus chromium test-slow test-clients test-ray test-kvpress check check-metal format models bench bench-peers validate compare load fuzz chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -49,6 +49,9 @@ serve: $(VENV)/.base  ## serve the embedded model, or as ARGS says
 test: $(VENV)/.with-test  ## run the tests; of those with thousands of cases a share, another one in each run
 	$(call PYTEST,not slow and not ray and not alone,-n $(PROCESSES) --dist loadfile --thorough-share $(THOROUGH_SHARE))
 	$(call PYTEST,not slow and not ray and alone)
+
+test-rest: $(VENV)/.with-test  ## run the tests with thousands of cases that the last `make test` did not draw
+	$(call PYTEST,not slow and not ray and not alone,-n $(PROCESSES) --dist loadfile --thorough-rest)
 
 test-fast: $(VENV)/.with-test  ## run the tests that take two minutes together, for daily work
 	$(call PYTEST,not slow and not ray and not alone and not thorough,-n $(PROCESSES) --dist loadfile)

@@ -13,7 +13,7 @@ import pytest
 os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch: threads that wait by spinning stand still on a busy machine
 import torch
 
-from tests.fuzzing.seeds import SeedPlugin, add_options
+from tests.fuzzing.seeds import SEED, SeedPlugin, add_options
 
 # Folders and files of tests that watch processes, or the clock.
 ALONE = (
@@ -43,18 +43,28 @@ THOROUGH = (
 )
 
 
+LAST_DRAW = "thorough/last-draw"  # where pytest's cache keeps the seed and the share of the last draw
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     add_options(parser)
-    parser.addoption(
+    group = parser.getgroup("thorough tests").addoption
+    group(
         "--thorough-share",
         type=float,
-        default=1.0,
-        help="share of the tests marked `thorough` that run, drawn by --seed (default: 1, all of them)",
+        help="share of the tests marked `thorough` that run, drawn by --seed (default: all of them)",
+    )
+    group(
+        "--thorough-rest",
+        action="store_true",
+        help="run only the tests marked `thorough` that the last run with --thorough-share did not draw",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(SeedPlugin(config))
+    if config.option.thorough_share is not None and not hasattr(config, "workerinput"):  # not in processes of xdist
+        config.cache.set(LAST_DRAW, {"seed": config.stash[SEED], "share": config.option.thorough_share})
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -66,17 +76,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.alone)
         if any(path.is_relative_to(each) for each in THOROUGH):
             item.add_marker(pytest.mark.thorough)
-    left_out = [item for item in items if item.get_closest_marker("thorough") and not _is_drawn(config, item)]
+    left_out = [item for item in items if not _is_drawn(config, item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
 
 
 def _is_drawn(config: pytest.Config, item: pytest.Item) -> bool:
-    """Return whether a thorough test runs. A test that is named on the command line does."""
-    named = any("::" in argument for argument in config.args)
-    share = config.option.thorough_share
-    return named or random.Random(f"{config.option.seed} {item.nodeid} drawn").random() < share
+    """Return whether a test runs: each that is not thorough, is named on the command line, or is drawn by the seed."""
+    thorough = item.get_closest_marker("thorough") is not None
+    if config.option.thorough_rest:
+        last = config.cache.get(LAST_DRAW, None)
+        if last is None:
+            raise pytest.UsageError("--thorough-rest: no run with --thorough-share came before")
+        return thorough and not _draw(last["seed"], last["share"], item)
+    share, named = config.option.thorough_share, any("::" in argument for argument in config.args)
+    return not thorough or share is None or named or _draw(config.stash[SEED], share, item)
+
+
+def _draw(seed: int, share: float, item: pytest.Item) -> bool:
+    return random.Random(f"{seed} {item.nodeid} drawn").random() < share
 
 
 def pytest_collection_finish() -> None:

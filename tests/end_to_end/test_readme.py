@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.end_to_end.server_process import serving
 
@@ -35,3 +40,30 @@ def test_what_the_readme_prints_is_one_of_its_runs() -> None:
     """Its lines have the form that the program prints, in the same order."""
     lines = list(LINE.finditer((ROOT / "README.md").read_text()))
     assert [line["strategy"] for line in lines] == ["paged", "paged", "window-64"]
+
+
+def test_the_test_command_runs_as_it_stands_there(tmp_path: Path) -> None:
+    """Its processes collect the same tests, here of one folder, and the first ones pass; then it is ended."""
+    (command,) = re.findall(r"^ {4}(make test)(?= +#|$)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    if subprocess.run(["make", "--question", ".venv/.with-test"], cwd=ROOT, env=_environment(), check=False).returncode:
+        pytest.skip("`make test` would install something first, as these tests run in another environment than its own")
+    options = f"-o cache_dir={tmp_path} -o testpaths=tests/cache_strategies"
+    environment = _environment() | {"PYTHONUNBUFFERED": "1", "PYTEST_ADDOPTS": options}
+    process = subprocess.Popen(
+        shlex.split(command), cwd=ROOT, env=environment, stdout=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        printed = ""
+        while not re.search(r"^\.{20}", printed, re.MULTILINE):  # 20 tests have passed
+            part = os.read(process.stdout.fileno(), 2**16).decode()
+            assert part, printed
+            printed += part
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment without the variables of a `make` around the tests, which another one would take over."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS", "ARGS"))}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import HealthCheck, Phase, core
 from tests.fuzzing.corpus import KEPT, Corpus
 
 PROFILE = "drawn anew"
+SEED = pytest.StashKey[int]()  # of the whole run: the same in all processes of xdist
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -26,13 +28,17 @@ def add_options(parser: pytest.Parser) -> None:
     group.addoption("--until", type=float, default=float("inf"), help="time.time() after which no test starts")
 
 
+def _get_seed(config: pytest.Config) -> int:
+    """Return the seed of the option or of the process that started this one; else a new one."""
+    handed_on = getattr(config, "workerinput", {}).get("seed", config.option.seed)
+    return random.SystemRandom().randrange(2**32) if handed_on is None else int(handed_on)
+
+
 class SeedPlugin:
     """Seeds each test by the run's seed and its own name, so that it draws the same when it runs by itself."""
 
     def __init__(self, config: pytest.Config) -> None:
-        if config.option.seed is None:
-            config.option.seed = random.SystemRandom().randrange(2**32)  # processes of xdist get it with the options
-        self._seed: int = config.option.seed
+        self._seed = config.stash[SEED] = _get_seed(config)
         self._until: float = config.option.until
         hypothesis.settings.register_profile(
             PROFILE,
@@ -44,6 +50,11 @@ class SeedPlugin:
             suppress_health_check=[HealthCheck.too_slow],
         )
         hypothesis.settings.load_profile(PROFILE)
+
+    @pytest.hookimpl(optionalhook=True)  # where xdist is not installed
+    def pytest_configure_node(self, node: Any) -> None:
+        """Hand the seed to a process of xdist, which gets only the command line otherwise."""
+        node.workerinput["seed"] = self._seed
 
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         """Leave out what would start too late."""

@@ -18,6 +18,12 @@ BROKEN = "tests/fuzzing/broken_strategy.py"
 PRINTING = "tests/fuzzing/printed_draws.py"
 
 
+@pytest.fixture(autouse=True)
+def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the runs within these tests from writing into the cache of the run around them."""
+    monkeypatch.setenv("PYTEST_ADDOPTS", f"-o cache_dir={tmp_path / 'pytest_cache'}")
+
+
 def run(module: str, *arguments: str, **environment: str) -> tuple[int, str]:
     """Return the exit code and what is printed."""
     command = [sys.executable, "-m", module, *arguments]
@@ -70,6 +76,23 @@ def test_a_share_of_the_thorough_tests_is_drawn_by_the_seed() -> None:
     assert first != other < every
     one = min(every - first)
     assert collect(f"{file}::{one}", "--thorough-share", "0") == {one}, "a named test always runs"
+
+
+def test_processes_draw_the_same_share_and_a_second_run_runs_the_rest() -> None:
+    file = "tests/cache_strategies/test_arena.py"
+
+    def list_passed(*arguments: str) -> list[str]:
+        code, printed = run("pytest", file, "--verbose", "--verbose", *arguments)
+        assert code == 0, printed
+        found = re.findall(r"(test_arena\.py::\S+) PASSED|PASSED \S*(test_arena\.py::\S+)", printed)
+        return [first or second for first, second in found]
+
+    every = list_passed()
+    drawn = list_passed("-n", "2", "--dist", "loadfile", "--thorough-share", "0.5")
+    rest = list_passed("-n", "2", "--dist", "loadfile", "--thorough-rest")
+    assert drawn
+    assert rest
+    assert sorted(drawn + rest) == sorted(every)
 
 
 def test_fuzzing_ends_in_time_and_passes_where_nothing_fails(tmp_path: Path) -> None:
