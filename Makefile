@@ -36,7 +36,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-rest test-fast test-metal prometheus chromium test-slow test-clients test-ray test-kvpress check check-metal format models bench bench-peers validate compare load fuzz chaos soak clean
+.PHONY: help install serve test test-rest test-fast test-real test-metal prometheus chromium test-slow test-clients test-ray test-kvpress check check-metal format models bench bench-peers validate compare load fuzz chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -47,14 +47,17 @@ serve: $(VENV)/.base  ## serve the embedded model, or as ARGS says
 	$(VENV)/bin/kvmux serve $(ARGS)
 
 test: $(VENV)/.with-test  ## run the tests; of those with thousands of cases a share, another one in each run
-	$(call PYTEST,not slow and not ray and not alone,-n $(PROCESSES) --dist loadfile --thorough-share $(THOROUGH_SHARE))
-	$(call PYTEST,not slow and not ray and alone)
+	$(call PYTEST,not slow and not ray and not real and not alone,-n $(PROCESSES) --dist loadfile --thorough-share $(THOROUGH_SHARE))
+	$(call PYTEST,not slow and not ray and not real and alone)
 
 test-rest: $(VENV)/.with-test  ## run the tests with thousands of cases that the last `make test` did not draw
-	$(call PYTEST,not slow and not ray and not alone,-n $(PROCESSES) --dist loadfile --thorough-rest)
+	$(call PYTEST,not slow and not ray and not real and not alone,-n $(PROCESSES) --dist loadfile --thorough-rest)
 
 test-fast: $(VENV)/.with-test  ## run the tests that take two minutes together, for daily work
-	$(call PYTEST,not slow and not ray and not alone and not thorough,-n $(PROCESSES) --dist loadfile)
+	$(call PYTEST,not slow and not ray and not real and not alone and not thorough,-n $(PROCESSES) --dist loadfile)
+
+test-real: $(VENV)/.with-test  ## test with real models (`make models`): exactness, tools, needles, roll-outs; takes ? minutes
+	$(PY) -m pytest -m "real and not ray" tests/real $(ARGS)
 
 test-metal: $(VENV)/.with-test  ## test the Metal kernels: emulated, and on a Mac on its GPU, too
 	$(PY) -m pytest -m "not slow" tests/kernels tests/engine/test_metal.py tests/end_to_end/test_metal.py $(ARGS)
@@ -68,7 +71,7 @@ chromium:  ## install Debian's Chromium for the tests of the page at /ui; withou
 	command -v chromium >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium; }
 
 test-slow: $(VENV)/.with-test  ## run all tests, with those that take minutes, without those on Ray
-	$(PY) -m pytest -m "not ray" $(ARGS)
+	$(PY) -m pytest -m "not ray and not real" $(ARGS)
 
 test-clients: $(VENV)/.with-test  ## test popular clients, each installed by itself (CLIENTS="litellm ...": only these)
 	$(PY) -m tests.clients.run $(CLIENTS)

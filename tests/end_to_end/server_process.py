@@ -33,8 +33,11 @@ class Server:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(self.url + path, timeout=PATIENCE)
 
+    def post(self, path: str, **body: object) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=PATIENCE)
+
     def complete(self, **body: object) -> httpx.Response:
-        return httpx.post(f"{self.url}/v1/completions", json={"model": self.model} | body, timeout=PATIENCE)
+        return self.post("/v1/completions", **{"model": self.model} | body)
 
     @property
     def model(self) -> str:

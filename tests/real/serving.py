@@ -1,0 +1,45 @@
+"""Serves a real model under every kind of strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from cache_strategies.registry import list_kinds
+from tests.end_to_end.server_process import Server, serving
+from tests.real.model_files import find_model
+from tools.strategies_file import format_strategies
+
+OPTIONS: Mapping[str, Mapping[str, Any]] = {  # of kinds whose defaults would keep a short text whole
+    "sliding_window": {"window": 512},
+    "compressed": {"budget": 0.5},
+}
+
+
+@contextmanager
+def serving_every_kind(
+    model: str,
+    folder: Path,
+    *flags: str,
+    max_seq_len: int = 2048,
+    instances: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Iterator[Server]:
+    """Serve a real model with an instance of each registered kind, under the kind's name, and those named here."""
+    every = {kind: {"kind": kind, **OPTIONS.get(kind, {})} for kind in list_kinds()} | (instances or {})
+    config = folder / "kvmux.toml"
+    config.write_text(format_strategies(every))
+    sizes = ("--max-seq-len", str(max_seq_len), "--kv-memory", "2GiB")
+    with serving("--config", str(config), "--model", str(find_model(model)), *sizes, *flags) as server:
+        yield server
+
+
+def list_exact(server: Server) -> Sequence[str]:
+    """Return the instances that keep every key as it was computed."""
+    return [each["name"] for each in server.get("/v1/kv_cache").json()["data"] if each["contract"]["exact"]]
+
+
+def tokenize(server: Server, text: str) -> list[int]:
+    """Return the tokens of a text, with the beginning that the model expects."""
+    return list(server.post("/tokenize", prompt=text).json()["tokens"])

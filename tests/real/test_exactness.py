@@ -1,0 +1,69 @@
+"""What is served from a real GGUF file is what transformers computes from it: under every exact strategy, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.end_to_end.server_process import Server
+from tests.real.model_files import find_model, model_params, read_texts
+from tests.real.reference import Reference
+from tests.real.serving import list_exact, serving_every_kind, tokenize
+
+TOLERANCE = 2e-3  # nats: both compute in float32, in another order
+NEAR_TIE = 0.01  # nats between the two likeliest tokens, within which rounding may decide
+PROMPT_TOKENS = 256
+GREEDY_TOKENS = 48
+# `f32`: otherwise types like Q8_0 are multiplied by activations of 8 bits, as in llama.cpp
+EXACT = ("--dtype", "float32", "--weights", "f32", "--weights-cache", "off")
+
+
+@dataclass(frozen=True)
+class Both:
+    """A server and the reference, of the same file."""
+
+    server: Server
+    reference: Reference
+    prompts: dict[str, list[int]]  # by kind of text
+
+    def complete(self, strategy: str, prompt: list[int], **body: Any) -> dict[str, Any]:
+        answer = self.server.complete(prompt=prompt, kv_cache=strategy, temperature=0, return_token_ids=True, **body)
+        assert answer.status_code == 200, answer.text
+        choice: dict[str, Any] = answer.json()["choices"][0]
+        return choice
+
+
+@pytest.fixture(scope="module", params=list(model_params()))
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    name: str = request.param
+    file = find_model(name)
+    with serving_every_kind(name, tmp_path_factory.mktemp(name), *EXACT) as server:
+        prompts = {kind: tokenize(server, text[:4000])[:PROMPT_TOKENS] for kind, text in read_texts().items()}
+        yield Both(server, Reference(file), prompts)
+
+
+def test_log_probabilities_of_prompts_equal_those_of_transformers(both: Both) -> None:
+    exact = list_exact(both.server)
+    assert {"paged", "contiguous", "mirrored"} <= {*exact}
+    for prompt in both.prompts.values():
+        expected = both.reference.compute_log_probs(prompt)[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
+        for strategy in exact:
+            scores = both.complete(strategy, prompt, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
+            own = [scores[i][str(prompt[i])]["logprob"] for i in range(1, len(prompt))]
+            torch.testing.assert_close(torch.tensor(own), expected, atol=TOLERANCE, rtol=0, msg=strategy)
+
+
+def test_greedy_texts_equal_those_of_transformers_up_to_near_ties(both: Both) -> None:
+    compared = 0
+    for prompt in both.prompts.values():
+        expected, margins = both.reference.continue_greedily(prompt, GREEDY_TOKENS)
+        tie = next((i for i, margin in enumerate(margins) if margin < NEAR_TIE), len(expected))
+        compared += tie
+        for strategy in list_exact(both.server):
+            own = both.complete(strategy, prompt, max_tokens=GREEDY_TOKENS, ignore_eos=True)["token_ids"]
+            assert own[:tie] == expected[:tie], strategy
+    assert compared > len(both.prompts) * GREEDY_TOKENS / 4, "nearly all texts have a tie at their beginning"
