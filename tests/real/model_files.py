@@ -37,3 +37,8 @@ def read_texts() -> dict[str, str]:
     """Return real texts of three kinds: a licence, documentation and a program."""
     files = {"licence": "LICENSE", "documentation": "docs/guide/strategies.md", "program": "server/generate.py"}
     return {kind: (ROOT / file).read_text() for kind, file in files.items()}
+
+
+def read_long_text() -> str:
+    """Return a real text of some 100,000 tokens: all pages of the documentation."""
+    return "\n".join(file.read_text() for file in sorted((ROOT / "docs").rglob("*.md")))

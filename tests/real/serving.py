@@ -17,6 +17,9 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {  # of kinds whose defaults would ke
     "compressed": {"budget": 0.5},
 }
 
+# Products in float32: otherwise types like Q8_0 are multiplied by activations of 8 bits, as in llama.cpp.
+EXACT = ("--dtype", "float32", "--weights", "f32", "--weights-cache", "off")
+
 
 @contextmanager
 def serving_every_kind(

@@ -1,4 +1,4 @@
-"""What is served from a real GGUF file is what transformers computes from it: under every exact strategy, in float32."""
+"""A real GGUF file is served as transformers computes it, under every exact strategy, in float32."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ import torch
 from tests.end_to_end.server_process import Server
 from tests.real.model_files import find_model, model_params, read_texts
 from tests.real.reference import Reference
-from tests.real.serving import list_exact, serving_every_kind, tokenize
+from tests.real.serving import EXACT, list_exact, serving_every_kind, tokenize
 
 TOLERANCE = 2e-3  # nats: both compute in float32, in another order
 NEAR_TIE = 0.01  # nats between the two likeliest tokens, within which rounding may decide
 PROMPT_TOKENS = 256
 GREEDY_TOKENS = 48
-# `f32`: otherwise types like Q8_0 are multiplied by activations of 8 bits, as in llama.cpp
-EXACT = ("--dtype", "float32", "--weights", "f32", "--weights-cache", "off")
 
 
 @dataclass(frozen=True)
