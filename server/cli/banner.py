@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ByteSize
 
 from config.settings import Settings
+from server.models.files.directory import EMBEDDED
+from server.text.chat import has_chat_template
 from server.version import get_version
 
 
 def format_banner(url: str, settings: Settings, ready: Mapping[str, Any]) -> str:
     """Return the text to print once the server is ready: address, model, strategies and a first request to try."""
-    body = shlex.quote(json.dumps({"model": ready["model"], "prompt": "Once upon a time", "max_tokens": 64}))
+    path, body = _make_first_request(settings)
+    shown = shlex.quote(json.dumps({"model": ready["model"], **body, "max_tokens": 64}))
     kv_memory = ByteSize(ready["kv_memory_bytes"]).human_readable(separator=" ")
     everywhere = " (on every address of this machine)" if settings.host in ("0.0.0.0", "::") else ""
     return f"""
@@ -28,9 +32,20 @@ kvmux {get_version()} serves {ready["model"]} on {url}{everywhere}
 
 Try it:
 
-  curl {url}/v1/completions -H 'Content-Type: application/json' \\
-    -d {body}
+  curl {url}{path} -H 'Content-Type: application/json' \\
+    -d {shown}
 {_format_page(url, settings)}"""
+
+
+def _make_first_request(settings: Settings) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body of a first request: a chat if the model has a chat template.
+
+    The embedded model has one as well, but it was trained to continue stories.
+    """
+    directory = Path(settings.model)
+    if directory not in EMBEDDED.values() and has_chat_template(directory):
+        return "/v1/chat/completions", {"messages": [{"role": "user", "content": "Tell me a joke."}]}
+    return "/v1/completions", {"prompt": "Once upon a time"}
 
 
 def _format_page(url: str, settings: Settings) -> str:

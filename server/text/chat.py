@@ -254,6 +254,11 @@ class _Template:
 
 
 # ---------------------------------------------------------------- finding templates
+def has_chat_template(directory: Path) -> bool:
+    """Return whether a model's directory has a default chat template. Raises SettingsError for unusable files."""
+    return "default" in _read_sources(directory)
+
+
 def _read_sources(directory: Path) -> dict[str, str]:
     """Return templates by name; if there are .jinja files, those in the JSON configuration are ignored."""
     named = {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import re
 import socket
 import subprocess
 import sys
@@ -230,6 +232,14 @@ def test_ipv6_urls() -> None:
 def test_welcome_says_when_all_addresses_are_served() -> None:
     assert "on every address" in format_banner("http://127.0.0.1:8000", Settings(host="0.0.0.0"), READY)
     assert "on every address" not in format_banner("http://127.0.0.1:8000", Settings(), READY)
+
+
+def test_the_first_request_is_a_chat_if_the_model_has_a_template(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    for model, path in ((str(tmp_path), "/v1/chat/completions"), (str(tmp_path / "base"), "/v1/completions")):
+        text = format_banner("http://127.0.0.1:8000", Settings(model=model), READY)
+        (command,) = re.findall(r"curl http://127.0.0.1:8000(\S+) ", text)
+        assert command == path
 
 
 def test_the_curl_line_is_one_command_of_the_shell() -> None:
