@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -18,6 +21,7 @@ from tests.end_to_end.server_process import PATIENCE, Server, eventually, metric
 
 TOKEN = "an-operators-secret-token"
 ADMIN = {"authorization": f"Bearer {TOKEN}"}
+STRATEGIES = ("paged", "contiguous", "sliding_window")
 
 TOTALS = {  # names in the live state, and those of the metrics that count the same
     "prompt_tokens": "kvmux_prompt_tokens_total",
@@ -39,43 +43,60 @@ def read_live(server: Server) -> dict[str, Any]:
     return state
 
 
+def follow(events: Iterator[tuple[str, Any]], state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state after the next change."""
+    name, change = next(events)
+    assert name == "change"
+    return apply_change(state, change)
+
+
 def test_changes_add_up_under_load(server: Server) -> None:
+    server.wait_for_memory()
     stop = threading.Event()
 
-    def load(number: int) -> None:
+    def load(number: int) -> Counter[tuple[str, str]]:
+        """Complete texts until `stop`; return the tokens of prompts and answers, as their client counts them."""
+        strategy, used = STRATEGIES[number % 3], Counter[tuple[str, str]]()
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", timeout=PATIENCE, max_retries=0) as client:
             while not stop.is_set():
-                strategy = ("paged", "contiguous", "sliding_window")[number % 3]
-                client.completions.create(
+                usage = client.completions.create(
                     model=server.model, prompt=f"Ann and {number}", max_tokens=60, extra_body={"kv_cache": strategy}
-                )
+                ).usage
+                assert usage is not None
+                used[strategy, "prompt_tokens"] += usage.prompt_tokens
+                used[strategy, "generated_tokens"] += usage.completion_tokens
+        return used
 
     url = f"{server.url}/v1/live/events"
-    with ThreadPoolExecutor(6) as pool, httpx.stream("GET", url, headers=ADMIN, timeout=PATIENCE) as response:
+    with (
+        ThreadPoolExecutor(6) as pool,
+        ExitStack() as ending,
+        httpx.stream("GET", url, headers=ADMIN, timeout=PATIENCE) as response,
+    ):
+        ending.callback(stop.set)  # also if the test fails: the pool waits for the loads
         loads = [pool.submit(load, number) for number in range(6)]
         events = read_events(response)
         name, state = next(events)
         assert name == "snapshot"
-        seen: set[str] = set()
-        for _ in range(8):
-            name, change = next(events)
-            assert name == "change"
-            state = apply_change(state, change)
+        first, seen, num_changes = state["totals"]["instances"], set[str](), 0
+        while num_changes < 8 or seen != set(STRATEGIES):
+            state = follow(events, state)
+            num_changes += 1
             seen |= {each["instance"] for each in state["requests"].values()}
             assert state["num_running"] <= state["max_num_seqs"]
         stop.set()
-        for each in loads:
-            each.result()
-        assert seen == {"paged", "contiguous", "sliding_window"}
-        while state["requests"]:
-            _, change = next(events)
-            state = apply_change(state, change)
+        used = sum((each.result() for each in loads), Counter[tuple[str, str]]())
+        ended = time.time()
+        # No request may run in a state that is older than the last answers, either: all clients may pause at once.
+        while state["created"] <= ended + 0.001:  # it is rounded to milliseconds
+            state = follow(events, state)
         latest = read_live(server)
-        assert state["cells"] == latest["cells"]
-        assert state["instances"] == latest["instances"]
-        assert state["totals"] == latest["totals"]
+        assert state | {"created": latest["created"]} == latest
+        assert not state["requests"]
         text = server.metrics()
         for strategy, totals in latest["totals"]["instances"].items():
+            for total in ("prompt_tokens", "generated_tokens"):
+                assert totals[total] - first[strategy][total] == used[strategy, total]
             for total, name in TOTALS.items():
                 assert totals[total] == metric(text, name, strategy=strategy)
             for histogram in ("time_to_first_token", "inter_token_latency"):
