@@ -6,6 +6,8 @@ And which of them want the machine for themselves, while the others run in two p
 import gc
 import os
 import random
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 
 from tests.fuzzing.seeds import SEED, SeedPlugin, add_options
 
+ENDING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 # Folders and files of tests that watch processes, or the clock.
 ALONE = (
     "api",
@@ -102,6 +105,22 @@ def pytest_collection_finish() -> None:
     """All that the libraries made by now stays: the collector need not look through it again and again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _default_signals_in_children() -> Iterator[None]:
+    """Let processes that tests start act on signals, though nohup or a shell's `&` has pytest ignore some.
+
+    A new program inherits what is ignored, but has the default action where this process has a handler. The handler
+    does nothing, so that pytest goes on ignoring the signal. Not in `pytest_configure`: pytest-xdist's processes have
+    to inherit it still.
+    """
+    ignored = [number for number in ENDING_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, lambda *_: None)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,13 @@
-"""Our folder `kernels` and transformers live in one environment."""
+"""Our folder `kernels` and transformers live in one environment, and how pytest was started changes no test."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from importlib import metadata
+
+ENDING = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
 
 
 def test_transformers_imports_beside_our_kernels() -> None:
@@ -16,3 +19,17 @@ def test_transformers_imports_beside_our_kernels() -> None:
 
 def test_the_version_is_outside_the_range_that_transformers_stumbles_over() -> None:
     assert metadata.version("kvmux") >= "1.0.0"
+
+
+def test_started_programs_act_on_signals() -> None:
+    code = "import signal; print([n.name for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN])"
+    ignored = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert not [number for number in ENDING if number.name in ignored]
+
+
+def test_started_programs_act_on_signals_that_pytest_ignores() -> None:
+    """As under nohup, and in the background of a script."""
+    shell = ["sh", "-c", 'trap "" HUP INT TERM; exec "$@"', "sh"]
+    test = f"{__file__}::{test_started_programs_act_on_signals.__name__}"
+    done = subprocess.run([*shell, sys.executable, "-m", "pytest", test], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

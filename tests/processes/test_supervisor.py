@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from time import sleep
 from typing import IO, Protocol
@@ -26,15 +26,23 @@ from server.processes.child_process import STOP_SIGNAL
 from server.processes.heartbeat import Heartbeat, Recovery, Watchdog
 from server.processes.runtime_directory import remove_leftovers, runtime_directory
 
-pytestmark = pytest.mark.timeout(60)
-
 
 class Server:
     """A supervisor running in a process of its own, and what it and its children print."""
 
-    def __init__(self, directory: Path, engine: str, worker: str, workers: int, grace: float, watchdog: float) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        engine: str,
+        worker: str,
+        workers: int,
+        grace: float,
+        watchdog: float,
+        under: Sequence[str],
+    ) -> None:
         self.process = subprocess.Popen(
             [
+                *under,
                 sys.executable,
                 "-m",
                 "tests.processes.fake_children",
@@ -81,7 +89,7 @@ class Server:
 
 
 class Start(Protocol):
-    """Return a function that starts a server, which ends with the test."""
+    """Return a function that starts a server, which ends with the test; `under` is a command that runs another."""
 
     def __call__(
         self,
@@ -91,6 +99,7 @@ class Start(Protocol):
         workers: int = 1,
         grace: float = 30.0,
         watchdog: float = 60.0,
+        under: Sequence[str] = (),
     ) -> Server: ...
 
 
@@ -105,8 +114,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         workers: int = 1,
         grace: float = 30.0,
         watchdog: float = 60.0,
+        under: Sequence[str] = (),
     ) -> Server:
-        servers.append(Server(tmp_path, engine, worker, workers, grace, watchdog))
+        servers.append(Server(tmp_path, engine, worker, workers, grace, watchdog, under))
         return servers[-1]
 
     yield start
@@ -142,6 +152,26 @@ def test_a_signal_to_the_whole_group_is_an_orderly_stop(start: Start, number: si
     rest = server.rest()
     assert "Traceback" not in rest
     assert [line for line in rest.splitlines() if line.endswith(" ends")] == ["worker ends", "engine ends"]
+    assert server.process.wait() == 0
+
+
+def test_a_server_under_nohup_goes_on_when_its_terminal_closes(start: Start) -> None:
+    server = start(under=["nohup"])
+    _, worker = server.pids()
+    os.killpg(server.process.pid, signal.SIGHUP)
+    os.kill(worker, signal.SIGKILL)
+    server.read_until("worker-0 ended: killed by SIGKILL.* restarted in", r"worker \d+ runs")  # not while it stops
+    server.signal(signal.SIGTERM)
+    assert [line for line in server.rest().splitlines() if line.endswith(" ends")] == ["worker ends", "engine ends"]
+    assert server.process.wait() == 0
+
+
+def test_ctrl_c_stops_a_server_in_the_background_of_a_script(start: Start) -> None:
+    """Though the script's shell starts it with SIGINT ignored; it would be left behind otherwise."""
+    server = start(under=["sh", "-c", 'trap "" INT; exec "$@"', "sh"])
+    server.pids()
+    os.killpg(server.process.pid, signal.SIGINT)
+    assert [line for line in server.rest().splitlines() if line.endswith(" ends")] == ["worker ends", "engine ends"]
     assert server.process.wait() == 0
 
 
