@@ -401,8 +401,8 @@ class Settings(BaseSettings):
         10.0,
         gt=0,
         le=MAX_TIMEOUT,
-        description="maximum number of seconds that the model's chat template and tokenizer may take for a prompt; "
-        "then the request is answered 400",
+        description="maximum number of seconds of CPU time that the model's chat template and tokenizer may take for a "
+        "prompt; then the request is answered 400",
     )
     text_memory: str = Field(
         "1GiB",
@@ -420,8 +420,8 @@ class Settings(BaseSettings):
         5.0,
         gt=0,
         le=MAX_TIMEOUT,
-        description="maximum number of seconds that checking such a schema or grammar may take; then the request is "
-        "answered 400",
+        description="maximum number of seconds of CPU time that checking such a schema or grammar may take; then the "
+        "request is answered 400",
     )
     grammar_memory: str = Field(
         "512MiB",

@@ -20,6 +20,8 @@ def test_rss_rises_at_most_1_mib_in_1000_tokens(tiny: Server) -> None:
         assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [tokens] * 3
 
     tiny.wait_for_memory()
+    choice = tiny.complete(prompt=[5, 6, 7], max_tokens=8, structured_outputs={"choice": ["a"]})  # waits for the tokens
+    assert choice.status_code == 200
     generate(200)
     before = tiny.engine.memory_info().rss
     generate(1000)

@@ -61,20 +61,25 @@ class GrammarCompiler:
     def __init__(self, load_vocabulary: Callable[[], VocabularyData], vocab_size: int) -> None:
         """Compile for a model with `vocab_size` logits.
 
-        `load_vocabulary` is called in the thread when the first grammar comes; until then nothing is loaded.
+        `load_vocabulary` is called in the thread, when `load` is called or the first grammar comes.
         """
         self.meter = GrammarMeter()
         self._load_vocabulary = load_vocabulary
         self._vocab_size = vocab_size
         self._thread: threading.Thread | None = None
-        self._tasks: SimpleQueue[CompileTask] = SimpleQueue()
+        self._tasks: SimpleQueue[CompileTask | None] = SimpleQueue()  # None: load the tokens, and compile nothing
         self._results: SimpleQueue[CompileResult] = SimpleQueue()
         self._pending: set[str] = set()  # grammars that will be cached when they are compiled
         self._cache: OrderedDict[str, CompiledGrammar | Failure] = OrderedDict()  # the latest at the end
         self._unused: set[str] = set()  # those of the cached ones that no request has used yet
-        # Set by the thread before its first compiled grammar
+        # Set by the thread when it has loaded the tokens
         self._table: TokenTable | None = None
         self._tokenizer: LLTokenizer | None = None
+
+    def load(self) -> None:
+        """Begin to load the model's tokens, for which the first grammar would wait otherwise; return at once."""
+        self._start_thread()
+        self._tasks.put(None)
 
     def prepare(self, grammar: str) -> bool:
         """Return whether a grammar, in Lark, is compiled or has failed; if it is not, start to compile it."""
@@ -153,15 +158,25 @@ class GrammarCompiler:
     # ---------------------------------------------------------------- the thread
     def _run(self) -> None:
         while True:
-            self._results.put(self._compile(self._tasks.get()))
+            if (task := self._tasks.get()) is not None:
+                self._results.put(self._compile(task))
+                continue
+            try:
+                self._get_tokenizer()
+            except Exception:  # the first grammar tries again
+                log.exception("the model's tokens could not be loaded for grammars")
+
+    def _get_tokenizer(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            self._table = TokenTable(Vocabulary(self._load_vocabulary()))
+            self._tokenizer = self._table.make_tokenizer()
+        return self._tokenizer
 
     def _compile(self, task: CompileTask) -> CompileResult:
         try:
-            if self._tokenizer is None:
-                self._table = TokenTable(Vocabulary(self._load_vocabulary()))
-                self._tokenizer = self._table.make_tokenizer()
+            tokenizer = self._get_tokenizer()
             began = time.thread_time()
-            compiled = compile_grammar(self._tokenizer, task.grammar)
+            compiled = compile_grammar(tokenizer, task.grammar)
             return CompileResult(task, compiled, time.thread_time() - began)
         except GrammarError as error:
             return CompileResult(task, error)

@@ -16,7 +16,7 @@ from server.text.errors import TextLimitError, TextRefused
 from server.text.processes.messages import CheckGrammar, Encoded
 
 MAX_CACHED = 64  # most checks in the cache, beside those that run
-# Seconds for which it is cached that a check exceeded its limits; on a machine that is less busy it might not
+# Seconds for which it is cached that a check exceeded its limits; the CPU time of equal checks differs a little
 LIMIT_SECONDS = 20.0
 
 

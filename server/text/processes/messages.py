@@ -1,4 +1,4 @@
-"""Messages between an API worker and a process that runs the model's tokenizer and chat template. Data only.
+"""Messages between an API worker and a process that runs the model's tokenizer or checks grammars. Data only.
 
 Messages to the process are pickled, because pickle takes all values that JSON has (also integers of any length). That
 is safe: only the worker can send them. Answers are msgpack, decoded strictly, as the process runs the model's own code.
@@ -14,16 +14,27 @@ from server.grammar.constraint import ConstraintKind
 from server.text.errors import ChatTemplateError, GrammarError, InfillError, TextRefused, TextTooLong, TokenizerError
 
 
+class VocabularyData(msgspec.Struct, frozen=True):
+    """The parts of a tokenizer that are needed to decode tokens and to find tool calls in their text."""
+
+    tokens: list[str | None]  # text of each token, by id; None: no token has this id
+    special_ids: list[int]
+    decoder: str | None  # JSON text of the decoder, as in tokenizer.json
+    max_chars_per_token: int | None = None  # most characters of text in one token; None: any number
+    template_source: str = ""  # source text of the chat templates, which shows how the model writes tool calls
+
+
 # ---------------------------------------------------------------- to the process
 class Start(msgspec.Struct, frozen=True):
-    """The first message to the process: which tokenizer to load, and the limits of loading and of calls."""
+    """The first message to the process: what it loads, and the limits of loading and of calls."""
 
-    directory: str
-    seconds: float  # longest time of one call, in seconds; after that the process ends itself
+    source: str | bytes  # a tokenizer's directory; or a VocabularyData, as msgpack, for whose tokens to check grammars
+    seconds: float  # most CPU time of one call, in seconds; after that the kernel ends the process
     memory: int  # most bytes of memory that a call may take beyond those in use after loading
     load_memory: int  # most bytes of memory that loading may take
     with_vocabulary: bool  # whether the process sends the vocabulary after loading
     stack: int = 0  # most bytes of the stack in calls; 0: as many as the system allows
+    load_seconds: float = 120.0  # most CPU time of loading, in seconds
 
 
 class Encode(msgspec.Struct, frozen=True):
@@ -71,24 +82,14 @@ Call: TypeAlias = Encode | EncodeChat | Infill | Decode | CheckGrammar
 
 
 # ---------------------------------------------------------------- from the process
-class VocabularyData(msgspec.Struct, frozen=True):
-    """The parts of a tokenizer that are needed to decode tokens and to find tool calls in their text."""
-
-    tokens: list[str | None]  # text of each token, by id; None: no token has this id
-    special_ids: list[int]
-    decoder: str | None  # JSON text of the decoder, as in tokenizer.json
-    max_chars_per_token: int | None = None  # most characters of text in one token; None: any number
-    template_source: str = ""  # source text of the chat templates, which shows how the model writes tool calls
-
-
 class TokenizerLoaded(msgspec.Struct, tag=True, frozen=True):
-    """The first answer of a tokenizer process that has loaded, with the vocabulary if Start asked for it."""
+    """The first answer of a process that has loaded, with the vocabulary if Start asked for it."""
 
     vocabulary: VocabularyData | None
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
-    """The only answer of a tokenizer process that cannot use the model's files, with the reason."""
+    """The only answer of a process that cannot use the model's files, with the reason."""
 
     message: str
 

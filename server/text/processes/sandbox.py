@@ -4,9 +4,10 @@ There are three queues, each with one process that answers one call at a time:
 
     short     for calls of little text; its process always runs. A call that takes long is sent to the long queue.
     long      for all other texts, so that they delay only one another; its process ends after a while without calls.
-    grammar   for the grammars, schemas and regular expressions of clients; its process ends likewise.
+    grammar   for the grammars, schemas and regular expressions of clients; its process runs from the first on, or
+              from `start_checker`.
 
-Only the last two refuse a call for its time, its memory or a crash.
+Only the last two refuse a call for its time, its memory or a crash. Limits of time are of CPU time.
 Knows neither HTTP nor the engine.
 """
 
@@ -23,6 +24,8 @@ from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
 
+import msgspec
+
 from config.errors import SettingsError
 from server.processes.framing import WireError, encode_frame
 from server.text.errors import TextLimitError, TextRefused, TextUnavailable
@@ -38,16 +41,15 @@ from server.text.processes.messages import (
     Start,
     VocabularyData,
 )
-from server.text.processes.text_process import FailureReason, ProcessFailed, TextProcess
+from server.text.processes.text_process import STALL_SECONDS, FailureReason, ProcessFailed, TextProcess
 from server.text.tokenizer import TokenizerBase
 
 log = logging.getLogger(__name__)
 
 SHORT_CALL = 2**16  # most bytes of a call that goes to the short queue; about 30 ms of work
-SHORT_TIME = 1.0  # seconds that a call may take in the short queue
+SHORT_TIME = 1.0  # seconds of CPU time that a call may take in the short queue
 SHORT_MEMORY = 2**28  # most bytes of memory that a call may take in the short queue
 LOAD_MEMORY = 2**32  # most bytes of memory that loading may take; the largest tokenizers take about 1 GiB
-MARGIN = 5.0  # seconds after the time limit of a call at which a process ends itself, if it was not killed before
 MAX_QUEUED_CALLS, MAX_QUEUED_BYTES = 1024, 2**26  # for each queue
 # Most bytes of the stack while grammars are checked. The engine's threads have several times as much, so that a grammar
 # that exhausts a stack ends the process that checks it, and never gets to the engine.
@@ -60,7 +62,7 @@ RESTART_DELAY = 1.0  # seconds after a process failed to start until another is 
 class CallLimits(NamedTuple):
     """The time and memory that one call may take in the long queue, or in that of grammars."""
 
-    seconds: float
+    seconds: float  # of CPU time
     memory: int  # most bytes that a call may take beyond those in use after loading the tokenizer
 
 
@@ -78,6 +80,7 @@ class SandboxedTokenizer(TokenizerBase):
         grammar_limits: CallLimits = DEFAULT_GRAMMAR_LIMITS,
         *,
         linger: float = LINGER,
+        stall_seconds: float = STALL_SECONDS,
     ) -> None:
         """Load the directory's tokenizer in a process, and wait for it. Raises SettingsError if it cannot be loaded.
 
@@ -87,25 +90,22 @@ class SandboxedTokenizer(TokenizerBase):
         path = str(directory.resolve())
         self._limits, self._grammar_limits = limits, grammar_limits
         short = CallLimits(min(SHORT_TIME, limits.seconds), min(SHORT_MEMORY, limits.memory))
-        first = TextProcess(_make_start_message(path, short, with_vocabulary=True))
+        first = TextProcess(_make_start_message(path, short, with_vocabulary=True), stall_seconds=stall_seconds)
         try:
-            super().__init__(first.wait_for_vocabulary())
+            vocabulary = first.wait_for_vocabulary()
+            super().__init__(vocabulary)
         except BaseException:
             first.end_now()
             raise
-        self._short = CallQueue(
-            partial(_start_process, path, short), short.seconds, MAX_QUEUED_CALLS, MAX_QUEUED_BYTES, process=first
-        )
-        self._long = CallQueue(
-            partial(_start_process, path, limits), limits.seconds, MAX_QUEUED_CALLS, MAX_QUEUED_BYTES, linger=linger
-        )
-        self._grammars = CallQueue(
-            partial(_start_process, path, grammar_limits, stack=GRAMMAR_STACK),
-            grammar_limits.seconds,
-            MAX_QUEUED_CALLS,
-            MAX_QUEUED_BYTES,
-            linger=linger,
-        )
+
+        def make_queue(start: Start, process: TextProcess | None = None, linger: float | None = None) -> CallQueue:
+            start_process = partial(TextProcess, start, stall_seconds=stall_seconds)
+            return CallQueue(start_process, MAX_QUEUED_CALLS, MAX_QUEUED_BYTES, process=process, linger=linger)
+
+        tokens = msgspec.msgpack.encode(vocabulary)
+        self._short = make_queue(_make_start_message(path, short), process=first)
+        self._long = make_queue(_make_start_message(path, limits), linger=linger)
+        self._grammars = make_queue(_make_start_message(tokens, grammar_limits, stack=GRAMMAR_STACK))
         self._checks = GrammarCheckCache(self._check_grammar)
 
     async def __aenter__(self) -> SandboxedTokenizer:
@@ -114,6 +114,9 @@ class SandboxedTokenizer(TokenizerBase):
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(self._short.close(), self._long.close(), self._grammars.close())
+
+    async def start_checker(self) -> None:
+        await self._grammars.start()
 
     async def answer(self, call: Call) -> Encoded:
         """Return the ids, the text or both that `call` (Encode, EncodeChat, Infill, Decode, CheckGrammar) asks for.
@@ -134,6 +137,8 @@ class SandboxedTokenizer(TokenizerBase):
         except ProcessFailed as error:
             work = "check of a grammar" if isinstance(call, CheckGrammar) else "call to the tokenizer or chat template"
             log.warning("a %s was ended: %s", work, error.reason)
+            if error.reason == "stalled":  # because of the machine, or by a fault of ours
+                raise TextUnavailable(UNAVAILABLE) from None
             raise self._limit_error(call, error.reason) from None
         if isinstance(answer, Refused):
             raise REFUSAL_ERRORS[answer.kind](answer.message)
@@ -154,7 +159,8 @@ class SandboxedTokenizer(TokenizerBase):
         program, text = ("chat template or tokenizer", "these messages") if chat else ("tokenizer", "this text")
         match reason:
             case "time":
-                message = f"the model's {program} took more than {self._limits.seconds:g} s for {text}; send less"
+                limit = self._limits.seconds
+                message = f"the model's {program} took more than {limit:g} s of CPU time for {text}; send less"
                 return TextLimitError(message, "text_timeout")
             case "memory":
                 limit = self._limits.memory / 2**20
@@ -166,7 +172,7 @@ class SandboxedTokenizer(TokenizerBase):
 def _make_grammar_limit_error(reason: FailureReason, limits: CallLimits) -> TextLimitError:
     match reason:
         case "time":
-            message = f"checking it took more than {limits.seconds:g} s; send a simpler one"
+            message = f"checking it took more than {limits.seconds:g} s of CPU time; send a simpler one"
             return TextLimitError(message, "grammar_timeout")
         case "memory":
             message = f"checking it took more than {limits.memory / 2**20:,.0f} MiB of memory; send a simpler one"
@@ -182,8 +188,10 @@ def serialize_call(call: Call) -> bytes:
         raise TextRefused("the text or messages are too long or nested too deeply; send less") from None
 
 
-def _make_start_message(directory: str, limits: CallLimits, *, with_vocabulary: bool = False, stack: int = 0) -> Start:
-    return Start(directory, limits.seconds + MARGIN, limits.memory, LOAD_MEMORY, with_vocabulary, stack)
+def _make_start_message(
+    source: str | bytes, limits: CallLimits, *, with_vocabulary: bool = False, stack: int = 0
+) -> Start:
+    return Start(source, limits.seconds, limits.memory, LOAD_MEMORY, with_vocabulary, stack)
 
 
 def load_vocabulary(directory: Path) -> VocabularyData:
@@ -198,10 +206,6 @@ def load_vocabulary(directory: Path) -> VocabularyData:
         process.end_now()
 
 
-def _start_process(directory: str, limits: CallLimits, *, stack: int = 0) -> TextProcess:
-    return TextProcess(_make_start_message(directory, limits, stack=stack))
-
-
 # ---------------------------------------------------------------- one queue
 class CallQueue:
     """Sends calls to a process one at a time, in order of arrival. For one event loop only."""
@@ -209,20 +213,18 @@ class CallQueue:
     def __init__(
         self,
         start: Callable[[], TextProcess],
-        seconds: float,
         max_calls: int,
         max_bytes: int,
         *,
         process: TextProcess | None = None,
         linger: float | None = None,
     ) -> None:
-        """Make a queue whose calls may take `seconds` each; `process` is its first process, if one is given.
+        """Make a queue; `process` is its first process, if one is given.
 
-        Without `linger` a process always runs. With it, a call starts the process, which ends after `linger` seconds
-        without a call.
+        A call starts the process if none runs. With `linger`, it ends after so many seconds without a call; otherwise
+        it runs on, and one that has ended is replaced at once.
         """
         self._make_process = start
-        self._seconds = seconds
         self._max_calls, self._max_bytes = max_calls, max_bytes
         self._process = process
         self._linger = linger
@@ -236,6 +238,12 @@ class CallQueue:
     async def open(self) -> None:
         if self._process is not None:
             await self._process.connect()
+
+    async def start(self) -> None:
+        """Start the process if none runs, without a call; this does not wait until it has loaded."""
+        if self._process is None:
+            with contextlib.suppress(TextUnavailable):
+                await self._start_process()
 
     async def run_call(self, request: bytes) -> Answer:
         """Return the answer to a call, which is given as the bytes of one frame.
@@ -289,7 +297,7 @@ class CallQueue:
     async def _run_once(self, request: bytes) -> Answer:
         process = await self._get_ready_process()
         try:
-            return await process.run_call(request, self._seconds)
+            return await process.run_call(request)
         except ProcessFailed as error:
             raise ProcessFailed(_find_failure_reason(error, await self._end_process())) from None
         finally:
@@ -322,7 +330,7 @@ class CallQueue:
         self._start_after = monotonic() + RESTART_DELAY
         await self._end_process()
         if not self._closed:
-            log.error("the process that tokenizes did not start: %s", error)
+            log.error("a process that tokenizes or checks grammars did not start: %s", error)
         return TextUnavailable(UNAVAILABLE)
 
     async def _end_process(self) -> int:
@@ -333,10 +341,7 @@ class CallQueue:
     async def _prepare_next(self) -> None:
         """Start a process for the next call or, with `linger`, set the timer that ends an idle one."""
         if self._linger is None:
-            if self._process is None:
-                with contextlib.suppress(TextUnavailable):
-                    await self._start_process()
-            return
+            return await self.start()
         if self._idle is not None:
             self._idle.cancel()
         self._idle = asyncio.get_running_loop().call_later(self._linger, self._end_if_idle)
@@ -357,6 +362,6 @@ def _find_failure_reason(error: ProcessFailed, exitcode: int) -> FailureReason:
     ends: dict[int, FailureReason] = {
         -signal.SIGKILL: "killed",  # killed by the system or a person, perhaps not because of the call
         -signal.SIGABRT: "memory",  # Rust aborts when it gets no memory
-        -signal.SIGALRM: "time",
+        -signal.SIGPROF: "time",
     }
     return ends.get(exitcode, "crash")

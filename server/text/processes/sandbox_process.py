@@ -1,9 +1,10 @@
-"""The process that encodes texts with a model's own tokenizer and chat templates.
+"""The process that encodes texts with a model's own tokenizer and chat templates, or that checks grammars.
 
-`python -m server.text.processes.sandbox_process`: its standard input is the socket to its worker. It loads the
-tokenizer that the first message names, and then answers calls one at a time. The code it runs came with the model, so
-the kernel bounds it: its address space by RLIMIT_AS, and the time of a call by an alarm, which ends the process even if
-its worker has ended. Knows neither requests nor the engine.
+`python -m server.text.processes.sandbox_process`: its standard input is the socket to its worker. It loads what the
+first message names, and then answers calls one at a time. The code it runs came with the model, and grammars come from
+clients, so the kernel bounds both: the address space by RLIMIT_AS, and the CPU time of a call by a timer, which ends
+the process even if its worker has ended. CPU time, because a busy machine makes a call wait, but hardly takes more of
+it. Knows neither requests nor the engine.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import pickle
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -30,11 +32,15 @@ from server.text.processes.messages import (
     Answer,
     Broken,
     Call,
+    CheckGrammar,
+    Encoded,
     ProcessMessage,
     Refused,
     Start,
     TokenizerLoaded,
+    VocabularyData,
 )
+from server.text.vocabulary import Vocabulary
 
 CHUNK = 2**18  # most bytes read from the socket at a time
 MAX_OPEN_FILES = 16  # most open files once the tokenizer is loaded
@@ -50,15 +56,23 @@ def main() -> None:
     os._exit(0)  # skips the interpreter's cleanup, which takes time and has nothing to save
 
 
+class Loaded(NamedTuple):
+    """What answers the calls of the process."""
+
+    answer: Callable[[Call], Encoded]  # raises TextRefused
+    vocabulary_data: VocabularyData | None = None  # of a tokenizer
+
+
 def serve(connection: socket.socket) -> None:
-    """Load the tokenizer, then answer calls until the worker closes its end of the socket."""
+    """Load what the first message names, then answer calls until the worker closes its end of the socket."""
     messages = receive_messages(connection)
     start = next(messages, None)
     if not isinstance(start, Start):
         return
     redirect_stderr()
     limit_memory(start.load_memory)
-    loaded = load_encoder(start)
+    with limit_cpu_time(start.load_seconds):
+        loaded = load(start)
     if isinstance(loaded, Broken):
         return send(connection, loaded)
     gc.collect()
@@ -69,7 +83,8 @@ def serve(connection: socket.socket) -> None:
     send(connection, TokenizerLoaded(loaded.vocabulary_data if start.with_vocabulary else None))
     for call in messages:
         assert not isinstance(call, Start), "Start is only the first message"
-        answer = answer_with_timeout(start.seconds, loaded, call)
+        with limit_cpu_time(start.seconds):
+            answer = answer_call(loaded, call)
         send(connection, answer)
         if isinstance(answer, Refused) and answer.kind == "memory":
             return None  # ends the process: after a MemoryError its state is unknown
@@ -86,30 +101,41 @@ def send(connection: socket.socket, message: ProcessMessage) -> None:
     connection.sendall(encode_frame(msgspec.msgpack.encode(message)))
 
 
-def load_encoder(start: Start) -> Encoder | Broken:
-    """Return the encoder for the model's directory, or Broken with the reason if its files cannot be used."""
+def load(start: Start) -> Loaded | Broken:
+    """Return what answers calls, or Broken with the reason if the model's files or tokens cannot be used."""
+    name = f"the tokenizer in {start.source}" if isinstance(start.source, str) else "the table of the tokens"
     try:
-        return Encoder.from_directory(Path(start.directory))
+        return load_encoder(start.source) if isinstance(start.source, str) else load_checker(start.source)
     except SettingsError as error:
         return Broken(str(error))
     except MemoryError:
-        return Broken(f"model: the tokenizer in {start.directory} takes more than {start.load_memory} bytes to load")
+        return Broken(f"model: {name} takes more than {start.load_memory} bytes to load")
     except Exception as error:  # files of an unexpected form may raise any exception
-        return Broken(f"model: the tokenizer in {start.directory} cannot be read: {type(error).__name__}: {error}")
+        return Broken(f"model: {name} cannot be read: {type(error).__name__}: {error}")
 
 
-def answer_with_timeout(seconds: float, encoder: Encoder, call: Call) -> Answer:
-    """Return the answer to a call. If it takes more than `seconds`, SIGALRM ends the process."""
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+def load_encoder(directory: str) -> Loaded:
+    """Return the tokenizer of a model's directory."""
+    encoder = Encoder.from_directory(Path(directory))
+    return Loaded(encoder.answer, encoder.vocabulary_data)
+
+
+def load_checker(vocabulary: bytes) -> Loaded:
+    """Return the checker of grammars for a model's tokens, which come as the msgpack of a VocabularyData."""
+    from server.grammar.matcher import GrammarChecker  # llguidance takes 50 ms and 8 MB to import
+
+    checker = GrammarChecker(Vocabulary(msgspec.msgpack.decode(vocabulary, type=VocabularyData)))
+
+    def answer(call: Call) -> Encoded:
+        assert isinstance(call, CheckGrammar), "texts have another process"
+        return Encoded(text=checker.check(call.kind, call.text))
+
+    return Loaded(answer)
+
+
+def answer_call(loaded: Loaded, call: Call) -> Answer:
     try:
-        return answer_call(encoder, call)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def answer_call(encoder: Encoder, call: Call) -> Answer:
-    try:
-        return encoder.answer(call)
+        return loaded.answer(call)
     except TextRefused as error:
         return Refused(KINDS.get(type(error), "tokenizer"), str(error))
     except MemoryError:
@@ -135,6 +161,16 @@ def limit_resources(memory: int) -> None:
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (limit, limit))
+
+
+@contextlib.contextmanager
+def limit_cpu_time(seconds: float) -> Iterator[None]:
+    """Bound the CPU time of the `with` block: SIGPROF ends a process that takes more."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def limit_stack(size: int) -> None:

@@ -1,6 +1,7 @@
-"""A worker's handle of one tokenizer process: it starts the process, sends it one call at a time, and kills it.
+"""A worker's handle of one process that tokenizes or checks grammars: it starts it, sends it calls, and kills it.
 
-The caller decides what happens when a call fails.
+The process itself ends when a call takes too much CPU time. The worker only sees to it that a process ends that no
+longer works, for example one that waits for ever. The caller decides what happens when a call fails.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from typing import Literal, TypeAlias, cast
 
@@ -36,14 +36,16 @@ from server.text.processes.messages import (
 MODULE = "server.text.processes.sandbox_process"
 MEMORY_LIMIT_ENFORCED = sys.platform != "darwin"  # whether the system enforces RLIMIT_AS
 MEMORY_POLL_INTERVAL = 0.05  # seconds between two readings of the process's memory, where no limit is enforced
-LOAD_TIMEOUT = 120.0  # most seconds that loading a tokenizer may take
+# Seconds between two looks at the CPU time of a process that owes an answer: if it has used none in between, it is
+# taken for stuck. One that waits for a busy machine gets at least the 10 ms that the system counts in.
+STALL_SECONDS = 10.0
 CHUNK = 2**18  # most bytes read from the socket at a time
 # Signals that are blocked in tokenizer processes: they may be sent to the worker's whole process group.
 BLOCKED_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 # Environment variables that the process inherits: none that may hold secrets.
 INHERITED = ("PATH", "TZ", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME")
 
-FailureReason: TypeAlias = Literal["time", "memory", "killed", "crash"]
+FailureReason: TypeAlias = Literal["time", "memory", "killed", "stalled", "crash"]
 _DECODER: msgspec.msgpack.Decoder[ProcessMessage] = msgspec.msgpack.Decoder(ProcessMessage)
 
 
@@ -56,12 +58,12 @@ class ProcessFailed(Exception):
 
 
 class TextProcess(asyncio.Protocol):
-    """Handle of a tokenizer process, which starts and begins to load the tokenizer when the handle is made.
+    """Handle of a process that tokenizes or checks grammars, which is started when the handle is made.
 
     Call `connect`, `wait_until_ready`, then `run_call` any number of times, and `end`.
     """
 
-    def __init__(self, start: Start, *, memory_limit: int | None = None) -> None:
+    def __init__(self, start: Start, *, memory_limit: int | None = None, stall_seconds: float = STALL_SECONDS) -> None:
         """Start the process. Raises OSError when the system cannot start more processes.
 
         With `memory_limit`, this worker watches the process's memory and fails a call that takes more bytes. By
@@ -71,17 +73,18 @@ class TextProcess(asyncio.Protocol):
             memory_limit = start.memory
         self._start = start
         self._memory_limit = memory_limit
+        self._stall_seconds = stall_seconds
         self._frames: FrameDecoder[ProcessMessage] = FrameDecoder(_DECODER.decode)
         self._transport: asyncio.WriteTransport | None = None
         self._answer_future: asyncio.Future[ProcessMessage] | None = None
         self._loaded = False
         self._idle_memory = 0  # bytes of memory in use after loading
-        self._check_timer: asyncio.TimerHandle
+        self._stall_timer: asyncio.TimerHandle
+        self._memory_timer: asyncio.TimerHandle | None = None
         self._socket, theirs = socket.socketpair()
         try:
             with theirs:
-                self._process = _start_program(theirs)
-            self._socket.sendall(encode_frame(pickle.dumps(start)))
+                self._process = _start_program(theirs, "texts" if isinstance(start.source, str) else "grammars")
         except OSError:
             self._socket.close()
             raise
@@ -91,45 +94,65 @@ class TextProcess(asyncio.Protocol):
     def wait_for_vocabulary(self) -> VocabularyData:
         """Wait, without an event loop, until the tokenizer is loaded; return its vocabulary.
 
-        Raises SettingsError if it cannot be loaded, or not within LOAD_TIMEOUT seconds.
+        Raises SettingsError if it cannot be loaded.
         """
-        where = f"model: the tokenizer in {self._start.directory}"
-        self._socket.settimeout(LOAD_TIMEOUT)
+        where = f"model: the tokenizer in {self._start.source!s}"
         try:
+            self._socket.sendall(self._encode_start())
             first = self._read_first()
         except TimeoutError:
-            raise SettingsError(f"{where} takes more than {LOAD_TIMEOUT:g} s to load") from None
+            raise SettingsError(f"{where} stops the process that loads it; is it damaged?") from None
         except (OSError, WireError):
             first = None
         if isinstance(first, Broken):
             raise SettingsError(first.message)
         if not isinstance(first, TokenizerLoaded) or first.vocabulary is None:
+            if self.end_now() == -signal.SIGPROF:
+                raise SettingsError(f"{where} takes more than {self._start.load_seconds:g} s of CPU time to load")
             raise SettingsError(f"{where} ends the process that loads it; is it damaged?")
         self._on_loaded()
         return first.vocabulary
 
+    def _encode_start(self) -> bytes:
+        return encode_frame(pickle.dumps(self._start))
+
     def _read_first(self) -> ProcessMessage | None:
-        while data := self._socket.recv(CHUNK):
+        """Return the process's first message; None if it ends. Raises TimeoutError if it no longer works."""
+        self._socket.settimeout(self._stall_seconds)
+        used = -1.0
+        while True:
+            try:
+                data = self._socket.recv(CHUNK)
+            except TimeoutError:
+                before, used = used, self._read_cpu_time()
+                if used <= before:
+                    raise
+                continue
+            if not data:
+                return None
             if (message := next(self._frames.feed(data), None)) is not None:
                 return message
-        return None
 
     # ------------------------------------------------------------ on an event loop
     async def connect(self) -> None:
+        """Connect to the process, and have it load what its first message names."""
         loop = asyncio.get_running_loop()
         if not self._loaded:
             self._answer_future = loop.create_future()
         self._socket.setblocking(False)
         await loop.create_unix_connection(lambda: self, sock=self._socket)
+        if not self._loaded:
+            assert self._transport is not None
+            self._transport.write(self._encode_start())
 
     async def wait_until_ready(self) -> None:
-        """Wait until the tokenizer is loaded.
+        """Wait until the process has loaded.
 
-        Raises SettingsError if its files cannot be used, ProcessFailed if the process ends or takes too long.
+        Raises SettingsError if the model's files cannot be used, ProcessFailed if the process ends or is stuck.
         """
         if self._loaded:
             return
-        first = await self._wait_for_answer(time.monotonic() + LOAD_TIMEOUT)
+        first = await self._wait_for_answer()
         if isinstance(first, Broken):
             raise SettingsError(first.message)
         if not isinstance(first, TokenizerLoaded):
@@ -141,44 +164,52 @@ class TextProcess(asyncio.Protocol):
         if self._memory_limit is not None:
             self._idle_memory = self._read_memory()
 
-    async def run_call(self, call: bytes, seconds: float) -> Answer:
+    async def run_call(self, call: bytes) -> Answer:
         """Return the answer to a call, given as the bytes of one frame.
 
-        Raises ProcessFailed if none comes within `seconds`; the process cannot be used after that.
+        Raises ProcessFailed if none comes; the process cannot be used after that.
         """
         if self._transport is None or self.disconnected:
             raise ProcessFailed("killed")
         self._answer_future = asyncio.get_running_loop().create_future()
         self._transport.write(call)
-        answer = await self._wait_for_answer(time.monotonic() + seconds)
+        answer = await self._wait_for_answer()
         if isinstance(answer, Refused) and answer.kind == "memory":
             raise ProcessFailed("memory")
         if not isinstance(answer, Encoded | Refused):
             raise ProcessFailed("crash")
         return answer
 
-    async def _wait_for_answer(self, deadline: float) -> ProcessMessage:
+    async def _wait_for_answer(self) -> ProcessMessage:
         assert self._answer_future is not None, "no call was sent"
-        self._check_limits(deadline)
+        self._check_later(-1.0)
+        if self._memory_limit is not None and self._loaded:
+            self._check_memory(self._idle_memory + self._memory_limit)
         try:
             return await self._answer_future
         finally:
-            self._check_timer.cancel()
+            self._stall_timer.cancel()
+            if self._memory_timer is not None:
+                self._memory_timer.cancel()
 
-    def _check_limits(self, deadline: float) -> None:
-        """Fail the call if its time is over or it takes too much memory (where that is watched); else check later."""
-        left = deadline - time.monotonic()
-        if left <= 0:
-            self._fail("time")
-        elif (
-            self._memory_limit is not None
-            and self._loaded
-            and self._read_memory() > self._idle_memory + self._memory_limit
-        ):
+    def _check_later(self, used: float) -> None:
+        self._stall_timer = asyncio.get_running_loop().call_later(self._stall_seconds, self._check_progress, used)
+
+    def _check_progress(self, before: float) -> None:
+        """Fail the call if the process has used no CPU time since it had used `before` seconds; else check later."""
+        used = self._read_cpu_time()
+        if used <= before:
+            self._fail("stalled")
+        else:
+            self._check_later(used)
+
+    def _check_memory(self, limit: int) -> None:
+        """Fail the call if the process takes more than `limit` bytes; else check later."""
+        if self._read_memory() > limit:
             self._fail("memory")
         else:
-            pause = left if self._memory_limit is None else min(left, MEMORY_POLL_INTERVAL)
-            self._check_timer = asyncio.get_running_loop().call_later(pause, self._check_limits, deadline)
+            loop = asyncio.get_running_loop()
+            self._memory_timer = loop.call_later(MEMORY_POLL_INTERVAL, self._check_memory, limit)
 
     def _fail(self, reason: FailureReason) -> None:
         if self._answer_future is not None and not self._answer_future.done():
@@ -190,6 +221,14 @@ class TextProcess(asyncio.Protocol):
             return int(psutil.Process(self.pid).memory_info().rss)
         except psutil.Error:
             return 0
+
+    def _read_cpu_time(self) -> float:
+        """Return the seconds of CPU time that the process has used."""
+        try:
+            times = psutil.Process(self.pid).cpu_times()
+            return float(times.user + times.system)
+        except psutil.Error:
+            return 0.0
 
     async def end(self) -> int:
         """Kill the process if it still runs, wait until it is gone, and return its exit code."""
@@ -203,11 +242,13 @@ class TextProcess(asyncio.Protocol):
         self._process.kill()
         return await asyncio.to_thread(self._process.wait)
 
-    def end_now(self) -> None:
-        """Kill a process that was never connected, and wait until it is gone."""
+    def end_now(self) -> int:
+        """End a process that was never connected, wait until it is gone, and return its exit code."""
         self._socket.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # if it is ending by itself, its exit code tells why
+            return self._process.wait(1)
         self._process.kill()
-        self._process.wait()
+        return self._process.wait()
 
     # ------------------------------------------------------------ asyncio.Protocol
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -226,11 +267,14 @@ class TextProcess(asyncio.Protocol):
         self._fail("crash")
 
 
-def _start_program(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a tokenizer process with the socket `theirs` as standard input, and with BLOCKED_SIGNALS blocked."""
+def _start_program(theirs: socket.socket, role: str) -> subprocess.Popen[bytes]:
+    """Start the program with the socket `theirs` as standard input, and with BLOCKED_SIGNALS blocked.
+
+    `role` is an argument that only people read, in a list of processes.
+    """
     with _block_signals(BLOCKED_SIGNALS):
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", MODULE],
+            [sys.executable, "-P", "-m", MODULE, role],
             stdin=theirs.fileno(),
             stdout=subprocess.DEVNULL,
             cwd="/",

@@ -17,14 +17,16 @@ from typing import Any
 
 import psutil
 import pytest
-from tokenizers import Regex, decoders, normalizers
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers
 
 from config.errors import SettingsError
-from server.text.errors import TextLimitError, TextRefused, TextUnavailable, TokenizerError
+from server.grammar.constraint import Constraint
+from server.text.errors import GrammarError, TextLimitError, TextRefused, TextUnavailable, TokenizerError
 from server.text.processes import sandbox
 from server.text.processes.messages import Encode, EncodeChat, Start
 from server.text.processes.sandbox import CallLimits, CallQueue, SandboxedTokenizer
-from server.text.processes.text_process import ProcessFailed, TextProcess, make_environment
+from server.text.processes.text_process import MODULE, ProcessFailed, TextProcess, make_environment
 from server.text.tokenizer import Tokenizer, TokenizerBase
 from tests.text.hostile_models import (
     COMPILED,
@@ -59,18 +61,18 @@ def chat(content: str = "hello", **variables: Any) -> EncodeChat:
     return EncodeChat([{"role": "user", "content": content}], 10_000, variables=variables)
 
 
-def children() -> list[psutil.Process]:
-    """Those of this process that read texts, zombies included."""
-    return [child for child in psutil.Process().children() if reads_texts(child)]
+def children(role: str = "texts") -> list[psutil.Process]:
+    """Return those of this process that read texts, or check grammars, zombies of both included."""
+    return [child for child in psutil.Process().children() if has_role(child, role)]
 
 
-def reads_texts(child: psutil.Process) -> bool:
-    """Return whether it is, or may have been, a process that reads texts: zombies have no command line."""
-    return child.status() == psutil.STATUS_ZOMBIE or any("sandbox_process" in word for word in child.cmdline())
+def has_role(child: psutil.Process, role: str) -> bool:
+    """Return whether it has a role, or may have had it: zombies have no command line."""
+    return child.status() == psutil.STATUS_ZOMBIE or child.cmdline()[-2:] == [MODULE, role]
 
 
-def the_child() -> psutil.Process:
-    (child,) = children()
+def the_child(role: str = "texts") -> psutil.Process:
+    (child,) = children(role)
     return child
 
 
@@ -210,7 +212,10 @@ def test_a_tokenizer_that_takes_all(tmp_path: Path, make: Callable[[], Any], tex
 
 def test_the_message_says_what_was_exceeded(tmp_path: Path) -> None:
     async def use(tokenizer: SandboxedTokenizer) -> None:
-        for n, message in (("a power", "took more than 0.5 s for these messages"), ("a filter", "more than 64 MiB of")):
+        for n, message in (
+            ("a power", "took more than 0.5 s of CPU time for these messages"),
+            ("a filter", "more than 64 MiB of"),
+        ):
             with pytest.raises(TextLimitError, match=message):
                 await tokenizer.encode_chat(chat(n=1, which=n))
 
@@ -248,7 +253,7 @@ def test_memory_is_watched_where_the_system_does_not_bound_it(tmp_path: Path) ->
         await process.connect()
         await process.wait_until_ready()
         with pytest.raises(ProcessFailed) as failed:
-            await process.run_call(sandbox.serialize_call(chat(n=1)), 60)
+            await process.run_call(sandbox.serialize_call(chat(n=1)))
         assert failed.value.reason == "memory"
         await process.end()
 
@@ -287,7 +292,6 @@ import asyncio, os, sys
 from pathlib import Path
 from server.text.processes import sandbox
 from server.text.processes.messages import EncodeChat
-sandbox.MARGIN = 0.1
 
 async def main():
     async with sandbox.SandboxedTokenizer(Path(sys.argv[1]), sandbox.CallLimits(1.0, 2**28)) as tokenizer:
@@ -341,6 +345,74 @@ def test_it_has_no_file_of_the_workers(tmp_path: Path) -> None:
         run(save_tokenizer(tmp_path / "model", byte_level()), WIDE, use)
 
 
+# ---------------------------------------------------------------- processes that wait for the machine
+def many_words() -> tokenizers.Tokenizer:
+    """Return a tokenizer that takes half a second of CPU time to load."""
+    words = {f"word {i}": i for i in range(150_000)}
+    return tokenizers.Tokenizer(models.WordLevel(words, unk_token="word 0"))
+
+
+@pytest.mark.parametrize("role", ["texts", "grammars"])
+def test_a_call_may_wait_for_the_machine(tmp_path: Path, role: str) -> None:
+    """A process that stands still for longer than a call may take has not used the time of the call."""
+
+    async def use(tokenizer: SandboxedTokenizer) -> None:
+        regex = await tokenizer.check_grammar(Constraint("regex", "a+", ""))
+        child = the_child(role)
+        child.suspend()
+        texts, grammar = tokenizer.encode("hello"), tokenizer.check_grammar(Constraint("regex", "b+", ""))
+        calls = asyncio.gather(texts, grammar)
+        await asyncio.sleep(3 * TIGHT.seconds)
+        assert not calls.done()
+        child.resume()
+        assert await calls == [HELLO, regex.replace("a+", "b+")]
+        assert the_child(role).pid == child.pid
+
+    run(save_tokenizer(tmp_path, byte_level()), TIGHT, use, grammar_limits=TIGHT)
+
+
+def test_a_process_that_no_longer_works_is_replaced(tmp_path: Path) -> None:
+    """A text is then answered by another process; a grammar is refused, but may be sent again."""
+
+    async def use(tokenizer: SandboxedTokenizer) -> None:
+        assert await tokenizer.check_grammar(Constraint("regex", "b+", "")), "both processes have loaded"
+        stuck = [the_child(role) for role in ("texts", "grammars")]
+        for child in stuck:
+            child.suspend()
+        assert await tokenizer.encode("hello") == HELLO
+        with pytest.raises(TextUnavailable, match="at the moment"):
+            await tokenizer.check_grammar(Constraint("regex", "a+", ""))
+        assert await tokenizer.check_grammar(Constraint("regex", "a+", ""))
+        assert not any(child.is_running() for child in stuck)
+
+    run(save_tokenizer(tmp_path, byte_level()), WIDE, use, grammar_limits=WIDE, stall_seconds=2.0)
+
+
+def test_grammars_find_a_process_that_has_loaded(tmp_path: Path) -> None:
+    """It loads the model's tokens without a call, to whose time this does not count, and again after a crash."""
+    short = CallLimits(0.1, 64 * MIB)  # less than loading takes: about half a second
+
+    async def use(tokenizer: SandboxedTokenizer) -> None:
+        await tokenizer.start_checker()
+        for number in range(2):
+            child = the_child("grammars")
+            assert await tokenizer.check_grammar(Constraint("regex", f"word {number}", ""))
+            assert sum(child.cpu_times()[:2]) > short.seconds
+            child.kill()
+            with pytest.raises(GrammarError):
+                await tokenizer.check_grammar(Constraint("regex", f"({number}", ""))
+
+    run(save_tokenizer(tmp_path, many_words()), WIDE, use, grammar_limits=short)
+
+
+def test_loading_is_bounded_by_its_cpu_time(tmp_path: Path) -> None:
+    directory = str(save_tokenizer(tmp_path, many_words()))
+    process = TextProcess(Start(directory, 60, 2**30, 2**32, True, load_seconds=0.02))
+    with pytest.raises(SettingsError, match=r"^model: the tokenizer in .* takes more than 0\.02 s of CPU time to load"):
+        process.wait_for_vocabulary()
+    assert process.end_now() == -signal.SIGPROF
+
+
 # ---------------------------------------------------------------- callers that go, and too many of them
 def test_cancelled_calls_leave_no_trace(tmp_path: Path) -> None:
     print(f"seed {(seed := random.randrange(2**32))}")
@@ -377,7 +449,7 @@ def test_more_calls_than_may_wait(tmp_path: Path) -> None:
     small, large = sandbox.serialize_call(Encode("x", True)), sandbox.serialize_call(Encode("x" * 10_000, True))
 
     async def use() -> None:
-        queue = CallQueue(start, 60, max_calls=3, max_bytes=5000)
+        queue = CallQueue(start, max_calls=3, max_bytes=5000)
         calls = [asyncio.create_task(queue.run_call(small)) for _ in range(3)]
         await asyncio.sleep(0)
         for request in (small, large):
@@ -460,6 +532,7 @@ def test_a_directory_without_a_tokenizer(tmp_path: Path) -> None:
 def _no_process_is_left() -> Iterator[None]:
     yield
     assert not children()
+    assert not children("grammars")
 
 
 def test_normalizers_are_no_matter_of_decoding() -> None:
