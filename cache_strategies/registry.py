@@ -107,29 +107,38 @@ def _format_option_error(name: str, options: type[Options], problem: Any) -> str
 
 # -------------------------------------------------------------------- sizes of the arena, its pages and shares
 def page_bytes(instances: Sequence[Instance], geometry: Geometry) -> int:
-    """Return the arena's page size in bytes: the size of the smallest block of any instance.
+    """Return the arena's page size in bytes: the size of that block with which the blocks of all others fit best.
+
+    A block takes whole pages. With the smallest block as a page, one that is a little larger would take nearly twice
+    its size. So the page is the block for which the largest share that any block wastes is smallest.
 
     Instances with one large block per sequence are left out, unless all are such: they waste less than one page per
     sequence whatever the page size.
     """
     shapes = [i.cls.seat_shape(i.options, geometry) for i in instances]
     shapes = [s for s in shapes if s.blocks > 1] or [s for s in shapes if s.blocks]
-    return min((shape.block_bytes for shape in shapes), default=ALIGN)
+    sizes = sorted({shape.block_bytes for shape in shapes}) or [ALIGN]
+    return min(sizes, key=lambda page: max(_pad(size, page) / size for size in sizes))
+
+
+def _pad(size: int, page: int) -> int:
+    """Return the bytes of the pages that a block of `size` bytes takes."""
+    return -(-size // page) * page
 
 
 def describe_padding(instances: Sequence[Instance], geometry: Geometry) -> list[str]:
-    """Return a line for each instance whose blocks take more memory because of another instance's smaller blocks."""
+    """Return a line for each instance whose blocks take more memory because a page is a block of another instance."""
     page = page_bytes(instances, geometry)
     lines = []
     for instance in instances:
         size = instance.cls.seat_shape(instance.options, geometry).block_bytes
-        alone, here = (-(-size // each) * each for each in (page_bytes([instance], geometry), page))
+        alone, here = _pad(size, page_bytes([instance], geometry)), _pad(size, page)
         if here > alone * (1 + MAX_PADDING):
-            smallest = next(i.name for i in instances if page_bytes([i], geometry) == page)
+            chosen = next(i.name for i in instances if page_bytes([i], geometry) == page)
             lines.append(
                 f"strategy {instance.name!r} takes {here / alone - 1:.0%} more memory than without strategy "
-                f"{smallest!r}: its blocks of {alone} bytes take {here // page} pages of {page} bytes, the size of a "
-                f"block of {smallest!r}"
+                f"{chosen!r}: its blocks of {alone} bytes take {here // page} pages of {page} bytes, the size of a "
+                f"block of {chosen!r}"
             )
     return lines
 

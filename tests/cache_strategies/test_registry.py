@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint
@@ -142,7 +143,7 @@ def test_options_reach_the_instance() -> None:
 
 
 # ---------------------------------------------------------------- memory
-def test_a_page_is_the_smallest_block() -> None:
+def test_a_page_is_the_smallest_block_where_the_others_are_multiples_of_it() -> None:
     instances = resolve_instances(
         {
             "small": StrategySettings(kind="paged", block_size=4),
@@ -154,6 +155,41 @@ def test_a_page_is_the_smallest_block() -> None:
     assert page == compute_block_bytes(LAYERS, 4, torch.float32)
     caches = build_caches(instances, geometry(), Arena(50, page), ReferenceOps())
     assert [cache.store.pages_per_block for cache in caches.values()] == [1, 4, 6]  # type: ignore[attr-defined]
+
+
+def test_blocks_that_are_a_little_larger_than_the_smallest_do_not_take_two_pages() -> None:
+    """Of 16 tokens in bfloat16 and their summaries, and of 32 in int8 and their scales, the latter are larger."""
+    layers = [LayerSpec(2, 4, 64, 64)] * 4
+    sizes = Geometry(layers, torch.bfloat16, 4, 1600, 512)
+    declared = {
+        "paged": StrategySettings(kind="paged"),
+        "int8": StrategySettings(kind="paged", kv_dtype="int8"),
+        "quest": StrategySettings(kind="quest"),
+    }
+    instances = resolve_instances(declared)
+    page = page_bytes(instances, sizes)
+    caches = build_caches(instances, sizes, Arena(300, page), ReferenceOps())
+    taken = {name: cache.bytes_for(1600) for name, cache in caches.items()}
+    needed = {  # 1,600 tokens of 2 KV heads of 64 dimensions in 4 layers, keys and values
+        "paged": 1600 * 2 * 64 * 4 * 2 * 2,
+        "int8": 1600 * 2 * (64 + 4) * 4 * 2,
+        "quest": 1600 * 2 * 64 * 4 * 2 * 2 * 33 // 32,
+    }
+    for name, least in needed.items():
+        assert least <= taken[name] <= 1.07 * least, name
+
+
+@pytest.mark.fuzz
+def test_no_other_block_is_a_better_page(rng: random.Random) -> None:
+    for _ in range(50):
+        sizes = rng.sample(range(1, 40), rng.randint(1, 5))
+        declared = {f"by_{n}": StrategySettings(kind="paged", block_size=n) for n in sizes}
+        longest = Geometry(LAYERS, torch.float32, 4, 1000, 16)
+        page = page_bytes(resolve_instances(declared), longest)
+        blocks = [compute_block_bytes(LAYERS, n, torch.float32) for n in sizes]
+        worst = {each: max(math.ceil(size / each) * each / size for size in blocks) for each in blocks}
+        assert page in worst
+        assert worst[page] == min(worst.values())
 
 
 def test_memory_that_another_instance_wastes_is_reported() -> None:
