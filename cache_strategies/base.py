@@ -31,6 +31,7 @@ from cache_strategies.types import (
     Salt,
     SeatShape,
 )
+from kernels.arguments import check, check_new_tokens
 from kernels.ops import KVLocation, Ops, QueryTap
 from kernels.store import KVStore
 from kernels.types import LayerSpec
@@ -263,8 +264,10 @@ class KVCache(ABC, Generic[SeatT]):
     def attend(self, plan: Plan[SeatT], layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         """Compute one layer for a plan's rows: at the addresses that the plan gives, or by its hook; see `Plan.attend`.
 
-        Kernels that compute all strategies at once do the same without calling this.
+        Kernels that compute all strategies at once do the same without calling this. Raises ValueError, and writes
+        nothing, if k and v do not have a row for each token of the plan and the layer's heads.
         """
+        self.check_new_tokens(plan, layer_idx, k, v)
         location = plan.kv_location(layer_idx)
         if location is None:
             return plan.attend(layer_idx, q, k, v, out)
@@ -274,6 +277,16 @@ class KVCache(ABC, Generic[SeatT]):
         if plan.query_tap is not None and (queries := plan.query_tap.queries[layer_idx]) is not None:
             queries.copy_(q[plan.query_tap.tokens])
         return None
+
+    def check_new_tokens(self, plan: Plan[SeatT], layer_idx: int, k: Tensor, v: Tensor) -> None:
+        """Raise ValueError unless k [N,H,D] and v [N,H,Dv] are keys and values of a layer for all tokens of a plan.
+
+        attend() calls it for every strategy, so that those with a hook need no checks of their own.
+        """
+        spec = self.setup.geometry.layers[layer_idx]
+        check_new_tokens(k, v, (spec.num_kv_heads, spec.head_dim), (spec.num_kv_heads, spec.v_head_dim))
+        num_tokens = sum(row.num_tokens for row in plan.rows)
+        check(len(k) == num_tokens, "keys of {} tokens are given, and the rows of the plan have {}", len(k), num_tokens)
 
     def check_plan(self, plan: Plan[SeatT]) -> None:
         """Raise ValueError unless a plan's addresses fit its rows and lie in their stores.

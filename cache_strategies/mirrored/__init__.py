@@ -1,1 +1,1 @@
-"""The strategy mirrored: a history, and a mirror of it that is repeated for the query heads."""
+"""The strategy mirrored: a history, and a mirror of it that is repeated for the query heads that share a KV head."""

@@ -7,7 +7,8 @@ attention is a batched matrix product over dense [heads, tokens, head_dim]. Each
     mirror    K [Hq, tokens, D], V [Hq, tokens, Dv]    head-major, each KV head repeated for its Hq / H query heads
 
 A step copies its new tokens into both; the tokens before it are not touched. Attention multiplies by views of the
-mirror, without a copy in another order (attention.py says when torch copies 16-bit numbers on a CPU).
+mirror, without a copy in another order (attention.py says when torch copies 16-bit numbers on a CPU). A layer with as
+many KV heads as query heads has nothing to repeat, and no mirror: attention multiplies by the transposed history.
 
 With a batch, the history would be [tokens, batch * H, D] and the mirror [batch * Hq, tokens, D]. Here every seat has a
 block of its own in the arena, and is a batch of one sequence: sequences come and go at any time and have different
@@ -16,8 +17,9 @@ after the other. A block has room for max_seq_len tokens and is one run of pages
 
     block  | layer 0: K history | K mirror | V history | V mirror | layer 1: ... |
 
-So a token takes 1 + Hq / H times the memory that it takes under the other strategies, and all sizes that the cache
-reports count both copies. A block is filled with zeros before its first step.
+So a token takes 1 + Hq / H times the memory that it takes under the other strategies where heads are grouped (Hq > H),
+and the same memory elsewhere. All sizes that the cache reports count both copies. A block is filled with zeros before
+its first step.
 """
 
 from __future__ import annotations
@@ -31,43 +33,59 @@ from torch import Tensor
 from cache_strategies.base import CacheSetup, KVCache, Options, Plan, Row, Seat
 from cache_strategies.mirrored.attention import attend_to_mirror, first_visible
 from cache_strategies.types import KEEPS_EVERYTHING, NO_SALT, Blocks, CacheUsage, Geometry, Salt, SeatShape
+from kernels.arguments import check, check_new_tokens
 from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec
 
 
 # -------------------------------------------------------------------- memory of a sequence
 class LayerHistory(NamedTuple):
-    """The two copies of one layer's keys and values of a sequence, as views of its block with room for P tokens."""
+    """One layer's keys and values of a sequence, as views of its block with room for P tokens.
+
+    If heads are not grouped, the mirrors are views of the history.
+    """
 
     k: Tensor  # [P, H, D]
     v: Tensor  # [P, H, Dv]
     k_mirror: Tensor  # [Hq, P, D]
     v_mirror: Tensor  # [Hq, P, Dv]
+    is_mirrored: bool  # whether the mirrors are a second copy
 
 
-def _double_layers(geometry: Geometry) -> list[LayerSpec]:
-    """Return the layers with H + Hq KV heads: a block of them has the size of both copies."""
-    return [spec._replace(num_kv_heads=spec.num_kv_heads + spec.num_q_heads) for spec in geometry.layers]
+def is_grouped(spec: LayerSpec) -> bool:
+    """Return whether query heads share KV heads: only such a layer has a mirror."""
+    return spec.num_q_heads > spec.num_kv_heads
+
+
+def _add_mirrors(geometry: Geometry) -> list[LayerSpec]:
+    """Return the layers with H + Hq KV heads where heads are grouped: a block of them has the size of both copies."""
+    return [
+        spec._replace(num_kv_heads=spec.num_kv_heads + spec.num_q_heads) if is_grouped(spec) else spec
+        for spec in geometry.layers
+    ]
 
 
 def _view_plane(plane: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """View the keys or values [H + Hq, P, D] of a block as (history [P, H, D], mirror [Hq, P, D])."""
+    """View the keys or values [H + Hq or H, P, D] of a block as (history [P, H, D], head-major [Hq, P, D])."""
     total, tokens, dim = plane.shape
     assert plane.is_contiguous()
-    history, mirror = plane[:heads].view(tokens, heads, dim), plane[heads:]
+    history = plane[:heads].view(tokens, heads, dim)
     assert history.stride() == (heads * dim, dim, 1)
+    if total == heads:
+        return history, history.transpose(0, 1)
+    mirror = plane[heads:]
     assert mirror.shape == (total - heads, tokens, dim)
     assert mirror.stride() == (tokens * dim, dim, 1)
     return history, mirror
 
 
 def _view_layers(store: KVStore, block: int, layers: Sequence[LayerSpec]) -> list[LayerHistory]:
-    """View a block of a store of doubled layers as the histories and mirrors of `layers`."""
+    """View a block of a store of layers with their mirrors as the histories and mirrors of `layers`."""
     views = []
     for i, spec in enumerate(layers):
         k, k_mirror = _view_plane(store.k(i)[block], spec.num_kv_heads)
         v, v_mirror = _view_plane(store.v(i)[block], spec.num_kv_heads)
-        views.append(LayerHistory(k, v, k_mirror, v_mirror))
+        views.append(LayerHistory(k, v, k_mirror, v_mirror, is_grouped(spec)))
     return views
 
 
@@ -84,12 +102,20 @@ class MirroredSeat(Seat):
         self.is_zeroed = False  # whether what an earlier sequence left in the block was overwritten with zeros
 
     def append(self, layer_idx: int, k: Tensor, v: Tensor, setup: CacheSetup) -> None:
-        """Write k [n,H,D] and v [n,H,Dv] after the committed tokens, to the history and to the mirror."""
-        start, end, layer = self.length, self.length + len(k), self.layers[layer_idx]
+        """Write k [n,H,D] and v [n,H,Dv] after the committed tokens, to the history and to the mirror.
+
+        Raises ValueError, and writes nothing, if they have another shape or dtype or do not fit into the block.
+        """
+        layer, start = self.layers[layer_idx], self.length
+        check_new_tokens(k, v, layer.k.shape[1:], layer.v.shape[1:])
+        end = start + len(k)
+        check(k.dtype is layer.k.dtype, "append: k and v must be {}, and are {}", layer.k.dtype, k.dtype)
+        check(end <= len(layer.k), "append: there is room for {} tokens, not for {}", len(layer.k), end)
         layer.k[start:end] = k
         layer.v[start:end] = v
-        setup.ops.repeat_kv_heads_step(layer.k_mirror, k, start)
-        setup.ops.repeat_kv_heads_step(layer.v_mirror, v, start)
+        if layer.is_mirrored:
+            setup.ops.repeat_kv_heads_step(layer.k_mirror, k, start)
+            setup.ops.repeat_kv_heads_step(layer.v_mirror, v, start)
 
     def gather_cache_history(self, layer_idx: int, steps: int | None = None) -> tuple[Tensor, Tensor]:
         """Return K [steps, H, D] and V [steps, H, Dv] of the first tokens, as views; by default the committed ones."""
@@ -98,7 +124,7 @@ class MirroredSeat(Seat):
         return layer.k[:steps], layer.v[:steps]
 
     def gather_repeated_cache_history(self, layer_idx: int, steps: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return K [Hq, steps, D] and V [Hq, steps, Dv] of the same tokens from the mirror, as views."""
+        """Return K [Hq, steps, D] and V [Hq, steps, Dv] of the same tokens, head-major, as views."""
         steps = self.length if steps is None else steps
         layer = self.layers[layer_idx]
         k, v = layer.k_mirror[:, :steps], layer.v_mirror[:, :steps]
@@ -141,7 +167,7 @@ class MirroredCache(KVCache[MirroredSeat]):
         super().__init__(setup, options)
         geometry = setup.geometry
         # `stores` stays empty, as its addresses would not be those of the model's layers
-        self._memory = KVStore(setup.arena, _double_layers(geometry), geometry.max_seq_len, geometry.kv_dtype)
+        self._memory = KVStore(setup.arena, _add_mirrors(geometry), geometry.max_seq_len, geometry.kv_dtype)
         self.seats: set[MirroredSeat] = set()
         # The keys do not depend on how tokens were split into rows, but attention does: torch sums a product in another
         # order if the number of queries differs. False keeps drafts from changing a text by that.
@@ -150,7 +176,7 @@ class MirroredCache(KVCache[MirroredSeat]):
     # ---------------------------------------------------------------- memory
     @classmethod
     def seat_shape(cls, options: Any, geometry: Geometry) -> SeatShape:
-        return SeatShape(compute_block_bytes(_double_layers(geometry), geometry.max_seq_len, geometry.kv_dtype), 1)
+        return SeatShape(compute_block_bytes(_add_mirrors(geometry), geometry.max_seq_len, geometry.kv_dtype), 1)
 
     @property
     def bytes_per_block(self) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from cache_strategies.base import Seat
+from cache_strategies.base import Row, Seat
 from cache_strategies.types import NO_SALT, Salt
 from config.settings import StrategySettings
 from plugin_kit.driver.steps import Reading, attend, read_through, step
@@ -144,6 +145,38 @@ def check_frees(trial: StrategyTrial) -> None:
         assert not left, f"{left} pages are still held when all seats are closed and idle pages are reclaimed"
 
 
+# ---------------------------------------------------------------- what is refused
+def check_refused_shapes(trial: StrategyTrial) -> None:
+    """Offer keys and values of one head, token or dimension, which torch would repeat, and of too many tokens."""
+    world = trial.make_world()
+    cache, reading = get_cache(world), trial.open(world)
+    n = reading.chunk(5)
+    assert cache.grow(reading.seat, n), "grow() returned False although there is memory"
+    plan = cache.plan([Row(reading.seat, n)])
+    for layer, spec in enumerate(trial.layers):
+        q, k, v = (part[layer][:n] for part in (reading.text.q, reading.text.k, reading.text.v))
+        before, out = world.arena.memory.clone(), q.new_empty(n, spec.num_q_heads, spec.v_head_dim)
+        for keys, values in _list_other_shapes(k, v):
+            wanted = f"{list(k.shape)} and {list(v.shape)}"
+            shapes = f"keys {list(keys.shape)} and values {list(values.shape)} instead of {wanted}"
+            try:
+                cache.attend(plan, layer, q, keys, values, out)
+            except ValueError:
+                assert torch.equal(before, world.arena.memory), f"attend() refused {shapes}, but wrote to the memory"
+            else:
+                raise AssertionError(f"attend() took {shapes} in layer {layer}: it must raise ValueError")
+
+
+def _list_other_shapes(k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of keys and values of which one at least has another shape than k and v."""
+    pairs = []
+    for slices in ((slice(None), slice(1)), (slice(1),), (..., slice(1))):  # one head, one token, one dimension
+        pairs += [(k[slices], v), (k, v[slices]), (k[slices], v[slices])]
+    pairs += [(torch.cat((k, k)), torch.cat((v, v))), (k[:0], v[:0])]
+    return [pair for pair in pairs if tuple(x.shape for x in pair) != (k.shape, v.shape)]
+
+
+# ---------------------------------------------------------------- shared prefixes
 SALTS = (NO_SALT, Salt("tenant", ""), Salt("tenant", "salt"))
 
 
@@ -196,6 +229,11 @@ PROMISES: Sequence[Promise[StrategyTrial]] = (
         "bytes_for is an upper bound",
         "a sequence of n tokens never holds more than bytes_for(n) bytes, and never needs more",
         check_upper_bound,
+    ),
+    Promise(
+        "refuses other shapes",
+        "attend() raises ValueError for keys and values that are not those of all tokens and heads, and writes nothing",
+        check_refused_shapes,
     ),
     Promise("usage adds up", "usage() agrees with the arena and with the open seats", check_usage),
     Promise(

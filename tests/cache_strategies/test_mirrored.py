@@ -50,6 +50,8 @@ def assert_holds(seat: MirroredSeat, text: Text) -> None:
             assert torch.equal(history, wanted)
             assert torch.equal(mirror, wanted.repeat_interleave(group, 1).transpose(0, 1))
             assert torch.equal(mirror[::group], history.transpose(0, 1))
+            is_copy = mirror.data_ptr() != history.data_ptr()
+            assert is_copy is (group > 1) or not seat.length, "there is a mirror only where heads are grouped"
 
 
 # ---------------------------------------------------------------- the two copies
@@ -118,7 +120,9 @@ def test_histories_are_views_of_the_seats_block() -> None:
             assert v.shape == (50, spec.num_kv_heads, spec.v_head_dim)
             assert repeated_k.shape == (spec.num_q_heads, 50, spec.head_dim)
             assert repeated_v.shape == (spec.num_q_heads, 50, spec.v_head_dim)
-            assert repeated_k.stride() == (160 * spec.head_dim, spec.head_dim, 1)
+            grouped = spec.num_q_heads > spec.num_kv_heads
+            own = (160 * spec.head_dim, spec.head_dim, 1), (spec.head_dim, k.stride(0), 1)
+            assert repeated_k.stride() == own[not grouped]
             for view in (k, v, repeated_k, repeated_v):
                 assert begin <= view.data_ptr() < begin + cache.bytes_per_block
             assert seat.gather_repeated_cache_history(layer, 7)[0].data_ptr() == repeated_k.data_ptr()
@@ -210,9 +214,10 @@ def test_it_agrees_with_contiguous_within_rounding_and_says_that_bits_depend_on_
 
 
 @dtypes
-def test_decode_copies_no_history(dtype: torch.dtype) -> None:
-    """All that torch allocates at a time in a decode step is smaller than the mirror of one tensor."""
-    spec = LayerSpec(2, 16, 128, 128, scale=0.125)
+@pytest.mark.parametrize("kv_heads", [2, 16])
+def test_decode_copies_no_history(kv_heads: int, dtype: torch.dtype) -> None:
+    """All that torch allocates at a time in a decode step is smaller than the head-major keys of one tensor."""
+    spec = LayerSpec(kv_heads, 16, 128, 128, scale=0.125)
     world, cache = mirrored_world(layers=[spec], dtype=dtype, max_seats=1, max_seq_len=700, max_num_batched_tokens=700)
     reading = world.open("it", random_text(1, 600, [spec], dtype))
     step([(reading, 598)])
@@ -231,7 +236,54 @@ def test_decode_copies_no_history(dtype: torch.dtype) -> None:
     assert 0 < highest < mirror.nelement() * mirror.itemsize // 2
 
 
+# ---------------------------------------------------------------- what is refused
+def test_append_refuses_other_shapes_and_writes_nothing() -> None:
+    for heads in (2, 6):  # with a mirror, and without one
+        spec = LayerSpec(heads, 6, 8, 4)
+        world, cache = mirrored_world(layers=[spec], max_seats=1, max_seq_len=40, max_num_batched_tokens=40)
+        seat = cache.open([1])
+        assert seat is not None
+        cache.plan([Row(seat, 3)])
+        k, v = torch.ones(3, heads, 8), torch.ones(3, heads, 4)
+        before = world.arena.memory.clone()
+        for keys, values, words in (
+            (k[:, :1], v, "k must be"),
+            (k, v[:, :1], "v must be"),
+            (k[..., :1], v, "k must be"),
+            (k, v[..., :1], "v must be"),
+            (k[:1], v, "v must be"),
+            (k, v[:1], "v must be"),
+            (k[0], v[0], "k must be"),
+            (k.half(), v, "v must be"),
+            (k.half(), v.half(), "must be torch.float32"),
+            (torch.ones(41, heads, 8), torch.ones(41, heads, 4), "room for 40 tokens, not for 41"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                seat.append(0, keys, values, cache.setup)
+            assert torch.equal(world.arena.memory, before)
+        seat.append(0, k, v, cache.setup)
+        assert seat.gather_cache_history(0, 3)[0].eq(1).all()
+
+
 # ---------------------------------------------------------------- memory
+def test_without_grouped_heads_a_sequence_takes_as_much_as_under_contiguous() -> None:
+    settings = {kind: StrategySettings(kind=kind) for kind in ("contiguous", "mirrored")}
+    layers = [LayerSpec(4, 4, 64, 64)] * 3
+    world = World(settings, layers=layers, max_seats=1, max_seq_len=160)
+    plain, mirrored = world.caches["contiguous"], world.caches["mirrored"]
+    assert isinstance(mirrored, MirroredCache)
+    assert mirrored.bytes_for(160) == plain.bytes_for(160)
+    assert mirrored.bytes_per_token == 3 * 2 * 64 * 4 * 4
+    text = random_text(1, 90, layers)
+    readings = [world.open(kind, text) for kind in settings]
+    for n in (70, 1, 19):
+        theirs, ours = step([(reading, n) for reading in readings]).outs
+        for a, b in zip(theirs, ours, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+    usage = mirrored.usage()
+    assert (usage.tokens, usage.used) == (90, 90 * 3 * 2 * 64 * 4 * 4)
+
+
 def test_sizes_count_both_copies() -> None:
     settings = {kind: StrategySettings(kind=kind) for kind in ("contiguous", "mirrored")}
     layers = [LayerSpec(2, 14, 64, 64)] * 3

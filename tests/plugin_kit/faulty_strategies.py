@@ -269,6 +269,14 @@ class WritesElsewhere(SoundCache):
         self.setup.arena.memory[page - 1 :: page] = layer_idx + plan.rows[0].seat.length % 100
 
 
+class RepeatsOneHead(SoundCache):
+    """Takes the keys of one head for those of all, as an assignment to a larger tensor does."""
+
+    def attend(self, plan: Plan[TableSeat], layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        heads = self.setup.geometry.layers[layer_idx].num_kv_heads
+        super().attend(plan, layer_idx, q, *(x.expand(-1, heads, -1) for x in (k, v)), out)
+
+
 class WrongUsage(SoundCache):
     def usage(self) -> CacheUsage:
         return super().usage()._replace(wasted=0)

@@ -46,6 +46,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {  # by class: options, the
     ),
     f"{STRATEGIES}:EndlessWindow": (WINDOW, "unbounded", "within the cache"),
     f"{STRATEGIES}:WritesElsewhere": ({}, "writes only its own memory", "has not allocated"),
+    f"{STRATEGIES}:RepeatsOneHead": ({}, "refuses other shapes", "it must raise ValueError"),
     f"{STRATEGIES}:WrongUsage": ({}, "usage adds up", "used + idle + wasted"),
     f"{STRATEGIES}:SaltBlind": ({"block_size": 4}, "shares prefixes by salt", "another salt"),
     f"{STRATEGIES}:ParentsLast": ({"block_size": 2}, "any order of calls", "no parent before"),

@@ -298,6 +298,7 @@ class GuardedCache(CheckedCalls, KVCache[Seat]):
             if not plan.is_checked:
                 self.check_plan(plan)
             return super().attend(plan, layer_idx, q, k, v, out)
+        self.check_new_tokens(plan, layer_idx, k, v)
         results.mark_unwritten(out)
         self._run("attend", plan.inner.attend, layer_idx, q, k, v, out)
         if results.has_unwritten(out):

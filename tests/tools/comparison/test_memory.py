@@ -1,7 +1,7 @@
-"""What a comparison calls KV memory, with a real server and a real Prometheus, is the pages that running requests hold.
+"""What a comparison calls KV memory, with a real server and Prometheus, is the pages that running requests hold.
 
-The blocks of a request are known, as its prompt and its answer end in the same block. Blocks of one strategy are padded,
-and what finished requests leave in the cache grows all the time: the first counts, the second does not.
+The blocks of a request are known, as its prompt and its answer end in the same block. Blocks of one strategy are
+padded, and what finished requests leave in the cache grows all the time: the first counts, the second does not.
 """
 
 from __future__ import annotations
