@@ -103,7 +103,7 @@ bench: $(VENV)/.base  ## measure every figure that has a goal (ARGS="--rows deco
 bench-peers: $(VENV)/.base  ## install llama.cpp and vLLM by themselves, and measure them beside kvmux (ARGS=--help)
 	$(PY) -m tools.bench.peers --pip-args "$(PIP_ARGS)" $(ARGS)
 
-validate: $(VENV)/.base  ## build llama.cpp by itself, and compare its results with those of every strategy (ARGS=--help)
+validate: $(VENV)/.with-validate  ## compare the results of every strategy with llama.cpp's (ARGS=--help)
 	$(PY) -m tools.validation --pip-args "$(PIP_ARGS)" $(ARGS)
 
 compare: $(VENV)/.with-evaluate  ## compare all strategies under load in an HTML report; needs `make prometheus` (ARGS=--help)

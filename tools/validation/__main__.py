@@ -1,4 +1,4 @@
-"""`make validate`: builds llama.cpp, computes the same GGUF files with it and with kvmux, and compares the results."""
+"""`make validate`: computes the same GGUF files with llama.cpp and with kvmux, and compares the results."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,23 +17,24 @@ import httpx
 from server.profiling.running import RunError, sigterm_as_ctrl_c
 from server.version import get_version
 from tools.bench.table.documents import update_section
-from tools.bench.table.models import cache_folder, peers_folder
+from tools.bench.table.models import peers_folder
 from tools.peers.installer import Installer, InstallError, parse_folder
-from tools.peers.llama_cpp import INSTALLED_VERSION, LLAMA_CPP, LLAMA_CPP_VERSION, convert_model, install_llama_cpp
+from tools.peers.llama_cpp import INSTALLED_VERSION, LLAMA_CPP, LLAMA_CPP_VERSION, install_llama_cpp
 from tools.status_line import status_line
-from tools.validation.files import FileValidation, ValidationOptions
+from tools.validation.files import DTYPES, FileValidation, ValidationOptions
+from tools.validation.llama_cpp import get_llama_cpp_version
 from tools.validation.report import ValidationReport, as_json, as_text
-from tools.validation.subjects import SUBJECTS, make_subject
+from tools.validation.subjects import SUBJECTS, is_there, make_subject
 
 DESCRIPTION = """\
-Builds llama.cpp from source, converts the embedded model and a random one of Qwen2.5-0.5B's shape to GGUF, and computes
-these files with both programs. Compared are the perplexity of a text, the log-probability of each of its tokens, and
-greedy texts, under each cache strategy. What is built is kept for the next time. The exit status is 1 if a strategy
-that drops and rounds nothing differs by more than 0.5 % in perplexity, or if the tokenizers differ."""
+Computes the embedded model and the real models that `make models` has fetched with kvmux and with llama.cpp, which the
+package xllamacpp has as a library. Compared are log-probabilities, greedy texts and tokens, under each cache strategy.
+The exit status is 1 if a strategy that drops and rounds nothing differs by more than its number format explains
+(docs/laboratory/validation.md), or if the tokenizers differ."""
 
+HELP_PERPLEXITY = "predict with llama-perplexity, which is built from source once; that takes about 20 minutes"
 DOCUMENT, MARK = "validation.md", "make validate"
 FAILED, USER_ERROR, INTERRUPTED = 1, 2, 130  # exit statuses
-MATRIX_TYPES = ("f16", "q8_0")
 
 ShowStatus = Callable[[str], None]
 
@@ -42,50 +44,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="make validate", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="models (default: all)")
-    add("--matrix-types", nargs="+", choices=MATRIX_TYPES, default=list(MATRIX_TYPES), help="GGUF files (default: all)")
-    add("--texts", type=int, default=20, metavar="N", help="greedy texts (default: 20)")
-    add("--max-tokens", type=int, default=64, metavar="N", help="tokens of a greedy text (default: 64)")
+    add("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="models (default: all that are there)")
+    add("--strategies", nargs="+", default=[], metavar="NAME", help="strategies (default: all)")
+    add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="number formats of kvmux (default: all)")
     add("--threads", type=int, default=os.cpu_count() or 1, help="threads of each program (default: all processors)")
-    add("--folder", type=parse_folder, default=peers_folder(), help="folder of llama.cpp (default: the user's cache)")
-    add("--models", type=parse_folder, default=cache_folder(), help="folder of models (default: in the user's cache)")
+    add("--perplexity", action="store_true", help=HELP_PERPLEXITY)
+    add("--folder", type=parse_folder, default=peers_folder(), help="folder of that llama.cpp (default: user's cache)")
     add("--pip-args", default="", help="further arguments of pip, such as an index with torch's builds for CPUs")
     add("--json", type=Path, metavar="FILE", help="write all figures to this file as JSON")
     add("--docs", type=Path, metavar="FOLDER", help=f"write the tables into {DOCUMENT} of this folder")
     options = parser.parse_args(arguments)
-    if options.texts < 1 or options.max_tokens < 1 or options.threads < 1:
-        parser.error("--texts, --max-tokens and --threads should be at least 1")
-    if options.docs and {*options.only, *options.matrix_types} < {*SUBJECTS, *MATRIX_TYPES}:
-        parser.error("--docs: the document shows all models and types; leave --only and --matrix-types out")
+    if options.threads < 1:
+        parser.error("--threads should be at least 1")
+    if options.docs and (options.strategies or {*options.only, *options.dtypes} < {*SUBJECTS, *DTYPES}):
+        parser.error("--docs: the document shows everything; leave --only, --strategies and --dtypes out")
     with sigterm_as_ctrl_c(), status_line() as show_status:
         try:
             report = run(options, show_status)
-            if options.docs:
-                update_section(options.docs / DOCUMENT, MARK, as_text(report))
-            if options.json:
-                options.json.write_text(json.dumps(as_json(report), indent=2) + "\n")
         except (OSError, ValueError, RunError, InstallError, httpx.HTTPError) as error:
             print(f"make validate: {error}", file=sys.stderr)
             return USER_ERROR
         except KeyboardInterrupt:  # also SIGTERM; the started processes have ended by now
             return INTERRUPTED
-    print(as_text(report))
+    return publish(report, options.docs, options.json)
+
+
+def publish(report: ValidationReport, docs: Path | None, json_file: Path | None) -> int:
+    """Print a report, write it into the document of `docs` and as JSON; return the exit status."""
+    print(text := as_text(report))
+    try:
+        if docs:
+            update_section(docs / DOCUMENT, MARK, text)
+        if json_file:
+            json_file.write_text(json.dumps(as_json(report), indent=2) + "\n")
+    except (OSError, ValueError) as error:
+        print(f"make validate: {error}", file=sys.stderr)
+        return USER_ERROR
     return FAILED if report.failures else 0
 
 
 def run(options: argparse.Namespace, show_status: ShowStatus) -> ValidationReport:
-    """Build, convert and compare what the options name. Raises InstallError, RunError and OSError."""
+    """Compare what the options name; models that are not there are left out. Raises InstallError, RunError, OSError."""
     date = datetime.now().astimezone()
     installer = Installer(options.folder / "llama.cpp", shlex.split(options.pip_args), show_status)
-    installer.ensure(install_llama_cpp, INSTALLED_VERSION)
-    how = ValidationOptions(options.texts, options.max_tokens, options.threads)
-    files = []
-    for name in options.only:
-        subject = make_subject(name, options.models, show_status)
-        for matrix_type in options.matrix_types:
-            file = convert_model(installer, subject.directory, matrix_type, subject.pre_tokenizer)
-            files.append(FileValidation(subject, file, matrix_type, installer.folder, how, show_status).run())
-    return ValidationReport(date, get_version(), f"llama.cpp of {LLAMA_CPP} {LLAMA_CPP_VERSION}", files)
+    version = get_llama_cpp_version()
+    if options.perplexity:
+        installer.ensure(install_llama_cpp, INSTALLED_VERSION)
+        version += f" (perplexity: {LLAMA_CPP} {LLAMA_CPP_VERSION})"
+    native = installer.folder if options.perplexity else None
+    how = ValidationOptions(options.threads, options.dtypes, options.strategies, native)
+    with tempfile.TemporaryDirectory() as folder:
+        subjects = [make_subject(name, Path(folder)) for name in options.only if is_there(name)]
+        files = [FileValidation(subject, how, show_status).run() for subject in subjects]
+    missing = [name for name in options.only if not is_there(name)]
+    return ValidationReport(date, get_version(), f"llama.cpp of {version}", files, missing)
 
 
 if __name__ == "__main__":

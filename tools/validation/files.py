@@ -3,36 +3,56 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
-from tools.validation.kvmux import KvmuxServer, serve, tokenize
-from tools.validation.llama_cpp import LlamaCpp, LlamaCppText
-from tools.validation.predictions import Agreement, GreedyAgreement, GreedyText, count_equal
-from tools.validation.report import ValidatedFile, ValidatedRow
+from tools.validation.gguf_files import write_float32
+from tools.validation.kvmux import KvmuxServer, serve
+from tools.validation.llama_cpp import LlamaCppServer, serve_llama_cpp
+from tools.validation.native import NativeLlamaCpp
+from tools.validation.predictions import Agreement, GreedyAgreement, GreedyText, Predictions
+from tools.validation.report import LLAMA_CPP, ValidatedFile, ValidatedRow
 from tools.validation.subjects import Subject
+from tools.validation.texts import TRICKY_TEXTS
 
-CACHE_TYPES = ("f32", "f16", "q8_0")  # of llama.cpp's keys and values; everything is compared with the first
-DTYPES = ("float32", "bfloat16")  # of kvmux
-PROMPT_TOKENS = 32  # of a greedy text
+# How llama.cpp computes: name of the row, type of keys and values. Everything is compared with the first row.
+AS_STORED = "as stored"
+LLAMA_CPP_ROWS = {"float32": "f32", AS_STORED: "f32", "float32, cache q8_0": "q8_0"}
+DTYPES = {"float32": "f32", "bfloat16": "auto"}  # of kvmux: --dtype and --weights; auto: as they are served by default
+PROMPT_TOKENS = 24  # of a greedy text
+
+
+class Tokenizing(Protocol):
+    """A server that tokenizes texts."""
+
+    def tokenize(self, text: str, *, add_special: bool) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class ValidationOptions:
-    """The greedy texts to compare, and the threads of each program."""
+    """What is computed, and how."""
 
-    texts: int
-    max_tokens: int
-    threads: int
+    threads: int  # of each program
+    dtypes: Collection[str] = tuple(DTYPES)
+    strategies: Collection[str] = ()  # names of instances; empty: all
+    native: Path | None = None  # folder with a llama.cpp built from source, to predict with llama-perplexity instead
 
 
-@dataclass(frozen=True)
-class LlamaCppResults:
-    """What llama.cpp computed with one number format of keys and values."""
+class Texts(NamedTuple):
+    """What both programs compute, as tokens."""
 
-    cache_type: str
-    text: LlamaCppText
+    windows: Sequence[Sequence[int]]
+    predicted: int  # tokens at the end of each window
+    prompts: Sequence[Sequence[int]]  # of greedy texts
+
+
+class Results(NamedTuple):
+    """What one program computed in one way."""
+
+    predictions: Predictions
     greedy: Sequence[GreedyText]
 
 
@@ -41,77 +61,94 @@ class FileValidation:
     """The validation of one GGUF file."""
 
     subject: Subject
-    file: Path
-    matrix_type: str
-    llama_cpp: Path  # folder of llama.cpp
     options: ValidationOptions
     show_status: Callable[[str], None]
 
     def run(self) -> ValidatedFile:
         """Compute and compare everything. Raises RunError and OSError."""
+        rows: list[ValidatedRow] = []
         with tempfile.TemporaryDirectory() as folder:
             scratch = Path(folder)
-            results = list(self._run_llama_cpp(scratch))
-            base = results[0]
-            rows = [self._compare_llama_cpp(each, base) for each in results]
-            for dtype in DTYPES:
+            self._show("writing its weights as float32")
+            write_float32(self.subject.file, as_float32 := scratch / "float32.gguf")
+            with self._serve_llama_cpp(as_float32, "f32") as server:
+                tokens = [tokenize(server, text) for text in self._texts_to_tokenize]
+            texts = self._cut_texts(*tokens[0])
+            results = {name: self._run_llama_cpp(name, as_float32, texts, scratch) for name in LLAMA_CPP_ROWS}
+            base, *_ = results.values()
+            rows += [compare(LLAMA_CPP, name, "-", False, each, base) for name, each in results.items()]
+            for dtype in self.options.dtypes:
                 self._show(f"starting kvmux, {dtype}")
-                with serve(self.file, dtype, self.options.threads, self.subject.window, scratch) as server:
-                    rows += self._compare_kvmux(server, dtype, base)
-        return ValidatedFile(
-            self.subject.directory.name,
-            self.matrix_type,
-            self.subject.num_windows,
-            self.subject.window,
-            self.options.texts,
-            count_equal(tokenize(self.file, self.subject.text), self._join_windows(base)),
-            len(self._join_windows(base)),
-            rows,
-        )
+                with self._serve_kvmux(dtype, scratch) as kvmux:
+                    found = [tokenize(kvmux, text) for text in self._texts_to_tokenize]
+                    rows += self._run_kvmux(kvmux, dtype, texts, base)
+        wrong = [text for text, a, b in zip(self._texts_to_tokenize, tokens, found, strict=True) if a != b]
+        sizes, file = self.subject.sizes, self.subject.file.name
+        return ValidatedFile(self.subject.name, file, sizes.num_windows, sizes.window, len(tokens), wrong, rows)
 
     def _show(self, status: str) -> None:
-        self.show_status(f"{self.subject.directory.name}, {self.matrix_type}: {status}")
+        self.show_status(f"{self.subject.name}: {status}")
 
-    @staticmethod
-    def _join_windows(results: LlamaCppResults) -> list[int]:
-        return [token for window in results.text.windows for token in window]
+    @property
+    def _texts_to_tokenize(self) -> Sequence[str]:
+        return [self.subject.text, *TRICKY_TEXTS]
+
+    def _cut_texts(self, tokens: Sequence[int], plain: Sequence[int]) -> Texts:
+        """Return the windows and prompts of the subject's text; `plain` are its tokens without those that begin it."""
+        sizes = self.subject.sizes
+        begin = list(tokens[: len(tokens) - len(plain)])  # each window is a text of its own
+        step = sizes.window
+        windows = [[*begin, *tokens[i * step + len(begin) : (i + 1) * step]] for i in range(sizes.num_windows)]
+        step = (len(plain) - PROMPT_TOKENS) // sizes.texts
+        prompts = [[*begin, *plain[i * step : i * step + PROMPT_TOKENS]] for i in range(sizes.texts)]
+        predicted = sizes.predicted if self.options.native is None else sizes.window - 1 - sizes.window // 2
+        return Texts(windows, predicted, prompts)
 
     # ---------------------------------------------------------------- llama.cpp
-    def _run_llama_cpp(self, scratch: Path) -> Iterator[LlamaCppResults]:
-        text = scratch / "text"
-        text.write_text(self.subject.text)
-        prompts: list[Sequence[int]] = []
-        for cache_type in CACHE_TYPES:
-            self._show(f"llama.cpp, {cache_type}")
-            program = LlamaCpp(self.llama_cpp, self.file, self.options.threads, cache_type)
-            predicted = program.predict(text, self.subject.window, self.subject.num_windows, scratch)
-            prompts = prompts or self.choose_prompts(predicted)
-            texts = program.continue_greedily(prompts, self.options.max_tokens, self.subject.eos_ids)
-            yield LlamaCppResults(cache_type, predicted, texts)
+    def _serve_llama_cpp(self, file: Path, cache_type: str) -> AbstractContextManager[LlamaCppServer]:
+        return serve_llama_cpp(file, cache_type, self.options.threads, self._longest)
 
-    def choose_prompts(self, text: LlamaCppText) -> list[Sequence[int]]:
-        """Return the prompts of the greedy texts: parts of the text, at equal distances."""
-        tokens = [token for window in text.windows for token in window]
-        step = (len(tokens) - PROMPT_TOKENS) // self.options.texts
-        return [tokens[i * step : i * step + PROMPT_TOKENS] for i in range(self.options.texts)]
+    @property
+    def _longest(self) -> int:
+        """The number of tokens of the longest text, and of one that is generated after it."""
+        return 1 + max(self.subject.sizes.window, 1 + PROMPT_TOKENS + self.subject.sizes.max_tokens)
 
-    def _compare_llama_cpp(self, own: LlamaCppResults, base: LlamaCppResults) -> ValidatedRow:
-        agreement = Agreement.between(own.text.predictions, base.text.predictions)
-        greedy = None if own is base else GreedyAgreement.between(own.greedy, base.greedy)
-        exact = own.cache_type == "f32"
-        return ValidatedRow("llama.cpp", own.cache_type, "-", exact, agreement, greedy)
+    def _run_llama_cpp(self, name: str, as_float32: Path, texts: Texts, scratch: Path) -> Results:
+        """Compute everything in the way of a row."""
+        self._show(f"llama.cpp, {name}")
+        file, cache_type = self.subject.file if name == AS_STORED else as_float32, LLAMA_CPP_ROWS[name]
+        with self._serve_llama_cpp(file, cache_type) as server:
+            sizes = self.subject.sizes
+            greedy = server.continue_greedily(texts.prompts, sizes.max_tokens, self.subject.eos_ids)
+            if self.options.native is None:
+                return Results(server.predict(texts.windows, texts.predicted), greedy)
+        (text := scratch / "text").write_text(self.subject.text)
+        program = NativeLlamaCpp(self.options.native, file, self.options.threads, cache_type)
+        return Results(program.predict(text, texts.windows, scratch), greedy)
 
     # ---------------------------------------------------------------- kvmux
-    def _compare_kvmux(self, server: KvmuxServer, dtype: str, base: LlamaCppResults) -> Iterator[ValidatedRow]:
-        windows = [self._begin(window, base) for window in base.text.windows]
-        prompts, eos_ids = self.choose_prompts(base.text), self.subject.eos_ids
-        for name, exact in server.strategies.items():
-            self._show(f"kvmux, {dtype}, {name}")
-            agreement = Agreement.between(server.predict(name, windows), base.text.predictions)
-            greedy = server.continue_greedily(name, prompts, self.options.max_tokens, eos_ids)
-            yield ValidatedRow("kvmux", dtype, name, exact, agreement, GreedyAgreement.between(greedy, base.greedy))
+    def _serve_kvmux(self, dtype: str, scratch: Path) -> AbstractContextManager[KvmuxServer]:
+        file, window = self.subject.file, self.subject.sizes.window
+        return serve(file, dtype, DTYPES[dtype], self.options.threads, window, self._longest, scratch)
 
-    def _begin(self, window: Sequence[int], base: LlamaCppResults) -> list[int]:
-        """Return a window as llama.cpp computes it: if the text begins with a special token, each window does."""
-        first = base.text.windows[0][0]
-        return [first, *window[1:]] if first == self.subject.bos_id else list(window)
+    def _run_kvmux(self, server: KvmuxServer, dtype: str, texts: Texts, base: Results) -> Iterator[ValidatedRow]:
+        """Yield the row of each strategy."""
+        for name, exact in server.strategies.items():
+            if self.options.strategies and name not in self.options.strategies:
+                continue
+            self._show(f"kvmux, {dtype}, {name}")
+            predictions = server.predict(name, texts.windows, texts.predicted)
+            sizes = self.subject.sizes
+            greedy = server.continue_greedily(name, texts.prompts, sizes.max_tokens, self.subject.eos_ids)
+            yield compare("kvmux", dtype, name, exact, Results(predictions, greedy), base)
+
+
+def tokenize(server: Tokenizing, text: str) -> tuple[list[int], list[int]]:
+    """Return the tokens of a text, with the special tokens that begin one and without them."""
+    return server.tokenize(text, add_special=True), server.tokenize(text, add_special=False)
+
+
+def compare(program: str, dtype: str, strategy: str, exact: bool, own: Results, base: Results) -> ValidatedRow:
+    """Return the row of a table that compares results with those of llama.cpp's first row."""
+    agreement = Agreement.between(own.predictions, base.predictions)
+    return ValidatedRow(program, dtype, strategy, exact, agreement, GreedyAgreement.between(own.greedy, base.greedy))

@@ -11,9 +11,7 @@ from typing import Any
 import httpx
 
 from cache_strategies.registry import list_kinds
-from server.models.files.directory import locate
 from server.profiling.running import run_server
-from server.text.tokenizer import Tokenizer
 from tools.strategies_file import format_strategies
 from tools.validation.predictions import GreedyText, Predictions, strip_end
 
@@ -38,14 +36,20 @@ class KvmuxServer:
     model: str
     strategies: Mapping[str, bool]  # whether each instance promises to be exact, by name
 
-    def predict(self, strategy: str, windows: Sequence[Sequence[int]]) -> Predictions:
-        """Predict the second half of each window, as the log-probabilities of a prompt."""
+    def tokenize(self, text: str, *, add_special: bool) -> list[int]:
+        """Return the tokens of a text; `add_special`: with those that begin a text."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": add_special}
+        tokens: list[int] = self.http.post("/tokenize", json=body).raise_for_status().json()["tokens"]
+        return tokens
+
+    def predict(self, strategy: str, windows: Sequence[Sequence[int]], predicted: int) -> Predictions:
+        """Predict the last `predicted` tokens of each window, as log-probabilities of a prompt."""
         log_probs: list[float] = []
         likeliest: list[frozenset[int]] = []
         choices = self._complete(strategy, windows, {"max_tokens": 1, "prompt_logprobs": 1})
         for window, choice in zip(windows, choices, strict=True):
             scores = choice["prompt_logprobs"]
-            for i in range(len(window) // 2 + 1, len(window)):
+            for i in range(len(window) - predicted, len(window)):
                 log_probs.append(scores[i][str(window[i])]["logprob"])
                 likeliest.append(frozenset(int(token) for token, each in scores[i].items() if each["rank"] == 1))
         return Predictions.from_log_probs(log_probs, likeliest)
@@ -71,24 +75,24 @@ class KvmuxServer:
 
 
 @contextmanager
-def serve(file: Path, dtype: str, threads: int, window: int, scratch: Path) -> Iterator[KvmuxServer]:
-    """Serve a GGUF file under every kind of strategy until the block ends. Raises RunError if it does not start."""
+def serve(
+    file: Path, dtype: str, weights: str, threads: int, window: int, longest: int, scratch: Path
+) -> Iterator[KvmuxServer]:
+    """Serve a GGUF file under every kind of strategy until the block ends; texts have at most `longest` tokens.
+
+    Raises RunError if the server does not start.
+    """
     config = scratch / "kvmux.toml"
     config.write_text(make_config(window))
-    flags = ["--config", str(config), "--model", str(file), "--dtype", dtype, "--threads", str(threads)]
-    size = ["--max-seq-len", str(window + 1), "--kv-memory", "1GiB", "--log-level", "warning"]
+    flags = ["--config", str(config), "--model", str(file), "--dtype", dtype, "--weights", weights]
+    flags += ["--threads", str(threads)]
+    size = ["--max-seq-len", str(longest), "--kv-memory", "1GiB", "--log-level", "warning"]
     with ExitStack() as stack:
         url = stack.enter_context(run_server([*flags, *size])).url
         http = stack.enter_context(httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False))
         model = http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         listed = http.get("/v1/kv_cache").raise_for_status().json()["data"]
         yield KvmuxServer(http, model, {each["name"]: each["contract"]["exact"] for each in listed})
-
-
-def tokenize(file: Path, text: str) -> list[int]:
-    """Return the tokens of a text, by the tokenizer that kvmux reads from a GGUF file."""
-    ids: list[int] = Tokenizer.from_directory(locate(str(file))).backend.encode(text).ids
-    return ids
 
 
 def make_config(window: int) -> str:

@@ -1,7 +1,7 @@
 """Holds what a program predicts of the tokens of a text, and compares it with another program's predictions.
 
-A text is cut into windows of equal length. As in llama.cpp's `perplexity`, the first half of a window is only read, and
-the tokens of the second half are predicted. Knows neither of the programs.
+A text is cut into windows of equal length. The first part of a window is only read, and the tokens of the rest are
+predicted. Knows neither of the programs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
-NEAR_TIE = 0.05  # nats between the two likeliest tokens, below which rounding may decide which of them comes first
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,11 @@ class Predictions:
 class GreedyText(NamedTuple):
     """The greedy continuation of a prompt, without the token that ends the text.
 
-    `margins` are the nats between the two likeliest tokens of each step; empty for a program that does not report them.
+    `margins` are the nats between the two likeliest tokens of each step, also of the one that ended the text.
     """
 
     token_ids: Sequence[int]
-    margins: Sequence[float] = ()
+    margins: Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -82,27 +81,28 @@ class GreedyAgreement:
     equal_texts: int
     tokens: int  # of the other program's texts
     equal_tokens: int  # before the first difference of each text
-    num_clear_differences: int | None  # first differences that are no near tie; None: margins are not known
+    margins: Sequence[float]  # of the first difference of each text that is not equal, the larger one of the two
 
     @classmethod
     def between(cls, own: Sequence[GreedyText], other: Sequence[GreedyText]) -> GreedyAgreement:
         """Compare texts by the first token in which they differ."""
         equal = [count_equal(a.token_ids, b.token_ids) for a, b in zip(own, other, strict=True)]
-        differing = [
-            (text, at)
-            for text, of_other, at in zip(own, other, equal, strict=True)
-            if list(text.token_ids) != list(of_other.token_ids)
+        margins = [
+            max(ours.margins[at], theirs.margins[at])  # a program that is wrong may see a tie where there is none
+            for ours, theirs, at in zip(own, other, equal, strict=True)
+            if list(ours.token_ids) != list(theirs.token_ids)
         ]
-        # where one text has ended and the other has not, the end of the text was the other candidate
-        clear = [at for text, at in differing if at >= len(text.margins) or text.margins[at] >= NEAR_TIE]
-        has_margins = all(text.margins for text in own if text.token_ids)
         return cls(
             len(equal),
-            len(equal) - len(differing),
+            len(equal) - len(margins),
             sum(len(text.token_ids) for text in other),
             sum(equal),
-            len(clear) if has_margins else None,
+            margins,
         )
+
+    def count_clear(self, near_tie: float) -> int:
+        """Return the number of texts that part where the two likeliest tokens are at least `near_tie` nats apart."""
+        return sum(margin >= near_tie for margin in self.margins)
 
 
 def strip_end(token_ids: Sequence[int], eos_ids: frozenset[int]) -> Sequence[int]:

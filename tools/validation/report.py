@@ -5,50 +5,78 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from tools.bench.table.report import read_processor_name
 from tools.validation.predictions import Agreement, GreedyAgreement
 
-EXACT_BOUND = 0.005  # greatest relative difference of perplexities if both programs compute exactly
+LLAMA_CPP = "llama.cpp"
+
+
+class Bounds(NamedTuple):
+    """How far an exact strategy may be from llama.cpp with float32. docs/laboratory/validation.md gives the reasons."""
+
+    perplexity: float  # relative
+    mean_difference: float  # of log-probabilities, in nats
+    near_tie: float  # nats between the two likeliest tokens, below which rounding may decide which of them comes first
+
+
+BOUNDS = {"float32": Bounds(0.001, 0.001, 0.02), "bfloat16": Bounds(0.02, 0.05, 0.4)}
 
 
 @dataclass(frozen=True)
 class ValidatedRow:
-    """The agreement of one program, number format and strategy with llama.cpp, whose own row has none to compare."""
+    """The agreement of one program, number format and strategy with llama.cpp's first row."""
 
-    program: str  # "llama.cpp" or "kvmux"
-    dtype: str  # of activations and values: kvmux's --dtype, llama.cpp's -ctk
+    program: str  # LLAMA_CPP or "kvmux"
+    dtype: str  # kvmux's --dtype; for llama.cpp, what its weights and its cache are
     strategy: str
-    exact: bool
+    exact: bool  # whether it is a strategy that drops and rounds nothing
     agreement: Agreement
-    greedy: GreedyAgreement | None
+    greedy: GreedyAgreement
+
+    @property
+    def bounds(self) -> Bounds:
+        return BOUNDS.get(self.dtype, BOUNDS["bfloat16"])
+
+    @property
+    def num_clear_differences(self) -> int:
+        """The number of greedy texts that part where the two likeliest tokens are clearly apart."""
+        return self.greedy.count_clear(self.bounds.near_tie)
+
+    @property
+    def failures(self) -> list[str]:
+        """What is not as it should be; nothing for a strategy that is not exact."""
+        found, bounds = self.agreement, self.bounds
+        if not self.exact:
+            return []
+        said = []
+        if not abs(found.perplexity_ratio - 1) <= bounds.perplexity:  # nor if it is not a number
+            said.append(f"perplexity {found.perplexity_ratio - 1:+.2%}")
+        if not found.mean_difference <= bounds.mean_difference:
+            said.append(f"log-probabilities differ by {found.mean_difference:.4f} nats on average")
+        if clear := self.num_clear_differences:
+            said.append(f"{clear} of {self.greedy.texts} greedy texts differ clearly")
+        return [f"{self.program}, {self.dtype}, {self.strategy}: {each}" for each in said]
 
 
 @dataclass(frozen=True)
 class ValidatedFile:
-    """All rows of one GGUF file; agreement is with llama.cpp's first row."""
+    """All rows of one GGUF file."""
 
     model: str
-    matrix_type: str
+    file: str
     windows: int
-    window: int
-    prompts: int
-    equal_tokens: int  # tokens of the text that both tokenizers make equal, from the beginning
-    tokens: int
+    window: int  # tokens
+    texts_tokenized: int
+    differing_texts: Sequence[str]  # whose tokens differ
     rows: Sequence[ValidatedRow]
 
     @property
     def failures(self) -> list[str]:
         """Sentences on what is not as it should be."""
-        found = [
-            f"{row.program}, {row.dtype}, {row.strategy}: perplexity {row.agreement.perplexity_ratio - 1:+.2%}"
-            for row in self.rows
-            if row.exact and not abs(row.agreement.perplexity_ratio - 1) <= EXACT_BOUND  # nor if it is not a number
-        ]
-        if self.equal_tokens < self.tokens:
-            found.append(f"the tokenizers differ after {self.equal_tokens:,} of {self.tokens:,} tokens")
-        return [f"{self.model}, {self.matrix_type}: {each}" for each in found]
+        tokens = [f"the tokens of {text[:40]!r} differ" for text in self.differing_texts]
+        return [f"{self.model}: {each}" for each in [*(said for row in self.rows for said in row.failures), *tokens]]
 
 
 @dataclass(frozen=True)
@@ -59,6 +87,7 @@ class ValidationReport:
     kvmux_version: str
     llama_cpp_version: str
     files: Sequence[ValidatedFile]
+    missing: Sequence[str] = ()  # models that have not been fetched
 
     @property
     def failures(self) -> list[str]:
@@ -72,18 +101,21 @@ def as_text(report: ValidationReport) -> str:
         f"{read_processor_name()}."
     )
     failed = [f"- not as expected: {each}" for each in report.failures]
-    return "\n\n".join([heading, *map(format_file, report.files), *(["\n".join(failed)] if failed else [])])
+    left_out = [f"- {name} was left out: `make models MODELS={name}` fetches it" for name in report.missing]
+    notes = [*failed, *left_out]
+    return "\n\n".join([heading, *map(format_file, report.files), *(["\n".join(notes)] if notes else [])])
 
 
 def format_file(file: ValidatedFile) -> str:
     """Return the table of one GGUF file under a line that says what was computed."""
-    positions = file.rows[0].agreement.positions
+    first = file.rows[0]
+    equal = file.texts_tokenized - len(file.differing_texts)
     lines = [
-        f"**{file.model}, {file.matrix_type}**: {positions:,} positions in {file.windows} windows of {file.window:,} "
-        f"tokens, {file.prompts} greedy texts. The tokenizers agree on {file.equal_tokens:,} of {file.tokens:,} "
-        "tokens.",
+        f"**{file.model}** ({file.file}): {first.agreement.positions:,} tokens predicted, in {file.windows} windows of "
+        f"{file.window:,} tokens; {first.greedy.texts} greedy texts. The tokens of {equal} of {file.texts_tokenized} "
+        "texts are equal.",
         "",
-        "| program | dtype | strategy | perplexity | to llama.cpp | log-probability: mean, largest difference "
+        "| program | computed in | strategy | perplexity | to llama.cpp | log-probability: mean, largest difference "
         "| same likeliest token | greedy texts equal | greedy tokens equal | clear differences |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
         *map(_format_row, file.rows),
@@ -99,17 +131,14 @@ def _iter_cells(row: ValidatedRow) -> Iterator[str]:
     agreement, greedy = row.agreement, row.greedy
     yield row.program
     yield row.dtype
-    yield f"`{row.strategy}`" if row.program == "kvmux" else row.strategy
-    yield f"{agreement.perplexity:,.4g}" if agreement.perplexity >= 1e4 else f"{agreement.perplexity:,.4f}"
+    yield row.strategy if row.program == LLAMA_CPP else f"`{row.strategy}`"
+    yield f"{agreement.perplexity:,.4f}"
     yield f"{agreement.perplexity_ratio - 1:+.3%}"
     yield f"{_format_nats(agreement.mean_difference)}, {_format_nats(agreement.max_difference)}"
     yield f"{agreement.same_top:.2%}"
-    if greedy is None:
-        yield from ("-", "-", "-")
-    else:
-        yield f"{greedy.equal_texts} of {greedy.texts}"
-        yield f"{greedy.equal_tokens / greedy.tokens:.1%}" if greedy.tokens else "-"
-        yield "-" if greedy.num_clear_differences is None else str(greedy.num_clear_differences)
+    yield f"{greedy.equal_texts} of {greedy.texts}"
+    yield f"{greedy.equal_tokens / greedy.tokens:.1%}" if greedy.tokens else "-"
+    yield str(row.num_clear_differences)
 
 
 def _format_nats(value: float) -> str:

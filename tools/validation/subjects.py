@@ -1,61 +1,81 @@
-"""Makes the models of a validation, each with a text to predict: stories that the embedded one was not trained on."""
+"""The models of a validation, as GGUF files, each with a text to predict."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from gguf import GGMLQuantizationType
 from tokenizers import Tokenizer
 
 from server.evaluation.corpus.packing import EVALUATION_SEED
 from server.evaluation.documents import find_special_tokens, make_stories
-from server.models.files.directory import EMBEDDED
-from tools.bench.table.models import QWEN, make_model
+from server.models.files.directory import EMBEDDED, locate
+from tools.real_models import REAL_MODELS
+from tools.validation.gguf_files import write_tiny
+
+README = Path(__file__).parents[2] / "README.md"  # prose, tables, code and settings: the text of the real models
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much of a model is computed: `predicted` tokens at the end of each window, and greedy texts."""
+
+    window: int  # tokens
+    num_windows: int
+    predicted: int
+    texts: int
+    max_tokens: int
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to validate, and its text, which has one window more than is predicted."""
+    """A model to validate, and its text."""
 
-    directory: Path
-    pre_tokenizer: str  # llama.cpp's name for how its tokenizer splits texts
+    name: str
+    file: Path
     text: str
-    window: int  # tokens
-    num_windows: int
+    sizes: Sizes
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The ids of the tokens that end a text."""
-        found = self._config()["eos_token_id"]
-        return frozenset(found if isinstance(found, list) else [found])
-
-    @property
-    def bos_id(self) -> int:
-        """The id of the token with which a text begins if the tokenizer adds one."""
-        return int(self._config()["bos_token_id"])
-
-    def _config(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads((self.directory / "config.json").read_text())
-        return config
+        config = json.loads((locate(str(self.file)) / "generation_config.json").read_text())
+        return frozenset(config["eos_token_id"])
 
 
-SUBJECTS = ("tiny", QWEN.name)
+TINY_TYPES = {"tiny": GGMLQuantizationType.BF16, "tiny-q8_0": GGMLQuantizationType.Q8_0}
+# The larger the model, the less of it is computed: each takes some minutes on two cores.
+SIZES: Mapping[str, Sizes] = {
+    "tiny": Sizes(1024, 4, 64, 16, 64),
+    "tiny-q8_0": Sizes(1024, 4, 64, 16, 64),
+    "smollm2": Sizes(256, 8, 32, 16, 32),
+    "gemma3": Sizes(640, 2, 64, 8, 32),  # its layers with a window of 512 tokens have dropped some when it predicts
+    "qwen-0.5b": Sizes(192, 4, 32, 8, 32),
+    "qwen-1.5b": Sizes(128, 2, 32, 8, 24),
+}
+SUBJECTS: Sequence[str] = tuple(SIZES)
 
 
-def make_subject(name: str, models: Path, show_status: Callable[[str], None]) -> Subject:
-    """Return a model of SUBJECTS with stories as its text. The one with random weights is made in `models` if needed.
+def is_there(name: str) -> bool:
+    """Return whether a model of SUBJECTS is embedded or has been fetched."""
+    return name in TINY_TYPES or REAL_MODELS[name].path.exists()
 
-    Raises OSError.
-    """
-    if name == QWEN.name:
-        directory, pre_tokenizer, window, num_windows = make_model(QWEN, models, show_status), "gpt-2", 512, 4
-    else:
-        directory, pre_tokenizer, window, num_windows = EMBEDDED[name], "smollm", 1024, 4
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+
+def make_subject(name: str, scratch: Path, sizes: Sizes | None = None) -> Subject:
+    """Return a model of SUBJECTS that is there; the embedded one is written to the folder `scratch`. Raises OSError."""
+    sizes = sizes or SIZES[name]
+    if name not in TINY_TYPES:
+        return Subject(name, REAL_MODELS[name].path, README.read_text(), sizes)
+    write_tiny(file := scratch / f"{name}.gguf", TINY_TYPES[name])
+    return Subject(name, file, _make_stories(sizes), sizes)
+
+
+def _make_stories(sizes: Sizes) -> str:
+    """Return stories that the embedded model was not trained on, a window more than is predicted."""
+    tokenizer = Tokenizer.from_file(str(EMBEDDED["tiny"] / "tokenizer.json"))
     marks = find_special_tokens(tokenizer, frozenset(), tokenizer.get_vocab_size())
-    stories = make_stories(tokenizer, marks, window, num_windows + 1, EVALUATION_SEED)
-    text = "\n".join(tokenizer.decode(each.ids) for each in stories)
-    return Subject(directory, pre_tokenizer, text, window, num_windows)
+    stories = make_stories(tokenizer, marks, sizes.window, sizes.num_windows + 1, EVALUATION_SEED)
+    return "\n".join(tokenizer.decode(each.ids) for each in stories)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from server.profiling.running import RunError
-from tools.validation.llama_cpp import read_predictions
+from tools.peers.llama_cpp import find_program
+from tools.validation.native import NativeLlamaCpp, read_predictions
 from tools.validation.predictions import Agreement, GreedyAgreement, GreedyText, Predictions, count_equal
 
 
@@ -45,19 +47,22 @@ def test_an_upper_bound_can_only_be_exceeded() -> None:
 
 
 def test_a_greedy_text_differs_without_a_near_tie() -> None:
-    theirs = [GreedyText([1, 2, 3]), GreedyText([1, 2, 3]), GreedyText([1, 2, 3]), GreedyText([1, 2])]
+    sure = [5.0, 5.0, 5.0]
+    theirs = [GreedyText(ids, sure) for ids in ([1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2], [1, 2, 3])]
+    theirs[1] = GreedyText([1, 2, 3], [5.0, 0.002, 5.0])
     ours = [
-        GreedyText([1, 2, 3], [5.0, 5.0, 5.0]),
+        GreedyText([1, 2, 3], sure),
         GreedyText([1, 7, 3], [5.0, 0.001, 5.0]),  # a near tie
         GreedyText([1, 2, 9], [5.0, 5.0, 1.0]),
         GreedyText([1, 2, 3], [5.0, 5.0, 2.0]),  # theirs ends
+        GreedyText([4, 2, 3], [0.001, 5.0, 5.0]),  # a near tie only for us
     ]
     found = GreedyAgreement.between(ours, theirs)
-    assert (found.texts, found.equal_texts) == (4, 1)
-    assert (found.tokens, found.equal_tokens) == (11, 3 + 1 + 2 + 2)
-    assert found.num_clear_differences == 2
-    without = [GreedyText(each.token_ids) for each in ours]
-    assert GreedyAgreement.between(without, theirs).num_clear_differences is None
+    assert (found.texts, found.equal_texts) == (5, 1)
+    assert (found.tokens, found.equal_tokens) == (14, 3 + 1 + 2 + 2)
+    assert found.margins == [0.002, 5.0, 5.0, 5.0]
+    assert found.count_clear(0.01) == 3
+    assert found.count_clear(0.001) == 4
 
 
 def test_the_beginning_that_two_texts_share() -> None:
@@ -114,3 +119,26 @@ def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "it").write_bytes(b"GGUF\0\0\0\0\0\0\0\0")
     with pytest.raises(RunError, match="no file of --save-all-logits"):
         read_predictions(tmp_path / "it", 3.5)
+
+
+def test_llama_perplexity_has_to_read_the_same_tokens(tmp_path: Path) -> None:
+    """A program in the place of llama-perplexity writes a file of logits, whose windows begin with 0, 5, 5."""
+    tokens = [[0, 2, 3, 4, 1, 2, 3, 4], [5, 3, 4, 5, 1, 2, 3, 4], [5, 4, 5, 6, 1, 2, 3, 4]]
+    logits = torch.randn(3, 8, 10)
+    exact = write_logits(tmp_path / "prepared", tokens, logits)
+    program = find_program(tmp_path, "llama-perplexity")
+    program.parent.mkdir(parents=True)
+    program.write_text(
+        f"#!{sys.executable}\nimport shutil, sys\n"
+        "assert sys.argv[sys.argv.index('-c') + 1] == '8' and sys.argv[sys.argv.index('--chunks') + 1] == '3'\n"
+        f"shutil.copy({str(tmp_path / 'prepared')!r}, sys.argv[sys.argv.index('--save-all-logits') + 1])\n"
+        "print('Final estimate: PPL = 3.5000 +/- 0.1')\n"
+    )
+    program.chmod(0o755)
+    llama_cpp = NativeLlamaCpp(tmp_path, tmp_path / "it.gguf", 1, "f32")
+    windows = [[0, *window[1:]] for window in tokens]
+    found = llama_cpp.predict(tmp_path / "text", windows, tmp_path)
+    assert found.log_probs[0] == pytest.approx(exact[0, 4, 2].item(), abs=1e-3)
+    assert found.perplexity == 3.5
+    with pytest.raises(RunError, match="other tokens"):
+        llama_cpp.predict(tmp_path / "text", [*windows[:2], windows[0]], tmp_path)
