@@ -38,6 +38,7 @@ from cache_strategies.types import (
     SaltScope,
     count_reusable_tokens,
 )
+from config.units import Duration
 
 Ids = NDArray[np.int64]
 
@@ -46,7 +47,7 @@ class ContiguousOptions(TableOptions):
     """Options of a contiguous cache, as given in the settings: its prefix cache and the time to live of idle blocks."""
 
     prefix_cache: bool = Field(True, description="reuse the block of a closed sequence with the same prefix")
-    ttl: float | None = Field(None, gt=0, description="seconds after which an idle block is evicted before all others")
+    ttl: Duration | None = Field(None, gt=0, description="time after which an idle block is evicted before all others")
 
 
 class ContiguousSeat(TableSeat):

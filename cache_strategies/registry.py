@@ -19,6 +19,7 @@ from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.settings import StrategySettings
 from config.sizes import share_to_bytes
+from config.wording import explain_problem
 from kernels.ops import Ops
 from kernels.store import ALIGN
 
@@ -102,7 +103,7 @@ def _format_option_error(name: str, options: type[Options], problem: Any) -> str
     if problem["type"] == "extra_forbidden":
         known = ", ".join(sorted(options.model_fields)) or "none"
         return f"{location} is not an option of this kind; its options are: {known}"
-    return f"{location}: {problem['msg'].removeprefix('Value error, ')}"
+    return explain_problem(location, problem)
 
 
 # -------------------------------------------------------------------- sizes of the arena, its pages and shares

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator
 
+from config.quantities import parse_proportion
+from config.wording import format_value
 
-def _refuse_bool(budget: object) -> object:
-    """Raise ValueError for true and false, which would count as 1 and 0."""
-    if isinstance(budget, bool):
-        raise ValueError(f"should be a number of tokens or a share of the text, not {str(budget).lower()}")
+
+def _read_token_budget(budget: Any) -> int | float:
+    """Return a number, which may be given as text: a share such as "25%" or "0.25" as float, tokens such as "128".
+
+    Raises ValueError for another value; true and false would otherwise count as 1 and 0.
+    """
+    try:
+        if isinstance(budget, str):
+            return int(budget) if budget.strip().isdecimal() else parse_proportion(budget)
+    except ValueError:
+        pass
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        given = format_value(budget)
+        raise ValueError(f"should be a number of tokens such as 128, or a share of the text such as 25%, not {given}")
     return budget
 
 
@@ -22,4 +34,8 @@ def _check_token_budget(budget: int | float) -> int | float:
     return budget
 
 
-TokenBudget = Annotated[int | float, BeforeValidator(_refuse_bool), AfterValidator(_check_token_budget)]
+TokenBudget = Annotated[
+    int | float,
+    BeforeValidator(_read_token_budget, json_schema_input_type=int | float | str),
+    AfterValidator(_check_token_budget),
+]

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from config.sizes import parse_percentage
+from config.quantities import parse_percentage
+from config.units import Duration, Proportion
+from config.wording import explain_problem
 
 MAX_HOLD = 30 * 24 * 3600  # maximum length of a stage, in seconds
 MAX_STAGES = 100
@@ -53,7 +55,7 @@ class GuardSettings(BaseModel):
         description="greatest 99th percentile of the KL divergence per token, in nats: the mean hides a few tokens "
         "at which the answer takes another way",
     )
-    top1: float | None = Field(
+    top1: Proportion | None = Field(
         0.95,
         ge=0,
         le=1,
@@ -72,7 +74,7 @@ class GuardSettings(BaseModel):
         description="greatest ratio of the 95th percentiles of a request's mean time between tokens; lower than for "
         "the first token, as no cold cache delays later ones",
     )
-    errors: float | None = Field(
+    errors: Proportion | None = Field(
         0.02,
         ge=0,
         le=1,
@@ -112,7 +114,7 @@ class RolloutSettings(BaseModel):
         default_factory=lambda: ["1%", "10%", "50%", "100%"],
         description="shares of the requests that `to` serves, one for each stage, rising",
     )
-    hold: float = Field(600.0, ge=0, le=MAX_HOLD, description="least number of seconds of each stage")
+    hold: Duration = Field(600.0, ge=0, le=MAX_HOLD, description="least length of each stage")
     guard: GuardSettings = Field(default_factory=GuardSettings, description="bounds that the candidate has to keep")
 
     @field_validator("canary")
@@ -184,7 +186,4 @@ def _format_problem(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         keys = GuardSettings.model_fields if problem["loc"][0] == "guard" else RolloutSettings.model_fields
         return f"{where} is not a key of a roll-out; keys are {', '.join(key.rstrip('_') for key in keys)}"
-    if problem["type"] == "missing":
-        return f"{where} is required"
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}" if where else message
+    return explain_problem(where, problem)

@@ -35,6 +35,8 @@ from config.sources import (
     read_file,
     read_renamed_environment,
 )
+from config.units import Duration, Proportion, Size
+from config.wording import explain_problem
 
 Device = Literal["auto", "cpu", "mps", "cuda", "metal-emulated", "metal-checked"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -90,6 +92,7 @@ def _check_characters(value: Any, depth: int = MAX_DEPTH) -> None:
 
 
 MAX_TIMEOUT = 7 * 24 * 3600  # maximum of any timeout, in seconds
+SECRETS = frozenset({"api_keys", "key_limits", "admin_token", "metrics_key", "otlp_traces_endpoint"})  # never shown
 MIN_API_KEY_LENGTH = 8  # minimum number of characters of an API key that cannot easily be guessed
 MAX_DRAFT_TOKENS = 16  # maximum number of draft tokens in a step
 
@@ -151,7 +154,7 @@ class SelectionRule(BaseModel):
     max_prompt_tokens: int | None = Field(None, ge=0)
     min_priority: int | None = None
     max_priority: int | None = None
-    kv_usage_above: float | None = Field(
+    kv_usage_above: Proportion | None = Field(
         None, ge=0, le=1, description="the rule applies above this share of KV memory in use"
     )
 
@@ -299,65 +302,65 @@ class Settings(BaseSettings):
         description="origins of the web pages that may call the server, such as 'https://a.example', separated by "
         "commas; '*': all; default: none",
     )
-    max_body_bytes: int | None = Field(
+    max_body_bytes: Size | None = Field(
         None,
         ge=1024,
         description="maximum number of bytes of a request's body; a longer one is answered 413; default: 1 MiB + "
         "max(max_prompt_characters, 8 x max_choices x max_seq_len), but no more than 32 MiB",
     )
-    max_inflight_body_bytes: int | None = Field(
+    max_inflight_body_bytes: Size | None = Field(
         None,
         ge=1024,
         description="maximum number of bytes of all request bodies that an API process receives, parses and tokenizes "
         "at a time; further requests are answered 429; default: 4 times max_body_bytes, but no less than 64 MiB",
     )
-    max_header_bytes: int = Field(
+    max_header_bytes: Size = Field(
         64 * 2**10,
         ge=1024,
         description="maximum number of bytes of a request's line and headers; longer ones are answered 431",
     )
-    header_timeout: float = Field(
+    header_timeout: Duration = Field(
         30.0,
         gt=0,
         le=MAX_TIMEOUT,
         description="maximum number of seconds until a request's line and headers have arrived; then it is "
         "answered 408",
     )
-    body_timeout: float = Field(
+    body_timeout: Duration = Field(
         30.0,
         gt=0,
         le=MAX_TIMEOUT,
         description="maximum number of seconds in which nothing of a request's body arrives; then it is answered 408",
     )
-    queue_timeout: float | None = Field(
+    queue_timeout: Duration | None = Field(
         None,
         gt=0,
         le=MAX_TIMEOUT,
         description="maximum number of seconds that a request waits for a seat in its cache; then it is answered 503; "
         "default: no limit while its client is connected",
     )
-    request_timeout: float | None = Field(
+    request_timeout: Duration | None = Field(
         None,
         gt=0,
         le=MAX_TIMEOUT,
         description="maximum number of seconds from a request's arrival to the end of its answer; then it fails with "
         "status 504; default: no limit",
     )
-    drain_seconds: float = Field(
+    drain_seconds: Duration = Field(
         15.0,
         ge=0,
         le=MAX_TIMEOUT,
         description="number of seconds in which running requests may finish after the server has received SIGTERM",
     )
 
-    strategy_timeout: float = Field(
+    strategy_timeout: Duration = Field(
         5.0,
         ge=0.1,
         le=MAX_TIMEOUT,
         description="number of seconds after which a call of a strategy that has not returned, or a sequence that it "
         "does not let go on, counts as a fault of the strategy",
     )
-    watchdog_timeout: float = Field(
+    watchdog_timeout: Duration = Field(
         120.0,
         ge=1,
         le=MAX_TIMEOUT,
@@ -370,7 +373,7 @@ class Settings(BaseSettings):
         description="memory for the keys and values of all instances, such as '2GiB'; auto: the share kv_memory_share "
         "of the free memory",
     )
-    kv_memory_share: float = Field(
+    kv_memory_share: Proportion = Field(
         0.3, gt=0, lt=1, description="with kv_memory=auto: share of the memory that is free once the weights are loaded"
     )
     kv_overcommit: float = Field(
@@ -397,7 +400,7 @@ class Settings(BaseSettings):
     max_prompt_characters: int = Field(
         2**21, ge=1, description="maximum number of characters of a prompt, before it is tokenized"
     )
-    text_timeout: float = Field(
+    text_timeout: Duration = Field(
         10.0,
         gt=0,
         le=MAX_TIMEOUT,
@@ -409,14 +412,14 @@ class Settings(BaseSettings):
         description="maximum of the memory that the chat template and the tokenizer may take for a prompt, in addition "
         "to the loaded tokenizer; if it needs more, the request is answered 400",
     )
-    max_grammar_bytes: int = Field(
+    max_grammar_bytes: Size = Field(
         2**18,
         ge=1,
         le=2**24,
         description="maximum number of bytes of a JSON schema, regular expression, list of choices or grammar that "
         "constrains a text",
     )
-    grammar_timeout: float = Field(
+    grammar_timeout: Duration = Field(
         5.0,
         gt=0,
         le=MAX_TIMEOUT,
@@ -432,13 +435,13 @@ class Settings(BaseSettings):
         1024, ge=0, description="maximum number of waiting requests; further ones are answered 429"
     )
 
-    priority_aging: float = Field(
+    priority_aging: Duration = Field(
         10.0,
         ge=0,
         le=MAX_TIMEOUT,
         description="number of seconds of waiting in the queue that count as much as one level of `priority`",
     )
-    max_priority_wait: float = Field(
+    max_priority_wait: Duration = Field(
         600.0,
         ge=0,
         le=MAX_TIMEOUT,
@@ -668,14 +671,6 @@ def load_settings(file: Path | None, values: Mapping[str, Any], *, are_flags: bo
         raise SettingsError("; ".join(_format_validation_error(e, sources) for e in error.errors())) from None
 
 
-_PLAIN_MESSAGES = {  # messages by pydantic's error type, in place of pydantic's own, which speak of Python types
-    "missing": "is required",
-    "dict_type": "must be a table",
-    "model_type": "must be a table",
-    "list_type": "must be a list of tables",
-}
-
-
 def _mask_api_key(path: tuple[str | int, ...], sources: Sources) -> tuple[str | int, ...]:
     """Return a setting's path with the API key in it replaced by its position in key_limits: errors are logged."""
     if path[:1] != ("key_limits",) or len(path) == 1:
@@ -691,8 +686,5 @@ def _format_validation_error(error: Any, sources: Sources) -> str:
         rollouts = GuardSettings if "guard" in path[2:-1] else RolloutSettings
         table = {"rules": SelectionRule, "rollouts": rollouts}.get(str(path[0]), Settings)
         return f"{where}{sources.format_origin(path)} is not a setting{did_you_mean(str(path[-1]), table.model_fields)}"
-    if error["type"] in _PLAIN_MESSAGES:
-        given = path[:-1] if error["type"] == "missing" else path
-        return f"{where}{sources.format_origin(given)} {_PLAIN_MESSAGES[error['type']]}"
-    message = error["msg"].removeprefix("Value error, ")
-    return f"{where}{sources.format_origin(path)}: {message}" if where else message
+    origin = sources.format_origin(path[:-1] if error["type"] == "missing" else path)
+    return explain_problem(f"{where}{origin}", error, shows_value=not path or path[0] not in SECRETS)

@@ -1,15 +1,16 @@
-"""Parses amounts of memory such as "512MiB" and shares such as "10%". Does not know what they are used for."""
+"""Parses amounts of memory such as "512MiB" and shares of it such as "10%". Does not know what they are used for."""
 
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 from typing import Annotated
 
 from pydantic import AfterValidator, ByteSize, TypeAdapter, ValidationError
 
+from config.quantities import parse_percentage
+
 _BYTES = TypeAdapter(ByteSize)
-_AMOUNT = re.compile(r"\s*\d*\.?\d+\s*\w*\s*")  # checked first: pydantic would read "1,5GiB" as 1 byte
+_AMOUNT = re.compile(r"\s*(\d+|\d*\.?\d+\s*[^\W\d_]+)\s*")  # checked first: pydantic would read "1,5GiB" as 1 byte
 
 
 def parse_bytes(text: str | int) -> int:
@@ -44,18 +45,8 @@ def exceeds(share: str, other: str) -> bool:
     return parse_bytes(share) > parse_bytes(other)
 
 
-_PERCENTAGE = re.compile(r"\s*\d{1,3}(\.\d{1,9})?\s*%")
-
-
 def _is_percentage(share: str) -> bool:
     return share.endswith("%")
-
-
-def parse_percentage(share: str) -> Fraction:
-    """Return the number before the "%" of a text such as "12.5%". Raises ValueError if it is another text."""
-    if not _PERCENTAGE.fullmatch(share):  # checked first: Fraction would compute for hours with "1e-999999999"
-        raise ValueError(f"{share!r} is not a percentage such as '10%'")
-    return Fraction(share[:-1].strip())
 
 
 def _check_share(share: str) -> str:

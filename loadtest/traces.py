@@ -16,6 +16,8 @@ from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
+from config.quantities import parse_share
+
 VOCAB_SIZE = 32_000
 
 
@@ -131,9 +133,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--one-shot",
-        type=float,
+        type=parse_share,
         default=CHAT.one_shot,
-        help="share of conversations with one turn only, 0 to 1 (default: %(default)s)",
+        help="share of conversations with one turn only, such as 25%% or 0.25 (default: %(default)s)",
     )
     options = parser.parse_args(arguments)
     for request in generate_trace(options.seed, options.conversations, CHAT._replace(one_shot=options.one_shot)):

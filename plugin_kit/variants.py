@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ValidationError
 
 from config.errors import SettingsError
+from config.wording import explain_problem
 
 SMALL, TINY = 20, 5  # the largest number of the scaled options
 UNSCALED = 8  # numbers up to this are left as they are
@@ -55,9 +56,10 @@ def check_options(cls: type[Any], options: Mapping[str, Any]) -> None:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"]) or "options"
         known = ", ".join(sorted(cls.options_type.model_fields)) or "none"
+        message = explain_problem(where, problem)
         raise SettingsError(
-            f"{cls.__name__} cannot have the options {json.dumps(options, default=str)}: {where}: {problem['msg']}; "
-            f"its options are: {known}"
+            f"{cls.__name__} cannot have the options {json.dumps(options, default=str)}: {message}; its options are: "
+            f"{known}"
         ) from None
 
 

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from config.settings import load_settings
 from config.sources import did_you_mean
+from config.wording import explain_problem
 from server.api.http.json_body import Body
 from server.api.openai.request_models import SamplingRequest
 from server.api.openai.structured.models import StructuredRequest
@@ -231,6 +232,6 @@ def _check(kind: type[B], values: dict[str, Any]) -> B:
 
 
 def _format_validation_error(problem: Any) -> str:
-    """Return a validation error as text: "temperature: Input should be less than or equal to 2"."""
+    """Return a validation error as text: "temperature: should be 2 or less, not 3"."""
     where = ".".join(str(part) for part in problem["loc"])
-    return f"{where}: {problem['msg'].removeprefix('Value error, ')}"
+    return explain_problem(where, problem)

@@ -24,7 +24,11 @@ MAY_IMPORT = {  # beside itself
     "plugin_kit": {"config", "kernels", "cache_strategies", "server"},  # its command is found by name
     "tools": {"config", "kernels", "cache_strategies", "server", "loadtest"},  # not installed, and imported by none
 }
-AND_FLAGS = {"server.cli.main": {"loadtest.bench", "loadtest.bench.flags"}}  # of `kvmux bench`; nothing else of it
+ALSO = {
+    "server.cli.main": {"loadtest.bench", "loadtest.bench.flags"},  # of `kvmux bench`; nothing else of it
+    "loadtest.bench.flags": {"config.quantities", "config.quantities.parse_positive_duration"},
+    "loadtest.traces": {"config.quantities", "config.quantities.parse_share"},
+}
 
 API_PROCESS = (
     "server.cli.main",
@@ -90,7 +94,7 @@ def test_imports_point_downwards(package: str) -> None:
     for name, file in modules().items():
         if top(name) == package:
             imported = {m for m in imports(file, typing_only=True) if top(m) in PACKAGES}
-            wrong = {m for m in imported if top(m) not in allowed} - AND_FLAGS.get(name, set())
+            wrong = {m for m in imported if top(m) not in allowed} - ALSO.get(name, set())
             assert not wrong, f"{name} imports {wrong}"
 
 
@@ -99,7 +103,7 @@ def test_load_is_made_without_anything_heavy() -> None:
     for name in modules():
         if top(name) == "loadtest":
             assert not {m for m in reached(name) if top(m) in HEAVY}, name
-    light = {"loadtest", *sys.stdlib_module_names}
+    light = {"loadtest", "config", *sys.stdlib_module_names}
     assert {top(m) for m in reached("loadtest.bench.flags")} <= light
 
 

@@ -17,6 +17,7 @@ from cache_strategies.scorers.base import Scorer
 from cache_strategies.token_budget import TokenBudget
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
+from config.wording import explain_problem
 from kernels.types import LayerSpec
 
 PYRAMID_SPREAD = 20  # `beta` of PyramidKV (arXiv:2406.02069): the last layer keeps about 1/20 of the mean
@@ -64,11 +65,10 @@ def make_scorer(name: str | None, options: CompressedOptions, layers: Sequence[L
         parsed = cls.options_type.model_validate(given)
     except ValidationError as error:
         problem = error.errors()[0]
-        option = ".".join(str(part) for part in problem["loc"])
+        option = ".".join((f"{where}scorer_options", *(str(part) for part in problem["loc"])))
         known = ", ".join(sorted(cls.options_type.model_fields)) or "none"
-        raise SettingsError(
-            f"{where}scorer_options.{option}: {problem['msg']}; the options of scorer {options.scorer!r} are: {known}"
-        ) from None
+        message = explain_problem(option, problem)
+        raise SettingsError(f"{message}; the options of scorer {options.scorer!r} are: {known}") from None
     scorer = cls(parsed)
     if scorer.num_queries is not None and scorer.num_queries > options.every:
         raise SettingsError(

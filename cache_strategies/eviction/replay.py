@@ -24,6 +24,7 @@ from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
+from config.quantities import parse_share
 from kernels.reference.backend import ReferenceOps
 from kernels.types import LayerSpec
 
@@ -131,10 +132,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--blocks-share",
-        type=float,
+        type=parse_share,
         nargs="+",
         default=DEFAULT_BLOCKS_SHARES,
-        help="sizes of the cache, as shares of the number of distinct blocks in the trace",
+        help="sizes of the cache, as shares of the number of distinct blocks in the trace, such as 10%% or 0.1",
     )
     parser.add_argument("--block-size", type=int, default=32, help="number of tokens per block (default: 32)")
     parser.add_argument("--json", action="store_true", help="print JSON lines, one per row, instead of a table")

@@ -49,6 +49,7 @@ from cache_strategies.types import (
     SeatShape,
 )
 from config.errors import SettingsError
+from config.units import Duration
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class PagedOptions(TableOptions):
     block_size: int = Field(32, ge=1, le=1024, description="number of tokens per block")
     prefix_cache: bool = Field(True, description="share blocks between sequences with a common prefix")
     eviction: str = Field("lru", description="eviction policy of idle blocks: lru, s3fifo, or one from a plug-in")
-    ttl: float | None = Field(None, gt=0, description="seconds after which an idle block is evicted before all others")
+    ttl: Duration | None = Field(None, gt=0, description="time after which an idle block is evicted before all others")
 
     @field_validator("eviction")
     @classmethod

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cache_strategies.scorers.base import Past, Scorer, ScorerOptions, check_kernel_size, softmax
+from config.units import Proportion
 
 FIRST_KEYS = 32  # with which all keys are compared at first, then with twice as many
 KEYS_AT_ONCE = 256  # the most: bounds the memory of similarities; few enough that they stay in a CPU's cache
@@ -30,7 +31,7 @@ class RKVOptions(ScorerOptions):
 
     window: int = Field(8, ge=1, le=65536, description="latest tokens whose queries score the keys before them")
     kernel_size: int = Field(7, ge=1, le=4095, description="keys over which the largest weight counts; an odd number")
-    mix_lambda: float = Field(0.1, ge=0, le=1, description="weight of importance; that of redundancy is one minus it")
+    mix_lambda: Proportion = Field(0.1, ge=0, le=1, description="weight of importance; redundancy has the rest")
     threshold: float = Field(0.5, ge=-1, le=1, description="cosine similarity above which a key repeats another")
 
     _check_kernel_size = field_validator("kernel_size")(check_kernel_size)

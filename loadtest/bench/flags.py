@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from config.quantities import parse_positive_duration
+
 DESCRIPTION = """\
 Benchmarks a running server over HTTP, under each of its cache strategies in turn. Reports for every workload the time
 to the first token (TTFT), between tokens (ITL) and to the end, tokens a second, and how much of the prompts was found
@@ -176,7 +178,7 @@ def _add_arrivals(group: argparse._ArgumentGroup) -> None:
         "--burst",
         type=_positive_int,
         metavar="N",
-        help="number of requests in a burst; bursts are sent every --every seconds",
+        help="number of requests in a burst; --every is the time from one to the next",
     )
     arrivals(
         "--trace",
@@ -186,9 +188,9 @@ def _add_arrivals(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--every",
-        type=_positive_float,
-        metavar="SECONDS",
-        help=f"seconds between the bursts of --burst (default: {BenchOptions.every:g})",
+        type=parse_positive_duration,
+        metavar="DURATION",
+        help=f"time between the bursts of --burst, in seconds or as 500ms or 1m (default: {BenchOptions.every:g})",
     )
     group.add_argument(
         "--speed-up",

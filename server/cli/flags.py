@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from config.settings import Settings
 from config.sources import RENAMED, env_name, flag_name
+from config.units import find_unit
 
 GROUPS = {
     "model": (
@@ -121,23 +122,30 @@ def group_settings() -> dict[str, list[str]]:
 def _add_flag(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
     """Add the flag of one setting. Its value stays text, as load_settings() checks the values of all sources alike."""
     help_text = (field.description or "").replace("%", "%%")
-    if field.default is not None:
-        help_text += f" (default: {field.default})"
+    unit = find_unit(field)
+    notes = [f"a {unit.name} such as {unit.examples}".replace("%", "%%")] if unit else []
+    notes += [f"default: {field.default}"] if field.default is not None else []
+    help_text += f" ({'; '.join(notes)})" if notes else ""
     help_text += f" [{env_name(name)}]"
     if field.annotation is bool:
         group.add_argument(flag_name(name), action=argparse.BooleanOptionalAction, help=help_text)
     else:
-        group.add_argument(flag_name(name), dest=name, metavar=_metavar(name, field.annotation), help=help_text)
+        group.add_argument(flag_name(name), dest=name, metavar=_metavar(name, field), help=help_text)
 
 
 def is_scalar(annotation: Any) -> bool:
     """Return whether a setting of this type can be a flag: its values can be written as one argument."""
+    if get_origin(annotation) is Annotated:
+        return is_scalar(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
         return all(is_scalar(part) for part in get_args(annotation))
     return get_origin(annotation) is Literal or annotation in (str, int, float, bool, list[str], type(None))
 
 
-def _metavar(name: str, annotation: Any) -> str:
+def _metavar(name: str, field: FieldInfo) -> str:
+    annotation = field.annotation
+    if unit := find_unit(field):
+        return unit.name.upper()
     if get_origin(annotation) is Literal:
         return "{" + ",".join(str(choice) for choice in get_args(annotation)) + "}"
     parts = {annotation, *get_args(annotation)}

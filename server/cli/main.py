@@ -276,7 +276,7 @@ def _add_health(commands: Commands) -> None:
         commands,
         "health",
         health,
-        "[--url URL] [--timeout SECONDS]",
+        "[--url URL] [--timeout DURATION]",
         help="check whether the servers on this machine are ready",
         description="Requests /ready of the servers that you run on this machine, wherever they listen.\n"
         "The exit code is 0 if there is at least one and all are ready, else 1.",
@@ -285,8 +285,8 @@ def _add_health(commands: Commands) -> None:
     parser.add_argument(
         "--timeout",
         type=parse_seconds,
-        metavar="SECONDS",
-        help=f"seconds to wait for a response (default: {TIMEOUT:g})",
+        metavar="DURATION",
+        help=f"time to wait for a response, in seconds or as 500ms or 10s (default: {TIMEOUT:g})",
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
+from config.quantities import parse_positive_duration
 from config.settings import MAX_TIMEOUT
 from config.sources import did_you_mean
 from server.processes.child_process import USER_ERROR
@@ -30,12 +31,9 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 def parse_seconds(text: str) -> float:
     """Return a timeout in seconds. Raises ArgumentTypeError unless it is above 0 and at most MAX_TIMEOUT."""
-    try:
-        if 0 < (seconds := float(text)) <= MAX_TIMEOUT:
-            return seconds
-    except ValueError:
-        pass
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and up to {MAX_TIMEOUT:,.0f}")
+    if (seconds := parse_positive_duration(text)) > MAX_TIMEOUT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration of {MAX_TIMEOUT:,} seconds or less")
+    return seconds
 
 
 def add_command(

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from config.settings import Settings
 from config.sources import env_name, flag_name
+from config.units import find_unit
 from server.cli.flags import group_settings, is_scalar
 
 HEADER = ("setting", "flag", "environment variable", "default", "meaning")
@@ -69,11 +70,13 @@ def describe(field: FieldInfo) -> Description:
 
 
 def _describe_values(field: FieldInfo) -> str:
-    """Return the values that a setting accepts, as in "from 1 to 64"; empty if there are no choices and no bounds."""
+    """Return the values that a setting accepts, as in "a duration, above 0 to 60"; empty if any are."""
     if get_origin(field.annotation) is Literal:
         return "one of " + ", ".join(f"`{choice}`" for choice in get_args(field.annotation))
     bounds = {name: getattr(part, name) for part in field.metadata for name in BOUNDS if hasattr(part, name)}
-    return " ".join(f"{BOUNDS[name]} {_format_number(bounds[name])}" for name in BOUNDS if name in bounds)
+    words = " ".join(f"{BOUNDS[name]} {_format_number(bounds[name])}" for name in BOUNDS if name in bounds)
+    unit = find_unit(field)
+    return ", ".join(part for part in (f"a {unit.name}" if unit else "", words) if part)
 
 
 def _format_number(value: float) -> str:

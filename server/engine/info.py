@@ -23,6 +23,7 @@ import torch
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
 from cache_strategies.registry import Instance
+from config.settings import SECRETS
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.device import device_memory
@@ -30,18 +31,8 @@ from server.engine.isolation.errors import StrategyError
 from server.records import EngineInfo, EngineState, KVTokens, Role
 from server.version import get_version
 
-PRIVATE_SETTINGS = frozenset(
-    {
-        "api_keys",
-        "key_limits",
-        "admin_token",
-        "metrics_key",
-        "otlp_traces_endpoint",
-        "revision",
-        "weights_cache",
-        "rollouts_file",
-    }
-)  # settings that are not shown; `model`, which may be a path, is shown as the model's name
+# Settings that are not shown; `model`, which may be a path, is shown as the model's name.
+PRIVATE_SETTINGS = SECRETS | {"revision", "weights_cache", "rollouts_file"}
 
 
 def make_engine_info(engine: Engine, restarts: int = 0) -> EngineInfo:

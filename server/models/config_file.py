@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
+from config.wording import explain_problem
 from server.models.errors import ModelError, first_line
 
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -127,7 +128,8 @@ def _format_validation_error(error: ValidationError) -> str:
     if missing:
         return f"lacks {', '.join(missing)}; is it the file of this model?"
     first = faults[0]
-    return f"{'.'.join(map(str, first['loc']))} is {shorten_repr(first['input'])}: {first['msg'].lower()}"
+    where = f"{'.'.join(map(str, first['loc']))} is {shorten_repr(first['input'])}"
+    return explain_problem(where, first, shows_value=False)
 
 
 def shorten_repr(value: Any) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from config.quantities import parse_positive_duration
+
 DESCRIPTION = """\
 Shows where the time of a step goes, and how near it comes to the limits of this machine: each operation of the kernels,
 the model's other work, sampling, scheduling, laying out the batch; then what the socket adds, with the engine in a
@@ -89,9 +91,9 @@ def _add_flags_of_recordings(add: Callable[..., object]) -> None:
     )
     add(
         "--seconds",
-        type=_parse_seconds,
-        metavar="S",
-        help="seconds after which a recording ends, even if it has fewer steps (default: 10)",
+        type=parse_positive_duration,
+        metavar="DURATION",
+        help="time after which a recording ends, even if it has fewer steps, in seconds or as 10s (default: 10)",
     )
     add(
         "--trace",
@@ -99,16 +101,6 @@ def _add_flags_of_recordings(add: Callable[..., object]) -> None:
         metavar="FILE",
         help=f"write the Chrome trace of a recording to this file (default: {ProfileOptions.trace})",
     )
-
-
-def _parse_seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return seconds
 
 
 def _parse_positive(text: str) -> int:

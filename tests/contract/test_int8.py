@@ -68,6 +68,6 @@ def test_heads_whose_scales_would_not_be_aligned_are_refused(kind: str) -> None:
 
 
 def test_another_word_is_told() -> None:
-    with pytest.raises(SettingsError, match=r"strategies\.it\.kv_dtype: Input should be 'model' or 'int8'"):
+    with pytest.raises(SettingsError, match=r"strategies\.it\.kv_dtype: should be 'model' or 'int8'"):
         resolve_instances({"it": StrategySettings(kind="paged", kv_dtype="int4")})
     assert load_kind("paged").options_type().kv_dtype == "model"  # type: ignore[attr-defined]

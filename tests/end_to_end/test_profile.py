@@ -99,7 +99,7 @@ def test_the_command_writes_the_trace_and_prints_the_table(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--steps", "201"], "steps: should be less than or equal to 200"),
+        (["--steps", "201"], "steps: should be 200 or less"),
         (["--context", "20", "--model", "x"], "--context, --model: a running server has its own"),
         (["--trace", "nowhere/at/all.json"], "there is no folder nowhere/at"),
         (["--admin-token", "another secret"], "send the admin token"),

@@ -207,8 +207,8 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
         r"strategies.mine.blocksize is not an option.*are: block_size, eviction, kv_dtype, prefix_cache, ttl",
     ),
     ({"kind": "contiguous", "window": 4}, r"strategies.mine.window is not an option.*its options are: kv_dtype"),
-    ({"kind": "paged", "block_size": 0}, r"strategies.mine.block_size: .*greater than or equal to 1"),
-    ({"kind": "sliding_window", "window": "wide"}, r"strategies.mine.window: .*integer"),
+    ({"kind": "paged", "block_size": 0}, r"strategies.mine.block_size: .*should be 1 or more"),
+    ({"kind": "sliding_window", "window": "wide"}, r"strategies.mine.window: .*whole number"),
     ({"kind": "page"}, r"there is no cache strategy kind 'page'; kinds are compressed, .*paged"),
 ]
 

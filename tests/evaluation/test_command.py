@@ -122,7 +122,7 @@ def test_the_exact_strategy_is_there_unasked(
         (["--plot", "no/such/folder/a.png"], "--plot: cannot write no/such/folder/a.png: No such file or directory"),
         (["--json", "/tmp/kvmux.png", "--plot", "/tmp/kvmux.png"], "--json and --plot are both"),
         (["--seed", "\udcff"], "'\\udcff' is not printable text"),
-        (["--strategy", "sliding_window:window=99999999999999999999"], "window: Input should be less than"),
+        (["--strategy", "sliding_window:window=99999999999999999999"], "window: should be 2,147,483,647 or less"),
         (["--plot", "report.gif"], "--plot report.gif: the name should end in .png, .svg, .pdf"),
         (["--model", "no/such/model"], "no model at 'no/such/model'"),
         (["--strateggy", "paged"], "--strateggy is not an option; did you mean --strategy?"),

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from server.api.http.json_body import PathError, format_value
+from config.wording import explain_problem, format_value
+from server.api.http.json_body import PathError
 from server.engine.ipc.client import EngineLost, EngineRefused
 from server.engine.ipc.messages import Failed
 from server.text.errors import TextError, TextRefused, TextUnavailable
@@ -217,30 +218,22 @@ def _make_validation_error(
 
 def _format_problem(problem: Mapping[str, Any], suggestions: Mapping[str, str]) -> str:
     field = _format_field(problem)
-    message = str(problem["msg"]).removeprefix("Value error, ").replace("Input should be", "should be")
     if field is None and problem["type"] == "value_error":
-        return f"the body {message}"
+        return f"the body {problem['ctx']['error']}"
     if field is None:
         return "send a JSON object, with the header Content-Type: application/json"
-    match problem["type"]:
-        case "missing":
-            return f"{field} is required"
-        case "extra_forbidden":
-            path = ".".join(part for part in problem["loc"][1:] if isinstance(part, str))
-            return f"{field} is not a parameter of this endpoint{suggestions.get(path) or '; remove it'}"
-    return f"{field}: {message}{_format_sent_value(problem)}"
+    if problem["type"] == "extra_forbidden":
+        path = ".".join(part for part in problem["loc"][1:] if isinstance(part, str))
+        return f"{field} is not a parameter of this endpoint{suggestions.get(path) or '; remove it'}"
+    return explain_problem(field, problem, value=_format_sent_value(problem), table="an object")
 
 
 def _format_sent_value(problem: Mapping[str, Any]) -> str:
-    """Return ", not VALUE" with the value that was sent; empty if the message says enough without it."""
-    kind, sent = problem["type"], problem["input"]
-    if kind in ("string_too_long", "string_too_short"):
-        return f", not {len(sent)}"
-    if kind in ("value_error", "too_long", "too_short"):
-        return ""
-    if kind.endswith("_type") and sent in (0, ""):  # 0 or "" may stand for a value that was not decoded
-        return f", not {TYPE_NAMES[type(sent)]}"
-    return f", not {format_value(sent)}"
+    """Return the value that was sent, or only its type if 0 or "" may stand for a value that was not decoded."""
+    sent = problem["input"]
+    if problem["type"].endswith("_type") and sent in (0, ""):
+        return TYPE_NAMES[type(sent)]
+    return format_value(sent)
 
 
 def _format_field(problem: Mapping[str, Any]) -> str | None:

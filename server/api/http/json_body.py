@@ -9,7 +9,6 @@ must be JSON, too, but their numbers may be out of range. Knows neither HTTP nor
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -27,7 +26,6 @@ from config.sources import did_you_mean
 MAX_VALUES = 2**16  # most values in a body, on all levels together; decoding and checking them takes about 100 ms
 MAX_MEMBERS = 100  # most members of an object, repeated names included; each may cause an error message
 SLICE = 2**16  # bytes of JSON that are scanned at a time
-MAX_VALUE_LENGTH = 60  # most characters of a value in an error
 MAX_REPORTED_NAMES = 32  # most fields without effect that a response names
 MAX_REPORTED_NAME_LENGTH = 64  # most characters of a field's name that is reported
 MAX_SUGGESTIONS = 8  # most hints for unknown fields; an error shows fewer
@@ -280,33 +278,3 @@ def get_read_modes(body: type[Body] | None) -> dict[str, ReadAs]:
 
 def _get_read_mode(field: FieldInfo) -> ReadAs:
     return next((mark for mark in field.metadata if isinstance(mark, ReadAs)), ReadAs.VALUE)
-
-
-# ---------------------------------------------------------------- values in errors
-def format_value(value: Any) -> str:
-    """Return a value as JSON for an error message; an empty, nested or large value is only described by its type."""
-    match value:
-        case None:
-            return "null"
-        case "":
-            return "an empty text"
-        case str():
-            return json.dumps(value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}...")
-        case int() if value.bit_length() > 128:
-            return "a number that long"
-        case bool() | int() | float():
-            return json.dumps(value)
-        case dict() if _is_short(value.values()):
-            return json.dumps(value)[:MAX_VALUE_LENGTH]
-        case {"type": str(kind)} if kind:
-            return f'{{"type": {format_value(kind)}, ...}}'
-        case dict():
-            return "an object"
-        case list() if _is_short(value):
-            return json.dumps(value)
-    return "a list"
-
-
-def _is_short(values: Collection[Any]) -> bool:
-    short = (isinstance(value, str) and len(value) < MAX_VALUE_LENGTH for value in values)
-    return 0 < len(values) <= 2 and all(short)

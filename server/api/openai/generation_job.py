@@ -15,9 +15,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from config.wording import format_value
 from server.api.http.api_keys import LimitsByKey, get_tenant
 from server.api.http.errors import ApiError
-from server.api.http.json_body import format_value
 from server.api.openai.request_models import INT64, CacheRequest, GenerationRequest, SamplingRequest
 from server.api.openai.tools.message_format import MessageFormat, MessageParsing
 from server.engine.ipc.client import EngineClient

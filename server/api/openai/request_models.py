@@ -21,7 +21,9 @@ from pydantic import (
 )
 
 from config.settings import MAX_DRAFT_TOKENS
-from server.api.http.json_body import Body, DecodedIds, ReadAs, format_value, limit_members
+from config.units import Duration
+from config.wording import format_value
+from server.api.http.json_body import Body, DecodedIds, ReadAs, limit_members
 from server.api.openai.structured.models import StructuredRequest
 from server.engine.ipc.messages import SamplingParams
 
@@ -199,8 +201,11 @@ class CacheRequest(Body):
     kv_cache_priority: int = Field(
         0, ge=0, le=100, description="priority of the blocks that the request leaves cached: higher ones stay longer"
     )
-    kv_cache_ttl: float | None = Field(
-        None, gt=0, description="seconds after which the blocks that the request leaves cached are evicted first"
+    kv_cache_ttl: Duration | None = Field(
+        None,
+        gt=0,
+        description="time after which the blocks that the request leaves cached are evicted first: seconds, or a text "
+        "such as '10m'",
     )
     kv_cache_reference: str | None = Field(
         None,

@@ -11,9 +11,10 @@ import gzip
 from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from config.sizes import Share
+from config.units import Duration
 from server.api.http.api_keys import hash_api_key
 from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.json_body import Body, ReadAs
@@ -31,11 +32,18 @@ MAX_PROFILED_SECONDS = 60.0
 PROFILE_EXTRA_TIMEOUT = 120.0  # seconds to wait beyond the recording, for loading torch's profiler and writing a trace
 
 
+def _check_api_key(key: str) -> str:
+    """Return the key. Raises ValueError, which does not quote it, if no client can send it in a header."""
+    if key[:1].isspace() or "\n" in key:
+        raise ValueError("should neither begin with a space nor have several lines")
+    return key
+
+
 class TenantBody(Body):
     """The tenant and the cache_salt whose cached blocks a command affects."""
 
-    api_key: str | None = Field(
-        None, pattern=r"^(\S.*)?$", description="the tenant's API key; empty: the clients without a key"
+    api_key: Annotated[str, AfterValidator(_check_api_key)] | None = Field(
+        None, description="the tenant's API key; empty: the clients without a key"
     )
     cache_salt: str | None = Field(None, min_length=1, max_length=256)
 
@@ -57,7 +65,7 @@ class PinRequest(TenantBody):
 
     prompt: Annotated[Prompt | None, ReadAs.TOKEN_IDS] = None
     prefix: str | None = Field(None, max_length=256, description="id of a cached prefix, instead of a prompt")
-    ttl: float = Field(gt=0, le=MAX_PIN_SECONDS, description="seconds")
+    ttl: Duration = Field(gt=0, le=MAX_PIN_SECONDS, description="seconds, or a text such as '10m'")
 
     def check_fields(self) -> None:
         """Raise ApiError unless there is either a prompt or a prefix; a prefix excludes `api_key` and `cache_salt`."""
@@ -128,7 +136,7 @@ class ProfileRequest(Body):
     steps: int = Field(
         MAX_PROFILED_STEPS, ge=1, le=MAX_PROFILED_STEPS, description="greatest number of engine steps to record"
     )
-    seconds: float = Field(
+    seconds: Duration = Field(
         10.0,
         gt=0,
         le=MAX_PROFILED_SECONDS,

@@ -10,8 +10,11 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Header, Path, Response
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from config.rollouts import Percentage
+from config.units import Duration
+from config.wording import format_value
 from server.api.http.api_keys import get_bearer_token, hash_api_key
 from server.api.http.errors import ApiError, make_error_responses
 from server.api.http.json_body import Body
@@ -28,21 +31,30 @@ RolloutName = Annotated[str, Path(description="name of the roll-out")]
 AdminToken = Annotated[str | None, Header(alias="authorization", include_in_schema=False)]
 
 
+def _check_bound(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError(f'should be a number, or "off", not {format_value(value)}')
+    return value
+
+
+Bound = Annotated[float | str, BeforeValidator(_check_bound)]  # the engine checks what it is
+
+
 class GuardRequest(Body):
     """Bounds that the candidate has to keep, as in the table [rollouts.NAME.guard]; "off" checks nothing."""
 
     path_prefix = "guard."
 
-    kl_mean: float | str | None = Field(None, description="greatest mean KL divergence per token, in nats")
-    kl_p99: float | str | None = Field(None, description="greatest 99th percentile of the KL divergence, in nats")
-    top1: float | str | None = Field(None, description="least share of tokens with the same likeliest token, 0 to 1")
-    ttft_p95_ratio: float | str | None = Field(
+    kl_mean: Bound | None = Field(None, description="greatest mean KL divergence per token, in nats")
+    kl_p99: Bound | None = Field(None, description="greatest 99th percentile of the KL divergence, in nats")
+    top1: Bound | None = Field(None, description="least share of tokens with the same likeliest token, 0 to 1")
+    ttft_p95_ratio: Bound | None = Field(
         None, description="greatest ratio of the 95th percentiles of the time to the first token, candidate to baseline"
     )
-    itl_p95_ratio: float | str | None = Field(
+    itl_p95_ratio: Bound | None = Field(
         None, description="greatest ratio of the 95th percentiles of the time between tokens, candidate to baseline"
     )
-    errors: float | str | None = Field(None, description="greatest share of requests that fail, 0 to 1")
+    errors: Bound | None = Field(None, description="greatest share of requests that fail, 0 to 1")
     min_requests: int | None = Field(None, description="least number of requests in a stage before the next begins")
 
 
@@ -52,13 +64,15 @@ class RolloutRequest(Body):
     name: str = Field(pattern=NAME_PATTERN, description="name of the roll-out: letters, digits, '-' and '_'")
     from_: str = Field(alias="from", description="instance that serves the requests now (the baseline)")
     to: str = Field(description="instance that is to serve them (the candidate)")
-    shadow: str | None = Field(
+    shadow: Percentage | None = Field(
         None, description="share of the requests served by `from` that also run under `to`, such as '5%'"
     )
-    canary: list[str] | None = Field(
+    canary: list[Percentage] | None = Field(
         None, min_length=1, max_length=100, description="shares of the requests that `to` serves, one for each stage"
     )
-    hold: float | None = Field(None, ge=0, description="least number of seconds of each stage")
+    hold: Duration | None = Field(
+        None, ge=0, description="least length of each stage: seconds, or a text such as '10m'"
+    )
     guard: GuardRequest | None = None
 
     def to_command(self, by: str) -> StartRollout:

@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
+from config.wording import explain_problem
 from kernels.quantization import QuantizedTensor, check_format, dequantize
 from server.models.config_file import Count, read_json
 from server.models.errors import ModelError
@@ -87,9 +88,10 @@ class MLXWeights:
         except ValidationError as error:
             fault = error.errors(include_url=False)[0]
             location = ".".join(map(str, ("quantization", *fault["loc"])))
+            message = explain_problem(f"{location} of {module}", fault)
             raise ModelError(
-                f"{self._config}: {location} of {module}: {fault['msg'].lower()}; of MLX's modes of quantization only "
-                "affine can be read: convert the model with `mlx_lm.convert -q --q-mode affine`"
+                f"{self._config}: {message}; of MLX's modes of quantization only affine can be read: convert the model "
+                "with `mlx_lm.convert -q --q-mode affine`"
             ) from None
 
 

@@ -135,13 +135,13 @@ def test_refused(engine: FakeEngine, http: httpx.Client, change: dict[str, Any],
 @pytest.mark.parametrize(
     ("change", "ending"),
     [
-        ({"temperature": 3}, "temperature: should be less than or equal to 2, not 3"),
-        ({"temperature": "warm"}, 'temperature: should be a valid number, not "warm"'),
-        ({"max_tokens": True}, "max_tokens: should be a valid integer, not true"),
-        ({"max_tokens": False}, "max_tokens: should be a valid integer, not a boolean"),
-        ({"kv_cache": 0}, "kv_cache: should be a valid string, not a number"),
-        ({"max_tokens": []}, "max_tokens: should be a valid integer, not a list"),
-        ({"max_tokens": {}}, "max_tokens: should be a valid integer, not an object"),
+        ({"temperature": 3}, "temperature: should be 2 or less, not 3"),
+        ({"temperature": "warm"}, 'temperature: should be a number, not "warm"'),
+        ({"max_tokens": True}, "max_tokens: should be a whole number, not true"),
+        ({"max_tokens": False}, "max_tokens: should be a whole number, not a boolean"),
+        ({"kv_cache": 0}, "kv_cache: should be a text, not a number"),
+        ({"max_tokens": []}, "max_tokens: should be a whole number, not a list"),
+        ({"max_tokens": {}}, "max_tokens: should be a whole number, not an object"),
         ({"seed": 2**63}, f"not {2**63}"),
         ({"kv_cache": "x" * 200}, "not 200"),
         ({"kv_cache": 1}, "not 1"),
@@ -162,7 +162,7 @@ def test_refused(engine: FakeEngine, http: httpx.Client, change: dict[str, Any],
         ({"stop_token_ids": [5, 999]}, "not 999"),
         ({"min_tokens": 17}, "not 17"),
         ({"n": 2, "best_of": 1}, "not 1"),
-        ({"stop": [None]}, "stop[0]: should be a valid string, not null"),
+        ({"stop": [None]}, "stop[0]: should be a text, not null"),
         ({"logit_bias": {"5": None}}, "not null"),
         ({"": 1}, '"" is not a parameter of this endpoint; remove it'),
         ({".n": 1}, ".n is not a parameter of this endpoint; did you mean n?"),
@@ -195,7 +195,7 @@ def test_a_body_that_is_not_said_to_be_json(engine: FakeEngine, http: httpx.Clie
 
 def test_all_missing_fields_are_named(engine: FakeEngine, http: httpx.Client) -> None:
     error = error_of(http.post("/v1/completions", json={"n": 0}))
-    assert error["message"] == ("prompt is required; n: should be greater than or equal to 1, not 0")
+    assert error["message"] == ("prompt is required; n: should be 1 or more, not 0")
     assert error["param"] == "prompt"
 
 

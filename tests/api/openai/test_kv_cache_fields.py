@@ -119,7 +119,9 @@ def test_openai_clients_are_tenants_by_their_key(engine: FakeEngine, openai_clie
 def test_cache_fields_reach_the_engine(engine: FakeEngine, http: httpx.Client) -> None:
     assert ask(http).is_success
     assert ask(http, skip_reading_prefix_cache=True, kv_cache_priority=7, kv_cache_ttl=2.5).is_success
-    plain, other = engine.all(Submit)
+    assert ask(http, kv_cache_ttl="1h30m").is_success
+    plain, other, timed = engine.all(Submit)
+    assert timed.caching == Caching(ttl=5400.0)
     assert (plain.caching, plain.explain) == (Caching(), False)
     assert other.caching == Caching(max_cached=0, priority=7, ttl=2.5)
 
@@ -132,6 +134,9 @@ def test_cache_fields_reach_the_engine(engine: FakeEngine, http: httpx.Client) -
         {"kv_cache_priority": -1},
         {"kv_cache_priority": 101},
         {"kv_cache_ttl": 0},
+        {"kv_cache_ttl": "soon"},
+        {"kv_cache_ttl": "0s"},
+        {"kv_cache_ttl": True},
         {"explain": 1},
         {"skip_reading_prefix_cache": "yes"},
     ],

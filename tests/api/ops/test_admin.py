@@ -34,6 +34,7 @@ ROUTES: list[tuple[str, str, dict[str, Any] | None, Command]] = [
     ("POST", "/clear", {"api_key": ""}, Clear("paged", "")),
     ("POST", "/clear", {"api_key": "sk-1"}, Clear("paged", get_tenant("Bearer sk-1"))),
     ("POST", "/pins", {"prompt": [1, 2, 3], "ttl": 60}, PinPrefix("paged", [1, 2, 3], 60.0)),
+    ("POST", "/pins", {"prompt": [1, 2, 3], "ttl": "10m"}, PinPrefix("paged", [1, 2, 3], 600.0)),
     ("POST", "/pins", {"prefix": "0a1b", "ttl": 60}, PinCachedPrefix("paged", "0a1b", 60.0)),
     ("POST", "/pins", {"prefix": "0a1b", "prompt": None, "ttl": 60}, PinCachedPrefix("paged", "0a1b", 60.0)),
     ("DELETE", "/pins/pin-1", None, Unpin("paged", "pin-1")),

@@ -40,9 +40,11 @@ def test_the_settings_reach_the_engine_as_they_were_sent(engine: FakeEngine, htt
     assert post(http, body={"name": "int8", **SETTINGS}).json() == {"obeyed": True}
     least = {"from": "paged", "to": "short"}
     assert post(http, body={"name": "least", **least, "hold": None}).is_success
+    assert post(http, body={"name": "timed", **least, "hold": "10m", "guard": {"top1": "98%"}}).is_success
     assert [query.payload for query in engine.all(Query)] == [
         StartRollout("int8", SETTINGS, BY),
         StartRollout("least", least, BY),
+        StartRollout("timed", least | {"hold": 600.0, "guard": {"top1": "98%"}}, BY),
     ]
     assert ADMIN_TOKEN not in BY
 
@@ -74,6 +76,8 @@ def test_without_the_admin_token_nothing_is_changed(
         ({"shadow": 5}, "shadow"),
         ({"canary": []}, "canary"),
         ({"hold": -1}, "hold"),
+        ({"hold": "soon"}, "hold"),
+        ({"guard": {"top1": []}}, "guard.top1"),
         ({"guard": {"kl_men": 1}}, "guard.kl_men"),
         ({"guard": []}, "guard"),
         ({"from_": "paged"}, "from_"),

@@ -246,8 +246,8 @@ def test_a_compaction_that_fails_anywhere_is_repeated_and_changes_nothing(monkey
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 0}, r"strategies\.it\.window: Input should be greater than or equal to 1"),
-        ({"every": 0}, r"strategies\.it\.every: Input should be greater than or equal to 1"),
+        ({"window": 0}, r"strategies\.it\.window: should be 1 or more"),
+        ({"every": 0}, r"strategies\.it\.every: should be 1 or more"),
         ({"sinks": -1}, r"strategies\.it\.sinks: "),
         ({"budget": 9}, r"strategies\.it\.budget is not an option of this kind"),
         (

@@ -187,9 +187,9 @@ def test_a_part_that_is_no_matrix_is_reported(part: str, tmp_path: Path) -> None
         ({"bits": 6}, "weights of 6 bits are not supported; 4 and 8 bits are; convert the model with `mlx_lm.convert"),
         ({"bits": 8}, "lm_head is not in 8 bits and groups of 64, as quantization says: weight"),
         ({"group_size": 32}, "is not in 4 bits and groups of 32, as quantization says"),
-        ({"mode": "mxfp4"}, r"quantization\.mode of .*: input should be 'affine'.*`mlx_lm.convert -q --q-mode affine`"),
-        ({"bits": None}, r"quantization\.bits of .*: input should be a valid integer"),
-        (7, r"config\.json: quantization of .*: input should be a valid dictionary"),
+        ({"mode": "mxfp4"}, r"quantization\.mode of .*: should be 'affine'.*`mlx_lm.convert -q --q-mode affine`"),
+        ({"bits": None}, r"quantization\.bits of .*: should be a whole number"),
+        (7, r"config\.json: quantization of .*: should be a table"),
     ],
 )
 def test_a_config_that_speaks_of_other_numbers_is_reported(quantization: Any, message: str, tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ModelWrapValidatorHandler, PlainValidator, model_validator
 
+from config.wording import format_value
 from server.api.http.errors import Location
-from server.api.http.json_body import Body, PathError, format_value
+from server.api.http.json_body import Body, PathError
 from server.api.openai.request_models import INT64, GenerationRequest, Ignored, Unsupported, allow_only
 from server.api.openai.tools.definitions import TOOL_NAME, check_tool_type
 

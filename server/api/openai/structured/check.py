@@ -9,8 +9,8 @@ import asyncio
 import json
 from collections.abc import Iterable, Mapping
 
+from config.wording import format_value
 from server.api.http.errors import ApiError
-from server.api.http.json_body import format_value
 from server.api.openai.generation_job import Serving
 from server.api.openai.tools.message_format import MessageParsing
 from server.grammar.constraint import Constraint, ConstraintKind, constrain_content

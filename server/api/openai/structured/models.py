@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from server.api.http.json_body import Body, ReadAs, format_value
+from config.wording import format_value
+from server.api.http.json_body import Body, ReadAs
 from server.grammar.constraint import (
     ANY_JSON,
     BOUNDED_WHITESPACE,

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PlainValidator, PrivateAttr, model_validator
 
-from server.api.http.json_body import Body, format_value
+from config.wording import format_value
+from server.api.http.json_body import Body
 from server.api.openai.request_models import Ignored, LongList
 
 MAX_DESCRIPTION_LENGTH = 2**17  # characters; the context of most models has room for less
