@@ -61,7 +61,7 @@ test-real: $(VENV)/.with-test  ## test with real models (`make models`): exactne
 	$(PY) -m tests.cluster.run -m "ray and real" $(ARGS)
 
 test-metal: $(VENV)/.with-test  ## test the Metal kernels: emulated, and on a Mac on its GPU, too
-	$(PY) -m pytest -m "not slow" tests/kernels tests/engine/test_metal.py tests/end_to_end/test_metal.py $(ARGS)
+	$(PY) -m pytest -m "not slow" -n $(PROCESSES) --dist loadfile tests/kernels tests/engine/test_metal.py tests/end_to_end/test_metal.py $(ARGS)
 
 prometheus: .tools/usr/bin/promtool  ## unpack Prometheus for the tests, on Debian and Ubuntu; without it some are skipped
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
@@ -18,9 +19,10 @@ class Fault(IntEnum):
     NO_LANE = 7
     OTHER_LANE = 8
     DIVISION = 9
+    CRASH = 10
 
 
-ACTS = ("read", "write", "atomic read", "atomic write", "waits", "has returned", "division")
+ACTS = ("read", "write", "atomic read", "atomic write", "waits", "has returned", "division", "crash")
 WAITS, RETURNED = 4, 5
 THREADGROUP = 1
 
@@ -103,6 +105,11 @@ class FailureReporter:
                 )
             case Fault.DIVISION:
                 return f"{self._format_access(first)}: an integer is divided by zero, or the least one by -1"
+            case Fault.CRASH:
+                return (
+                    f"{self._format_access(first)}: {_format_signal(memory)}. Memory of the process may be damaged: "
+                    "run it with checked=True, which finds such an access before it is made"
+                )
         return self._format_divergence(first, second)
 
     def _format_divergence(self, first: Party, second: Party) -> str:
@@ -153,6 +160,12 @@ class FailureReporter:
             return "nothing orders threadgroups: let one write it, or use atomics"
         kind = "mem_threadgroup" if failure.memory.space == THREADGROUP else "mem_device"
         return f"no barrier with mem_flags::{kind} between them"
+
+
+def _format_signal(memory: Memory) -> str:
+    """Format a signal and its address, such as "SIGSEGV at address 0x0"; an abort has no address."""
+    number = signal.Signals(memory.index)
+    return number.name if number is signal.SIGABRT else f"{number.name} at address {memory.offset:#x}"
 
 
 def _format_operation(party: Party) -> str:

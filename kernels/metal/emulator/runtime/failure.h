@@ -15,10 +15,11 @@ enum Fault : int {
   TOO_MANY_BYTES,  // no thread; the threadgroup variables have `memory.offset` bytes in all
   NO_LANE,         // one thread, `first`; `memory.offset` is the lane, `memory.bytes` the number of lanes that exist
   OTHER_LANE,      // both threads, which broadcast from different lanes
-  DIVISION         // one thread, `first`, divides an integer by zero, or the least one by -1
+  DIVISION,        // one thread, `first`, divides an integer by zero, or the least one by -1
+  CRASH            // one thread, `first`, raised the signal `memory.index`, at the address `memory.offset`
 };
 
-enum Act : int { READS, WRITES, READS_ATOMICALLY, WRITES_ATOMICALLY, WAITS, RETURNED, DIVIDES };
+enum Act : int { READS, WRITES, READS_ATOMICALLY, WRITES_ATOMICALLY, WAITS, RETURNED, DIVIDES, CRASHES };
 
 struct Party {
   Act act;

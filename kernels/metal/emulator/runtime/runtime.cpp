@@ -5,6 +5,7 @@
 // There is one launch at a time, and all state belongs to it.
 #include <pthread.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <mutex>
 
@@ -76,36 +77,50 @@ static void run(const Launch& launch) {
   }
 }
 
-// While it lives, an invalid division of integers ends the launch with a failure, not the process. (A GPU has some
-// result for it.) Processors that do not trap, such as ARM, do not detect it.
-class Divisions {
+// While it lives, a signal that a kernel raises ends the launch with a failure, not the process: an invalid division of
+// integers (a GPU has some result for it; processors that do not trap, such as ARM, do not detect it), an access to
+// memory that the process does not have, an invalid instruction, an abort.
+class Signals {
  public:
-  Divisions() {
+  Signals() {
     thread_ = pthread_self();
     struct sigaction ours {};
     ours.sa_sigaction = fail;
-    ours.sa_flags = SA_SIGINFO | SA_NODEFER;  // NODEFER, as the signal handler does not return
-    sigaction(SIGFPE, &ours, &before_);
+    // NODEFER, as the signal handler does not return; ONSTACK, as the kernel's stack may be at its end
+    ours.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+    for (int i = 0; i < COUNT; ++i) sigaction(NUMBERS[i], &ours, &before_[i]);
   }
-  ~Divisions() { sigaction(SIGFPE, &before_, nullptr); }
+  ~Signals() {
+    for (int i = 0; i < COUNT; ++i) sigaction(NUMBERS[i], &before_[i], nullptr);
+  }
 
  private:
-  static void fail(int, siginfo_t* signal, void*) {
-    // If no kernel is running, restores the old signal handler, and the instruction traps again.
-    if (!scheduler.running() || !pthread_equal(thread_, pthread_self())) {
-      sigaction(SIGFPE, &before_, nullptr);
-      return;
-    }
-    Party mine = scheduler.party(DIVIDES, scheduler.index());
-    mine.code = checker.code(signal->si_addr);
-    scheduler.fail(mine, mine, DIVISION);
+  static constexpr int COUNT = 6;
+  static constexpr int NUMBERS[COUNT] = {SIGFPE, SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGABRT};
+
+  static void fail(int number, siginfo_t* signal, void*) {
+    const bool sent = signal->si_code <= 0;  // by a process or by abort(), not by an instruction
+    if (!scheduler.running() || !pthread_equal(thread_, pthread_self()) || (sent && signal->si_pid != getpid()))
+      return pass_on(number, sent);
+    Party mine = scheduler.party(number == SIGFPE ? DIVIDES : CRASHES, scheduler.index());
+    if (number == SIGFPE) mine.code = checker.code(signal->si_addr);
+    scheduler.failure.memory = Memory{DEVICE, number, sent ? 0 : long(signal->si_addr), 0, 0};
+    scheduler.fail(mine, mine, number == SIGFPE ? DIVISION : CRASH);
+  }
+
+  // Restores the signal handler of before. An instruction raises its signal again, a signal that was sent is sent again.
+  static void pass_on(int number, bool sent) {
+    for (int i = 0; i < COUNT; ++i)
+      if (NUMBERS[i] == number) sigaction(number, &before_[i], nullptr);
+    if (sent) raise(number);
   }
 
   static pthread_t thread_;
-  static struct sigaction before_;
+  static struct sigaction before_[COUNT];
 };
-pthread_t Divisions::thread_;
-struct sigaction Divisions::before_;
+constexpr int Signals::NUMBERS[];
+pthread_t Signals::thread_;
+struct sigaction Signals::before_[];
 
 }  // namespace emulator
 
@@ -113,7 +128,7 @@ using namespace emulator;
 
 EMULATOR_API void emulator_launch(const Launch* launch, Report* report) {
   const std::lock_guard<std::mutex> locked(one_launch);
-  const Divisions watched;
+  const Signals watched;
   threadgroup.begin_launch();
   scheduler.begin_launch(live, launch->entry, Order(launch->order), launch->seed);
   if (launch->checked)
