@@ -6,7 +6,6 @@ import contextlib
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from server.text.chat import ChatTemplate
 from server.text.tokenizer import Tokenizer, TokenizerBase
 from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import Encode
+from tests.patience import PATIENCE, eventually
 from tests.text.tiny_tokenizers import byte_level
 
 ADMIN_TOKEN = "open-sesame"
@@ -46,10 +46,7 @@ class Api:
     client: SocketClient
 
     def await_ready(self, ready: bool = True) -> None:
-        deadline = time.monotonic() + 5
-        while (self.client.hello is not None) is not ready:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        eventually(lambda: (self.client.hello is not None) is ready)
 
 
 @contextlib.contextmanager
@@ -112,11 +109,11 @@ def encode() -> Encode:
 
 @pytest.fixture(scope="session")
 def http(api: Api) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=api.url, timeout=10) as client:
+    with httpx.Client(base_url=api.url, timeout=PATIENCE) as client:
         yield client
 
 
 @pytest.fixture(scope="session")
 def openai_client(api: Api) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="-", max_retries=0, timeout=10) as client:
+    with openai.OpenAI(base_url=f"{api.url}/v1", api_key="-", max_retries=0, timeout=PATIENCE) as client:
         yield client

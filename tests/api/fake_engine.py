@@ -33,6 +33,7 @@ from server.engine.ipc.messages import (
 from server.engine.ipc.observations import ObservedCounts
 from server.engine.ipc.server import EngineServer, WorkerDisconnected
 from server.metrics.exposition import FamilyShape, Series, Snapshot
+from tests.patience import PATIENCE
 
 T = TypeVar("T", bound="ToEngine | WorkerDisconnected")
 Script = Callable[[Submit], list[list[FromEngine]]]  # what to send for a request, frame by frame
@@ -112,9 +113,9 @@ class FakeEngine:
         with self._answering:  # what was answered is noted
             return [message for message in self.received if isinstance(message, kind)]
 
-    def wait_for(self, kind: type[T], count: int = 1, timeout: float = 5.0) -> list[T]:
+    def wait_for(self, kind: type[T], count: int = 1) -> list[T]:
         """Return the messages of a kind, as soon as there are `count`."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + PATIENCE
         while len(found := self.all(kind)) < count:
             assert time.monotonic() < deadline, f"{count} {kind.__name__} expected, received {self.received}"
             time.sleep(0.002)

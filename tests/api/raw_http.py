@@ -7,7 +7,7 @@ import socket
 
 import httpx
 
-PATIENCE = 20.0  # seconds
+from tests.patience import PATIENCE
 
 
 def connect(url: str, *pieces: bytes) -> socket.socket:

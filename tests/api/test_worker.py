@@ -25,6 +25,7 @@ from server.engine.ipc.messages import Cancel, Submit, Tokens
 from server.processes.child_process import request_stop
 from tests.api.fake_engine import FakeEngine, Script, generates
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
+from tests.patience import PATIENCE
 from tests.text.tiny_tokenizers import byte_level
 
 
@@ -62,7 +63,7 @@ class Worker:
         """Asks it to end, and waits until it listens no more."""
         request_stop(self.process)
         with contextlib.suppress(httpx.TransportError):
-            while httpx.get(f"{self.url}/health", timeout=5):
+            while httpx.get(f"{self.url}/health", timeout=PATIENCE):
                 pass
 
 
@@ -79,10 +80,10 @@ def worker(tmp_path: Path, socket_path: Path, script: Script, **settings: float)
         process.start()
         listener.close()
         try:
-            while httpx.get(f"{url}/ready", timeout=20).status_code == 503:
+            while httpx.get(f"{url}/ready", timeout=PATIENCE).status_code == 503:
                 time.sleep(0.01)
             yield Worker(url, process, engine)
-            process.join(20)
+            process.join(PATIENCE)
             assert process.exitcode == 0
         finally:
             process.kill()
@@ -92,7 +93,7 @@ def test_it_lets_running_requests_end(tmp_path: Path, socket_path: Path, encode:
     with (
         worker(tmp_path, socket_path, generates(encode("hello"), None)) as running,
         httpx.stream(
-            "POST", f"{running.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=20
+            "POST", f"{running.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=PATIENCE
         ) as response,
     ):
         lines = response.iter_lines()
@@ -111,10 +112,10 @@ def test_requests_that_outlast_the_drain_end_with_an_error(tmp_path: Path, socke
         worker(tmp_path, socket_path, generates(encode("hello"), None), drain_seconds=3) as running,
         ThreadPoolExecutor() as pool,
         httpx.stream(
-            "POST", f"{running.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=20
+            "POST", f"{running.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=PATIENCE
         ) as stream,
     ):
-        plain = pool.submit(httpx.post, f"{running.url}/v1/completions", json=VALID_REQUEST, timeout=20)
+        plain = pool.submit(httpx.post, f"{running.url}/v1/completions", json=VALID_REQUEST, timeout=PATIENCE)
         submits = running.engine.wait_for(Submit, 2)
         running.terminate()
         for submit in submits:

@@ -23,6 +23,7 @@ from server.engine.ipc.socket_client import SocketClient
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import CHAT
 from tests.api.fake_engine import FakeEngine, generates
+from tests.patience import PATIENCE
 from tests.text.tiny_tokenizers import byte_level
 
 TICK = 0.002  # seconds
@@ -72,14 +73,14 @@ class Worker:
     @property
     def longest_turn(self) -> float:
         """Seconds of processor time, since `begin_again`."""
-        httpx.get(f"{self.url}/health")  # a turn later what came before is noted
+        httpx.get(f"{self.url}/health", timeout=PATIENCE)  # a turn later what came before is noted
         return self._longest.value
 
     def await_ready(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE
         while True:
             with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/ready").status_code == 200:
+                if httpx.get(f"{self.url}/ready", timeout=PATIENCE).status_code == 200:
                     return
             assert time.monotonic() < deadline
             time.sleep(0.02)

@@ -18,8 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.engine.ipc.messages import ANSWER_TTL
 from server.processes.supervisor import Targets
-
-PATIENCE = 120.0  # seconds that anything may take on a busy machine
+from tests.patience import PATIENCE, eventually
 
 
 @dataclass(frozen=True)
@@ -134,21 +133,7 @@ def _address(process: subprocess.Popen[bytes], printed: Path) -> str:
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and process.poll() is None:
         if found := re.search(r'serves .* on (http://[^\s"]+)', printed.read_text()):
-            eventually(lambda: httpx.get(f"{found[1]}/ready").status_code == 200)
+            eventually(lambda: httpx.get(f"{found[1]}/ready", timeout=PATIENCE).status_code == 200)
             return found[1]
         time.sleep(0.1)
     raise AssertionError(f"the server did not come up:\n{printed.read_text()}")
-
-
-def eventually(true: object, patience: float = PATIENCE) -> None:
-    """Wait until `true()` is true, for `patience` seconds at most: a machine may be busy."""
-    assert callable(true)
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        try:
-            if true():
-                return
-        except httpx.TransportError:
-            pass
-        time.sleep(0.05)
-    raise AssertionError("it did not come about")

@@ -67,16 +67,27 @@ def test_a_stopped_engine_is_noticed_and_replaced() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_all_processes_loses_no_request(number: signal.Signals) -> None:
     """As systemd sends it: every process gets it, and those below the supervisor first."""
-    flags = ("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB", "--drain-seconds", "100")
+    flags = ("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB", "--drain-seconds", "3600")
     with serving(*flags, "--workers", "2") as server, ThreadPoolExecutor(8) as pool:
-        body = {"prompt": "Long ago", "max_tokens": 1500, "ignore_eos": True}  # so that the metrics see them run
-        answers = [pool.submit(server.complete, **body) for _ in range(8)]
-        eventually(lambda: server.metric("kvmux_num_requests_running") == 8)
+        started = Barrier(9)
+        streams = [pool.submit(_count_streamed_tokens, server, started) for _ in range(8)]
+        started.wait(PATIENCE)
         for process in (*server.process.children(recursive=True), server.process):
             process.send_signal(number)
-        for answer in answers:
-            assert answer.result(PATIENCE).json()["usage"]["completion_tokens"] == 1500
+        assert [stream.result() for stream in streams] == [500] * 8
         assert server.process.wait(PATIENCE) == 0
+
+
+def _count_streamed_tokens(server: Server, started: Barrier) -> int:
+    """Stream 500 tokens, from the first of which on `started` is waited for; return how many arrived."""
+    body = BODY | {"max_tokens": 500, "stream": True, "stream_options": {"include_usage": True}}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=PATIENCE) as answer:
+        lines = filter(None, answer.iter_lines())
+        next(lines)
+        started.wait(PATIENCE)
+        *_, usage, done = lines
+    assert done == "data: [DONE]"
+    return int(json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"])
 
 
 def test_metrics_on_a_port_of_their_own_behind_a_key() -> None:

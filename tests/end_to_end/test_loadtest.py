@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.server_process import Server, metric
+from tests.patience import PATIENCE
 
 STRATEGIES = ("paged", "contiguous", "sliding_window")
 COUNTERS = ("kvmux_prompt_tokens_total", "kvmux_prompt_tokens_cached_total", "kvmux_generation_tokens_total")
@@ -29,7 +30,7 @@ def test_bench_counts_as_the_server_does(tiny: Server, tmp_path: Path) -> None:
     how_many = ("--requests", str(REQUESTS), "--rounds", "1", "--concurrency", str(REQUESTS))
     before = counted(tiny)
     command = [sys.executable, "-m", "server", "bench", "--url", tiny.url, *lengths, *how_many, "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     after = counted(tiny)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # nobody watches, so no bar
@@ -53,7 +54,7 @@ def test_every_kind_of_user_is_served(tiny: Server) -> None:
     command += ["--host", tiny.url, "--users", "11", "--spawn-rate", "11", "--run-time", "4s", "--stop-timeout", "60"]
     command += ["--rows", "class", "--max-tokens", "24", "--burst", "2", "--pause", "0.1", "--patience", "2"]
     left = tiny.metric("kvmux_requests_total", outcome="cancelled")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr + done.stdout
     rows = {(row["method"], row["name"]): row["num_requests"] for row in json.loads(done.stdout)}
     for kind in ("Completion", "Chat", "SharedPrompt", "LongDocument", "Burst"):

@@ -122,7 +122,7 @@ def test_a_broken_candidate_is_rolled_back_within_50_shadowed_requests(
             command(server, "/v1/rollouts/bad/advance")
         with under_load(server, served, rng):
             eventually(lambda: show(server, "bad")["state"] == "rolled_back")
-            time.sleep(2)
+            wait_for_later_requests(server, "bad", served)
         found = show(server, "bad")
         assert found["fidelity"]["requests"] <= 50
         assert "KL divergence" in found["reason"] or "likeliest" in found["reason"]
@@ -138,7 +138,6 @@ def test_a_broken_candidate_is_rolled_back_within_50_shadowed_requests(
     assert bool(under_candidate) == (first == "canary")
     assert all(each.reason == "rollout bad: canary" for each in under_candidate)
     assert all(each.asked < found["since"] + 1 for each in under_candidate)
-    assert any(each.asked > found["since"] + 1 for each in served), "the test has to see what follows"
 
 
 def test_a_good_candidate_reaches_all_requests_although_the_server_is_killed(
@@ -163,7 +162,7 @@ def test_a_good_candidate_reaches_all_requests_although_the_server_is_killed(
         assert after["history"][: len(before["history"])] == before["history"]
         with under_load(server, served, rng):
             eventually(lambda: show(server, "good")["state"] == "complete")
-            time.sleep(1)
+            wait_for_later_requests(server, "good", served)
         stages = [change["to"].partition(" (")[0] for change in show(server, "good")["history"]]
         assert stages == ["shadow", "canary 20%", "canary 60%", "canary 100%", "complete"]
         since = show(server, "good")["since"]
@@ -171,6 +170,12 @@ def test_a_good_candidate_reaches_all_requests_although_the_server_is_killed(
         assert server.metric("kvmux_rollout_share", rollout="good") == 1
     check_stickiness(served)
     assert stopped < since
+
+
+def wait_for_later_requests(server: Server, name: str, served: list[Served]) -> None:
+    """Wait until some requests were served that were asked a second after the roll-out's latest change."""
+    since = show(server, name)["since"]
+    eventually(lambda: sum(each.asked > since + 1 for each in served) >= CLIENTS)
 
 
 def check_stickiness(served: list[Served]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.end_to_end.server_process import serving
 from tests.end_to_end.tool_model import ANSWER, ARGUMENTS, GREETING, REASONING, write_tool_model
+from tests.patience import PATIENCE
 
 TOOL: Any = {
     "type": "function",
@@ -32,7 +33,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     model = write_tool_model(tmp_path_factory.mktemp("models") / "tools")
     with (
         serving("--model", str(model), "--kv-memory", "64MiB", "--threads", "1") as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=60) as client,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0, timeout=PATIENCE) as client,
     ):
         yield client
 

@@ -15,6 +15,7 @@ import pytest
 
 from loadtest.prompts import make_prompt
 from tests.loadtest.stub_server import PROMPT_TOKENS, TOKENS, StubServer, running_stub
+from tests.patience import PATIENCE
 
 pytestmark = pytest.mark.skipif(not find_spec("locust"), reason="the extra `load` is not installed")
 
@@ -33,7 +34,7 @@ class Load:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def end(self) -> tuple[int, Rows, str]:
-        printed, log = self.process.communicate(timeout=60)
+        printed, log = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, {(row["method"], row["name"]): row for row in json.loads(printed)}, log
 
 
@@ -160,6 +161,6 @@ def shared(seen: Seen) -> int:
 )
 def test_options_that_make_no_sense(options: tuple[str, ...], message: str) -> None:
     running = Load("http://127.0.0.1:1", *options)
-    _, log = running.process.communicate(timeout=60)
+    _, log = running.process.communicate(timeout=PATIENCE)
     assert running.process.returncode == 2
     assert message in log.splitlines()[-1]

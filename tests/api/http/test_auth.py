@@ -16,6 +16,7 @@ from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import VALID_REQUEST, error_of
 from tests.api.raw_http import raw_post, send_raw
+from tests.patience import PATIENCE
 
 KEYS = ["sk-first-secret", "sk-second-secret"]
 PAGE = "https://chat.example"
@@ -37,7 +38,7 @@ def guarded_engine(guarded: Api) -> Iterator[FakeEngine]:
 @pytest.fixture
 def locked(guarded: Api, guarded_engine: FakeEngine) -> Iterator[httpx.Client]:
     guarded_engine.begin_again(generates([100]))
-    with httpx.Client(base_url=guarded.url, timeout=20) as client:
+    with httpx.Client(base_url=guarded.url, timeout=PATIENCE) as client:
         yield client
 
 
@@ -48,7 +49,7 @@ def bearer(token: str) -> dict[str, str]:
 # ---------------------------------------------------------------- keys
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_opens(guarded: Api, locked: httpx.Client, guarded_engine: FakeEngine, key: str) -> None:
-    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0, timeout=20) as client:
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE) as client:
         assert client.models.retrieve("tiny").id == "tiny"
         assert client.completions.create(model="tiny", prompt="x").choices
     (submit,) = guarded_engine.all(Submit)
@@ -130,7 +131,7 @@ def test_what_the_operator_asks_needs_no_key(locked: httpx.Client) -> None:
 
 def test_metrics_behind_a_key_of_their_own() -> None:
     keys = {"api_keys": KEYS, "metrics_key": "for-prometheus"}
-    with running_api(**keys) as api, httpx.Client(base_url=api.url) as http:
+    with running_api(**keys) as api, httpx.Client(base_url=api.url, timeout=PATIENCE) as http:
         for method in ("GET", "HEAD"):
             for sent in ({}, bearer(KEYS[0]), bearer(ADMIN_TOKEN)):
                 assert http.request(method, "/metrics", headers=sent).status_code == 401
@@ -162,7 +163,7 @@ def test_a_key_does_not_administer_and_the_admin_token_needs_no_key(
 @pytest.mark.parametrize("route", ["/v1/kv_cache/paged/clear", "/v1/profile"])
 def test_without_an_admin_token_administration_is_refused(route: str) -> None:
     with running_api(admin_token=None) as api:
-        answer = httpx.post(f"{api.url}{route}", headers=bearer("anything"))
+        answer = httpx.post(f"{api.url}{route}", headers=bearer("anything"), timeout=PATIENCE)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "admin_off")
     assert "start the server with an admin_token" in answer.json()["error"]["message"]
 

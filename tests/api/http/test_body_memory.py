@@ -26,6 +26,7 @@ from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import VALID_REQUEST, error_of
 from tests.api.raw_http import connect, raw_post, read_response, send_raw
+from tests.patience import PATIENCE, eventually
 
 MOST = 2**20  # bytes
 LARGE = json.dumps(VALID_REQUEST).encode().ljust(MOST)  # a body
@@ -47,17 +48,14 @@ def narrow(narrow_api: Api) -> Iterator[Api]:
 
 def await_refusal(api: Api) -> httpx.Response:
     """The answer to a large body, as soon as it is a refusal."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while (answer := send_raw(api.url, raw_post(LARGE))).status_code == 200:
         assert time.monotonic() < deadline
     return answer
 
 
 def await_room(api: Api) -> None:
-    deadline = time.monotonic() + 10
-    while send_raw(api.url, raw_post(LARGE)).status_code != 200:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: send_raw(api.url, raw_post(LARGE)).status_code == 200)
 
 
 @contextlib.contextmanager
@@ -105,7 +103,7 @@ def test_a_body_that_trickles_keeps_no_room(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def trickle_until_answered(connection: socket.socket) -> httpx.Response:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while not select.select([connection], [], [], 0.05)[0]:
         assert time.monotonic() < deadline, "it keeps its room for as long as it likes"
         connection.sendall(b" ")
@@ -132,7 +130,7 @@ def test_a_body_takes_room_until_its_request_is_with_the_engine(narrow: Api, mon
 
     monkeypatch.setattr(Tokenizer, "encode", held)
     with connect(narrow.url, raw_post(json.dumps(VALID_REQUEST | {"prompt": "held"}).encode().ljust(MOST))) as first:
-        assert waiting.wait(10)
+        assert waiting.wait(PATIENCE)
         assert send_raw(narrow.url, raw_post(LARGE)).status_code == 429
         go_on.set()
         assert read_response(first).status_code == 200
@@ -155,12 +153,14 @@ def test_a_connection_keeps_nothing_of_its_last_request(narrow: Api) -> None:
 
     gc.collect()
     before = jobs()
-    with httpx.Client(base_url=narrow.url) as client:
+    with httpx.Client(base_url=narrow.url, timeout=PATIENCE) as client:
         assert client.post("/v1/completions", json=VALID_REQUEST).status_code == 200
-        deadline = time.monotonic() + 10
-        while jobs() > before:
-            assert time.monotonic() < deadline
+
+        def is_left() -> bool:
             gc.collect()
+            return jobs() <= before
+
+        eventually(is_left)
 
 
 # ---------------------------------------------------------------- defaults

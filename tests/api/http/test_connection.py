@@ -36,6 +36,7 @@ class Application:
         self.headers: list[set[str]] = []  # their names
         self.waiting: queue.Queue[str] = queue.Queue()  # paths
         self.left: queue.Queue[str] = queue.Queue()
+        self.sent: queue.Queue[str] = queue.Queue()  # that have no more to send, or nobody to send it to
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -56,6 +57,7 @@ class Application:
             case "/pieces" | "/big":
                 await begin(send, *[b"one", b"two"] if path == "/pieces" else [bytes(BIG)])
                 await send({"type": "http.response.body"})
+                self.sent.put(path)
             case _:
                 await Response(path)(scope, receive, send)
 
@@ -190,7 +192,7 @@ def test_http_1_0_knows_no_chunks(url: str, path: str, body: bytes) -> None:
     assert b"transfer-encoding" not in head
     assert b"connection: close" in head
     assert (b"content-length: 6" in head) is (path == "/whole")
-    assert httpx.get(url + path).content == body
+    assert httpx.get(url + path, timeout=PATIENCE).content == body
 
 
 # ---------------------------------------------------------------- requests before the answer to the first
@@ -272,6 +274,6 @@ def test_a_client_that_reads_slowly_gets_everything(app: Application) -> None:
 def test_a_client_that_stops_to_read_is_cut_off(app: Application) -> None:
     with served(app, unread_seconds=0.5) as url, reading(url) as connection:
         connection.recv(2**20, socket.MSG_WAITALL)
-        time.sleep(2)
+        app.sent.get(timeout=PATIENCE)
         with contextlib.suppress(ConnectionError):
             assert len(rest(connection)) < BIG - 2**20

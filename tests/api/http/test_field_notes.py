@@ -20,6 +20,7 @@ from server.text.tokenizer import Tokenizer
 from tests.api.conftest import ADMIN_TOKEN, running_api
 from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import chunks_of, error_of
+from tests.patience import PATIENCE
 from tests.text.tiny_tokenizers import byte_level
 
 USER = {"role": "user", "content": "hello"}
@@ -233,7 +234,7 @@ def reasoning() -> Iterator[tuple[httpx.Client, FakeEngine]]:
     with (
         running_api(Tokenizer(byte_level(), template)) as api,
         FakeEngine(api.socket_path, generates([100])) as engine,
-        httpx.Client(base_url=api.url, timeout=10) as client,
+        httpx.Client(base_url=api.url, timeout=PATIENCE) as client,
     ):
         api.await_ready()
         yield client, engine
@@ -268,7 +269,7 @@ def ignorant() -> Iterator[httpx.Client]:
     with (
         running_api(unknown_fields="ignore") as api,
         FakeEngine(api.socket_path, generates([100])),
-        httpx.Client(base_url=api.url, timeout=10) as client,
+        httpx.Client(base_url=api.url, timeout=PATIENCE) as client,
     ):
         api.await_ready()
         yield client

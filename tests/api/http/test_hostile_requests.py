@@ -13,6 +13,7 @@ from tests.api.fake_engine import FakeEngine
 from tests.api.hostile_requests import ALL, NOT_RECEIVED, HostileRequest
 from tests.api.payloads import VALID_REQUEST, error_of
 from tests.api.raw_http import connect, raw_get, raw_post, read_response, send_raw
+from tests.patience import PATIENCE
 
 
 @pytest.mark.parametrize("hostile", ALL, ids=lambda hostile: hostile.name)
@@ -38,7 +39,7 @@ def test_clients_that_leave_in_the_middle(api: Api, engine: FakeEngine, http: ht
 def test_200_connections_that_send_nothing(api: Api, engine: FakeEngine) -> None:
     with contextlib.ExitStack() as stack:
         idle = [stack.enter_context(connect(api.url)) for _ in range(200)]
-        assert httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST).status_code == 200
+        assert httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST, timeout=PATIENCE).status_code == 200
         idle[-1].sendall(raw_get("/health"))
         assert read_response(idle[-1]).status_code == 200
 

@@ -14,6 +14,7 @@ import pytest
 from tests.api.fake_engine import HELLO
 from tests.api.payloads import error_of
 from tests.api.worker_process import Worker, running_worker
+from tests.patience import PATIENCE
 
 MOST = 32 * 2**20  # bytes, the largest default
 LONGEST_TURN = 0.5  # seconds in which /health is not answered
@@ -127,7 +128,7 @@ def send(worker: Worker, body: Large) -> Watched:
     done, gaps, memory = threading.Event(), [0.0], [0]
 
     def ask() -> None:
-        with httpx.Client(base_url=worker.url, timeout=60) as client:
+        with httpx.Client(base_url=worker.url, timeout=PATIENCE) as client:
             while not done.wait(0.002):
                 began = time.monotonic()
                 assert client.get("/health").status_code == 200
@@ -142,7 +143,7 @@ def send(worker: Worker, body: Large) -> Watched:
         thread.start()
     try:
         content, headers = body.bytes(), {"Content-Type": "application/json"}
-        answer = httpx.post(f"{worker.url}{body.path}", content=content, headers=headers, timeout=60)
+        answer = httpx.post(f"{worker.url}{body.path}", content=content, headers=headers, timeout=PATIENCE)
     finally:
         done.set()
         for thread in watching:
@@ -161,7 +162,7 @@ def longest_turn_here() -> float:
 @pytest.mark.parametrize("body", LARGE, ids=lambda body: body.name)
 def test_a_large_body_holds_up_no_other_request(worker: Worker, body: Large) -> None:
     """By the processor time of the loop's thread, which a busy machine does not lengthen much."""
-    httpx.get(f"{worker.url}/health")
+    httpx.get(f"{worker.url}/health", timeout=PATIENCE)
     before = worker.memory
     worker.begin_again()
     watched = send(worker, body)

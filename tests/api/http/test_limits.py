@@ -17,6 +17,7 @@ from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, Script, generates, silent
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
 from tests.api.raw_http import connect, raw_get, raw_post, read_response, send_raw
+from tests.patience import PATIENCE
 
 BYTES = 4096
 TIMEOUT = 1  # seconds
@@ -54,7 +55,10 @@ def test_a_body_may_have_as_many_bytes_as_the_settings_say(small: Api, length: i
     body = json.dumps(VALID_REQUEST).encode().ljust(length)
     headers = {"content-type": "application/json"}
     answer = httpx.post(
-        f"{small.url}/v1/completions", content=iter([body[:99], body[99:]]) if chunked else body, headers=headers
+        f"{small.url}/v1/completions",
+        content=iter([body[:99], body[99:]]) if chunked else body,
+        headers=headers,
+        timeout=PATIENCE,
     )
     assert answer.status_code == status, answer.text
     assert status == 200 or f"longer than {BYTES} bytes" in answer.json()["error"]["message"]
@@ -81,7 +85,7 @@ def test_a_client_gets_the_error_while_it_still_sends(small: Api) -> None:
 
 
 def test_the_connection_is_good_for_the_next_request(small: Api) -> None:
-    with httpx.Client(base_url=small.url) as client:
+    with httpx.Client(base_url=small.url, timeout=PATIENCE) as client:
         for _ in range(2):
             assert client.post("/v1/completions", json=VALID_REQUEST | {"prompt": "x" * BYTES}).status_code == 413
             assert client.post("/v1/completions", json=VALID_REQUEST).status_code == 200
@@ -145,15 +149,17 @@ def test_a_client_that_does_not_read(encode: Encode) -> None:
     with served(generates(encode("hello") * 50_000, None), body_timeout=1) as (api, engine):
         body = json.dumps(VALID_REQUEST | {"stream": True}).encode()
         with connect(api.url, raw_post(body)):
-            engine.wait_for(Submit, timeout=60)
-            engine.wait_for(Cancel, timeout=60)
+            engine.wait_for(Submit)
+            engine.wait_for(Cancel)
 
 
 # ---------------------------------------------------------------- seconds that a request takes
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_does_not_get_its_place(stream: bool) -> None:
     with served(silent, queue_timeout=0.2) as (api, engine):
-        answer = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST | {"stream": stream, "n": 2}, timeout=20)
+        answer = httpx.post(
+            f"{api.url}/v1/completions", json=VALID_REQUEST | {"stream": stream, "n": 2}, timeout=PATIENCE
+        )
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["code"] == "queue_timeout"
@@ -163,7 +169,9 @@ def test_a_request_that_does_not_get_its_place(stream: bool) -> None:
 def test_one_that_has_its_place_may_take_longer() -> None:
     with (
         served(generates([100], None), queue_timeout=1) as (api, engine),
-        httpx.stream("POST", f"{api.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=20) as answer,
+        httpx.stream(
+            "POST", f"{api.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=PATIENCE
+        ) as answer,
     ):
         (submit,) = engine.wait_for(Submit)
         time.sleep(1.2)
@@ -174,7 +182,7 @@ def test_one_that_has_its_place_may_take_longer() -> None:
 @pytest.mark.parametrize("script", [silent, generates([100, 101], None)])
 def test_an_answer_that_takes_too_long(script: Script) -> None:
     with served(script, request_timeout=0.3) as (api, engine):
-        answer = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST, timeout=20)
+        answer = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST, timeout=PATIENCE)
         assert answer.status_code == 504
         assert answer.headers["x-should-retry"] == "false"  # it would take as long again
         assert answer.json()["error"]["code"] == "request_timeout"
@@ -184,7 +192,7 @@ def test_an_answer_that_takes_too_long(script: Script) -> None:
 
 def test_a_stream_that_takes_too_long(encode: Encode) -> None:
     with served(generates(encode("hello"), None), request_timeout=1) as (api, engine):
-        answer = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=20)
+        answer = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST | {"stream": True}, timeout=PATIENCE)
         assert answer.status_code == 200
         first, *_, last = chunks_of(answer)
         assert first["choices"][0]["text"]

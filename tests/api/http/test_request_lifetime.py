@@ -16,6 +16,7 @@ from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, fails, generates, silent
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of
 from tests.api.raw_http import connect, raw_post
+from tests.patience import PATIENCE
 
 
 def begin(api: Api, **body: object) -> socket.socket:
@@ -75,7 +76,7 @@ def test_a_failure_in_mid_stream_is_an_event(engine: FakeEngine, http: httpx.Cli
 
 # ---------------------------------------------------------------- the engine's end
 def test_before_there_is_an_engine(lone_api: Api) -> None:
-    response = httpx.post(f"{lone_api.url}/v1/completions", json=VALID_REQUEST)
+    response = httpx.post(f"{lone_api.url}/v1/completions", json=VALID_REQUEST, timeout=PATIENCE)
     assert response.status_code == 503
     assert response.headers["retry-after"] == "1"
 
@@ -103,7 +104,7 @@ def test_the_next_engine_is_found(lone_api: Api, encode: Encode) -> None:
     for text in ("hello", "world"):
         with FakeEngine(lone_api.socket_path, generates(encode(text))):
             lone_api.await_ready()
-            completion = httpx.post(f"{lone_api.url}/v1/completions", json=VALID_REQUEST).json()
+            completion = httpx.post(f"{lone_api.url}/v1/completions", json=VALID_REQUEST, timeout=PATIENCE).json()
             assert completion["choices"][0]["text"] == text
         lone_api.await_ready(False)
 
@@ -113,5 +114,5 @@ def test_once_it_ends_no_request_is_taken() -> None:
     with running_api() as api, FakeEngine(api.socket_path, generates([100])):
         api.await_ready()
         api.client.fail_all(ApiError(503, "over", code="server_stopping"))
-        response = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST)
+        response = httpx.post(f"{api.url}/v1/completions", json=VALID_REQUEST, timeout=PATIENCE)
     assert (response.status_code, response.json()["error"]["code"]) == (503, "server_stopping")

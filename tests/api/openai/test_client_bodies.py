@@ -12,6 +12,7 @@ from server.engine.ipc.messages import FromEngine, Submit, Tokens
 from tests.api.conftest import running_api
 from tests.api.fake_engine import FakeEngine, admitted, generates
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of, error_of
+from tests.patience import PATIENCE
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 HUMAN_EVAL = ["\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@", "\nassert", "\n\n\n", "```"]  # lm-eval has as many
@@ -49,7 +50,7 @@ def test_the_setting_limits_the_number_of_stop_strings(engine: FakeEngine, http:
     assert "65 strings are too many: at most 64" in error_of(refused)["message"]
     with running_api(max_stop_strings=100) as api, FakeEngine(api.socket_path, generates([100])):
         api.await_ready()
-        with httpx.Client(base_url=api.url, timeout=10) as raised:
+        with httpx.Client(base_url=api.url, timeout=PATIENCE) as raised:
             assert ask(raised, path, stop=[str(i) for i in range(100)]).is_success
             assert ask(raised, path, stop=[str(i) for i in range(101)]).status_code == 400
 
@@ -127,7 +128,7 @@ def open_minded() -> Iterator[tuple[httpx.Client, FakeEngine]]:
     with (
         running_api(skip_model_name_validation=True) as api,
         FakeEngine(api.socket_path, generates([100])) as engine,
-        httpx.Client(base_url=api.url, timeout=10) as client,
+        httpx.Client(base_url=api.url, timeout=PATIENCE) as client,
     ):
         api.await_ready()
         yield client, engine

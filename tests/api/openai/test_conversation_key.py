@@ -11,6 +11,7 @@ from server.engine.ipc.messages import Submit
 from tests.api.conftest import running_api
 from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import VALID_REQUEST
+from tests.patience import PATIENCE
 
 SYSTEM = {"role": "system", "content": "be kind"}
 HELLO = {"role": "user", "content": "hello"}
@@ -84,7 +85,7 @@ def test_a_key_may_opt_out() -> None:
     with (
         running_api(api_keys=keys, key_limits={keys[1]: {"rollouts": False}}) as api,
         FakeEngine(api.socket_path, generates([100])) as engine,
-        httpx.Client(base_url=api.url, timeout=20) as client,
+        httpx.Client(base_url=api.url, timeout=PATIENCE) as client,
     ):
         api.await_ready()
         for key in keys:

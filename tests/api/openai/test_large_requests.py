@@ -19,6 +19,7 @@ from server.text.tokenizer import Tokenizer
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, generates, scores
 from tests.api.payloads import Encode, error_of
+from tests.patience import PATIENCE
 from tests.text.tiny_tokenizers import byte_level
 
 COMPLETIONS, CHATS, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
@@ -111,7 +112,7 @@ def narrow_api() -> Iterator[Api]:
 def narrow(narrow_api: Api) -> Iterator[httpx.Client]:
     with (
         FakeEngine(narrow_api.socket_path, generates([*byte_level().encode("hello").ids])),
-        httpx.Client(base_url=narrow_api.url, timeout=10) as client,
+        httpx.Client(base_url=narrow_api.url, timeout=PATIENCE) as client,
     ):
         narrow_api.await_ready()
         yield client

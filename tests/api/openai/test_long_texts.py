@@ -14,6 +14,7 @@ from server.engine.ipc.messages import Strategy, Submit
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import HELLO, FakeEngine, generates
 from tests.api.payloads import error_of
+from tests.patience import PATIENCE
 
 CONTEXT = HELLO.max_seq_len
 UNBOUNDED = [Strategy("endless", "streaming", unbounded=True), *HELLO.strategies]
@@ -49,7 +50,9 @@ def unbounded_engine() -> Iterator[tuple[Api, FakeEngine]]:
 
 def post(api: Api, call: Call, fields: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
     """Send a request with further fields."""
-    return httpx.post(api.url + call.path, json={"model": "tiny"} | call.body | fields, headers=headers, timeout=10)
+    return httpx.post(
+        api.url + call.path, json={"model": "tiny"} | call.body | fields, headers=headers, timeout=PATIENCE
+    )
 
 
 @endpoints

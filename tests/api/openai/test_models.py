@@ -12,6 +12,7 @@ from server.engine.ipc.messages import Hello, Strategy
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, silent
 from tests.api.payloads import error_of
+from tests.patience import PATIENCE
 
 
 def test_models(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
@@ -28,11 +29,11 @@ def test_models(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
 def test_strategies_are_listed_by_a_setting() -> None:
     with running_api(list_strategies=True) as api, FakeEngine(api.socket_path, silent):
         api.await_ready()
-        assert [model["id"] for model in httpx.get(f"{api.url}/v1/models").json()["data"]][1:] == [
+        assert [model["id"] for model in httpx.get(f"{api.url}/v1/models", timeout=PATIENCE).json()["data"]][1:] == [
             "tiny:paged",
             "tiny:short",
         ]
-        asked = httpx.get(f"{api.url}/v1/models", params={"strategies": "false"})
+        asked = httpx.get(f"{api.url}/v1/models", params={"strategies": "false"}, timeout=PATIENCE)
         assert [model["id"] for model in asked.json()["data"]] == ["tiny"]
 
 
@@ -50,7 +51,7 @@ def test_models_whose_names_have_slashes(lone_api: Api) -> None:
         lone_api.await_ready()
         for name in ("owner/name", "owner/name:paged", "other/owner/alias"):
             assert us.models.retrieve(name).id == name  # which writes a slash as %2F
-            assert httpx.get(f"{lone_api.url}/v1/models/{name}").json()["id"] == name
+            assert httpx.get(f"{lone_api.url}/v1/models/{name}", timeout=PATIENCE).json()["id"] == name
     lone_api.await_ready(False)
 
 

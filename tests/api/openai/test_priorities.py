@@ -14,6 +14,7 @@ from server.engine.ipc.messages import Submit
 from tests.api.conftest import running_api
 from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import VALID_REQUEST, error_of
+from tests.patience import PATIENCE
 
 KEYS = ["sk-ordinary", "sk-urgent-team"]
 LIMITS = {"sk-urgent-team": {"min_priority": -10, "max_kv_cache_priority": 50}}
@@ -28,7 +29,7 @@ def bounded() -> Iterator[tuple[httpx.Client, FakeEngine]]:
         FakeEngine(api.socket_path, generates([100])) as engine,
     ):
         api.await_ready()
-        with httpx.Client(base_url=api.url, timeout=20) as client:
+        with httpx.Client(base_url=api.url, timeout=PATIENCE) as client:
             yield client, engine
 
 
@@ -85,7 +86,7 @@ def test_a_key_without_one_of_the_bounds_has_the_servers() -> None:
             api_keys=KEYS, key_limits={KEYS[0]: {"min_priority": -3}}, min_priority=-1, max_kv_cache_priority=7
         ) as api,
         FakeEngine(api.socket_path, generates([100])) as engine,
-        httpx.Client(base_url=api.url, timeout=20) as client,
+        httpx.Client(base_url=api.url, timeout=PATIENCE) as client,
     ):
         api.await_ready()
         assert ask((client, engine), KEYS[0], priority=-3, kv_cache_priority=7).is_success

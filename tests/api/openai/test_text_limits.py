@@ -16,6 +16,7 @@ from server.text.tokenizer import Tokenizer
 from tests.api.conftest import running_api
 from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import VALID_REQUEST, Encode, chunks_of, error_of
+from tests.patience import PATIENCE
 from tests.text.hostile_models import TEMPLATES, save_with_template
 from tests.text.tiny_tokenizers import byte_level
 
@@ -28,9 +29,9 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A server whose template is as bad as a client wants."""
     directory = save_with_template(tmp_path_factory.mktemp("model"), BOTH)
     with (
-        running_api(SandboxedTokenizer(directory, CallLimits(0.5, 2**26))) as api,
+        running_api(SandboxedTokenizer(directory, CallLimits(3.0, 2**26))) as api,
         FakeEngine(api.socket_path, generates(byte_level().encode("hello").ids)),
-        httpx.Client(base_url=api.url, timeout=30) as client,
+        httpx.Client(base_url=api.url, timeout=PATIENCE) as client,
     ):
         api.await_ready()
         yield client
@@ -83,7 +84,7 @@ def test_a_decoder_that_panics_ends_its_stream_with_a_sentence(encode: Encode) -
     with (
         running_api(Tokenizer(backend)) as api,
         FakeEngine(api.socket_path, generates([*encode(" world"), broken])),
-        httpx.Client(base_url=api.url, timeout=30) as client,
+        httpx.Client(base_url=api.url, timeout=PATIENCE) as client,
     ):
         api.await_ready()
         for prompt, status in (([5], 200), ([broken], 400)):
@@ -100,7 +101,7 @@ def test_the_model_of_a_directory_serves(tmp_path: Path) -> None:
     with (
         running_api(tokenizer) as api,
         FakeEngine(api.socket_path, generates(byte_level().encode("hello world").ids)),
-        httpx.Client(base_url=api.url, timeout=30) as client,
+        httpx.Client(base_url=api.url, timeout=PATIENCE) as client,
     ):
         api.await_ready()
         answer = client.post("/v1/chat/completions", json={"model": "tiny", "messages": MESSAGES})

@@ -14,6 +14,7 @@ from server.version import get_version
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine
 from tests.api.payloads import Encode, error_of
+from tests.patience import PATIENCE
 from tests.text.tiny_tokenizers import BOS, byte_level
 
 USER = {"role": "user", "content": "hello"}
@@ -171,8 +172,8 @@ def test_another_model(engine: FakeEngine, http: httpx.Client, path: str) -> Non
 
 
 def test_version(lone_api: Api) -> None:
-    assert httpx.get(f"{lone_api.url}/version").json() == {"version": get_version()}
-    assert httpx.post(f"{lone_api.url}/tokenize", json={"prompt": "x"}).status_code == 503
+    assert httpx.get(f"{lone_api.url}/version", timeout=PATIENCE).json() == {"version": get_version()}
+    assert httpx.post(f"{lone_api.url}/tokenize", json={"prompt": "x"}, timeout=PATIENCE).status_code == 503
 
 
 # ---------------------------------------------------------------- the template, and what the tokenizer is
@@ -209,7 +210,7 @@ def test_tokenizer_info(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(written))
     (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
     with running_api(model=str(tmp_path), enable_tokenizer_info_endpoint=True) as api:
-        result = httpx.get(f"{api.url}/tokenizer_info").json()
+        result = httpx.get(f"{api.url}/tokenizer_info", timeout=PATIENCE).json()
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     for name in ("bos_token", "eos_token", "chat_template", "model_max_length"):
         assert result[name] == getattr(theirs, name)

@@ -6,6 +6,7 @@ import httpx
 
 from tests.api.conftest import Api
 from tests.api.fake_engine import FakeEngine
+from tests.patience import PATIENCE
 
 
 def test_ready(engine: FakeEngine, http: httpx.Client) -> None:
@@ -13,9 +14,9 @@ def test_ready(engine: FakeEngine, http: httpx.Client) -> None:
 
 
 def test_without_an_engine(lone_api: Api) -> None:
-    assert httpx.get(f"{lone_api.url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{lone_api.url}/health", timeout=PATIENCE).json() == {"status": "ok"}
     for path in ("/ready", "/metrics", "/v1/models", "/v1/models/tiny", "/v1/kv_cache"):
-        response = httpx.get(lone_api.url + path)
+        response = httpx.get(lone_api.url + path, timeout=PATIENCE)
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
         assert response.json()["error"]["type"] == "server_error"

@@ -24,6 +24,7 @@ from server.engine.ipc.socket_client import SocketClient
 from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, generates, live_state_of
 from tests.api.payloads import error_of
+from tests.patience import PATIENCE
 
 ADMIN = {"authorization": f"Bearer {ADMIN_TOKEN}"}
 PATHS = ("/v1/live", "/v1/live/events", "/v1/live/prefixes", "/v1/live/pages/1", "/live")
@@ -88,7 +89,7 @@ def test_it_is_what_the_engine_describes(engine: FakeEngine, http: httpx.Client)
 
 
 def test_a_stream_begins_with_a_snapshot_and_goes_on_with_changes(engine: FakeEngine, api: Api) -> None:
-    with httpx.stream("GET", f"{api.url}/v1/live/events", headers=ADMIN, timeout=20) as response:
+    with httpx.stream("GET", f"{api.url}/v1/live/events", headers=ADMIN, timeout=PATIENCE) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         events = read_events(response)
         name, state = next(events)
@@ -102,7 +103,7 @@ def test_a_stream_begins_with_a_snapshot_and_goes_on_with_changes(engine: FakeEn
 
 
 def test_other_cells_are_sent_as_a_snapshot(engine: FakeEngine, api: Api) -> None:
-    with httpx.stream("GET", f"{api.url}/v1/live/events", headers=ADMIN, timeout=20) as response:
+    with httpx.stream("GET", f"{api.url}/v1/live/events", headers=ADMIN, timeout=PATIENCE) as response:
         events = read_events(response)
         next(events)
         engine.answers["live"] = live_state_of(2, num_cells=7)
@@ -148,7 +149,10 @@ def test_runs_cover_what_differs_and_little_else() -> None:
 
 
 def test_watchers_are_told_that_the_engine_is_away_and_get_a_snapshot_of_the_next() -> None:
-    with running_api() as api, httpx.stream("GET", f"{api.url}/v1/live/events", headers=ADMIN, timeout=20) as response:
+    with (
+        running_api() as api,
+        httpx.stream("GET", f"{api.url}/v1/live/events", headers=ADMIN, timeout=PATIENCE) as response,
+    ):
         events = read_events(response)
         name, data = next(events)
         assert (name, data.keys()) == ("unavailable", {"message", "retry_after"})
@@ -190,18 +194,16 @@ def test_streams_end_with_the_server_and_do_not_delay_it() -> None:
     begun, ended = threading.Event(), threading.Event()
 
     def watch(url: str) -> None:
-        with httpx.stream("GET", f"{url}/v1/live/events", headers=ADMIN, timeout=20) as response:
+        with httpx.stream("GET", f"{url}/v1/live/events", headers=ADMIN, timeout=PATIENCE) as response:
             for _ in read_events(response):
                 begun.set()
         ended.set()
 
-    with running_api(drain_seconds=30) as api:
+    with running_api(drain_seconds=3600) as api:  # longer than a test may take
         watcher = threading.Thread(target=watch, args=(api.url,))
         watcher.start()
-        assert begun.wait(10)
-        stopped_at = time.monotonic()
-    assert time.monotonic() - stopped_at < 10
-    assert ended.wait(10)
+        assert begun.wait(PATIENCE)
+    assert ended.wait(PATIENCE)
     watcher.join()
 
 
@@ -232,7 +234,8 @@ def test_clients_that_come_at_once_are_limited_too(engine: FakeEngine, api: Api)
     with contextlib.ExitStack() as stack:
         address = ("127.0.0.1", httpx.URL(api.url).port)
         sockets = [
-            stack.enter_context(socket.create_connection(address, timeout=20)) for _ in range(live.MAX_STREAMS + 40)
+            stack.enter_context(socket.create_connection(address, timeout=PATIENCE))
+            for _ in range(live.MAX_STREAMS + 40)
         ]
         for each in sockets:
             each.sendall(request)
@@ -247,15 +250,15 @@ def test_a_client_that_leaves_makes_room_for_another(
     monkeypatch.setattr(live, "MAX_STREAMS", 2)
     url = f"{api.url}/v1/live/events"
     with contextlib.ExitStack() as stack:
-        responses = [stack.enter_context(httpx.stream("GET", url, headers=ADMIN, timeout=20)) for _ in range(2)]
+        responses = [stack.enter_context(httpx.stream("GET", url, headers=ADMIN, timeout=PATIENCE)) for _ in range(2)]
         watchers = [read_events(response) for response in responses]  # a discarded one would close its response
         assert [next(events)[0] for events in watchers] == ["snapshot", "snapshot"]
-        refused = httpx.get(url, headers=ADMIN)
+        refused = httpx.get(url, headers=ADMIN, timeout=PATIENCE)
         assert refused.status_code == 429
         assert error_of(refused)["code"] == "too_many_streams"
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + PATIENCE
     while True:
-        with httpx.stream("GET", url, headers=ADMIN, timeout=20) as response:
+        with httpx.stream("GET", url, headers=ADMIN, timeout=PATIENCE) as response:
             if response.status_code == 200:
                 break
         assert time.monotonic() < deadline, "streams whose clients have left still count"
@@ -281,7 +284,7 @@ def test_nothing_is_ended_without_the_admin_token(
 ) -> None:
     open_engine.begin_again(generates([]))
     assert http.delete("/v1/live/requests/0/x").status_code == 401
-    refused = httpx.delete(f"{open_api.url}/v1/live/requests/0/x")
+    refused = httpx.delete(f"{open_api.url}/v1/live/requests/0/x", timeout=PATIENCE)
     assert error_of(refused)["code"] == "admin_off"
     assert not list_aborts(engine) + list_aborts(open_engine)
 
@@ -299,7 +302,10 @@ def test_with_an_admin_token_it_is_needed_on_this_machine_too(
 
 def test_an_api_key_does_not_open_it() -> None:
     with running_api(api_keys=["sk-one"]) as api:
-        assert httpx.get(f"{api.url}/v1/live", headers={"authorization": "Bearer sk-one"}).status_code == 401
+        assert (
+            httpx.get(f"{api.url}/v1/live", headers={"authorization": "Bearer sk-one"}, timeout=PATIENCE).status_code
+            == 401
+        )
 
 
 OWN = [
@@ -346,7 +352,7 @@ FOREIGN = [
 def test_without_an_admin_token_this_machine_may_watch(
     open_api: Api, open_engine: FakeEngine, headers: dict[str, str]
 ) -> None:
-    assert httpx.get(f"{open_api.url}/v1/live", headers=headers).status_code == 200
+    assert httpx.get(f"{open_api.url}/v1/live", headers=headers, timeout=PATIENCE).status_code == 200
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -354,7 +360,7 @@ def test_without_an_admin_token_this_machine_may_watch(
 def test_without_an_admin_token_nothing_else_may(
     open_api: Api, open_engine: FakeEngine, headers: dict[str, str], path: str
 ) -> None:
-    refused = httpx.get(f"{open_api.url}{path}", headers=headers)
+    refused = httpx.get(f"{open_api.url}{path}", headers=headers, timeout=PATIENCE)
     assert refused.status_code == 403
     error = error_of(refused)
     assert error["code"] == "local_only"

@@ -19,6 +19,7 @@ from tests.api.conftest import ADMIN_TOKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, fails, generates, silent
 from tests.api.payloads import VALID_REQUEST, Encode
 from tests.api.raw_http import connect, raw_post
+from tests.patience import PATIENCE
 
 MARK = "xylophone"
 
@@ -31,7 +32,7 @@ def line(caplog: pytest.LogCaptureFixture) -> Line:
     caplog.set_level(logging.INFO)
 
     def find(request_id: str) -> logging.LogRecord:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             found = [r for r in caplog.records if fields_of(r).get("request_id") == request_id]
             if found:
@@ -135,8 +136,8 @@ def test_a_client_that_leaves_before_there_is_an_answer(api: Api, engine: FakeEn
 
 def test_polling_ready_does_not_fill_the_log(lone_api: Api, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    assert httpx.get(f"{lone_api.url}/ready", headers={"x-request-id": "polls"}).status_code == 503
-    assert httpx.get(f"{lone_api.url}/metrics", headers={"x-request-id": "asks"}).status_code == 503
+    assert httpx.get(f"{lone_api.url}/ready", headers={"x-request-id": "polls"}, timeout=PATIENCE).status_code == 503
+    assert httpx.get(f"{lone_api.url}/metrics", headers={"x-request-id": "asks"}, timeout=PATIENCE).status_code == 503
     logged = [fields_of(record) for record in caplog.records]
     assert [fields["request_id"] for fields in logged if "request_id" in fields] == ["asks"]
 
@@ -184,7 +185,7 @@ def telling(encode: Encode) -> Iterator[httpx.Client]:
     with (
         running_api(log_prompts=True) as api,
         FakeEngine(api.socket_path, generates(encode("hello world"))),
-        httpx.Client(base_url=api.url, timeout=10) as client,
+        httpx.Client(base_url=api.url, timeout=PATIENCE) as client,
     ):
         api.await_ready()
         yield client

@@ -13,6 +13,7 @@ from server.engine.ipc.messages import ControlRollout, Failed, Query, StartRollo
 from tests.api.conftest import ADMIN_TOKEN, running_api
 from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import error_of
+from tests.patience import PATIENCE
 
 PATH = "/v1/rollouts"
 BY = f"key {hash_api_key(ADMIN_TOKEN.encode())[:8]}"
@@ -112,7 +113,7 @@ def keyed() -> Iterator[httpx.Client]:
     with (
         running_api(api_keys=[API_KEY]) as api,
         FakeEngine(api.socket_path, generates([100])),
-        httpx.Client(base_url=api.url, timeout=20) as client,
+        httpx.Client(base_url=api.url, timeout=PATIENCE) as client,
     ):
         api.await_ready()
         yield client

@@ -23,6 +23,7 @@ from server.engine.ipc.messages import Admitted, Submit, Tokens
 from tests.api.conftest import running_api
 from tests.api.fake_engine import FakeEngine, fails, generates
 from tests.api.payloads import VALID_REQUEST, Encode
+from tests.patience import PATIENCE
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -56,7 +57,7 @@ def traced(encode: Encode) -> Iterator[Spans]:
         with (
             running_api() as api,
             FakeEngine(api.socket_path, generates([])) as engine,
-            httpx.Client(base_url=api.url, timeout=10) as http,
+            httpx.Client(base_url=api.url, timeout=PATIENCE) as http,
         ):
             api.await_ready()
             yield Spans(http, engine, exporter)

@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, expect
 from tests.end_to_end.server_process import Server, serving
 from tests.end_to_end.ui.browser import open_page
 from tests.end_to_end.ui.conftest import TOKEN
+from tests.patience import PATIENCE
 
 REFUSED = "Failed to load resource: the server responded with a status of 40"
 
@@ -26,7 +27,7 @@ def hidden_proxy(server: str) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             headers = {name: value for name, value in self.headers.items() if name.lower() != "host"}
-            answer = httpx.get(server + self.path, headers=headers)
+            answer = httpx.get(server + self.path, headers=headers, timeout=PATIENCE)
             self.send_response(answer.status_code)
             self.send_header("content-type", answer.headers["content-type"])
             self.end_headers()
@@ -77,7 +78,7 @@ def test_without_an_admin_token_this_machine_sees_everything_and_changes_nothing
             page.get_by_role("button", name="Clear all").click()
             page.get_by_role("button", name="Clear", exact=True).click()
             expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("admin_token")
-        proxied = httpx.get(f"{server.url}/v1/live", headers={"X-Forwarded-For": "192.0.2.1"})
+        proxied = httpx.get(f"{server.url}/v1/live", headers={"X-Forwarded-For": "192.0.2.1"}, timeout=PATIENCE)
         assert proxied.status_code == 403
 
 
@@ -124,9 +125,9 @@ def test_files_have_strict_headers_and_nothing_else_is_served(server: Server) ->
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
-        again = httpx.get(server.url + path, headers={"If-None-Match": answer.headers["etag"]})
+        again = httpx.get(server.url + path, headers={"If-None-Match": answer.headers["etag"]}, timeout=PATIENCE)
         assert again.status_code == 304
     for path in ["/ui/nothing.js", "/ui/../pyproject.toml", "/ui/%2e%2e/files.py", "/ui/..%2ffiles.py"]:
         assert server.get(path).status_code in (400, 404), path
-    refused = httpx.post(f"{server.url}/ui/")
+    refused = httpx.post(f"{server.url}/ui/", timeout=PATIENCE)
     assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")

@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.end_to_end.server_process import Server
 from tests.end_to_end.ui.browser import open_page
 from tests.end_to_end.ui.conftest import TOKEN
+from tests.patience import PATIENCE
 
 HOSTILE = (
     "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\"> "
@@ -168,4 +169,4 @@ def test_code_of_the_playground_is_the_request(browser: Browser, server: Server)
         compared = fields["choice 0"]["kv_cache_comparison"]
         assert compared["indexes"] == [*range(len(compared["kl"]))], "those of all chunks"
         assert len(compared["indexes"]) > 2
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=PATIENCE).status_code == 200

@@ -13,6 +13,7 @@ from playwright.sync_api import Browser, Page, expect
 from tests.end_to_end.server_process import Server, eventually
 from tests.end_to_end.ui.browser import open_page
 from tests.end_to_end.ui.conftest import ADMIN, TOKEN
+from tests.patience import PATIENCE
 
 
 def confirm(page: Page, button: str, answer: str) -> None:
@@ -23,12 +24,12 @@ def confirm(page: Page, button: str, answer: str) -> None:
 
 
 def read_prefixes(server: Server) -> list[dict[str, Any]]:
-    answer = httpx.get(f"{server.url}/v1/live/prefixes", headers=ADMIN).json()
+    answer = httpx.get(f"{server.url}/v1/live/prefixes", headers=ADMIN, timeout=PATIENCE).json()
     return list(answer["instances"]["paged"]["prefixes"])
 
 
 def test_a_shared_beginning_is_pinned_unpinned_dropped_and_cleared(browser: Browser, server: Server) -> None:
-    httpx.post(f"{server.url}/v1/kv_cache/paged/clear", headers=ADMIN, json={}).raise_for_status()
+    httpx.post(f"{server.url}/v1/kv_cache/paged/clear", headers=ADMIN, json={}, timeout=PATIENCE).raise_for_status()
     beginning = [random.randrange(100, 1000) for _ in range(96)]
     for _ in range(3):
         rest = [random.randrange(100, 1000) for _ in range(64)]
@@ -69,10 +70,12 @@ def test_what_clients_have_chosen_is_shown_as_text(browser: Browser, server: Ser
 
 def test_the_details_of_a_page_are_shown(browser: Browser, server: Server) -> None:
     server.complete(prompt=[random.randrange(100, 1000) for _ in range(300)], max_tokens=1, kv_cache="paged")
-    cells = httpx.get(f"{server.url}/v1/live", headers=ADMIN).json()["cells"]
+    cells = httpx.get(f"{server.url}/v1/live", headers=ADMIN, timeout=PATIENCE).json()["cells"]
     owners = base64.b64decode(cells["owners"])
     numbers = [i for i, owner in enumerate(owners) if owner and cells["instances"][owner - 1] == "paged"]
-    details = [httpx.get(f"{server.url}/v1/live/pages/{number}", headers=ADMIN).json() for number in numbers]
+    details = [
+        httpx.get(f"{server.url}/v1/live/pages/{number}", headers=ADMIN, timeout=PATIENCE).json() for number in numbers
+    ]
     known = next(each for each in reversed(details) if "prefix" in each)
     with open_page(browser, server.url, token=TOKEN) as page:
         canvas = page.locator("canvas")

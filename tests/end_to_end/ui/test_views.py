@@ -9,7 +9,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
-from tests.end_to_end.server_process import Server, eventually
+from tests.end_to_end.server_process import PATIENCE, Server, eventually
 from tests.end_to_end.ui.browser import NARROW, VIEWS, WIDE, open_page, show
 from tests.end_to_end.ui.conftest import ADMIN, TOKEN
 from tests.end_to_end.ui.load import loaded
@@ -57,7 +57,7 @@ def test_the_memory_follows_the_load(browser: Browser, server: Server) -> None:
 
 def test_the_grid_shows_what_the_api_says(browser: Browser, server: Server) -> None:
     server.complete(prompt=list(range(100, 400)), max_tokens=1, kv_cache="paged")
-    state = httpx.get(f"{server.url}/v1/live", headers=ADMIN).json()
+    state = httpx.get(f"{server.url}/v1/live", headers=ADMIN, timeout=PATIENCE).json()
     with open_page(browser, server.url, token=TOKEN) as page:
         canvas = page.locator("canvas")
         pages = state["memory"]["bytes"] // state["memory"]["page_bytes"]
@@ -77,7 +77,7 @@ def test_room_for_more_is_what_the_api_says(browser: Browser, server: Server) ->
         slider = page.get_by_role("slider")
         slider.focus()
         page.keyboard.press("End")
-        state = httpx.get(f"{server.url}/v1/live", headers=ADMIN).json()
+        state = httpx.get(f"{server.url}/v1/live", headers=ADMIN, timeout=PATIENCE).json()
         for name, each in state["instances"].items():
             length = max(map(int, each["fits"]))
             expect(page.locator("output")).to_have_text(f"{length:,}")
@@ -92,7 +92,7 @@ def test_requests_are_listed_and_can_be_ended(browser: Browser, server: Server) 
             "POST",
             f"{server.url}/v1/completions",
             json={"prompt": "Once", "max_tokens": 1900, "ignore_eos": True, "stream": True, "kv_cache": "window"},
-            timeout=60,
+            timeout=PATIENCE,
         ) as answer,
     ):
         row = page.locator("tbody tr").first

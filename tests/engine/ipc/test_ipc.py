@@ -27,6 +27,7 @@ from server.engine.ipc.socket_client import SocketClient, encode_message, make_e
 from server.processes import framing
 from server.processes.framing import WireError
 from tests.api.fake_engine import HELLO
+from tests.patience import PATIENCE
 
 SUBMIT = Submit("r-0", [1, 2, 3], SamplingParams(5, seed=2**63 - 1), "paged", None, None, -3)
 EVENTS: list[FromEngine] = [
@@ -93,7 +94,7 @@ def server(socket_path: Path) -> Iterator[EngineServer]:
 
 def connect(path: Path) -> socket.socket:
     worker = socket.socket(socket.AF_UNIX)
-    worker.settimeout(5)
+    worker.settimeout(PATIENCE)
     worker.connect(str(path))
     return worker
 
@@ -107,18 +108,18 @@ def test_workers_get_a_hello_an_id_and_a_disconnected_message(server: EngineServ
     with connect(socket_path) as one, connect(socket_path) as two:
         assert receive(one) == receive(two) == [HELLO]
         one.sendall(encode_message(SUBMIT) + encode_message(Cancel("r-0")))
-        first, message = server.inbox.get(timeout=5)
+        first, message = server.inbox.get(timeout=PATIENCE)
         assert message == SUBMIT
-        assert server.inbox.get(timeout=5) == (first, Cancel("r-0"))
+        assert server.inbox.get(timeout=PATIENCE) == (first, Cancel("r-0"))
         two.sendall(encode_message(Cancel("other")))
-        second, _ = server.inbox.get(timeout=5)
+        second, _ = server.inbox.get(timeout=PATIENCE)
         assert second != first
         server.send(second, EVENTS)
         server.send(first, EVENTS[:2])
         assert receive(one) == EVENTS[:2]
         assert receive(two) == EVENTS
         one.close()
-        assert server.inbox.get(timeout=5) == (first, WorkerDisconnected())
+        assert server.inbox.get(timeout=PATIENCE) == (first, WorkerDisconnected())
         server.send(first, EVENTS)
         server.send(12345, EVENTS)
         server.send(second, [])
@@ -131,7 +132,7 @@ def test_a_worker_that_sends_other_bytes_is_disconnected(
     with connect(socket_path) as worker:
         receive(worker)
         worker.sendall(b"\x00\x00\x00\x01\xc1")
-        assert server.inbox.get(timeout=5)[1] == WorkerDisconnected()
+        assert server.inbox.get(timeout=PATIENCE)[1] == WorkerDisconnected()
         assert worker.recv(1) == b""
     assert "holds no message" in caplog.text
 
@@ -142,14 +143,14 @@ def test_a_worker_that_does_not_read_holds_up_no_other(
     monkeypatch.setattr(server_module, "MAX_UNREAD_BYTES", 2**20)
     with connect(socket_path) as stuck, connect(socket_path) as fine:
         stuck.sendall(encode_message(Cancel("r")))
-        stuck_id, _ = server.inbox.get(timeout=5)
+        stuck_id, _ = server.inbox.get(timeout=PATIENCE)
         fine.sendall(encode_message(Cancel("r")))
-        fine_id, _ = server.inbox.get(timeout=5)
+        fine_id, _ = server.inbox.get(timeout=PATIENCE)
         for _ in range(50):
             server.send(stuck_id, [Answer(0, bytes(100_000))])
         server.send(fine_id, EVENTS)
         assert [receive(fine), receive(fine)] == [[HELLO], EVENTS]
-        assert server.inbox.get(timeout=5) == (stuck_id, WorkerDisconnected())
+        assert server.inbox.get(timeout=PATIENCE) == (stuck_id, WorkerDisconnected())
     assert "does not read" in caplog.text
 
 
@@ -261,14 +262,14 @@ def test_a_lost_engine_ends_everything_at_once(socket_path: Path) -> None:
             with EngineServer(socket_path, HELLO):
                 await ready(client)
 
-    asyncio.run(asyncio.wait_for(use(), 10))
+    asyncio.run(asyncio.wait_for(use(), PATIENCE))
 
 
 def drained(server: EngineServer) -> list[tuple[int, object]]:
     """What is in the inbox, up to the worker's end."""
     messages: list[tuple[int, object]] = []
     while not messages or messages[-1][1] != WorkerDisconnected():
-        messages.append(server.inbox.get(timeout=5))
+        messages.append(server.inbox.get(timeout=PATIENCE))
     with pytest.raises(queue.Empty):
         server.inbox.get_nowait()
     return messages

@@ -22,6 +22,7 @@ from tests.api.conftest import running_api
 from tests.api.fake_engine import HELLO as SMALL
 from tests.api.fake_engine import FakeEngine, generates
 from tests.grammar.judge import GrammarJudge
+from tests.patience import PATIENCE
 from tests.text.tiny_tokenizers import byte_level
 
 HELLO = msgspec.structs.replace(SMALL, max_seq_len=16384, vocab_size=512)
@@ -81,8 +82,8 @@ def serving_tools(template: str, **settings: Any) -> Iterator[ToolServer]:
     with running_api(tokenizer, **settings) as api, FakeEngine(api.socket_path, generates([100]), HELLO) as engine:
         api.await_ready()
         with (
-            httpx.Client(base_url=api.url, timeout=10) as http,
-            openai.OpenAI(base_url=f"{api.url}/v1", api_key="-", max_retries=0, timeout=10) as client,
+            httpx.Client(base_url=api.url, timeout=PATIENCE) as http,
+            openai.OpenAI(base_url=f"{api.url}/v1", api_key="-", max_retries=0, timeout=PATIENCE) as client,
         ):
             yield ToolServer(
                 http,
