@@ -76,7 +76,7 @@ class FileValidation:
             texts = self._cut_texts(*tokens[0])
             results = {name: self._run_llama_cpp(name, as_float32, texts, scratch) for name in LLAMA_CPP_ROWS}
             base, *_ = results.values()
-            rows += [compare(LLAMA_CPP, name, "-", False, each, base) for name, each in results.items()]
+            rows += [compare(LLAMA_CPP, name, "-", name == AS_STORED, each, base) for name, each in results.items()]
             for dtype in self.options.dtypes:
                 self._show(f"starting kvmux, {dtype}")
                 with self._serve_kvmux(dtype, scratch) as kvmux:
