@@ -7,8 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import openai
+
 from cache_strategies.registry import list_kinds
 from tests.end_to_end.server_process import Server, serving
+from tests.patience import PATIENCE
 from tests.real.model_files import find_model
 from tools.strategies_file import format_strategies
 
@@ -36,6 +39,16 @@ def serving_every_kind(
     sizes = ("--max-seq-len", str(max_seq_len), "--kv-memory", "2GiB")
     with serving("--config", str(config), "--model", str(find_model(model)), *sizes, *flags) as server:
         yield server
+
+
+@contextmanager
+def connect(model: str) -> Iterator[openai.OpenAI]:
+    """Serve a real model as "m", with the defaults that a newcomer gets, and connect OpenAI's client to it."""
+    with (
+        serving("--model", str(find_model(model)), "--kv-memory", "1GiB", "--model-name", "m") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as client,
+    ):
+        yield client
 
 
 def list_exact(server: Server) -> Sequence[str]:

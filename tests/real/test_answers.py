@@ -1,4 +1,4 @@
-"""Chats, structured output and tools with real vocabularies, up to 151,936 tokens, with OpenAI's client."""
+"""Chats and structured output with real vocabularies, up to 151,936 tokens, with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import jsonschema
 import openai
 import pytest
 
-from tests.end_to_end.server_process import PATIENCE, serving
-from tests.real.model_files import find_model, model_params
+from tests.real.model_files import model_params
+from tests.real.serving import connect
 
 SCHEMA = {
     "type": "object",
@@ -25,29 +25,11 @@ SCHEMA = {
     "additionalProperties": False,
 }
 PERSON: Any = [{"role": "user", "content": "Invent a person. Answer with JSON: name, age and hobbies."}]
-WEATHER: Any = [{"role": "user", "content": "What is the weather in Istanbul?"}]
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Return the current weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}, "unit": {"enum": ["celsius", "fahrenheit"]}},
-            "required": ["city", "unit"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module", params=list(model_params(["smollm2", "qwen-0.5b"])))
 def client(request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
-    """OpenAI's client of a server with the defaults that a newcomer gets."""
-    with (
-        serving("--model", str(find_model(request.param)), "--kv-memory", "1GiB", "--model-name", "m") as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as client,
-    ):
+    with connect(request.param) as client:
         yield client
 
 
@@ -90,7 +72,7 @@ def test_json_fits_its_schema(client: openai.OpenAI) -> None:
 
 
 def test_a_json_object_is_json(client: openai.OpenAI) -> None:
-    choice = ask(client, PERSON, response_format={"type": "json_object"}, max_tokens=600)
+    choice = ask(client, PERSON, response_format={"type": "json_object"})
     if choice.finish_reason == "stop":  # a small model may write a list that is longer than max_tokens
         assert isinstance(json.loads(choice.message.content), dict)
 
@@ -100,7 +82,7 @@ def test_a_json_object_is_json(client: openai.OpenAI) -> None:
     [
         ({"regex": r"[A-Z][a-z]{2,10}, \d{4}-\d{2}-\d{2}"}, r"[A-Z][a-z]{2,10}, \d{4}-\d{2}-\d{2}"),
         ({"choice": ["positive", "negative", "不明", "🙂 maybe"]}, r"positive|negative|不明|🙂 maybe"),
-        ({"grammar": 'root ::= "SELECT " col ("," col)* " FROM t"\ncol ::= [a-z]{1,8}'}, r"SELECT [a-z,]+ FROM t"),
+        ({"grammar": 'root ::= "SELECT " col ("," col)? " FROM t"\ncol ::= [a-z]{1,8}'}, r"SELECT [a-z,]+ FROM t"),
     ],
 )
 def test_a_constraint_holds(client: openai.OpenAI, constraint: dict[str, Any], pattern: str) -> None:
@@ -108,34 +90,3 @@ def test_a_constraint_holds(client: openai.OpenAI, constraint: dict[str, Any], p
     choice = ask(client, messages, extra_body={"structured_outputs": constraint})
     assert choice.finish_reason == "stop"
     assert re.fullmatch(pattern, choice.message.content)
-
-
-# ---------------------------------------------------------------- tools
-@pytest.mark.parametrize("choose", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-@pytest.mark.parametrize("strict", [False, True])
-def test_a_required_call_has_arguments_that_fit(client: openai.OpenAI, choose: Any, strict: bool) -> None:
-    tool = TOOL | {"function": TOOL["function"] | {"strict": strict}}
-    choice = ask(client, WEATHER, tools=[tool], tool_choice=choose)
-    assert choice.finish_reason == ("tool_calls" if choose == "required" else choice.finish_reason)
-    for call in choice.message.tool_calls:
-        assert call.function.name == "get_weather"
-        jsonschema.validate(json.loads(call.function.arguments), TOOL["function"]["parameters"])
-    assert choice.message.tool_calls
-
-
-def test_a_streamed_call_is_the_whole_one(client: openai.OpenAI) -> None:
-    whole = ask(client, WEATHER, tools=[TOOL], tool_choice="required").message.tool_calls[0].function
-    parts: Any = client.chat.completions.create(
-        model="m", messages=WEATHER, tools=[TOOL], tool_choice="required", temperature=0, max_tokens=200, stream=True
-    )
-    calls = [call for part in parts for choice in part.choices for call in choice.delta.tool_calls or ()]
-    first = [call for call in calls if call.index == 0]
-    assert "".join(call.function.name or "" for call in first) == whole.name
-    assert "".join(call.function.arguments or "" for call in first) == whole.arguments
-
-
-def test_the_result_of_a_call_is_read(client: openai.OpenAI) -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Istanbul"}'}}
-    result = {"role": "tool", "tool_call_id": "c1", "content": '{"temperature": 17, "sky": "cloudy"}'}
-    messages = [*WEATHER, {"role": "assistant", "content": None, "tool_calls": [call]}, result]
-    assert "17" in ask(client, messages, tools=[TOOL], tool_choice="none").message.content

@@ -16,8 +16,8 @@ from tests.real.serving import EXACT, list_exact, serving_every_kind, tokenize
 
 TOLERANCE = 2e-3  # nats: both compute in float32, in another order
 NEAR_TIE = 0.01  # nats between the two likeliest tokens, within which rounding may decide
-PROMPT_TOKENS = 256
-GREEDY_TOKENS = 48
+PROMPT_TOKENS = 192
+GREEDY_TOKENS = 32
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.end_to_end.server_process import PATIENCE, Server, eventually
+from tests.end_to_end.server_process import Server
+from tests.patience import PATIENCE, eventually
 from tests.real.model_files import read_long_text
 from tests.real.serving import serving_every_kind
 
