@@ -25,10 +25,10 @@ from tests.api.payloads import error_of
         ({"tools": [{"function": FUNCTION}]}, "tools[0].type", "required"),
         ({"tools": {"a": 1}}, "tools", "list"),
         ({"tools": [TOOL, TOOL]}, "tools", "several functions of the name"),
-        ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name", "pattern"),
-        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "pattern"),
+        ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name", "regular expression"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "regular expression"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parametrs": {}}}]}, "tools[0].function.parametrs", "did you mean parameters"),  # noqa: E501
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters", "dictionary"),  # noqa: E501
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters", "an object"),  # noqa: E501
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools[0].function.parameters", "schema of an object"),  # noqa: E501
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"required": 5}}}]}, "tools[0].function.parameters", "list of names"),  # noqa: E501
         ({"tool_choice": "sometimes"}, "tool_choice", "should be"),
@@ -43,7 +43,7 @@ from tests.api.payloads import error_of
         ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": None}, "tool_choice", "needs tools"),
         ({"tool_choice": "required", "continue_final_message": True}, "tool_choice", "continue_final_message"),
-        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "true or false"),
         ({"functions": [FUNCTION]}, "functions", "use tools"),
         ({"function_call": {"name": "f"}}, "function_call", "use tool_choice"),
         ({"documents": "text"}, "documents", "list"),
@@ -74,8 +74,8 @@ ANSWER = {"role": "tool", "tool_call_id": "call_1", "content": "snow"}
         ([ANSWER], 'answers the tool call "call_1"'),
         ([ANSWER, called()], 'answers the tool call "call_1"'),
         ([called() | {"role": "user", "content": "x"}], "only an assistant's has"),
-        ([called(function={"name": "f", "arguments": []})], "dictionary"),
-        ([called(function={"name": "f", "arguments": 5})], "dictionary"),
+        ([called(function={"name": "f", "arguments": []})], "an object"),
+        ([called(function={"name": "f", "arguments": 5})], "an object"),
         ([called(function={"arguments": "{}"})], "required"),
         ([called(type="custom")], "function"),
         ([called(), {"role": "tool", "tool_call_id": "call_1"}], "content is required"),
