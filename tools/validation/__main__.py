@@ -92,7 +92,7 @@ def run(options: argparse.Namespace, show_status: ShowStatus) -> ValidationRepor
         installer.ensure(install_llama_cpp, INSTALLED_VERSION)
         version += f" (perplexity: {LLAMA_CPP} {LLAMA_CPP_VERSION})"
     native = installer.folder if options.perplexity else None
-    how = ValidationOptions(options.threads, options.dtypes, options.strategies, native)
+    how = ValidationOptions(options.threads, options.dtypes, options.strategies, native=native)
     with tempfile.TemporaryDirectory() as folder:
         subjects = [make_subject(name, Path(folder)) for name in options.only if is_there(name)]
         files = [FileValidation(subject, how, show_status).run() for subject in subjects]

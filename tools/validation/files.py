@@ -19,8 +19,8 @@ from tools.validation.subjects import Subject
 from tools.validation.texts import TRICKY_TEXTS
 
 # How llama.cpp computes: name of the row, type of keys and values. Everything is compared with the first row.
-AS_STORED = "as stored"
-LLAMA_CPP_ROWS = {"float32": "f32", AS_STORED: "f32", "float32, cache q8_0": "q8_0"}
+FLOAT32, AS_STORED = "float32", "as stored"
+LLAMA_CPP_ROWS = {FLOAT32: "f32", AS_STORED: "f32", "float32, cache q8_0": "q8_0"}
 DTYPES = {"float32": "f32", "bfloat16": "auto"}  # of kvmux: --dtype and --weights; auto: as they are served by default
 PROMPT_TOKENS = 24  # of a greedy text
 
@@ -38,6 +38,7 @@ class ValidationOptions:
     threads: int  # of each program
     dtypes: Collection[str] = tuple(DTYPES)
     strategies: Collection[str] = ()  # names of instances; empty: all
+    llama_cpp_rows: Collection[str] = tuple(LLAMA_CPP_ROWS)  # always with the first
     native: Path | None = None  # folder with a llama.cpp built from source, to predict with llama-perplexity instead
 
 
@@ -74,7 +75,9 @@ class FileValidation:
             with self._serve_llama_cpp(as_float32, "f32") as server:
                 tokens = [tokenize(server, text) for text in self._texts_to_tokenize]
             texts = self._cut_texts(*tokens[0])
-            results = {name: self._run_llama_cpp(name, as_float32, texts, scratch) for name in LLAMA_CPP_ROWS}
+            results = {
+                name: self._run_llama_cpp(name, as_float32, texts, scratch) for name in self.options.llama_cpp_rows
+            }
             base, *_ = results.values()
             rows += [compare(LLAMA_CPP, name, "-", name == AS_STORED, each, base) for name, each in results.items()]
             for dtype in self.options.dtypes:
