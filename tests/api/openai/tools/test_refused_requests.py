@@ -25,7 +25,7 @@ from tests.api.payloads import error_of
         ({"tools": [{"function": FUNCTION}]}, "tools[0].type", "required"),
         ({"tools": {"a": 1}}, "tools", "list"),
         ({"tools": [TOOL, TOOL]}, "tools", "several functions of the name"),
-        ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name", "should match"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "should match"),
         ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name", "regular expression"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parametrs": {}}}]}, "tools[0].function.parametrs", "did you mean parameters"),  # noqa: E501
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters", "an object"),  # noqa: E501
