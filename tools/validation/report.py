@@ -22,7 +22,7 @@ class Bounds(NamedTuple):
 
 
 # Of kvmux by --dtype; the last one also of llama.cpp where it reads the file as it is stored and rounds activations.
-BOUNDS = {"float32": Bounds(0.002, 0.002, 0.01), "bfloat16": Bounds(0.05, 0.1, 0.4)}
+BOUNDS = {"float32": Bounds(0.001, 0.001, 0.01), "bfloat16": Bounds(0.05, 0.1, 0.4)}
 
 
 @dataclass(frozen=True)
