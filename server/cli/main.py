@@ -96,6 +96,7 @@ A variable can set one option: KVMUX_STRATEGIES__SHORT__WINDOW=512
 
 examples:
   kvmux serve
+  kvmux serve models/my-model.gguf
   kvmux serve --model models/my-model --port 9000 --kv-memory 2GiB
   KVMUX_MODEL=models/my-model kvmux serve --device cpu --threads 8
 """
@@ -125,6 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # ---------------------------------------------------------------- kvmux serve
 def serve(options: dict[str, Any]) -> int:
     """Serve until a signal stops the server; `options` are the values of the flags given. Return the exit code."""
+    if (model := options.pop("model_argument", None)) is not None and options.setdefault("model", model) != model:
+        raise SettingsError(f"two models are given, {model} and --model {options['model']}; remove one of them")
     settings = load_settings(pop_settings_file(options), options)
     multiprocessing.current_process().name = "kvmux"  # in the log
     configure_logging(settings)
@@ -263,11 +266,12 @@ def _add_serve(commands: Commands) -> None:
         commands,
         "serve",
         serve,
-        "[--model MODEL] [--port N] [--config FILE] [more settings]",
+        "[MODEL] [--port N] [--config FILE] [more settings]",
         help="load a model and serve it; `kvmux serve --help` lists every setting",
         description=SERVE_DESCRIPTION,
         epilog=SERVE_EPILOG,
     )
+    parser.add_argument("model_argument", metavar="MODEL", nargs="?", help="the same as --model MODEL")
     add_settings(parser, group_settings())
 
 

@@ -233,6 +233,9 @@ def test_unknown_kinds_and_options_are_refused_by_name(tiny: Path, options: dict
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no model at"):
         build_engine(Settings(model=str(tmp_path)))
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(ModelError, match=r"is a directory with GGUF files: name one of them, such as .*b\.gguf"):
+        build_engine(Settings(model=str(tmp_path)))
 
 
 def test_the_summary_tells_where_it_runs(tiny: Path) -> None:

@@ -35,6 +35,8 @@ def locate(model: str, revision: str | None = None, *, allow_symlinks: bool = Fa
     on_hub = _is_on_hub(model)
     directory = hub.fetch_model(model, revision) if on_hub else _resolve_local(model)
     if not _is_model(directory):
+        if files := sorted(directory.glob(f"*{SUFFIX}")):
+            raise ModelError(f"{model!r} is a directory with GGUF files: name one of them, such as {files[0]}")
         raise ModelError(
             f"no model at {model!r}: give a directory with config.json, tokenizer.json and *.safetensors, "
             f"a {SUFFIX} file, a name on the Hugging Face hub (owner/name), "
