@@ -2,6 +2,7 @@
 #
 #   make serve ARGS="--port 9000"        any flag of `kvmux serve`
 #   make test ARGS="tests/cli -x"        any argument of pytest
+#   make models MODELS=smollm2           which real models to fetch; all by default
 #   make fuzz SECONDS=60                 seconds to run, if no test fails before
 #   make test THOROUGH_SHARE=1           all tests with thousands of cases, not a share of them drawn anew in each run
 #   make test PROCESSES=4                processes for the tests that may run side by side; 0: one, for debuggers
@@ -56,9 +57,9 @@ test-rest: $(VENV)/.with-test  ## run the tests with thousands of cases that the
 test-fast: $(VENV)/.with-test  ## run the tests that take two minutes together, for daily work
 	$(call PYTEST,not slow and not ray and not real and not alone and not thorough,-n $(PROCESSES) --dist loadfile)
 
-test-real: $(VENV)/.with-test  ## test with real models (`make models`): exactness, tools, needles, roll-outs; takes ? minutes
+test-real: $(VENV)/.with-test  ## test with the real models that `make models` has fetched: exactness, tools, needles, roll-outs
 	$(PY) -m pytest -m "real and not ray" -rP tests/real $(ARGS)
-	$(PY) -m tests.cluster.run -m "ray and real" $(ARGS)
+	$(PY) -m tests.cluster.run tests/real -m "ray and real" $(ARGS)
 
 test-metal: $(VENV)/.with-test  ## test the Metal kernels: emulated, and on a Mac on its GPU, too
 	$(PY) -m pytest -m "not slow" -n $(PROCESSES) --dist loadfile tests/kernels tests/engine/test_metal.py tests/end_to_end/test_metal.py $(ARGS)
@@ -71,7 +72,7 @@ models: $(VENV)/.base  ## fetch real models as data, 2 GB in all (MODELS="smollm
 chromium:  ## install Debian's Chromium for the tests of the page at /ui; without it they are skipped
 	command -v chromium >/dev/null || { apt-get update && apt-get install -y --no-install-recommends chromium; }
 
-test-slow: $(VENV)/.with-test  ## run all tests, with those that take minutes, without those on Ray
+test-slow: $(VENV)/.with-test  ## run all tests, with those that take minutes, without those on Ray and those of test-real
 	$(PY) -m pytest -m "not ray and not real" $(ARGS)
 
 test-clients: $(VENV)/.with-test  ## test popular clients, each installed by itself (CLIENTS="litellm ...": only these)

@@ -1,6 +1,6 @@
-"""Reads shares such as "25%" and durations such as "10m", as people write them. Does not know what they are used for.
+"""Reads shares such as "25%" and durations such as "10m", as texts and as flags of the command line.
 
-Imports only the standard library, as flags of the command line read them, too. `units.py` has the types of settings.
+Imports only the standard library, as `kvmux health` and `loadtest` do. `units.py` has the types of settings.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def parse_duration(text: str) -> float:
     return float(sum(Fraction(count) * unit for count, unit in counts) / 1000)
 
 
-def parse_positive_duration(text: str) -> float:
+def parse_duration_flag(text: str) -> float:
     """Return the seconds that a flag says; raises ArgumentTypeError unless they are above 0."""
     try:
         seconds = parse_duration(text)
@@ -58,7 +58,7 @@ def parse_positive_duration(text: str) -> float:
     return seconds
 
 
-def parse_share(text: str) -> float:
+def parse_share_flag(text: str) -> float:
     """Return the share that a flag says; raises ArgumentTypeError unless it is from 0 to 1."""
     try:
         share = parse_proportion(text)

@@ -92,7 +92,9 @@ def _check_characters(value: Any, depth: int = MAX_DEPTH) -> None:
 
 
 MAX_TIMEOUT = 7 * 24 * 3600  # maximum of any timeout, in seconds
-SECRETS = frozenset({"api_keys", "key_limits", "admin_token", "metrics_key", "otlp_traces_endpoint"})  # never shown
+SECRETS = frozenset(
+    {"api_keys", "key_limits", "admin_token", "metrics_key", "otlp_traces_endpoint"}
+)  # settings whose values no message shows
 MIN_API_KEY_LENGTH = 8  # minimum number of characters of an API key that cannot easily be guessed
 MAX_DRAFT_TOKENS = 16  # maximum number of draft tokens in a step
 

@@ -56,7 +56,8 @@ def _has_sizes(shape: Sequence[int], sizes: Sequence[int]) -> bool:
 def check_new_tokens(k: Tensor, v: Tensor, k_sizes: Sequence[int], v_sizes: Sequence[int]) -> None:
     """Raise ValueError unless k [n, *k_sizes] and v [n, *v_sizes] are the keys and values of the same tokens.
 
-    Both are (KV heads, head_dim). torch would repeat those of one head, or of one token, without a word.
+    `k_sizes` and `v_sizes` are (KV heads, head_dim) of keys and of values. torch would repeat those of one head, or of
+    one token, without a word.
     """
     check_tensor("keys and values of new tokens", "k", k, (ANY, *k_sizes))
     check_tensor("keys and values of new tokens", "v", v, (len(k), *v_sizes), (k.dtype,), k.device)

@@ -188,7 +188,10 @@ class KVStore:
         return self.planes(layer)[1].numbers
 
     def layer_offset(self, layer: int) -> int:
-        """Return the offset in bytes of a layer from the start of a block. Raises ValueError for one not stored."""
+        """Return the offset in bytes of a layer from the start of a block, for code that copies whole layers.
+
+        Raises ValueError for a layer that the store does not have.
+        """
         return self.k_offset(layer)  # a layer begins with its keys
 
     def k_offset(self, layer: int) -> int:

@@ -16,7 +16,7 @@ from itertools import accumulate
 from random import Random
 from typing import NamedTuple
 
-from config.quantities import parse_share
+from config.quantities import parse_share_flag
 
 VOCAB_SIZE = 32_000
 
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--one-shot",
-        type=parse_share,
+        type=parse_share_flag,
         default=CHAT.one_shot,
         help="share of conversations with one turn only, such as 25%% or 0.25 (default: %(default)s)",
     )

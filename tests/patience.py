@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import httpx
 
 PATIENCE = 120.0  # seconds that anything may take on a busy machine
 
 
-def eventually(true: object, patience: float = PATIENCE) -> None:
-    """Wait until `true()` is true, for `patience` seconds at most: a machine may be busy."""
-    assert callable(true)
+def eventually(condition: Callable[[], object], patience: float = PATIENCE) -> None:
+    """Wait until `condition()` is true; raise AssertionError after `patience` seconds."""
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         try:
-            if true():
+            if condition():
                 return
         except httpx.TransportError:
             pass
         time.sleep(0.02)
-    raise AssertionError("it did not come about")
+    raise AssertionError(f"the condition was not true within {patience:g} s")

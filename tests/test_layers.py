@@ -26,8 +26,8 @@ MAY_IMPORT = {  # beside itself
 }
 ALSO = {
     "server.cli.main": {"loadtest.bench", "loadtest.bench.flags"},  # of `kvmux bench`; nothing else of it
-    "loadtest.bench.flags": {"config.quantities", "config.quantities.parse_positive_duration"},
-    "loadtest.traces": {"config.quantities", "config.quantities.parse_share"},
+    "loadtest.bench.flags": {"config.quantities", "config.quantities.parse_duration_flag"},
+    "loadtest.traces": {"config.quantities", "config.quantities.parse_share_flag"},
 }
 
 API_PROCESS = (

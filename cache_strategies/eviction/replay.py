@@ -24,7 +24,7 @@ from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
-from config.quantities import parse_share
+from config.quantities import parse_share_flag
 from kernels.reference.backend import ReferenceOps
 from kernels.types import LayerSpec
 
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--blocks-share",
-        type=parse_share,
+        type=parse_share_flag,
         nargs="+",
         default=DEFAULT_BLOCKS_SHARES,
         help="sizes of the cache, as shares of the number of distinct blocks in the trace, such as 10%% or 0.1",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from config.quantities import parse_positive_duration
+from config.quantities import parse_duration_flag
 
 DESCRIPTION = """\
 Benchmarks a running server over HTTP, under each of its cache strategies in turn. Reports for every workload the time
@@ -188,7 +188,7 @@ def _add_arrivals(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--every",
-        type=parse_positive_duration,
+        type=parse_duration_flag,
         metavar="DURATION",
         help=f"time between the bursts of --burst, in seconds or as 500ms or 1m (default: {BenchOptions.every:g})",
     )

@@ -38,7 +38,7 @@ from server.text.tokenizer import TokenizerBase, read_tokenizer_info
 from server.ui.files import mount_ui
 from server.version import get_version
 
-CHECK_INTERVAL = 0.1  # seconds between two looks whether there is an engine
+ENGINE_POLL_INTERVAL = 0.1  # seconds between two checks whether there is an engine
 # Switches off FastAPI's own telemetry: it would add a span around ours, and record the messages of exceptions, which
 # may quote prompts. Versions of FastAPI without telemetry ignore this.
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
@@ -95,7 +95,7 @@ def create_app(
 async def start_checker(client: EngineClient, tokenizer: TokenizerBase) -> None:
     """Start the process that checks grammars once there is an engine, which would be ready later otherwise."""
     while client.hello is None:
-        await asyncio.sleep(CHECK_INTERVAL)
+        await asyncio.sleep(ENGINE_POLL_INTERVAL)
     await tokenizer.start_checker()
 
 

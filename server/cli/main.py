@@ -28,7 +28,7 @@ from server.cli.banner import format_banner
 from server.cli.flags import add_settings, group_settings
 from server.cli.health import TIMEOUT
 from server.cli.health import check_health as ask_health
-from server.cli.parser import Commands, Parser, add_command, parse_seconds
+from server.cli.parser import Commands, Parser, add_command, parse_timeout_flag
 from server.cli.ray_flags import add_ray
 from server.cli.standard_streams import open_missing_streams, print_safely, redirect_to_devnull
 from server.cli.strategy import add_strategy
@@ -288,7 +288,7 @@ def _add_health(commands: Commands) -> None:
     parser.add_argument("--url", help="check the server at this URL instead")
     parser.add_argument(
         "--timeout",
-        type=parse_seconds,
+        type=parse_timeout_flag,
         metavar="DURATION",
         help=f"time to wait for a response, in seconds or as 500ms or 10s (default: {TIMEOUT:g})",
     )

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
-from config.quantities import parse_positive_duration
+from config.quantities import parse_duration_flag
 from config.settings import MAX_TIMEOUT
 from config.sources import did_you_mean
 from server.processes.child_process import USER_ERROR
@@ -29,9 +29,9 @@ class Parser(argparse.ArgumentParser):
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
-def parse_seconds(text: str) -> float:
+def parse_timeout_flag(text: str) -> float:
     """Return a timeout in seconds. Raises ArgumentTypeError unless it is above 0 and at most MAX_TIMEOUT."""
-    if (seconds := parse_positive_duration(text)) > MAX_TIMEOUT:
+    if (seconds := parse_duration_flag(text)) > MAX_TIMEOUT:
         raise argparse.ArgumentTypeError(f"{text!r} is not a duration of {MAX_TIMEOUT:,} seconds or less")
     return seconds
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from config.quantities import parse_positive_duration
+from config.quantities import parse_duration_flag
 
 DESCRIPTION = """\
 Shows where the time of a step goes, and how near it comes to the limits of this machine: each operation of the kernels,
@@ -91,7 +91,7 @@ def _add_flags_of_recordings(add: Callable[..., object]) -> None:
     )
     add(
         "--seconds",
-        type=parse_positive_duration,
+        type=parse_duration_flag,
         metavar="DURATION",
         help="time after which a recording ends, even if it has fewer steps, in seconds or as 10s (default: 10)",
     )

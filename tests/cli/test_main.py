@@ -157,7 +157,6 @@ def test_the_file_is_named_by_the_environment_unless_a_flag_names_one(
         (["serve", "--max_seq_len=9"], "did you mean --max-seq-len?"),
         (["serve", "a.gguf", "extra"], "extra is not an option"),
         (["serve", "--port"], "argument --port: expected one argument"),
-        (["serve", "no/such.gguf"], "cannot read no/such.gguf"),
         (["serve", "a.gguf", "--model", "b.gguf"], "two models are given, a.gguf and --model b.gguf"),
         (["serve", "--port", "80x"], "port (from --port): should be a whole number"),
         (["serve", "--device", "gpu"], "device (from --device): should be 'auto', 'cpu', 'mps', 'cuda', 'metal-"),
@@ -170,6 +169,11 @@ def test_the_file_is_named_by_the_environment_unless_a_flag_names_one(
 )
 def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
     assert message in error_of(capsys, *arguments)
+
+
+def test_the_model_needs_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "no/such.gguf"]) == 2
+    assert "cannot read no/such.gguf" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_told_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from config.errors import SettingsError
-from config.quantities import parse_duration, parse_positive_duration, parse_proportion, parse_share
+from config.quantities import parse_duration, parse_duration_flag, parse_proportion, parse_share_flag
 from config.settings import SelectionRule, Settings, load_settings
 from config.units import Duration, Proportion, Size, find_unit
 
@@ -62,13 +62,13 @@ def test_no_proportions(text: str) -> None:
 
 
 def test_flags_say_what_is_wrong() -> None:
-    assert (parse_positive_duration("1m"), parse_share("25%"), parse_share("0")) == (60.0, 0.25, 0.0)
+    assert (parse_duration_flag("1m"), parse_share_flag("25%"), parse_share_flag("0")) == (60.0, 0.25, 0.0)
     for text in ("0", "-1", "soon"):
         with pytest.raises(ArgumentTypeError, match=f"'{text}' is not a duration"):
-            parse_positive_duration(text)
+            parse_duration_flag(text)
     for text in ("101%", "-1", "25"):
         with pytest.raises(ArgumentTypeError, match=f"'{text}' should be from 0% to 100%"):
-            parse_share(text)
+            parse_share_flag(text)
 
 
 def test_every_setting_with_a_unit_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,12 @@ def connect(model: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
+def ask(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
+    """Return the choice of a chat, greedy and of 200 tokens at most unless the options say otherwise."""
+    given: dict[str, Any] = {"model": "m", "temperature": 0, "max_tokens": 200} | options
+    return client.chat.completions.create(messages=messages, **given).choices[0]
+
+
 def list_exact(server: Server) -> Sequence[str]:
     """Return the instances that keep every key as it was computed."""
     return [each["name"] for each in server.get("/v1/kv_cache").json()["data"] if each["contract"]["exact"]]

@@ -10,7 +10,7 @@ import jsonschema
 import openai
 import pytest
 
-from tests.real.serving import connect
+from tests.real.serving import ask, connect
 
 pytestmark = pytest.mark.real
 WEATHER: Any = [{"role": "user", "content": "What is the weather in Istanbul?"}]
@@ -35,21 +35,17 @@ def client() -> Iterator[openai.OpenAI]:
         yield client
 
 
-def ask(client: openai.OpenAI, messages: Any, **options: Any) -> Any:
-    given: dict[str, Any] = {"model": "m", "temperature": 0, "max_tokens": 200} | options
-    return client.chat.completions.create(messages=messages, **given).choices[0]
-
-
 @pytest.mark.parametrize("choose", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_required_call_has_arguments_that_fit(client: openai.OpenAI, choose: Any, strict: bool) -> None:
     tool = TOOL | {"function": TOOL["function"] | {"strict": strict}}
     choice = ask(client, WEATHER, tools=[tool], tool_choice=choose)
-    assert choice.finish_reason == ("tool_calls" if choose == "required" else choice.finish_reason)
-    for call in choice.message.tool_calls:
+    calls = choice.message.tool_calls
+    assert calls
+    assert choice.finish_reason == "tool_calls"
+    for call in calls:
         assert call.function.name == "get_weather"
         jsonschema.validate(json.loads(call.function.arguments), TOOL["function"]["parameters"])
-    assert choice.message.tool_calls
 
 
 def test_a_streamed_call_is_the_whole_one(client: openai.OpenAI) -> None:

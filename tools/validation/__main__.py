@@ -92,11 +92,13 @@ def run(options: argparse.Namespace, show_status: ShowStatus) -> ValidationRepor
         installer.ensure(install_llama_cpp, INSTALLED_VERSION)
         version += f" (perplexity: {LLAMA_CPP} {LLAMA_CPP_VERSION})"
     native = installer.folder if options.perplexity else None
+    missing = [name for name in options.only if not is_there(name)]
+    if len(missing) == len(options.only):
+        raise RunError(f"none of these models is there: make models MODELS={missing[0]}")
     how = ValidationOptions(options.threads, options.dtypes, options.strategies, native=native)
     with tempfile.TemporaryDirectory() as folder:
-        subjects = [make_subject(name, Path(folder)) for name in options.only if is_there(name)]
+        subjects = [make_subject(name, Path(folder)) for name in options.only if name not in missing]
         files = [FileValidation(subject, how, show_status).run() for subject in subjects]
-    missing = [name for name in options.only if not is_there(name)]
     return ValidationReport(date, get_version(), f"llama.cpp of {version}", files, missing)
 
 

@@ -68,6 +68,7 @@ class FileValidation:
     def run(self) -> ValidatedFile:
         """Compute and compare everything. Raises RunError and OSError."""
         rows: list[ValidatedRow] = []
+        wrong = dict[str, None]()  # texts whose tokens differ, in their order
         with tempfile.TemporaryDirectory() as folder:
             scratch = Path(folder)
             self._show("writing its weights as float32")
@@ -83,11 +84,11 @@ class FileValidation:
             for dtype in self.options.dtypes:
                 self._show(f"starting kvmux, {dtype}")
                 with self._serve_kvmux(dtype, scratch) as kvmux:
-                    found = [tokenize(kvmux, text) for text in self._texts_to_tokenize]
+                    expected = zip(self._texts_to_tokenize, tokens, strict=True)
+                    wrong |= {text: None for text, ids in expected if tokenize(kvmux, text) != ids}
                     rows += self._run_kvmux(kvmux, dtype, texts, base)
-        wrong = [text for text, a, b in zip(self._texts_to_tokenize, tokens, found, strict=True) if a != b]
         sizes, file = self.subject.sizes, self.subject.file.name
-        return ValidatedFile(self.subject.name, file, sizes.num_windows, sizes.window, len(tokens), wrong, rows)
+        return ValidatedFile(self.subject.name, file, sizes.num_windows, sizes.window, len(tokens), [*wrong], rows)
 
     def _show(self, status: str) -> None:
         self.show_status(f"{self.subject.name}: {status}")

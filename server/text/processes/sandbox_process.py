@@ -3,8 +3,8 @@
 `python -m server.text.processes.sandbox_process`: its standard input is the socket to its worker. It loads what the
 first message names, and then answers calls one at a time. The code it runs came with the model, and grammars come from
 clients, so the kernel bounds both: the address space by RLIMIT_AS, and the CPU time of a call by a timer, which ends
-the process even if its worker has ended. CPU time, because a busy machine makes a call wait, but hardly takes more of
-it. Knows neither requests nor the engine.
+the process even if its worker has ended. The limit is one of CPU time, as a busy machine makes a call wait but hardly
+adds to its CPU time. Knows neither requests nor the engine.
 """
 
 from __future__ import annotations

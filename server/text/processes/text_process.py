@@ -36,8 +36,8 @@ from server.text.processes.messages import (
 MODULE = "server.text.processes.sandbox_process"
 MEMORY_LIMIT_ENFORCED = sys.platform != "darwin"  # whether the system enforces RLIMIT_AS
 MEMORY_POLL_INTERVAL = 0.05  # seconds between two readings of the process's memory, where no limit is enforced
-# Seconds between two looks at the CPU time of a process that owes an answer: if it has used none in between, it is
-# taken for stuck. One that waits for a busy machine gets at least the 10 ms that the system counts in.
+# Seconds between two looks at the CPU time of a process that owes an answer. If it has used none in between, it hangs:
+# on a busy machine even a waiting process gets the 10 ms in which the system counts.
 STALL_SECONDS = 10.0
 CHUNK = 2**18  # most bytes read from the socket at a time
 # Signals that are blocked in tokenizer processes: they may be sent to the worker's whole process group.
@@ -101,7 +101,7 @@ class TextProcess(asyncio.Protocol):
             self._socket.sendall(self._encode_start())
             first = self._read_first()
         except TimeoutError:
-            raise SettingsError(f"{where} stops the process that loads it; is it damaged?") from None
+            raise SettingsError(f"{where} makes the process that loads it hang; is it damaged?") from None
         except (OSError, WireError):
             first = None
         if isinstance(first, Broken):
@@ -117,7 +117,7 @@ class TextProcess(asyncio.Protocol):
         return encode_frame(pickle.dumps(self._start))
 
     def _read_first(self) -> ProcessMessage | None:
-        """Return the process's first message; None if it ends. Raises TimeoutError if it no longer works."""
+        """Return the process's first message; None if it ends. Raises TimeoutError if it hangs."""
         self._socket.settimeout(self._stall_seconds)
         used = -1.0
         while True:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from cache_strategies.registry import list_kinds
+from tests.real.model_files import find_model
 from tools.bench.table.documents import replace_section
 from tools.real_models import REAL_MODELS
 from tools.validation import __main__ as command
@@ -18,18 +18,10 @@ from tools.validation.files import FLOAT32, FileValidation, ValidationOptions
 from tools.validation.kvmux import make_config
 from tools.validation.predictions import Agreement, GreedyAgreement
 from tools.validation.report import BOUNDS, ValidatedFile, ValidatedRow, ValidationReport, as_json, as_text
-from tools.validation.subjects import Sizes, Subject, make_subject
+from tools.validation.subjects import Sizes, make_subject
 
 ROOT = Path(__file__).parents[3]
-REQUIRE_SMOLLM2 = bool(os.environ.get("REQUIRE_SMOLLM2"))
 SMALL = Sizes(window=96, num_windows=2, predicted=16, texts=4, max_tokens=12)  # `streaming` needs 84 tokens
-
-
-def find_smollm2(scratch: Path) -> Subject:
-    """Return SmolLM2, a real model; without it the test is skipped, or fails if it is required."""
-    if not REAL_MODELS["smollm2"].path.exists():
-        (pytest.fail if REQUIRE_SMOLLM2 else pytest.skip)("there is no SmolLM2: `make models MODELS=smollm2`")
-    return make_subject("smollm2", scratch, SMALL)
 
 
 @pytest.mark.alone
@@ -54,7 +46,9 @@ def test_kvmux_computes_what_llama_cpp_computes(tmp_path: Path) -> None:
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ["tiny-q8_0", "smollm2"])
 def test_quantized_files_are_read_as_llama_cpp_reads_them(name: str, tmp_path: Path) -> None:
-    subject = find_smollm2(tmp_path) if name == "smollm2" else make_subject(name, tmp_path, SMALL)
+    if name in REAL_MODELS:
+        find_model(name)
+    subject = make_subject(name, tmp_path, SMALL)
     options = ValidationOptions(1, ["float32"], ["paged"], [FLOAT32])
     checked = FileValidation(subject, options, print).run()
     assert not checked.failures

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.cluster.ray_cluster import Cluster, running
-from tests.end_to_end.server_process import PATIENCE
+from tests.patience import PATIENCE
 from tests.real.model_files import find_model
 
 pytestmark = [pytest.mark.real, pytest.mark.ray, pytest.mark.timeout(1200)]
