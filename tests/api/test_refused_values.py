@@ -33,12 +33,13 @@ def iter_bodies(parent: type[Body] = Body) -> Iterator[type[Body]]:
 BODIES = sorted(set(iter_bodies()), key=lambda body: body.__name__)
 
 
-def check(body: type[Body], value: Any) -> None:
-    """Check that neither the error nor the log has pydantic's words if a body is refused."""
+def is_refused(body: type[Body], value: Any) -> bool:
+    """Return whether a body is refused, and check that neither the error nor the log has pydantic's words then."""
     error = catch(ValidationError, body.model_validate, value)
     if error is not None:
         told = make_body_error(error, {})
         assert not find_wordings(f"{told.message}\n{told.log_message}"), (value, told.message)
+    return error is not None
 
 
 def test_there_are_bodies() -> None:
@@ -50,9 +51,8 @@ def test_there_are_bodies() -> None:
 def test_any_value_of_any_field_is_refused_in_plain_words(body: type[Body], rng: random.Random) -> None:
     for name, field in [*body.model_fields.items(), ("nonsense", None)]:
         for value in draw_wrong_values(rng):
-            check(body, {(field and field.alias) or name: value})
-    for value in draw_wrong_values(rng):
-        check(body, value)
+            is_refused(body, {(field and field.alias) or name: value})
+    assert all(is_refused(body, value) for value in draw_wrong_values(rng) if not isinstance(value, dict))
 
 
 def test_an_api_key_that_is_refused_is_not_repeated() -> None:
