@@ -149,6 +149,7 @@ $(VENV)/.torch:
 	@touch $@
 
 $(VENV)/.base: $(VENV)/.torch $(INPUTS)
+	@echo "Installing; compiling the C++ kernels takes minutes (ten on two cores), this time only."
 	$(PIP_INSTALL) --no-build-isolation --editable .
 	@$(TELL_KERNELS)
 	@touch $@

@@ -4,6 +4,7 @@ Everything else about the package stands in pyproject.toml. One library per inst
 can run is found out when they are loaded (kernels/cpu/library.py).
 """
 
+import os
 import platform
 import sys
 from copy import copy
@@ -52,7 +53,7 @@ def kernels() -> dict[str, Any]:
     class Build(BuildExtension):  # type: ignore[misc]
         def finalize_options(self) -> None:
             super().finalize_options()
-            self.parallel = self.parallel or 2  # an editable installation forgets what was said before
+            self.parallel = self.parallel or os.cpu_count()  # an editable installation forgets what was said before
 
         def run(self) -> None:
             try:
