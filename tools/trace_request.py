@@ -229,15 +229,15 @@ class TextThread:
     It runs the program's own loop over the same socket, but sets no limits, as they would hold for this process.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, _role: str) -> None:
         self.pid = os.getpid()
         self._connection = connection.dup()
         self._thread = threading.Thread(target=self._run, name="text", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        unlimited = dict.fromkeys(("redirect_stderr", "limit_memory", "limit_resources"), mock.DEFAULT)
-        with mock.patch.multiple(sandbox_process, **unlimited), self._connection:
+        names = ("redirect_stderr", "limit_memory", "limit_resources", "limit_cpu_time")
+        with mock.patch.multiple(sandbox_process, **dict.fromkeys(names, mock.DEFAULT)), self._connection:
             sandbox_process.serve(self._connection)
 
     def kill(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,12 +32,14 @@ class LyingCache(third_party_strategy.SieveCache):
 
 
 @pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def _installed() -> Iterator[None]:
+    """Register plug-ins. Undone before the kinds of conftest.py are, which `monkeypatch` would not be."""
     points = [
         EntryPoint("sieve", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINT_GROUP),
         EntryPoint("liar", "tests.contract.test_third_party:LyingCache", registry.ENTRY_POINT_GROUP),
     ]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [p for p in points if p.group == group])
+    with patch.object(plugins, "entry_points", lambda group: [p for p in points if p.group == group]):
+        yield
 
 
 def test_a_kind_with_an_entry_point_joins_the_matrix_with_its_default_options() -> None:
@@ -61,7 +65,7 @@ def test_a_kind_that_attends_to_other_keys_than_it_says_is_caught() -> None:
         read_alone(world, "mine", "liar", 7, torch.float32)
 
 
-def test_a_third_party_cannot_take_the_name_of_a_built_in_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_third_party_cannot_take_the_name_of_a_built_in_kind() -> None:
     point = EntryPoint("paged", "tests.contract.third_party_strategy:SieveCache", registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [point])
-    assert registry.list_kinds()["paged"] == registry.BUILTIN["paged"]
+    with patch.object(plugins, "entry_points", lambda group: [point]):
+        assert registry.list_kinds()["paged"] == registry.BUILTIN["paged"]

@@ -19,9 +19,9 @@ PRINTING = "tests/fuzzing/printed_draws.py"
 
 
 @pytest.fixture(autouse=True)
-def _cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the runs within these tests from writing into the cache of the run around them."""
-    monkeypatch.setenv("PYTEST_ADDOPTS", f"-o cache_dir={tmp_path / 'pytest_cache'}")
+    monkeypatch.setenv("PYTEST_ADDOPTS", f"-o cache_dir={tmp_path_factory.mktemp('pytest_cache')}")
 
 
 def run(module: str, *arguments: str, **environment: str) -> tuple[int, str]:
