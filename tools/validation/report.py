@@ -47,7 +47,7 @@ class ValidatedRow:
 
     @property
     def failures(self) -> list[str]:
-        """What is not as it should be; nothing for a row that is not exact."""
+        """List what is outside of the bounds; a row that is not exact has none."""
         found, bounds = self.agreement, self.bounds
         if not self.exact:
             return []
