@@ -30,7 +30,8 @@ RUN --mount=type=cache,target=/root/.cache/pip \
  && pip install -r /tmp/requirements.txt
 
 COPY . .
-RUN pip install --no-build-isolation --no-deps .
+# Machines that run the image may have other instructions than the one that builds it.
+RUN ALL_INSTRUCTION_SETS=1 pip install --no-build-isolation --no-deps .
 
 # ---------------------------------------------------------------- load: locust, which sends load to a server over HTTP
 FROM python:${PYTHON}-slim AS load

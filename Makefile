@@ -28,7 +28,7 @@ PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check $(addprefix --con
 TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 CPP = $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 # The sources of an installation: it is made again when one of them changes.
-INPUTS = pyproject.toml $(wildcard setup.py) $(CONSTRAINTS) $(CPP)
+INPUTS = pyproject.toml $(wildcard setup.py kernels/cpu/instruction_sets.py) $(CONSTRAINTS) $(CPP)
 
 # Tests with these marks. ARGS may select none of them, for which pytest has the exit code 5.
 PYTEST = $(PY) -m pytest -m "$(1)" $(2) $(ARGS) || test $$? = 5
@@ -149,7 +149,7 @@ $(VENV)/.torch:
 	@touch $@
 
 $(VENV)/.base: $(VENV)/.torch $(INPUTS)
-	@echo "Installing; compiling the C++ kernels takes minutes (ten on two cores), this time only."
+	@echo "Installing; compiling the C++ kernels takes minutes (about five on two cores), this time only."
 	$(PIP_INSTALL) --no-build-isolation --editable .
 	@$(TELL_KERNELS)
 	@touch $@

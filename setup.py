@@ -1,11 +1,12 @@
 """Builds the C++ kernels, if there is a compiler and torch to build them against; without them the server runs, slower.
 
-Everything else about the package stands in pyproject.toml. One library per instruction set: which of them this machine
-can run is found out when they are loaded (kernels/cpu/library.py).
+Everything else about the package stands in pyproject.toml. There is one library for each instruction set that this
+machine can run; with ALL_INSTRUCTION_SETS=1 in the environment for each that the compiler knows, for other machines.
 """
 
 import os
 import platform
+import runpy
 import sys
 from copy import copy
 from pathlib import Path
@@ -48,6 +49,10 @@ def kernels() -> dict[str, Any]:
     except ImportError:  # an isolated build: a second torch of gigabytes would be fetched for it
         return {}
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+    known = INSTRUCTION_SETS.get(machine, {})
+    if os.environ.get("ALL_INSTRUCTION_SETS") != "1":
+        usable = runpy.run_path(str(SOURCES / "instruction_sets.py"))["usable_instruction_sets"]()
+        known = {name: flags for name, flags in known.items() if name in usable}
     mac = sys.platform == "darwin"  # whose compiler has no OpenMP: one thread
 
     class Build(BuildExtension):  # type: ignore[misc]
@@ -77,7 +82,7 @@ def kernels() -> dict[str, Any]:
                 extra_link_args=[] if mac else [_openmp()],
                 optional=True,  # a compiler that does not know the newest instructions still builds the others
             )
-            for name, flags in INSTRUCTION_SETS.get(machine, {}).items()
+            for name, flags in known.items()
         ],
         "cmdclass": {"build_ext": Build.with_options(no_python_abi_suffix=True, use_ninja=False)},
     }

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.cpu import library as cpu
+from kernels.cpu.instruction_sets import INSTRUCTION_SETS
 from kernels.device import Device, KernelsMissing, get_device
 from kernels.metal import runtime as metal
 from kernels.ops import Ops
@@ -25,7 +26,7 @@ REFERENCE = "reference"
 # For each backend's name: its device, and a function that loads its operations or raises KernelsMissing. Those for the
 # same device are in order of speed, the fastest first.
 BACKENDS: Mapping[str, tuple[str, Callable[[], Ops]]] = {
-    **{f"cpu-{name}": ("cpu", partial(cpu.load, name)) for name in cpu.INSTRUCTION_SETS},
+    **{f"cpu-{name}": ("cpu", partial(cpu.load, name)) for name in INSTRUCTION_SETS},
     "metal": ("mps", metal.load),
     "metal-emulated": ("metal-emulated", partial(metal.load_emulated, checked=False)),
     "metal-checked": ("metal-checked", partial(metal.load_emulated, checked=True)),

@@ -1,8 +1,7 @@
-"""Loads the library of C++ operations for an instruction set; setup.py builds one for each."""
+"""Loads the library of C++ operations for an instruction set, of those that setup.py has built."""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,13 +10,10 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.backend import CpuOps
+from kernels.cpu.instruction_sets import usable_instruction_sets
 from kernels.device import KernelsMissing
 
 FOLDER = Path(__file__).parent
-INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512", "avx2", "neon")  # the fastest first
-# CPU features that a library is compiled for in addition to AVX-512
-AVX512_BF16 = ("avx512_bf16", "avx512_vnni")
-FEATURES = {"amx": (*AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"), "avx512_bf16": AVX512_BF16, "avx512": ()}
 
 
 def load(name: str) -> CpuOps:
@@ -45,13 +41,3 @@ def find_memory_reader() -> Callable[[Tensor], object] | None:
             read: Callable[[Tensor], object] = getattr(torch.ops, f"kvmux_{name}").read
             return read
     return None
-
-
-def usable_instruction_sets() -> tuple[str, ...]:
-    """Return this machine's instruction sets, the fastest first; none above ATEN_CPU_CAPABILITY, if that is set."""
-    if platform.machine() in ("aarch64", "arm64"):
-        return ("neon",)
-    if (best := torch.backends.cpu.get_cpu_capability()) != "AVX512":
-        return ("avx2",) if best == "AVX2" else ()
-    has = torch.cpu.get_capabilities()
-    return *(name for name, features in FEATURES.items() if all(map(has.get, features))), "avx2"

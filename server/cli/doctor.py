@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kernels.backends import Backend, list_backends
-from kernels.cpu.library import usable_instruction_sets
+from kernels.cpu.instruction_sets import usable_instruction_sets
 from kernels.selfcheck.check import Verdict, check_ops
 from kernels.selfcheck.op_db import OPS
 from kernels.selfcheck.op_info import DTYPES

@@ -317,13 +317,13 @@ def test_scores_of_a_wrong_shape_are_an_error_that_names_the_scorer() -> None:
         ({"budget": 30}, "a budget of 30 tokens leaves nothing to choose beside 4 sinks and 32 recent tokens"),
         ({"budget": 1.5}, "a share must be above 0 and below 1"),
         ({"budget": 0}, "must be at least 1"),
-        ({"budget": True}, "should be a number of tokens or a share of the text, not true"),
+        ({"budget": True}, "should be a number of tokens such as 128, or a share of the text such as 25%, not true"),
         ({"scorer": "nothing"}, "there is no scorer of keys 'nothing'"),
         (
             {"scorer": "snapkv", "every": 32},
             "^every=32: scorer .snapkv. looks at the latest 64 queries, more than there are",
         ),
-        ({"scorer": "snapkv", "scorer_options": {"kernel": 3}}, r"^scorer_options.kernel: .* scorer .snapkv. are: "),
+        ({"scorer": "snapkv", "scorer_options": {"kernel": 3}}, r"^scorer_options.kernel .* scorer .snapkv. are: "),
         ({"scorer": "tova", "block_size": 1, "by_head": True, "every": 32}, "has no room for a query"),
     ],
 )

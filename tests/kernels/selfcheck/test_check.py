@@ -15,6 +15,7 @@ from torch import Tensor
 from kernels import backends as loading
 from kernels.backends import list_backends, load_ops
 from kernels.cpu import library as cpu
+from kernels.cpu.instruction_sets import INSTRUCTION_SETS
 from kernels.device import KernelsMissing, device_of
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
@@ -134,7 +135,7 @@ def test_without_a_library_plain_torch_is_used_and_told(
 
 
 def test_a_library_that_is_none_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in cpu.INSTRUCTION_SETS:
+    for name in INSTRUCTION_SETS:
         (tmp_path / f"_{name}.so").write_bytes(b"not a library")
     monkeypatch.setattr(cpu, "FOLDER", tmp_path)
     assert load_ops(device_of("cpu"), torch.float32).description == "plain torch"
