@@ -147,11 +147,17 @@ IN_TOKENS: list[tuple[str, MessageKind]] = [
 ]
 
 
+def list_tokens(family: str) -> list[str]:
+    """Return the markers that models of the family have special tokens for; what is `bare` is plain text."""
+    row = list_tool_formats()[family]
+    markers = set(row.markers) - set(row.bare)
+    return sorted(marker for marker in markers if not any(other in marker and other != marker for other in markers))
+
+
 @pytest.mark.parametrize(("family", "kind"), IN_TOKENS)
 def test_markers_that_are_special_tokens_are_named(family: str, kind: MessageKind) -> None:
     """Also where a marker is only a part of a text: a model that writes tokens could not go on with their text."""
-    markers = list_tool_formats()[family].markers
-    tokens = [marker for marker in markers if not any(other in marker and other != marker for other in markers)]
+    tokens = list_tokens(family)
     ids = {token: 200 + number for number, token in enumerate(tokens)}
     grammar = make_grammar(family, kind, find_token=ids.get)
     assert grammar is not None
@@ -163,8 +169,7 @@ def test_markers_that_are_special_tokens_are_named(family: str, kind: MessageKin
 @pytest.mark.parametrize(("family", "kind"), IN_TOKENS)
 def test_calls_in_special_tokens(family: str, kind: MessageKind) -> None:
     """As a model writes them, whose tokenizer has a token for each marker."""
-    markers = list_tool_formats()[family].markers
-    tokens = [marker for marker in markers if not any(other in marker and other != marker for other in markers)]
+    tokens = list_tokens(family)
     tokenizer = make_tokenizer(tokens)
     grammar = make_grammar(family, kind, find_token=tokenizer.token_to_id)
     for call in CALLS:

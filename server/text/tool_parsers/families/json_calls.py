@@ -6,6 +6,7 @@ from server.text.tool_parsers.calls import make_kimi_id, make_mistral_id
 from server.text.tool_parsers.reasoning import HARMONY_MARKERS
 from server.text.tool_parsers.syntaxes.json_calls import (
     read_bare_json,
+    read_bare_or_fenced_json,
     read_deepseek,
     read_json,
     read_json_until,
@@ -188,6 +189,8 @@ JSON_FORMATS = (
         read_json,
         begins=("<tool_call>",),
         ends=("</tool_call>",),
+        bare=("```", "{"),
+        read_bare=read_bare_or_fenced_json,
         form=CallForm(f"<tool_call>\n{_OBJECT}\n</tool_call>"),
         aliases=("qwen25", "qwen3", "granite4", "ernie45", "trinity"),
     ),

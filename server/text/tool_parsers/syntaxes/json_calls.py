@@ -29,6 +29,16 @@ def read_bare_json(source: TextSource, calls: Calls) -> Reading[None]:
     yield from _read_objects(source, calls, only_known=True)
 
 
+def read_bare_or_fenced_json(source: TextSource, calls: Calls) -> Reading[None]:
+    """Read what `read_bare_json` does, also in a Markdown block of code, in which Qwen2.5-Coder puts its calls."""
+    fence = yield from source.accept("```json", "```")
+    yield from source.skip_space()
+    yield from read_bare_json(source, calls)
+    if fence is not None:
+        yield from source.skip_space()
+        yield from source.accept("```")
+
+
 def read_json_until(closing: str) -> Syntax:
     """Return the reader of objects or lists of them, one after another, up to a text."""
 
