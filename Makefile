@@ -19,6 +19,8 @@ MODELS ?=
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
 PROCESSES ?= 2
+# Tests apart watch processes and mostly wait, so one more may run. Files go in order: the longest are not the last ones.
+WAITING_PROCESSES ?= $(if $(filter 0,$(PROCESSES)),0,3)
 THOROUGH_SHARE ?= 0.25
 SECONDS ?= 600
 URL ?= http://127.0.0.1:8000
@@ -48,14 +50,14 @@ serve: $(VENV)/.base  ## serve the embedded model, or as ARGS says
 	$(VENV)/bin/kvmux serve $(ARGS)
 
 test: $(VENV)/.with-test  ## run the tests; of those with thousands of cases a share, another one in each run
-	$(call PYTEST,not slow and not ray and not real and not alone,-n $(PROCESSES) --dist loadfile --thorough-share $(THOROUGH_SHARE))
-	$(call PYTEST,not slow and not ray and not real and alone)
+	$(call PYTEST,not slow and not ray and not real and not apart,-n $(PROCESSES) --dist loadfile --thorough-share $(THOROUGH_SHARE))
+	$(call PYTEST,not slow and not ray and not real and apart,-n $(WAITING_PROCESSES) --dist loadfile --no-loadscope-reorder)
 
 test-rest: $(VENV)/.with-test  ## run the tests with thousands of cases that the last `make test` did not draw
-	$(call PYTEST,not slow and not ray and not real and not alone,-n $(PROCESSES) --dist loadfile --thorough-rest)
+	$(call PYTEST,not slow and not ray and not real and not apart,-n $(PROCESSES) --dist loadfile --thorough-rest)
 
 test-fast: $(VENV)/.with-test  ## run the tests that take two minutes together, for daily work
-	$(call PYTEST,not slow and not ray and not real and not alone and not thorough,-n $(PROCESSES) --dist loadfile)
+	$(call PYTEST,not slow and not ray and not real and not apart and not thorough,-n $(PROCESSES) --dist loadfile)
 
 test-real: $(VENV)/.with-test  ## test with the real models that `make models` has fetched: exactness, tools, needles, roll-outs
 	$(PY) -m pytest -m "real and not ray" -rP tests/real $(ARGS)

@@ -1,6 +1,6 @@
 """What all tests run under: no setting of the shell they were started in, and one thread of arithmetic.
 
-And which of them want the machine for themselves, while the others run in two processes.
+And which of them run apart from those that compute: they watch processes or the clock, and mostly wait.
 """
 
 import gc
@@ -19,7 +19,7 @@ from tests.fuzzing.seeds import SEED, SeedPlugin, add_options
 
 ENDING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 # Folders and files of tests that watch processes, or the clock.
-ALONE = (
+APART = (
     "api",
     "cli",
     "end_to_end",
@@ -75,8 +75,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tests = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(tests)
-        if any(path.is_relative_to(each) for each in ALONE):
-            item.add_marker(pytest.mark.alone)
+        if any(path.is_relative_to(each) for each in APART):
+            item.add_marker(pytest.mark.apart)
         if any(path.is_relative_to(each) for each in THOROUGH):
             item.add_marker(pytest.mark.thorough)
     left_out = [item for item in items if not _is_drawn(config, item)]

@@ -58,7 +58,7 @@ def test_all_of_a_step_is_accounted_for(capsys: pytest.CaptureFixture[str], tmp_
         assert title in printed
 
 
-@pytest.mark.alone
+@pytest.mark.apart
 def test_what_serving_adds_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     _, told = profile(capsys, tmp_path / "it.json", "--sequences", "2", "--kv-cache", "contiguous")
     decoding, prompt = told["steps"]

@@ -11,6 +11,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,10 +82,11 @@ def measure_memory(supervisor: psutil.Process) -> dict[str, Memory]:
     """Return the memory of the server's processes by role; "all" is the sum."""
     by_role: dict[str, Memory] = {}
     for process in (supervisor, *supervisor.children(recursive=True)):
-        role = "supervisor" if process == supervisor else get_role(process)
-        full = process.memory_full_info()
-        before = by_role.get(role, Memory(0, 0))
-        by_role[role] = Memory(before.pss + full.pss, before.rss + full.rss)
+        with suppress(psutil.NoSuchProcess):  # it has ended since they were listed, as spare processes of texts do
+            role = "supervisor" if process == supervisor else get_role(process)
+            full = process.memory_full_info()
+            before = by_role.get(role, Memory(0, 0))
+            by_role[role] = Memory(before.pss + full.pss, before.rss + full.rss)
     return by_role | {"all": Memory(*(sum(column) for column in zip(*by_role.values(), strict=True)))}
 
 

@@ -36,7 +36,7 @@ def runs(process: psutil.Process, command: str) -> bool:
         return False
 
 
-@pytest.mark.alone
+@pytest.mark.apart
 @pytest.mark.parametrize(("signum", "running"), [(signal.SIGTERM, "bench"), (signal.SIGINT, "serve")])
 def test_a_signal_ends_all_that_was_started(models_folder: Path, signum: signal.Signals, running: str) -> None:
     """While a client loads the server, and while the server starts."""

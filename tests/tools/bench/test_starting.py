@@ -12,7 +12,7 @@ from tools.bench import starting
 MIB = 2**20
 
 
-@pytest.mark.alone
+@pytest.mark.apart
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc/PID/smaps_rollup")
 def test_seconds_and_memory_of_every_process(capsys: pytest.CaptureFixture[str]) -> None:
     load = ["--rounds", "1", "--streams", "2", "--prompt", "8", "--tokens", "4"]

@@ -9,7 +9,7 @@ import pytest
 from tools.bench import streaming
 
 
-@pytest.mark.alone
+@pytest.mark.apart
 def test_both_endpoints_beside_a_bare_server(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--", "--kv-memory", "64MiB", "--threads", "1"]
     streaming.main(["--streams", "2", "--tokens", "64", "--rounds", "2", "--json", *flags])
@@ -21,7 +21,7 @@ def test_both_endpoints_beside_a_bare_server(capsys: pytest.CaptureFixture[str])
         assert each["tokens_per_second"] > 0
 
 
-@pytest.mark.alone
+@pytest.mark.apart
 def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="kv_memory"):
         streaming.main(["--", "--kv-memory", "nothing"])

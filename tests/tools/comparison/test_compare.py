@@ -33,7 +33,7 @@ SMALL += [
 ]
 
 
-@pytest.mark.alone
+@pytest.mark.apart
 @pytest.mark.timeout(240)
 def test_a_comparison_is_interrupted_goes_on_and_has_prometheus_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

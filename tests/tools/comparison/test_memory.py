@@ -32,7 +32,7 @@ kind = "contiguous"
 """
 
 
-@pytest.mark.alone
+@pytest.mark.apart
 @pytest.mark.timeout(240)
 def test_memory_is_the_pages_of_the_blocks_of_running_requests(tmp_path: Path) -> None:
     tool("prometheus")

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[3]
 SMALL = Sizes(window=96, num_windows=2, predicted=16, texts=4, max_tokens=12)  # `streaming` needs 84 tokens
 
 
-@pytest.mark.alone
+@pytest.mark.apart
 def test_kvmux_computes_what_llama_cpp_computes(tmp_path: Path) -> None:
     strategies = ["paged", "contiguous", "sliding_window_quarter", "paged_int8"]
     said: list[str] = []
@@ -43,7 +43,7 @@ def test_kvmux_computes_what_llama_cpp_computes(tmp_path: Path) -> None:
     assert any("kvmux, float32, paged" in each for each in said), "progress is shown"
 
 
-@pytest.mark.alone
+@pytest.mark.apart
 @pytest.mark.parametrize("name", ["tiny-q8_0", "smollm2"])
 def test_quantized_files_are_read_as_llama_cpp_reads_them(name: str, tmp_path: Path) -> None:
     if name in REAL_MODELS:

@@ -60,7 +60,7 @@ def fail(name: str, code: str) -> ServerProgram:
     return ServerProgram(name, "1", "/health", lambda needs, port: StartCommand([sys.executable, "-c", code]))
 
 
-@pytest.mark.alone
+@pytest.mark.apart
 @pytest.mark.usefixtures("short")
 def test_kvmux_is_measured_beside_a_server_that_does_not_start(folder: Path) -> None:
     others = find_children()  # of tests before
@@ -94,7 +94,7 @@ def test_kvmux_is_measured_beside_a_server_that_does_not_start(folder: Path) -> 
     assert find_children() <= others
 
 
-@pytest.mark.alone
+@pytest.mark.apart
 @pytest.mark.usefixtures("short")
 def test_decoding_is_measured_on_running_servers_with_the_same_prompts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -130,7 +130,7 @@ def test_decoding_is_measured_on_running_servers_with_the_same_prompts(
     assert find_children() <= others
 
 
-@pytest.mark.alone
+@pytest.mark.apart
 @pytest.mark.usefixtures("short")
 def test_a_workload_has_an_end(folder: Path) -> None:
     with run_program(prepare_kvmux(folder / SMALL_SHAPE.name), compute_needs(["a", "e8"])) as server:
@@ -140,7 +140,7 @@ def test_a_workload_has_an_end(folder: Path) -> None:
         assert server.cpu_seconds() > 0
 
 
-@pytest.mark.alone
+@pytest.mark.apart
 def test_a_server_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     others = find_children()  # of tests before
     monkeypatch.setattr(programs, "STOP_TIMEOUT", 0.5)

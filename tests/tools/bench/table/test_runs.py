@@ -301,7 +301,7 @@ def test_committed_documents_have_their_places(name: str, mark: str) -> None:
 
 
 # -------------------------------------------------------------------- the command
-@pytest.mark.alone
+@pytest.mark.apart
 def test_a_real_server_is_measured(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
