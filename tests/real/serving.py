@@ -30,13 +30,14 @@ def serving_every_kind(
     folder: Path,
     *flags: str,
     max_seq_len: int = 2048,
+    kv_memory: str = "2GiB",
     instances: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterator[Server]:
     """Serve a real model with an instance of each registered kind, under the kind's name, and those named here."""
     every = {kind: {"kind": kind, **OPTIONS.get(kind, {})} for kind in list_kinds()} | (instances or {})
     config = folder / "kvmux.toml"
     config.write_text(format_strategies(every))
-    sizes = ("--max-seq-len", str(max_seq_len), "--kv-memory", "2GiB")
+    sizes = ("--max-seq-len", str(max_seq_len), "--kv-memory", kv_memory)
     with serving("--config", str(config), "--model", str(find_model(model)), *sizes, *flags) as server:
         yield server
 

@@ -14,6 +14,7 @@ from tests.real.model_files import find_model, model_params, read_texts
 from tests.real.reference import Reference
 from tests.real.serving import EXACT, list_exact, serving_every_kind, tokenize
 
+pytestmark = pytest.mark.timeout(1800)
 TOLERANCE = 2e-3  # nats: both compute in float32, in another order
 NEAR_TIE = 0.01  # nats between the two likeliest tokens, within which rounding may decide
 PROMPT_TOKENS = 192

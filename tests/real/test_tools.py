@@ -35,6 +35,15 @@ def client() -> Iterator[openai.OpenAI]:
         yield client
 
 
+def test_a_call_that_the_model_chooses_to_write_is_a_call(client: openai.OpenAI) -> None:
+    """Qwen2.5-Coder writes it in a block of code, without the markers that its chat template asks for."""
+    choice = ask(client, WEATHER, tools=[TOOL])
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert call.function.name == "get_weather"
+    assert "Istanbul" in call.function.arguments
+
+
 @pytest.mark.parametrize("choose", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_required_call_has_arguments_that_fit(client: openai.OpenAI, choose: Any, strict: bool) -> None:

@@ -23,7 +23,8 @@ TOKENS = 24
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("gemma3")
-    with serving_every_kind("gemma3", folder, *EXACT, "--max-num-seqs", "2", max_seq_len=16_640) as server:
+    flags = (*EXACT, "--max-num-seqs", "2")
+    with serving_every_kind("gemma3", folder, *flags, max_seq_len=16_640, kv_memory="4GiB") as server:
         yield server
 
 
