@@ -31,9 +31,13 @@ def test_chats_on_two_replicas_keep_to_the_replica_that_has_their_turns() -> Non
 
 
 def _chat(cluster: Cluster, question: str) -> str:
-    """Have a conversation of two turns, and return the replica that answered both."""
+    """Have a conversation of two turns, and return the replica that answered both.
+
+    Each has instructions of its own, as those of other tenants: with the same ones all chats would be sent to the
+    replica that has them, and some moved to the idle one later.
+    """
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as client:
-        system = f"You are a helpful assistant. {'Answer briefly and exactly. ' * 40}"
+        system = f"You help with questions like: {question} {'Answer briefly and exactly. ' * 40}"
         messages: Any = [{"role": "system", "content": system}, {"role": "user", "content": question}]
         first = _ask(client, messages)
         assert QUESTIONS[question] in first.message.content, first
