@@ -5,7 +5,8 @@
 #   make models MODELS=smollm2           which real models to fetch; all by default
 #   make fuzz SECONDS=60                 seconds to run, if no test fails before
 #   make test THOROUGH_SHARE=1           all tests with thousands of cases, not a share of them drawn anew in each run
-#   make test PROCESSES=4                processes for the tests that may run side by side; 0: one, for debuggers
+#   make test PROCESSES=4                processes for the tests that compute; 0: one for all tests, for debuggers
+#   make test APART_PROCESSES=1          processes for the tests that watch processes or the clock
 #   make install PYTHON=python3.12       the Python for the virtual environment
 #   make install PIP_ARGS="..."          further arguments of every pip install
 #   make test CONSTRAINTS=               with the newest packages, not those of constraints.txt
@@ -19,8 +20,9 @@ MODELS ?=
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
 PROCESSES ?= 2
-# Tests apart watch processes and mostly wait, so one more may run. Files go in order: the longest are not the last ones.
-WAITING_PROCESSES ?= $(if $(filter 0,$(PROCESSES)),0,3)
+# Tests marked `apart` wait for processes, so three of them keep two cores busy. Their files run in order: sorted by the
+# number of tests, as pytest-xdist does by default, the longest would begin last.
+APART_PROCESSES ?= $(if $(filter 0,$(PROCESSES)),0,3)
 THOROUGH_SHARE ?= 0.25
 SECONDS ?= 600
 URL ?= http://127.0.0.1:8000
@@ -51,7 +53,7 @@ serve: $(VENV)/.base  ## serve the embedded model, or as ARGS says
 
 test: $(VENV)/.with-test  ## run the tests; of those with thousands of cases a share, another one in each run
 	$(call PYTEST,not slow and not ray and not real and not apart,-n $(PROCESSES) --dist loadfile --thorough-share $(THOROUGH_SHARE))
-	$(call PYTEST,not slow and not ray and not real and apart,-n $(WAITING_PROCESSES) --dist loadfile --no-loadscope-reorder)
+	$(call PYTEST,not slow and not ray and not real and apart,-n $(APART_PROCESSES) --dist loadfile --no-loadscope-reorder)
 
 test-rest: $(VENV)/.with-test  ## run the tests with thousands of cases that the last `make test` did not draw
 	$(call PYTEST,not slow and not ray and not real and not apart,-n $(PROCESSES) --dist loadfile --thorough-rest)

@@ -69,11 +69,12 @@ def make_row(
     ratio: float = 1.0,
     mean: float = 0.0,
     margins: list[float] | None = None,
+    texts: int = 2,
     dtype: str = "float32",
     exact: bool = True,
 ) -> ValidatedRow:
     margins = margins or []
-    greedy = GreedyAgreement(2, 2 - len(margins), 100, 90, margins)
+    greedy = GreedyAgreement(texts, texts - len(margins), 100, 90, margins)
     return ValidatedRow("kvmux", dtype, strategy, exact, Agreement(10, 5 * ratio, ratio, mean, 0.2, 0.9), greedy)
 
 
@@ -97,6 +98,14 @@ def test_an_exact_strategy_has_bounds(dtype: str) -> None:
     }
     for said, row in outside.items():
         assert make_file(row).failures == [f"tiny: kvmux, {dtype}, paged: {said}"]
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 0), ("bfloat16", 2)])
+def test_rounding_may_change_an_eighth_of_the_texts_clearly(dtype: str, allowed: int) -> None:
+    rows = [make_row("paged", margins=[1.0] * clear, texts=16, dtype=dtype) for clear in (allowed, allowed + 1)]
+    assert make_file(*rows).failures == [
+        f"tiny: kvmux, {dtype}, paged: {allowed + 1} of 16 greedy texts differ clearly"
+    ]
 
 
 def test_tokenizers_have_to_agree() -> None:
