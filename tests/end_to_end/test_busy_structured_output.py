@@ -24,7 +24,8 @@ from tests.models.random_models import CONFIGS, save_random_model
 
 INSTANCES = ("paged", "contiguous", "sliding_window")
 REQUESTS = 48
-# So little memory that requests are preempted, however quick the machine is.
+LONG_TEXTS, LONG_TEXT = 4, 400  # requests, and their tokens: 768 bytes each
+# So little memory that it holds three of the long texts, and admits all of them at once.
 CONFIG = """
 model = "{model}"
 dtype = "float32"
@@ -35,8 +36,8 @@ workers = 2
 max_seq_len = 1024
 max_num_seqs = 12
 max_num_batched_tokens = 64
-kv_memory = "2MiB"
-kv_overcommit = 6
+kv_memory = "1MiB"
+kv_overcommit = 12
 """
 SCHEMA = {
     "type": "object",
@@ -98,6 +99,12 @@ def make_body(server_model: str, rng: random.Random, number: int) -> dict[str, A
     return body | KINDS[kind]
 
 
+def make_long_body(server_model: str, number: int) -> dict[str, Any]:
+    messages = [{"role": "user", "content": "Go on."}]
+    body = {"model": server_model, "messages": messages, "kv_cache": "paged", "seed": number, "n": 1, "stream": False}
+    return body | {"max_tokens": LONG_TEXT, "ignore_eos": True}
+
+
 async def iter_chunks(answer: httpx.Response) -> AsyncIterator[Any]:
     async for line in answer.aiter_lines():
         if line.startswith("data: {"):
@@ -156,8 +163,10 @@ def assert_by_schema(body: Mapping[str, Any], choices: list[Any]) -> int:
 
 @pytest.mark.fuzz
 def test_answers_on_a_busy_server_are_those_of_a_quiet_one(server: Server, rng: random.Random) -> None:
-    bodies = [make_body(server.model, rng, number) for number in range(REQUESTS)]
-    order = rng.sample(range(REQUESTS), REQUESTS)
+    # The long texts come first while the server is busy, so they grow side by side until one of them is preempted.
+    bodies = [make_long_body(server.model, number) for number in range(LONG_TEXTS)]
+    bodies += [make_body(server.model, rng, number) for number in range(REQUESTS)]
+    order = [*range(LONG_TEXTS), *rng.sample(range(LONG_TEXTS, len(bodies)), REQUESTS)]
     leaving = [(make_body(server.model, rng, number), rng.choice([1, 2, 5, 20])) for number in range(REQUESTS // 2)]
 
     async def ask_all() -> tuple[list[Any], list[Any]]:
@@ -166,7 +175,7 @@ def test_answers_on_a_busy_server_are_those_of_a_quiet_one(server: Server, rng: 
             quiet = [await ask(http, body) for body in bodies]
             tasks = {number: asyncio.create_task(ask(http, bodies[number])) for number in order}
             others = [asyncio.create_task(ask(http, body, after)) for body, after in leaving]
-            busy = [await tasks[number] for number in range(REQUESTS)]
+            busy = [await tasks[number] for number in range(len(bodies))]
             await asyncio.gather(*others)
             return quiet, busy
 
