@@ -1,9 +1,9 @@
 """Attention over keys and values that are head-major and repeated for the query heads, in torch's products.
 
 The keys K [Hq, S, D] and values V [Hq, S, Dv] of a sequence are only passed as views: torch multiplies by transposed
-and sliced matrices as they are, with the exception that `_multiply` describes. Softmax is computed in float32, of
-scores that torch rounds to the dtype of the keys. A row of one token (decode) is two products. A longer row is computed
-in tiles of queries, so that its scores take little memory.
+and sliced matrices as they are, with the exceptions that `_compute_scores` and `_multiply` describe. Scores and softmax
+are computed in float32. A row of one token (decode) is two products. A longer row is computed in tiles of queries, so
+that its scores take little memory.
 
 A query must not depend on tokens that it does not see, even if they are NaN. Their scores are replaced, but their
 values have weight 0 and 0 * NaN is NaN. So values that only some queries of a tile see are made finite first, and the
@@ -19,7 +19,7 @@ from torch import Tensor
 from kernels.types import LayerSpec
 
 QUERY_TILE = 64  # number of queries whose scores are computed at once
-LARGE_HEAD_BYTES = 2**17  # from here on, 16-bit keys or values of a head are faster multiplied alone, on CPUs with AMX
+LARGE_HEAD_BYTES = 2**17  # from here on, 16-bit keys or values of a head are faster multiplied alone
 
 
 def first_visible(position: int, spec: LayerSpec) -> int:
@@ -64,8 +64,7 @@ def _attend_tile(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, spec: Lay
 
 def _compute_weights(q: Tensor, keys: Tensor, spec: LayerSpec, visible: Tensor | None) -> Tensor:
     """Return the softmax weights [Hq, t, S] of q [t,Hq,D] for keys [Hq,S,D] in their dtype; 0 for invisible keys."""
-    scores = _multiply(q.transpose(0, 1), keys.transpose(1, 2)).float()
-    scores *= spec.scale
+    scores = _compute_scores(q.transpose(0, 1).float(), keys).mul_(spec.scale)
     if spec.softcap is not None:
         scores = scores.div_(spec.softcap).tanh_().mul_(spec.softcap)
     if visible is not None:
@@ -76,14 +75,28 @@ def _compute_weights(q: Tensor, keys: Tensor, spec: LayerSpec, visible: Tensor |
     return scores.softmax(2)[:, :, : keys.shape[1]].to(keys.dtype)
 
 
+def _compute_scores(q: Tensor, keys: Tensor) -> Tensor:
+    """Return the products [Hq,t,S] in float32 of q [Hq,t,D] in float32 and keys [Hq,S,D].
+
+    torch rounds products of 16-bit matrices to 16 bits, and e to the power of a rounded score is wrong by per cents.
+    So 16-bit keys are converted first; large ones head by head, which takes little memory.
+    """
+    if keys.dtype is torch.float32 or keys[0].nbytes < LARGE_HEAD_BYTES:
+        return torch.bmm(q, keys.float().transpose(1, 2))
+    scores = q.new_empty(*q.shape[:2], keys.shape[1])
+    for head in zip(q, keys, scores, strict=True):
+        torch.mm(head[0], head[1].float().T, out=head[2])
+    return scores
+
+
 def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Return the products of a [Hq,t,m] and b [Hq,m,n] by head.
+    """Return the products of a [Hq,1,m] and b [Hq,m,n] by head.
 
     On a CPU, torch.bmm copies 16-bit matrices if there are gaps between the heads, as in a mirror. In decode that takes
     longer than to multiply large ones one by one, where oneDNN packs at most one head at a time.
     """
     is_copied = b.dtype is not torch.float32 and b.device.type == "cpu"
-    if a.shape[1] > 1 or not is_copied or b[0].nbytes < LARGE_HEAD_BYTES:
+    if not is_copied or b[0].nbytes < LARGE_HEAD_BYTES:
         return torch.bmm(a, b)
     product = a.new_empty(a.shape[0], 1, b.shape[2])
     for head in zip(a, b, product, strict=True):

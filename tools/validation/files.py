@@ -14,12 +14,12 @@ from tools.validation.kvmux import KvmuxServer, serve
 from tools.validation.llama_cpp import LlamaCppServer, serve_llama_cpp
 from tools.validation.native import NativeLlamaCpp
 from tools.validation.predictions import Agreement, GreedyAgreement, GreedyText, Predictions
-from tools.validation.report import LLAMA_CPP, ValidatedFile, ValidatedRow
+from tools.validation.report import AS_STORED, LLAMA_CPP, ValidatedFile, ValidatedRow
 from tools.validation.subjects import Subject
 from tools.validation.texts import TRICKY_TEXTS
 
 # How llama.cpp computes: name of the row, type of keys and values. Everything is compared with the first row.
-FLOAT32, AS_STORED = "float32", "as stored"
+FLOAT32 = "float32"
 LLAMA_CPP_ROWS = {FLOAT32: "f32", AS_STORED: "f32", "float32, cache q8_0": "q8_0"}
 DTYPES = {"float32": "f32", "bfloat16": "auto"}  # of kvmux: --dtype and --weights; auto: as they are served by default
 PROMPT_TOKENS = 24  # of a greedy text

@@ -69,12 +69,11 @@ def make_row(
     ratio: float = 1.0,
     mean: float = 0.0,
     margins: list[float] | None = None,
-    texts: int = 2,
     dtype: str = "float32",
     exact: bool = True,
 ) -> ValidatedRow:
     margins = margins or []
-    greedy = GreedyAgreement(texts, texts - len(margins), 100, 90, margins)
+    greedy = GreedyAgreement(2, 2 - len(margins), 100, 90, margins)
     return ValidatedRow("kvmux", dtype, strategy, exact, Agreement(10, 5 * ratio, ratio, mean, 0.2, 0.9), greedy)
 
 
@@ -90,22 +89,14 @@ def test_an_exact_strategy_has_bounds(dtype: str) -> None:
     assert not make_file(within).failures
     assert not make_file(make_row("w", ratio=1.5, mean=1.0, margins=[2.0, 3.0], dtype=dtype, exact=False)).failures
     outside = {
-        "perplexity -10.00%": make_row("paged", ratio=0.9, dtype=dtype),
+        "perplexity -20.00%": make_row("paged", ratio=0.8, dtype=dtype),
         "perplexity +nan%": make_row("paged", ratio=float("nan"), dtype=dtype),
-        "log-probabilities differ by 0.2000 nats on average": make_row("paged", mean=0.2, dtype=dtype),
+        "log-probabilities differ by 0.3000 nats on average": make_row("paged", mean=0.3, dtype=dtype),
         "log-probabilities differ by nan nats on average": make_row("paged", mean=float("nan"), dtype=dtype),
         "1 of 2 greedy texts differ clearly": make_row("paged", margins=[0.0, 1.0], dtype=dtype),
     }
     for said, row in outside.items():
         assert make_file(row).failures == [f"tiny: kvmux, {dtype}, paged: {said}"]
-
-
-@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 0), ("bfloat16", 2)])
-def test_rounding_may_change_an_eighth_of_the_texts_clearly(dtype: str, allowed: int) -> None:
-    rows = [make_row("paged", margins=[1.0] * clear, texts=16, dtype=dtype) for clear in (allowed, allowed + 1)]
-    assert make_file(*rows).failures == [
-        f"tiny: kvmux, {dtype}, paged: {allowed + 1} of 16 greedy texts differ clearly"
-    ]
 
 
 def test_tokenizers_have_to_agree() -> None:
