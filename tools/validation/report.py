@@ -24,8 +24,8 @@ class Bounds(NamedTuple):
 # Of kvmux by --dtype, and of llama.cpp where it reads the file as it is stored and rounds activations to 8 bits.
 BOUNDS = {
     "float32": Bounds(0.001, 0.001, 0.01),
-    "bfloat16": Bounds(0.05, 0.1, 0.4),
-    AS_STORED: Bounds(0.1, 0.2, 0.8),
+    "bfloat16": Bounds(0.05, 0.1, 1.0),
+    AS_STORED: Bounds(0.1, 0.2, 2.0),
 }
 
 
