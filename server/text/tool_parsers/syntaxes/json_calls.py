@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 from server.text.tool_parsers.calls import ARGUMENTS, NAMES, Calls, Syntax, split_call
 from server.text.tool_parsers.source import NotACall, Reading, TextSource
@@ -15,6 +16,7 @@ from server.text.tool_parsers.values import load_json
 # How a JSON object or a list goes on whose first object is a call, and the beginnings of such texts
 _FIRST_KEY = re.compile(r'(\[\s*)?\{\s*"(name|type|function|parameters|arguments)"')
 _BEFORE_FIRST_KEY = re.compile(r'(\[\s*)?(\{\s*("[a-z]*)?)?')
+_MEMBERS = frozenset({*NAMES, *ARGUMENTS, "type", "id"})  # of a call
 
 
 # ---------------------------------------------------------------- name and arguments in one object
@@ -31,12 +33,16 @@ def read_bare_json(source: TextSource, calls: Calls) -> Reading[None]:
 
 def read_bare_or_fenced_json(source: TextSource, calls: Calls) -> Reading[None]:
     """Read what `read_bare_json` does, also in a Markdown block of code, in which Qwen2.5-Coder puts its calls."""
-    fence = yield from source.accept("```json", "```")
-    yield from source.skip_space()
-    yield from read_bare_json(source, calls)
-    if fence is not None:
+    if (yield from source.accept("```json", "```")) is None:
+        return (yield from read_bare_json(source, calls))
+    following: str | None = "{"
+    while following == "{":  # a block may have several calls
         yield from source.skip_space()
-        yield from source.accept("```")
+        yield from read_bare_json(source, calls)
+        yield from source.skip_space()
+        following = yield from source.accept("```", "{")
+        source.position -= following == "{"
+    return None
 
 
 def read_json_until(closing: str) -> Syntax:
@@ -70,10 +76,14 @@ def _read_list(source: TextSource, calls: Calls, read_item: Syntax) -> Reading[N
 
 
 def _read_object(source: TextSource, calls: Calls, *, only_known: bool) -> Reading[None]:
-    """Read a JSON object with name and arguments, in this order if the arguments are to be passed on in parts."""
+    """Read a JSON object with name and arguments, in this order if the arguments are to be passed on in parts.
+
+    If it has to be `only_known`, its name is that of a tool, and it has no other members than a call has: a tool's
+    definition, which a model may write as well, has a description.
+    """
     start = source.position
     try:
-        name = yield from _read_object_head(source)
+        name = yield from _read_object_head(source, only_known=only_known)
     except NotACall:
         name = ""
     if name in calls.schemas:
@@ -83,11 +93,20 @@ def _read_object(source: TextSource, calls: Calls, *, only_known: bool) -> Readi
     else:
         source.position = start
         value = load_json((yield from source.read_brackets()))
+        if only_known and not _has_only_members_of_calls(value):
+            raise NotACall
         calls.add(*split_call(value), only_known=only_known)
     source.keep()
 
 
-def _read_object_head(source: TextSource) -> Reading[str]:
+def _has_only_members_of_calls(value: Any) -> bool:
+    if not isinstance(value, dict) or not value.keys() <= _MEMBERS:
+        return False
+    inner = value.get("function")
+    return not isinstance(inner, dict) or _has_only_members_of_calls(inner)
+
+
+def _read_object_head(source: TextSource, *, only_known: bool) -> Reading[str]:
     """Read a JSON object up to its arguments, which have to be an object, after texts; return the name among these."""
     name = ""
     yield from source.expect("{")
@@ -97,6 +116,8 @@ def _read_object_head(source: TextSource) -> Reading[str]:
             yield from source.expect("{")
             source.position -= 1
             return name
+        if only_known and key not in _MEMBERS:
+            raise NotACall
         value = yield from _read_string(source)
         name = value if key in NAMES else name
         yield from source.expect(",")
