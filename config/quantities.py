@@ -22,6 +22,11 @@ def parse_percentage(share: str) -> Fraction:
     return Fraction(share[: share.index("%")].strip())
 
 
+def format_percentage(proportion: float) -> str:
+    """Return the text that `parse_percentage` reads as a share of a whole: "12.5%" for 0.125."""
+    return f"{proportion * 100:.9f}".rstrip("0").rstrip(".") + "%"
+
+
 def parse_proportion(text: str) -> float:
     """Return the number that a text such as "25%" or "0.25" means. Raises ValueError if it is another text."""
     if _PERCENTAGE.fullmatch(text):

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from config.quantities import parse_percentage
+from config.quantities import format_percentage, parse_percentage
 from config.units import Duration, Proportion
 from config.wording import explain_problem
 
@@ -20,14 +20,15 @@ MAX_STAGES = 100
 
 
 def _check_percentage(value: Any) -> str:
-    text = str(value)
+    is_proportion = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+    text = format_percentage(value) if is_proportion else str(value)
     if not 0 <= parse_percentage(text) <= 100:
         raise ValueError(f"{text!r}: a percentage has to be between 0% and 100%")
     return text
 
 
 Percentage = Annotated[str, BeforeValidator(_check_percentage)]
-"""A share of requests, such as "5%"."""
+"""A share of requests, such as "5%", which may be written as 0.05."""
 
 
 def to_fraction(percentage: str) -> float:

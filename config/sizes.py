@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, ByteSize, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ByteSize, TypeAdapter, ValidationError
 
-from config.quantities import parse_percentage
+from config.quantities import format_percentage, parse_percentage
 
 _BYTES = TypeAdapter(ByteSize)
 _AMOUNT = re.compile(r"\s*(\d+|\d*\.?\d+\s*[^\W\d_]+)\s*")  # checked first: pydantic would read "1,5GiB" as 1 byte
@@ -49,6 +49,13 @@ def _is_percentage(share: str) -> bool:
     return share.endswith("%")
 
 
+def _write_number(share: Any) -> Any:
+    """Return a number from 0 to 1 as a percentage, and a larger one, which is one of bytes, as a text."""
+    if isinstance(share, bool) or not isinstance(share, int | float):
+        return share
+    return format_percentage(share) if 0 <= share <= 1 else str(share)
+
+
 def _check_share(share: str) -> str:
     try:
         share_to_bytes(share, 0)
@@ -59,5 +66,5 @@ def _check_share(share: str) -> str:
     return share
 
 
-Share = Annotated[str, AfterValidator(_check_share)]
-"""A part of the KV memory: "10%" of it, or an absolute "512MiB"."""
+Share = Annotated[str, BeforeValidator(_write_number), AfterValidator(_check_share)]
+"""A part of the KV memory: "10%" of it, which may be written as 0.1, or an absolute "512MiB"."""

@@ -121,7 +121,9 @@ def format_value(value: Any) -> str:
             return "an object"
         case list() if _is_short(value):
             return json.dumps(value)
-    return "a list"
+        case list() | tuple() | set() | frozenset():
+            return "a list"
+    return f"an object of the type {type(value).__name__}"
 
 
 def _is_short(values: Collection[Any]) -> bool:

@@ -72,6 +72,13 @@ def test_a_built_in_instance_keeps_its_kind(tmp_path: Path, monkeypatch: pytest.
     assert settings.strategies["sliding_window"].kind == "other"
 
 
+@pytest.mark.parametrize(
+    ("share", "written"), [("0.125", "12.5%"), ("1", "100%"), ("1e-9", "0.0000001%"), ("65536", "65536")]
+)
+def test_a_share_of_the_memory_may_be_a_number(tmp_path: Path, share: str, written: str) -> None:
+    assert load_toml(tmp_path, f"[strategies.paged]\nlimit = {share}").strategies["paged"].limit == written
+
+
 def test_memory_may_be_a_bare_number(tmp_path: Path) -> None:
     assert load_toml(tmp_path, "kv_memory = 1048576").kv_memory == "1048576"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +98,7 @@ def test_no_error_shows_a_secret(name: str) -> None:
         ({"kv_memory_share": "much"}, "kv_memory_share: 'much' is not a share: write a percentage such as '25%'"),
         ({"kv_memory_share": "150%"}, "kv_memory_share: should be below 1, not 1.5"),
         ({"kv_overcommit": []}, "kv_overcommit: should be a number, not a list"),
+        ({"model": Path("m.gguf")}, "model: should be a text, not an object of the type PosixPath"),
         ({"rules": {"use": "paged"}}, 'rules: should be a list, not {"use": "paged"}'),
         ({"rules": [{}]}, "rules.0.use is required"),
         ({"admin_token": "short"}, "admin_token: should have 8 or more characters"),
