@@ -22,6 +22,7 @@ from tools.peers.installer import Installer, InstallError, parse_folder
 from tools.peers.llama_cpp import INSTALLED_VERSION, LLAMA_CPP, LLAMA_CPP_VERSION, install_llama_cpp
 from tools.status_line import status_line
 from tools.validation.files import DTYPES, FileValidation, ValidationOptions
+from tools.validation.kvmux import list_strategies
 from tools.validation.llama_cpp import get_llama_cpp_version
 from tools.validation.report import ValidationReport, as_json, as_text
 from tools.validation.subjects import SUBJECTS, is_there, make_subject
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--only", nargs="+", choices=SUBJECTS, default=list(SUBJECTS), help="models (default: all that are there)")
-    add("--strategies", nargs="+", default=[], metavar="NAME", help="strategies (default: all)")
+    add("--strategies", nargs="+", choices=list_strategies(), default=[], help="strategies (default: all)")
     add("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="number formats of kvmux (default: all)")
     add("--threads", type=int, default=os.cpu_count() or 1, help="threads of each program (default: all processors)")
     add("--perplexity", action="store_true", help=HELP_PERPLEXITY)
@@ -98,8 +99,13 @@ def run(options: argparse.Namespace, show_status: ShowStatus) -> ValidationRepor
     how = ValidationOptions(options.threads, options.dtypes, options.strategies, native=native)
     with tempfile.TemporaryDirectory() as folder:
         subjects = [make_subject(name, Path(folder)) for name in options.only if name not in missing]
-        files = [FileValidation(subject, how, show_status).run() for subject in subjects]
-    return ValidationReport(date, get_version(), f"llama.cpp of {version}", files, missing)
+        files, failed = [], []
+        for subject in subjects:
+            try:
+                files.append(FileValidation(subject, how, show_status).run())
+            except (OSError, ValueError, RunError, httpx.HTTPError) as error:  # what was computed is worth keeping
+                failed.append(f"{subject.name} was not computed: {error}")
+    return ValidationReport(date, get_version(), f"llama.cpp of {version}", files, missing, failed)
 
 
 if __name__ == "__main__":

@@ -95,17 +95,25 @@ def serve(
         yield KvmuxServer(http, model, {each["name"]: each["contract"]["exact"] for each in listed})
 
 
-def make_config(window: int) -> str:
-    """Return the settings file: an instance of each kind, plug-ins' too, with options that fit windows of this length.
+def list_strategies() -> list[str]:
+    """List the names of the instances that are served: those of the settings, and one that is always there."""
+    return [*_make_instances(), "sliding_window"]
+
+
+def _make_instances() -> dict[str, Mapping[str, Any]]:
+    """Return the options of an instance of each kind, plug-ins' too.
 
     Kinds that are neither exact nor in INSTANCES have their default options.
     """
     known = {*EXACT_KINDS, *(each["kind"] for each in INSTANCES.values())}
     others = sorted(set(list_kinds()) - known)
-    instances: dict[str, Mapping[str, Any]] = {name: {"kind": name} for name in (*EXACT_KINDS, *others)}
-    instances |= INSTANCES
+    return {**{name: {"kind": name} for name in (*EXACT_KINDS, *others)}, **INSTANCES}
+
+
+def make_config(window: int) -> str:
+    """Return the settings file, with options that fit windows of this length."""
     fitted = {
         name: {option: int(value * window) if option == "window" else value for option, value in options.items()}
-        for name, options in instances.items()
+        for name, options in _make_instances().items()
     }
     return format_strategies(fitted)

@@ -93,10 +93,11 @@ class ValidationReport:
     llama_cpp_version: str
     files: Sequence[ValidatedFile]
     missing: Sequence[str] = ()  # models that have not been fetched
+    failed: Sequence[str] = ()  # sentences on models that could not be computed
 
     @property
     def failures(self) -> list[str]:
-        return [each for file in self.files for each in file.failures]
+        return [*self.failed, *(each for file in self.files for each in file.failures)]
 
 
 def as_text(report: ValidationReport) -> str:

@@ -126,9 +126,14 @@ def test_the_command_writes_the_document(tmp_path: Path, capsys: pytest.CaptureF
     assert json.loads((tmp_path / "it.json").read_text())["kvmux_version"] == "1"
     failed = replace(report, files=[make_file(make_row("paged", ratio=2.0))])
     assert command.publish(failed, None, None) == command.FAILED
+    assert command.publish(replace(report, failed=["smollm2 was not computed"]), None, None) == command.FAILED
+    assert "- not as expected: smollm2 was not computed" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments", [["--threads", "0"], ["--only", "nothing"], ["--docs", ".", "--only", "tiny"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--threads", "0"], ["--only", "nothing"], ["--docs", ".", "--only", "tiny"], ["--strategies", "pagd"]],
+)
 def test_wrong_arguments_are_reported(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         command.main(arguments)
