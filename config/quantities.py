@@ -9,6 +9,7 @@ import math
 import re
 from argparse import ArgumentTypeError
 from fractions import Fraction
+from typing import Any
 
 _PERCENTAGE = re.compile(r"\s*\d{1,3}(\.\d{1,9})?\s*%")
 _UNITS = {"d": 86_400_000, "h": 3_600_000, "m": 60_000, "s": 1000, "ms": 1}  # milliseconds, in the order of a text
@@ -22,9 +23,11 @@ def parse_percentage(share: str) -> Fraction:
     return Fraction(share[: share.index("%")].strip())
 
 
-def format_percentage(proportion: float) -> str:
-    """Return the text that `parse_percentage` reads as a share of a whole: "12.5%" for 0.125."""
-    return f"{proportion * 100:.9f}".rstrip("0").rstrip(".") + "%"
+def write_percentage(share: Any) -> Any:
+    """Return the text that `parse_percentage` reads for a number from 0 to 1: "12.5%" for 0.125; other values as is."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        return share
+    return f"{share * 100:.9f}".rstrip("0").rstrip(".") + "%"
 
 
 def parse_proportion(text: str) -> float:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from config.quantities import format_percentage, parse_percentage
+from config.quantities import parse_percentage, write_percentage
 from config.units import Duration, Proportion
 from config.wording import explain_problem
 
@@ -20,8 +20,7 @@ MAX_STAGES = 100
 
 
 def _check_percentage(value: Any) -> str:
-    is_proportion = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
-    text = format_percentage(value) if is_proportion else str(value)
+    text = str(write_percentage(value))
     if not 0 <= parse_percentage(text) <= 100:
         raise ValueError(f"{text!r}: a percentage has to be between 0% and 100%")
     return text

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, TypeAdapter, ValidationError
 
-from config.quantities import format_percentage, parse_percentage
+from config.quantities import parse_percentage, write_percentage
 
 _BYTES = TypeAdapter(ByteSize)
 _AMOUNT = re.compile(r"\s*(\d+|\d*\.?\d+\s*[^\W\d_]+)\s*")  # checked first: pydantic would read "1,5GiB" as 1 byte
@@ -51,9 +51,8 @@ def _is_percentage(share: str) -> bool:
 
 def _write_number(share: Any) -> Any:
     """Return a number from 0 to 1 as a percentage, and a larger one, which is one of bytes, as a text."""
-    if isinstance(share, bool) or not isinstance(share, int | float):
-        return share
-    return format_percentage(share) if 0 <= share <= 1 else str(share)
+    written = write_percentage(share)
+    return str(written) if type(written) in (int, float) else written
 
 
 def _check_share(share: str) -> str:

@@ -108,3 +108,10 @@ def test_a_message_says_what_to_write(given: dict[str, Any], message: str) -> No
     with pytest.raises(SettingsError) as refused:
         load_settings(None, given, are_flags=False)
     assert str(refused.value).startswith(message)
+
+
+def test_a_share_of_a_rollout_may_be_a_number() -> None:
+    rollout = parse_rollout(ROLLOUT | {"shadow": 0.05})
+    assert rollout.shadow == "5%"
+    with pytest.raises(ValueError, match="'5' is not a percentage such as '10%'"):
+        parse_rollout(ROLLOUT | {"shadow": 5})
