@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic
 
@@ -39,9 +39,9 @@ DEFAULT_TIMING = Timing()
 class Child:
     """A process that should be running; `start` is a function that starts it and returns it with its watchdog."""
 
-    def __init__(self, name: str, start: Callable[[str], tuple[SpawnProcess, Watchdog]], timing: Timing) -> None:
+    def __init__(self, name: str, start: Callable[[str], tuple[BaseProcess, Watchdog]], timing: Timing) -> None:
         self.name = name
-        self.process: SpawnProcess | None = None
+        self.process: BaseProcess | None = None
         self.start_at = 0.0  # time.monotonic() at which to start the process, if it is not running
         self.watchdog: Watchdog | None = None  # watchdog of the running process, or of the latest one
         self.kill_reason = ""  # why the process was killed, if it was, because it did not go on

@@ -36,7 +36,7 @@ from config.errors import SettingsError, format_error
 from config.settings import Settings
 from server.logs import configure_logging
 from server.processes.heartbeat import Heartbeat
-from server.processes.parent_death import die_with_parent
+from server.processes.prctl import die_with_parent, set_process_name
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ def run_child(target: str, settings: Settings, socket_path: str, heartbeat: Hear
     of the target ends the process with one line in the log and the exit code USER_ERROR.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISOR_SIGNALS)
+    set_process_name(f"kvmux-{multiprocessing.current_process().name}")
     end_with_parent()
     heartbeat.beat_while_loading()
     configure_logging(settings)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnContext
+from multiprocessing.context import BaseContext
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ LOADING_BEAT_INTERVAL = 0.25  # seconds between two heartbeats of a process that
 class Heartbeat:
     """Two shared counters that a child increments: one while it loads, the other while it works or waits for work."""
 
-    def __init__(self, context: SpawnContext) -> None:
+    def __init__(self, context: BaseContext) -> None:
         self._loading: Any = context.RawValue("Q", 0)
         self._serving: Any = context.RawValue("Q", 0)
 
@@ -98,7 +98,7 @@ class Watchdog:
 class Recovery:
     """An estimate of when the engine will serve (again). The supervisor writes it, API processes read it."""
 
-    def __init__(self, context: SpawnContext) -> None:
+    def __init__(self, context: BaseContext) -> None:
         # time.monotonic() at which the engine is expected to serve; 0 while it serves
         self._expected_at: Any = context.RawValue("d", 0.0)
         self._start_seconds: Any = context.RawValue("d", 0.0)  # seconds that the latest start of an engine took
@@ -152,7 +152,7 @@ class StrategyCalls:
         *("inspect", "mark_pages", "describe_page"),
     )
 
-    def __init__(self, context: SpawnContext, instances: Sequence[str]) -> None:
+    def __init__(self, context: BaseContext, instances: Sequence[str]) -> None:
         self._instances = list(instances)
         self.running: Any = context.RawArray("Q", 1)  # in shared memory
         self._seen, self._seconds = 0, 0.0  # in the supervisor: the latest value, and for how long it has been seen

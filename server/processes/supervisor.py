@@ -23,7 +23,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkContext, SpawnContext
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -45,6 +46,7 @@ from server.processes.served_files import ServedFiles
 
 log = logging.getLogger(__name__)
 
+SPAWN = multiprocessing.get_context("spawn")
 STOPPED, DIED, REFUSED, INTERRUPTED = 0, 1, USER_ERROR, 130  # exit codes
 CHECKS_PER_TIMEOUT = 8  # number of checks of the heartbeats within watchdog_timeout
 MAX_CHECK_INTERVAL = 1.0  # maximum number of seconds between two checks of the heartbeats
@@ -62,7 +64,7 @@ class Supervisor:
     """The parent of all processes of a server.
 
     `announce` is called once, when the engine is ready for the first time, with the summary that it has sent. Without a
-    `listener` there are no API workers, but only the engine, at `socket_path`.
+    `listener` there are no API workers, but only the engine, at `socket_path`. `context` starts the children.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Supervisor:
         metrics_listener: socket.socket | None = None,
         targets: Targets = Targets(),
         timing: Timing = DEFAULT_TIMING,
+        context: SpawnContext | ForkContext = SPAWN,
     ) -> None:
         self._settings = settings
         self._listener = listener
@@ -81,7 +84,7 @@ class Supervisor:
         self._announce = announce
         self._targets = targets
         self._timing = timing
-        self._spawn_context = multiprocessing.get_context("spawn")
+        self._context = context
         self.socket_path = ""  # path of the engine's socket; run() sets it and _signals
         self._signals: socket.socket
         self._files: ServedFiles  # the model's files that the engine maps; set whenever the engine is started
@@ -91,7 +94,7 @@ class Supervisor:
         self._num_engine_starts = 0
         shortest_timeout = min(settings.watchdog_timeout, settings.strategy_timeout)
         self._check_interval = min(MAX_CHECK_INTERVAL, shortest_timeout / CHECKS_PER_TIMEOUT)
-        self._recovery = Recovery(self._spawn_context)
+        self._recovery = Recovery(self._context)
         self._calls: StrategyCalls | None = None  # of the running engine
         self._disabled: dict[str, str] = {}  # strategy instances that engines must not use any more, with the reasons
         self._engine = Child("engine", self._start_engine, timing)
@@ -117,31 +120,31 @@ class Supervisor:
         return [self._engine, *self._workers]
 
     # ------------------------------------------------------------ starting
-    def _start_engine(self, name: str) -> tuple[SpawnProcess, Watchdog]:
+    def _start_engine(self, name: str) -> tuple[BaseProcess, Watchdog]:
         Path(self.socket_path).unlink(missing_ok=True)  # a killed engine leaves its socket behind
-        self._status_pipe, theirs = self._spawn_context.Pipe(duplex=False)
+        self._status_pipe, theirs = self._context.Pipe(duplex=False)
         self._recovery.record_start(monotonic())
-        heartbeat = Heartbeat(self._spawn_context)
+        heartbeat = Heartbeat(self._context)
         self._files = ServedFiles(Path(self._settings.model))
         # Read the files ahead unless weights are int8 or int4: those may come from the cache of quantized weights.
         if self._settings.weights not in ("int8", "int4"):
             threading.Thread(target=self._files.read_ahead, name="read-ahead", daemon=True).start()
         with theirs:
-            self._calls = StrategyCalls(self._spawn_context, list(self._settings.strategies))
+            self._calls = StrategyCalls(self._context, list(self._settings.strategies))
             status = EngineStatus(theirs, heartbeat, self._calls, self._disabled)
             process = self._spawn(name, self._targets.engine, heartbeat, status, self._num_engine_starts)
         self._num_engine_starts += 1
         return process, Watchdog(heartbeat, self._check_interval)
 
-    def _start_worker(self, name: str) -> tuple[SpawnProcess, Watchdog]:
-        heartbeat = Heartbeat(self._spawn_context)
+    def _start_worker(self, name: str) -> tuple[BaseProcess, Watchdog]:
+        heartbeat = Heartbeat(self._context)
         ties = WorkerHandles(heartbeat, self._recovery, self._metrics_listener)
         process = self._spawn(name, self._targets.worker, heartbeat, self._listener, ties)
         return process, Watchdog(heartbeat, self._check_interval)
 
-    def _spawn(self, name: str, target: str, heartbeat: Heartbeat, *rest: object) -> SpawnProcess:
+    def _spawn(self, name: str, target: str, heartbeat: Heartbeat, *rest: object) -> BaseProcess:
         args = (target, self._settings, self.socket_path, heartbeat, *rest)
-        process = self._spawn_context.Process(target=run_child, args=args, name=name, daemon=True)
+        process = self._context.Process(target=run_child, args=args, name=name, daemon=True)
         with block_signals():
             process.start()
         return process

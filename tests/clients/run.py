@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = {name: installed(HERE / name) for name in wanted}
     failed = []
     for flags, names in groupby(sorted(wanted, key=flags_of), key=flags_of):
-        with serving(*SERVER, *flags) as server:
+        with serving(*SERVER, *flags, anew=True) as server:
             failed += [name for name in names if not passes(name, commands[name], server)]
     print(f"{len(wanted) - len(failed)} of {len(wanted)} clients are content" + "".join(f"; not {n}" for n in failed))
     return 1 if failed else 0

@@ -13,7 +13,7 @@ from tests.end_to_end.server_process import PATIENCE, Server, serving
 @pytest.fixture(scope="session")
 def tiny() -> Iterator[Server]:
     """The embedded model in float32, as `make serve` starts it otherwise."""
-    with serving("--dtype", "float32", "--threads", "1", "--kv-memory", "512MiB") as server:
+    with serving("--dtype", "float32", "--threads", "1", "--kv-memory", "512MiB", anew=True) as server:
         yield server
 
 

@@ -1,16 +1,22 @@
-"""Starts `kvmux serve` as users do, in processes of its own, and looks at them from outside."""
+"""Starts `kvmux serve` in processes of its own, and looks at them from outside."""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import re
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import IO
 
 import httpx
 import psutil
@@ -19,6 +25,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from server.engine.ipc.messages import ANSWER_TTL
 from server.processes.supervisor import Targets
 from tests.patience import PATIENCE, eventually
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -79,10 +87,9 @@ class Server:
 
     @property
     def engine(self) -> psutil.Process:
-        """The process that has torch's library mapped: there must be exactly one."""
-        found = [p for p in (self.process, *self.process.children(recursive=True)) if maps(p, "libtorch_cpu")]
-        assert len(found) == 1, found
-        return found[0]
+        """The process that computes: there must be exactly one."""
+        [engine] = [child for child in self.process.children() if child.name() == "kvmux-engine"]
+        return engine
 
 
 def metric(metrics: str, name: str, **labels: str) -> float:
@@ -111,29 +118,66 @@ def maps(process: psutil.Process, library: str) -> bool:
 
 
 @contextmanager
-def serving(*flags: str, targets: Targets | None = None) -> Iterator[Server]:
-    """Run `kvmux serve` on a free port until the block ends; its log is shown if the block raises."""
-    program = ["server"] if targets is None else ["tests.end_to_end.custom_children", targets.engine, targets.worker]
+def serving(*flags: str, targets: Targets | None = None, anew: bool = False) -> Iterator[Server]:
+    """Run `kvmux serve` on a free port until the block ends; its log is shown if the block raises.
+
+    It is forked by a process that has imported everything (server_template.py) or, with `anew`, started as users do.
+    """
     with tempfile.TemporaryFile("w+") as output:
-        command = [sys.executable, "-m", *program, "serve", "--port", "0", *flags]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[2])
+        arguments = ["serve", "--port", "0", *flags]
+        process = start(arguments, output) if anew else _get_template().fork(arguments, targets or Targets(), output)
         try:
             printed = Path(f"/proc/self/fd/{output.fileno()}")
-            yield Server(_address(process, printed), psutil.Process(process.pid), printed)
+            yield Server(_address(process, printed), process, printed)
         except BaseException:
             print(printed.read_text())
             raise
         finally:
-            process.terminate()
+            with suppress(psutil.NoSuchProcess):
+                process.terminate()
             process.wait(PATIENCE)
 
 
-def _address(process: subprocess.Popen[bytes], printed: Path) -> str:
+def start(arguments: Sequence[str], output: IO[str]) -> psutil.Process:
+    """Start the program as a shell does."""
+    command = [sys.executable, "-m", "server", *arguments]
+    return psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+
+
+class Template:
+    """A process that forks servers."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        command = [sys.executable, "-m", "tests.end_to_end.server_template", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], cwd=ROOT)
+        self._asking = threading.Lock()
+
+    def fork(self, arguments: Sequence[str], targets: Targets, output: IO[str]) -> psutil.Process:
+        with self._asking:
+            socket.send_fds(self._socket, [json.dumps((arguments, *astuple(targets))).encode()], [output.fileno()])
+            return psutil.Process(int(self._socket.recv(100)))
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+
+@functools.cache
+def _get_template() -> Template:
+    """Start the template when it is needed first."""
+    template = Template()
+    atexit.register(template.close)
+    return template
+
+
+def _address(process: psutil.Process, printed: Path) -> str:
     """Return the address that the server prints when it is ready."""
     deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         if found := re.search(r'serves .* on (http://[^\s"]+)', printed.read_text()):
             eventually(lambda: httpx.get(f"{found[1]}/ready", timeout=PATIENCE).status_code == 200)
             return found[1]
-        time.sleep(0.1)
+        time.sleep(0.02)
     raise AssertionError(f"the server did not come up:\n{printed.read_text()}")

@@ -18,7 +18,7 @@ BODY = {"model": "tiny", "prompt": "Long ago", "max_tokens": 2000, "ignore_eos":
 
 
 def test_the_engine_killed_under_load_comes_back() -> None:
-    with serving("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB") as server:
+    with serving("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB", anew=True) as server:
         started = Barrier(5)
         with ThreadPoolExecutor(4) as pool:
             streams = [pool.submit(_stream_until_error, server, started) for _ in range(4)]
@@ -68,7 +68,7 @@ def test_a_stopped_engine_is_noticed_and_replaced() -> None:
 def test_a_signal_to_all_processes_loses_no_request(number: signal.Signals) -> None:
     """As systemd sends it: every process gets it, and those below the supervisor first."""
     flags = ("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB", "--drain-seconds", "3600")
-    with serving(*flags, "--workers", "2") as server, ThreadPoolExecutor(8) as pool:
+    with serving(*flags, "--workers", "2", anew=True) as server, ThreadPoolExecutor(8) as pool:
         started = Barrier(9)
         streams = [pool.submit(_count_streamed_tokens, server, started) for _ in range(8)]
         started.wait(PATIENCE)
@@ -115,7 +115,9 @@ def test_metrics_on_a_port_of_their_own_behind_a_key() -> None:
 
 def test_sigterm_tells_those_who_do_not_end_in_time() -> None:
     """As the whole server stops: the supervisor gives the worker the time, and the worker uses it."""
-    with serving("--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB", "--drain-seconds", "1") as server:
+    with serving(
+        "--dtype", "float32", "--threads", "1", "--kv-memory", "64MiB", "--drain-seconds", "1", anew=True
+    ) as server:
         started = Barrier(2)
         with ThreadPoolExecutor(1) as pool:
             stream = pool.submit(_stream_until_error, server, started)

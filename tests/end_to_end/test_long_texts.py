@@ -11,15 +11,16 @@ import pytest
 
 from tests.end_to_end.server_process import PATIENCE, Server, serving
 
-CONTEXT = 2048
-SETTINGS = """
+CONTEXT = 1024  # half of the model's
+SETTINGS = f"""
+max_seq_len = {CONTEXT}
 max_num_seqs = 2
 kv_memory = "64MiB"
 
 [strategies.streaming]
 kind = "streaming"
-window = 512
-every = 128
+window = 256
+every = 64
 """
 
 

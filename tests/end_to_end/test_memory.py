@@ -30,7 +30,7 @@ def test_rss_rises_at_most_1_mib_in_1000_tokens(tiny: Server) -> None:
 
 def test_all_of_the_memory_comes_while_requests_run() -> None:
     flags = "--threads", "1", "--kv-memory", "512MiB", "--max-num-seqs", "2048"
-    with serving(*flags) as server:
+    with serving(*flags, anew=True) as server:
         tokens = 0
         while server.metric("kvmux_kv_cache_pool_bytes", state="untouched"):
             for strategy in STRATEGIES:

@@ -23,7 +23,7 @@ def test_two_strategies_answer_the_same_prompt() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     config = re.search(r"--config (config/examples/\S+)\"", readme)
     assert config is not None
-    with serving("--config", str(ROOT / config[1]), "--kv-memory", "128MiB") as server:
+    with serving("--config", str(ROOT / config[1]), "--kv-memory", "128MiB", anew=True) as server:
         program = code.replace("http://127.0.0.1:8000", server.url)
         printed = subprocess.run(
             [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120

@@ -38,7 +38,7 @@ def serving_every_kind(
     config = folder / "kvmux.toml"
     config.write_text(format_strategies(every))
     sizes = ("--max-seq-len", str(max_seq_len), "--kv-memory", kv_memory)
-    with serving("--config", str(config), "--model", str(find_model(model)), *sizes, *flags) as server:
+    with serving("--config", str(config), "--model", str(find_model(model)), *sizes, *flags, anew=True) as server:
         yield server
 
 
@@ -46,7 +46,7 @@ def serving_every_kind(
 def connect(model: str) -> Iterator[openai.OpenAI]:
     """Serve a real model as "m", with the defaults that a newcomer gets, and connect OpenAI's client to it."""
     with (
-        serving("--model", str(find_model(model)), "--kv-memory", "1GiB", "--model-name", "m") as server,
+        serving("--model", str(find_model(model)), "--kv-memory", "1GiB", "--model-name", "m", anew=True) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=PATIENCE, max_retries=0) as client,
     ):
         yield client

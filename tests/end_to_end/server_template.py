@@ -1,0 +1,78 @@
+"""A process that has imported all that a server needs, and forks servers, so that tests need not wait for imports.
+
+`python -m tests.end_to_end.server_template FD`: each message on the socket FD is a `ServerRequest` with the descriptor
+of a file for the server's output; the answer is the server's process id. The server forks its children, too. All end
+with the process that started this one.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import server.api.worker
+import server.processes.engine  # noqa: F401
+from server.cli import main as cli
+from server.processes.prctl import die_with_parent
+from server.processes.supervisor import Supervisor, Targets
+
+MAX_MESSAGE = 1 << 16  # bytes
+
+
+class ServerRequest(NamedTuple):
+    """The arguments of `kvmux` and the functions that its children run."""
+
+    arguments: Sequence[str]
+    engine: str
+    worker: str
+
+
+def main(requests: socket.socket) -> None:
+    die_with_parent(signal.SIGTERM)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the servers
+    gc.collect()
+    gc.freeze()
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(requests, MAX_MESSAGE, 1)
+        if not message:
+            return
+        output = descriptors[0]
+        sys.stdout.flush()
+        if (pid := os.fork()) == 0:
+            requests.close()
+            run_server(ServerRequest(*json.loads(message)), output)
+        os.close(output)
+        requests.send(str(pid).encode())
+
+
+def run_server(request: ServerRequest, output: int) -> None:
+    """Become a server, and end with its exit code."""
+    die_with_parent(signal.SIGTERM)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.close(output)
+    cli.Supervisor = functools.partial(  # type: ignore[misc,assignment]
+        Supervisor, targets=Targets(request.engine, request.worker), context=multiprocessing.get_context("fork")
+    )
+    code = 1
+    try:
+        code = cli.main(request.arguments)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])))
