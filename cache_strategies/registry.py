@@ -65,8 +65,8 @@ def load_kind(kind: str) -> type[KVCache]:
 
     Raises SettingsError if it is unknown, cannot be loaded, or is written for another version of the interface.
     """
-    known = {} if ":" in kind else list_kinds()
     is_builtin = kind in BUILTIN or kind in BUILTIN.values()
+    known = BUILTIN if is_builtin or ":" in kind else list_kinds()  # which reads a file of every installed package
     try:
         cls = load_class(kind, known, KVCache, what="cache strategy kind", plural="kinds")  # type: ignore[type-abstract]
     except MissingModuleError:

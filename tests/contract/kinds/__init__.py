@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib import metadata
 from importlib.metadata import EntryPoint
 from typing import Any
 from unittest.mock import patch
@@ -25,11 +26,16 @@ KINDS = {
 @contextmanager
 def installed() -> Iterator[None]:
     """Register the kinds in the `with` block, beside the plug-ins that are installed."""
-    read = cache(plugins.entry_points)  # from files of all packages, which takes longer than most tests
     ours = [EntryPoint(name, cls, registry.ENTRY_POINT_GROUP) for name, cls in KINDS.items()]
 
     def entry_points(*, group: str) -> list[Any]:
-        return [*read(group=group), *(point for point in ours if point.group == group)]
+        return [*_read_installed(group), *(point for point in ours if point.group == group)]
 
     with patch.object(plugins, "entry_points", entry_points):
         yield
+
+
+@cache
+def _read_installed(group: str) -> list[EntryPoint]:
+    """Return the entry points of installed packages, whose files take longer to read than most tests."""
+    return list(metadata.entry_points(group=group))
