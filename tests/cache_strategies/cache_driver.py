@@ -16,9 +16,9 @@ from cache_strategies.paged.cache import PagedCache
 from cache_strategies.paged.seat import PagedSeat
 from cache_strategies.types import NO_SALT, Geometry, Salt, count_reusable_tokens
 from config.settings import StrategySettings
-from kernels.reference.backend import ReferenceOps
 from kernels.types import LayerSpec
 from server.engine.isolation.guard import GuardedCache
+from tests.kernels.backend_matrix import BACKENDS, FASTEST
 
 LAYER = LayerSpec(1, 1, 4, 4)
 BLOCK = 4  # tokens of a block, unless a test says otherwise
@@ -38,7 +38,7 @@ def make_cache(
     geometry = Geometry(layers, torch.float32, seats, max_seq_len, 64)
     arena = Arena(pages, registry.page_bytes(instances, geometry))
     arena.memory.fill_(0xFF)
-    return registry.build_caches(instances, geometry, arena, ReferenceOps())["it"]
+    return registry.build_caches(instances, geometry, arena, BACKENDS[FASTEST]())["it"]
 
 
 def make_paged(

@@ -137,6 +137,7 @@ def test_a_sequence_alone(name: str, chunk: int, dtype: torch.dtype) -> None:
     read_alone(world, name, settings.kind, chunk, dtype)
 
 
+@pytest.mark.every_backend
 @dtypes
 def test_all_strategies_in_one_batch_with_decode_rows_and_chunks(dtype: torch.dtype) -> None:
     read_mixed(every_instance(), dtype)

@@ -15,6 +15,8 @@ from plugin_kit.driver.texts import MODEL, random_text
 from tests.contract.harness import World, exact_instances
 from tests.contract.toy_model import ToyModel, generate, open_requests
 
+pytestmark = pytest.mark.every_backend
+
 LENGTH = 140
 EXACT = exact_instances()
 BASELINE = "contiguous"

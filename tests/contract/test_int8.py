@@ -17,6 +17,8 @@ from plugin_kit.driver.texts import random_text
 from tests.contract.harness import World
 from tests.kernels.brute_force import KEEPS
 
+pytestmark = pytest.mark.every_backend
+
 LAYERS = (LayerSpec(2, 6, 16, 16, scale=0.25), LayerSpec(1, 2, 8, 24, scale=0.35, window=20))
 OPTIONS = {"contiguous": {}, "paged": {"block_size": 8}, "sliding_window": {"window": 24, "sinks": 2}}
 

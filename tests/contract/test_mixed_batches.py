@@ -19,6 +19,8 @@ from plugin_kit.driver.steps import Reading, step
 from plugin_kit.driver.texts import MODEL, Text, random_text
 from tests.contract.harness import World
 
+pytestmark = pytest.mark.every_backend
+
 EVERY = 9  # tokens from one boundary of `compressed` and `streaming` to the next, at which rows end
 
 STRATEGIES = {

@@ -24,6 +24,8 @@ from tests.kernels.backend_matrix import BACKENDS, LAYOUTS, SPECS
 from tests.kernels.brute_force import visible_in_case
 from tests.kernels.recorded_calls import Call, calls, real_tokens
 
+pytestmark = pytest.mark.every_backend
+
 POISONS = (torch.nan, torch.inf, -torch.inf)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 

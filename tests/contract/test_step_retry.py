@@ -21,6 +21,8 @@ from tests.contract import harness
 from tests.contract.harness import World, every_instance
 from tests.contract.kinds import KINDS
 
+pytestmark = pytest.mark.every_backend
+
 LAYERS = (*MODEL, *MODEL)
 STRATEGIES = every_instance()
 KNOWN = {  # they use the operations

@@ -22,6 +22,7 @@ BACKENDS: Mapping[str, Callable[[], Ops]] = {
         if backend.missing is None and backend.device.tensors.type == "cpu"
     },
 }
+FASTEST = next((name for name in BACKENDS if name != REFERENCE), REFERENCE)  # what an engine on this CPU uses
 SLOW = {"metal-checked"}  # where every access of every thread is looked at
 NAMES = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in BACKENDS]
 
