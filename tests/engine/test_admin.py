@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from cache_strategies.paged.base import PagedBase
+from cache_strategies.base import CacheSetup
+from cache_strategies.paged.base import PagedOptions
+from cache_strategies.paged.cache import PagedCache
 from cache_strategies.types import EVERYTHING, NO_SALT, Pin, Salt, SaltScope
 from server.engine.admin import run_command
 from server.engine.ipc.messages import Abort, Clear, DropPrefix, Inspect, PinCachedPrefix, PinPrefix, Share, Unpin
@@ -292,11 +294,30 @@ WRONG = {
 }
 
 
+class FaultyOptions(PagedOptions):
+    """Options of a FaultyCache."""
+
+    fault: str
+
+
+class FaultyCache(PagedCache):
+    """A paged cache with a wrong answer to an operator's command."""
+
+    interface_version = 2
+    options_type = FaultyOptions
+
+    def __init__(self, setup: CacheSetup, options: FaultyOptions) -> None:
+        super().__init__(setup, options)
+        _, method, found = WRONG[options.fault]
+        setattr(self, method, lambda *_, **__: found)
+
+
 @pytest.mark.parametrize("what", WRONG)
-def test_a_wrong_answer_of_a_strategy_is_its_fault(tiny: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    command, method, found = WRONG[what]
-    driver = warm(tiny)
-    monkeypatch.setattr(PagedBase, method, lambda *_, **__: found)
+def test_a_wrong_answer_of_a_strategy_is_its_fault(tiny: Path, what: str) -> None:
+    command, method, _ = WRONG[what]
+    driver = warm(
+        tiny, strategies=strategies(paged={"kind": f"{__name__}:FaultyCache", "block_size": 4, "fault": what})
+    )
     with pytest.raises(RequestError, match=method) as refused:
         run_command(driver.core, command)
     assert (refused.value.status, refused.value.code) == (500, "strategy_failed")

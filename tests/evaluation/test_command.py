@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from cache_strategies.base import CacheSetup
+from cache_strategies.contiguous import ContiguousCache, ContiguousOptions
 from config.errors import SettingsError
 from config.settings import default_strategies
 from server.cli.main import main
@@ -239,17 +241,36 @@ def test_a_name_is_not_given_twice(model_directory: Path, tmp_path: Path, capsys
     assert "an instance paged-block_size8 already exists" in err
 
 
-@pytest.mark.parametrize("method", ["plan", "compact"])
-def test_a_strategy_that_fails_is_reported(
-    model_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], method: str
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
+class FailingOptions(ContiguousOptions):
+    """Options of a FailingCache."""
+
+    method: str
+
+
+class FailingCache(ContiguousCache):
+    """A contiguous cache of which one method fails."""
+
+    interface_version = 2
+    options_type = FailingOptions
+
+    def __init__(self, setup: CacheSetup, options: FailingOptions) -> None:
+        super().__init__(setup, options)
+        setattr(self, options.method, self._fail)
+
+    def _fail(self, *_: Any, **__: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(f"cache_strategies.paged.cache.PagedCache.{method}", fail)
-    code, _, err = _run(capsys, "--model", str(model_directory), *SMALL, "--strategy", "paged")
+
+@pytest.mark.parametrize("method", ["plan", "compact"])
+def test_a_strategy_that_fails_is_reported(
+    model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
+) -> None:
+    file = tmp_path / "kvmux.toml"
+    kind = f'kind = "{__name__}:FailingCache"\nmethod = "{method}"'
+    file.write_text(f'model = "{model_directory}"\n[strategies.mine]\n{kind}\n')
+    code, _, err = _run(capsys, "--config", str(file), *SMALL, "--strategy", "mine")
     assert code == 2
-    assert err.splitlines()[-1] == f"kvmux: cache strategy 'paged' failed in {method}(): RuntimeError: broken"
+    assert err.splitlines()[-1] == f"kvmux: cache strategy 'mine' failed in {method}(): RuntimeError: broken"
 
 
 def test_table_has_no_colours_when_they_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from cache_strategies.paged.base import PagedBase
+from cache_strategies.base import CacheSetup
+from cache_strategies.paged.base import PagedOptions
+from cache_strategies.paged.cache import PagedCache
 from cache_strategies.types import PageInfo
 from server.engine.admin import run_command
 from server.engine.ipc.messages import DescribePage, PinPrefix
@@ -24,9 +26,45 @@ PROMPT = random_prompt(40)
 SETTINGS: dict[str, Any] = {"strategies": strategies(paged={"kind": "paged", "block_size": 4}), "max_seq_len": 64}
 
 
-def busy(tiny: Path) -> Driver:
+DESCRIPTIONS: dict[str, Any] = {
+    "raises": None,
+    "a number": 7,
+    "a token that is text": PageInfo("0", 1, 0, 0),
+    "a prefix of bytes": PageInfo(0, 1, 0, 0, idle=1.0, prefix=b""),
+}
+
+
+class FaultyOptions(PagedOptions):
+    """Options of a FaultyCache."""
+
+    fault: str
+
+
+class FaultyCache(PagedCache):
+    """A paged cache that describes its pages wrongly, or spoils the list of their states."""
+
+    interface_version = 2
+    options_type = FaultyOptions
+
+    def __init__(self, setup: CacheSetup, options: FaultyOptions) -> None:
+        super().__init__(setup, options)
+        self._fault = options.fault
+
+    def describe_page(self, page: int) -> Any:
+        if self._fault == "raises":
+            raise RuntimeError("planted")
+        return DESCRIPTIONS.get(self._fault) or super().describe_page(page)
+
+    def mark_pages(self, states: Tensor) -> None:
+        super().mark_pages(states)
+        if self._fault == "spoils states":
+            states.resize_(1)
+
+
+def busy(tiny: Path, fault: str | None = None) -> Driver:
     """Return an engine with idle, pinned and used pages of all strategies."""
-    driver = Driver(tiny, **SETTINGS)
+    faulty = strategies(paged={"kind": f"{__name__}:FaultyCache", "block_size": 4, "fault": fault})
+    driver = Driver(tiny, **SETTINGS if fault is None else SETTINGS | {"strategies": faulty})
     for name in ("paged", "contiguous"):
         driver.submit(f"first {name}", PROMPT, 4, kv_cache=name)
     driver.run()
@@ -87,22 +125,11 @@ def test_a_page_that_does_not_exist_is_an_error(tiny: Path, page: int) -> None:
     assert (refused.value.status, refused.value.code) == (404, "not_found")
 
 
-@pytest.mark.parametrize(
-    "found",
-    [RuntimeError("planted"), 7, PageInfo("0", 1, 0, 0), PageInfo(0, 1, 0, 0, idle=1.0, prefix=b"")],
-)
-def test_a_strategy_that_describes_wrongly_says_nothing_and_has_a_fault(
-    tiny: Path, found: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver = busy(tiny)
-    page = next(page for page in range(driver.core.arena.pages) if read_page(driver, page).get("owner") == "paged")
-
-    def describe_page(_: PagedBase, page: int) -> Any:
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    monkeypatch.setattr(PagedBase, "describe_page", describe_page)
+@pytest.mark.parametrize("fault", DESCRIPTIONS)
+def test_a_strategy_that_describes_wrongly_says_nothing_and_has_a_fault(tiny: Path, fault: str) -> None:
+    driver = busy(tiny, fault)
+    cells = describe_cells(driver.core)
+    page = base64.b64decode(cells["owners"]).index(cells["instances"].index("paged") + 1)
     driver.core.isolation.collect_faults()
     for _ in range(9):
         assert read_page(driver, page).keys() == {"page", "owner", "state"}
@@ -110,17 +137,11 @@ def test_a_strategy_that_describes_wrongly_says_nothing_and_has_a_fault(
     assert not driver.core.isolation.quarantined, "no request needs it"
 
 
-def test_a_strategy_that_spoils_the_states_is_alone_affected(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = busy(tiny)
-    before = describe_cells(driver.core)
-
-    def mark_pages(_: PagedBase, states: Tensor) -> None:
-        states.resize_(1)
-
-    monkeypatch.setattr(PagedBase, "mark_pages", mark_pages)
-    driver.core.isolation.collect_faults()
-    after = describe_cells(driver.core)
-    assert after["owners"] == before["owners"]
-    assert len(after["states"]) == len(before["states"])
-    assert driver.core.isolation.collect_faults() == {"paged": 1}
-    assert not driver.core.isolation.quarantined
+def test_a_strategy_that_spoils_the_states_is_alone_affected(tiny: Path) -> None:
+    right, faulty = (busy(tiny, fault) for fault in (None, "spoils states"))
+    faulty.core.isolation.collect_faults()
+    expected, found = (describe_cells(driver.core) for driver in (right, faulty))
+    assert found["owners"] == expected["owners"]
+    assert len(found["states"]) == len(expected["states"])
+    assert faulty.core.isolation.collect_faults() == {"paged": 1}
+    assert not faulty.core.isolation.quarantined

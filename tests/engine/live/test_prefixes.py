@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from cache_strategies.paged.base import PagedBase
+from cache_strategies.base import CacheSetup
+from cache_strategies.paged.base import PagedOptions
+from cache_strategies.paged.cache import PagedCache
 from cache_strategies.types import CachedPrefix, Salt
 from server.engine.admin import run_command
 from server.engine.ipc.messages import PinPrefix
@@ -104,20 +106,34 @@ FAULTS: dict[str, Any] = {
 }
 
 
+class FaultyOptions(PagedOptions):
+    """Options of a FaultyCache."""
+
+    fault: str
+
+
+class FaultyCache(PagedCache):
+    """A paged cache that lists its prefixes wrongly."""
+
+    interface_version = 2
+    options_type = FaultyOptions
+
+    def __init__(self, setup: CacheSetup, options: FaultyOptions) -> None:
+        super().__init__(setup, options)
+        self._found = FAULTS[options.fault]
+
+    def list_prefixes(self, limit: int) -> Any:
+        if self._found is None:
+            raise RuntimeError("planted")
+        return self._found[0]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_strategy_that_lists_wrongly_has_an_empty_list_and_a_fault(
-    tiny: Path, fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    driver = Driver(tiny, **SETTINGS)
+def test_a_strategy_that_lists_wrongly_has_an_empty_list_and_a_fault(tiny: Path, fault: str) -> None:
+    kind = {"kind": f"{__name__}:FaultyCache", "block_size": 4, "fault": fault}
+    driver = Driver(tiny, **SETTINGS | {"strategies": strategies(paged=kind)})
     driver.submit("one", PROMPT, 9, kv_cache="paged")
     driver.step()
-
-    def list_prefixes(_: PagedBase, limit: int) -> Any:
-        if FAULTS[fault] is None:
-            raise RuntimeError("planted")
-        return FAULTS[fault][0]
-
-    monkeypatch.setattr(PagedBase, "list_prefixes", list_prefixes)
     for _ in range(9):
         assert read_trees(driver) == {"paged": {"prefixes": [], "omitted": 0}}
     assert driver.core.isolation.collect_faults() == {"paged": 9}

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cache_strategies.paged.base import PagedBase
+from cache_strategies.base import CacheSetup
+from cache_strategies.paged.base import PagedOptions
+from cache_strategies.paged.cache import PagedCache
 from cache_strategies.types import PageState
 from server.engine.admin import run_command
 from server.engine.ipc.messages import PinPrefix
@@ -46,16 +48,43 @@ def count_states(state: dict[str, Any], instance: str) -> dict[str, int]:
     return {names[value]: int((own == value).sum()) for value in sorted(set(own.tolist()))}
 
 
-def test_a_strategy_that_cannot_say_what_long_texts_take_goes_on(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(tiny, **SETTINGS | {"max_seq_len": 400})
-    right = PagedBase.bytes_for
+class FaultyOptions(PagedOptions):
+    """Options of a FaultyCache."""
 
-    def bytes_for(self: PagedBase, num_tokens: int) -> int:
-        if num_tokens > 300:
+    fault: str
+
+
+class FaultyCache(PagedCache):
+    """A paged cache that goes wrong where only the live state asks."""
+
+    interface_version = 2
+    options_type = FaultyOptions
+
+    def __init__(self, setup: CacheSetup, options: FaultyOptions) -> None:
+        super().__init__(setup, options)
+        self._fault = options.fault
+
+    def bytes_for(self, num_tokens: int) -> int:
+        if self._fault == "long texts" and num_tokens > 300:
             raise RuntimeError("planted")
-        return right(self, num_tokens)
+        return super().bytes_for(num_tokens)
 
-    monkeypatch.setattr(PagedBase, "bytes_for", bytes_for)
+    def mark_pages(self, states: Any) -> None:
+        if self._fault == "long texts":
+            return super().mark_pages(states)
+        states.fill_(77 if self._fault == "writes nonsense" else int(PageState.PINNED))
+        if self._fault == "raises":
+            raise RuntimeError("planted")
+
+
+def with_fault(fault: str) -> dict[str, Any]:
+    return SETTINGS | {
+        "strategies": strategies(paged={"kind": f"{__name__}:FaultyCache", "block_size": 4, "fault": fault})
+    }
+
+
+def test_a_strategy_that_cannot_say_what_long_texts_take_goes_on(tiny: Path) -> None:
+    driver = Driver(tiny, **with_fault("long texts") | {"max_seq_len": 400})
     for _ in range(9):
         assert read_live(driver)["instances"]["paged"]["fits"].keys() == {"256"}
     assert driver.core.isolation.collect_faults() == {"paged": 9}
@@ -153,22 +182,14 @@ def test_as_many_texts_fit_as_it_says(tiny: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["raises", "writes nonsense", "marks pages of others"])
-def test_a_strategy_that_marks_wrongly_hurts_no_other(tiny: Path, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(tiny, **SETTINGS)
+def test_a_strategy_that_marks_wrongly_hurts_no_other(tiny: Path, fault: str) -> None:
+    driver = Driver(tiny, **with_fault(fault))
     driver.submit("one", PROMPT, 9, kv_cache="paged")
     driver.submit("ring", PROMPT[:5], 9, kv_cache="sliding_window")
     driver.step()
-
-    def mark_pages(_: PagedBase, states: Any) -> None:
-        states.fill_(77 if fault == "writes nonsense" else int(PageState.PINNED))
-        if fault == "raises":
-            raise RuntimeError("planted")
-
-    monkeypatch.setattr(PagedBase, "mark_pages", mark_pages)
     state = read_live(driver)
     expected = "pinned" if fault == "marks pages of others" else "in_use"
     assert list(count_states(state, "paged")) == [expected]
     assert list(count_states(state, "sliding_window")) == ["in_use"]
-    monkeypatch.undo()
     driver.run()
     assert driver.heard["ring"].finish_reason == driver.heard["one"].finish_reason == "length"
