@@ -3,9 +3,11 @@
 And which of them run apart from those that compute: they watch processes or the clock, and mostly wait.
 """
 
+import functools
 import gc
 import os
 import random
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,19 +72,34 @@ def pytest_configure(config: pytest.Config) -> None:
         config.cache.set(LAST_DRAW, {"seed": config.stash[SEED], "share": config.option.thorough_share})
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which the command selects no test: to import all files takes half a minute."""
+    if not collection_path.is_file():
+        return None
+    marks = _get_marks(collection_path)
+    words = set(re.findall(r"(?:not )?\w+", config.option.markexpr))
+    unwanted = any(f"not {mark}" in words for mark in marks)
+    wanted = {"apart"} & words | ({"thorough"} if config.option.thorough_rest else set())
+    return True if unwanted or not wanted <= marks else None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    tests = Path(__file__).parent
     for item in items:
-        path = item.path.relative_to(tests)
-        if any(path.is_relative_to(each) for each in APART):
-            item.add_marker(pytest.mark.apart)
-        if any(path.is_relative_to(each) for each in THOROUGH):
-            item.add_marker(pytest.mark.thorough)
+        for mark in _get_marks(item.path):
+            item.add_marker(mark)
     left_out = [item for item in items if not _is_drawn(config, item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+@functools.cache
+def _get_marks(path: Path) -> frozenset[str]:
+    """Return the marks of a file's tests: `apart`, `thorough`, both or none."""
+    path = path.relative_to(Path(__file__).parent)
+    paths = {"apart": APART, "thorough": THOROUGH}
+    return frozenset(mark for mark, those in paths.items() if any(path.is_relative_to(each) for each in those))
 
 
 def _is_drawn(config: pytest.Config, item: pytest.Item) -> bool:
@@ -137,9 +154,10 @@ def _one_thread() -> None:
 
 
 @pytest.fixture
-def rng() -> random.Random:
-    """Return random numbers that are others in each run, and let torch draw others as well; the seed is printed."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
+def rng(request: pytest.FixtureRequest) -> random.Random:
+    """Return random numbers that follow from the seed of the run and the test's name; let torch draw such, too."""
+    run_seed = request.config.stash[SEED]
+    seed = random.Random(f"{run_seed} {request.node.nodeid}").randrange(1 << 32)
+    print(f"drawn from --seed {run_seed}")
     torch.manual_seed(seed)
     return random.Random(seed)
