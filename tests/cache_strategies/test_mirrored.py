@@ -56,9 +56,7 @@ def assert_holds(seat: MirroredSeat, text: Text) -> None:
 
 # ---------------------------------------------------------------- the two copies
 @dtypes
-@pytest.mark.parametrize("seed", range(4))
-def test_both_copies_hold_the_text_after_random_steps_and_crops(seed: int, dtype: torch.dtype) -> None:
-    rng = random.Random(seed)
+def test_both_copies_hold_the_text_after_random_steps_and_crops(dtype: torch.dtype, rng: random.Random) -> None:
     world, cache = mirrored_world(dtype=dtype, max_seats=3)
     readings = [world.open("it", random_text(i, 150, MODEL, dtype)) for i in range(3)]
     for _ in range(25):

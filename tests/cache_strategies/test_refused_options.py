@@ -11,14 +11,13 @@ from cache_strategies.compressed.options import CompressedOptions, make_scorer
 from cache_strategies.registry import BUILTIN, load_kind, resolve_instances
 from cache_strategies.scorers import list_scorers, load_scorer
 from config.errors import SettingsError
-from config.settings import load_settings
+from config.settings import StrategySettings
 from tests.wordings import catch, draw_wrong_values, find_wordings
 
 
 def resolve(kind: str, **options: Any) -> Any:
-    """Return the options of an instance as the settings declare it."""
-    settings = load_settings(None, {"strategies": {"mine": {"kind": kind, **options}}})
-    return next(each.options for each in resolve_instances(settings.strategies) if each.name == "mine")
+    """Return the options of an instance that the settings declare."""
+    return resolve_instances({"mine": StrategySettings.model_validate({"kind": kind, **options})})[0].options
 
 
 @pytest.mark.parametrize("kind", BUILTIN)

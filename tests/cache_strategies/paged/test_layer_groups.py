@@ -63,9 +63,8 @@ def test_layers_are_one_group_if_that_takes_no_more_memory(layers: Sequence[Laye
     assert layout.part_bytes == compute_block_bytes(layers, 32, torch.bfloat16)
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_parts_have_all_layers_once_and_fit(seed: int) -> None:
-    rng = random.Random(seed)
+@pytest.mark.parametrize("_", range(60))
+def test_parts_have_all_layers_once_and_fit(_: int, rng: random.Random) -> None:
     kinds = [
         LayerSpec(rng.choice([1, 2, 4]), 8, dim := rng.choice([16, 32]), dim, window=rng.choice([None, 5, 40, 64]))
         for _ in range(3)

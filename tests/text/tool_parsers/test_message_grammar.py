@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import llguidance
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -26,8 +27,6 @@ from tests.text.tool_parsers.writers import (
     make_parser,
     parse,
 )
-
-llguidance: Any = pytest.importorskip("llguidance", reason="grammars are checked with llguidance")
 
 FAMILIES = sorted(row.name for row in TOOL_FORMATS)
 families = pytest.mark.parametrize("family", FAMILIES)

@@ -25,7 +25,8 @@ from tests.text.tool_parsers.writers import (
     parse,
 )
 
-SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = 20  # of each family: most families share their readers with others
+SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=EXAMPLES)
 FAMILIES = sorted(WRITERS)
 families = pytest.mark.parametrize("family", FAMILIES)
 
