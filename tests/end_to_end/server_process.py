@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import json
+import os
 import re
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.engine.ipc.messages import ANSWER_TTL
 from server.processes.supervisor import Targets
+from tests.end_to_end.server_template import ServerRequest
 from tests.patience import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -155,8 +157,9 @@ class Template:
         self._asking = threading.Lock()
 
     def fork(self, arguments: Sequence[str], targets: Targets, output: IO[str]) -> psutil.Process:
+        request = ServerRequest(arguments, dict(os.environ), targets.engine, targets.worker)
         with self._asking:
-            socket.send_fds(self._socket, [json.dumps((arguments, *astuple(targets))).encode()], [output.fileno()])
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [output.fileno()])
             return psutil.Process(int(self._socket.recv(100)))
 
     def close(self) -> None:

@@ -9,36 +9,55 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import json
-import multiprocessing
+import logging
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkContext, ForkProcess
 from typing import NamedTuple
 
-import server.api.worker
-import server.processes.engine  # noqa: F401
 from server.cli import main as cli
 from server.processes.prctl import die_with_parent
 from server.processes.supervisor import Supervisor, Targets
 
 MAX_MESSAGE = 1 << 16  # bytes
+PRELOADED = ("server.api.worker", "server.processes.engine")  # by name: whoever asks for servers need not import them
 
 
 class ServerRequest(NamedTuple):
-    """The arguments of `kvmux` and the functions that its children run."""
+    """The arguments of `kvmux`, its environment, and the functions that its children run."""
 
     arguments: Sequence[str]
+    environment: Mapping[str, str]
     engine: str
     worker: str
+
+
+class ForkedChild(ForkProcess):
+    """A forked child of the server, which sets up logging anew: the thread that writes it stays in the parent."""
+
+    def run(self) -> None:
+        logging.getLogger().handlers.clear()
+        sys.stderr = sys.__stderr__
+        super().run()
+
+
+class Context(ForkContext):
+    """What the supervisor makes its children with."""
+
+    Process = ForkedChild
 
 
 def main(requests: socket.socket) -> None:
     die_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the servers
+    for module in PRELOADED:
+        importlib.import_module(module)
     gc.collect()
     gc.freeze()
     while True:
@@ -58,11 +77,13 @@ def run_server(request: ServerRequest, output: int) -> None:
     """Become a server, and end with its exit code."""
     die_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(request.environment)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
     os.close(output)
     cli.Supervisor = functools.partial(  # type: ignore[misc,assignment]
-        Supervisor, targets=Targets(request.engine, request.worker), context=multiprocessing.get_context("fork")
+        Supervisor, targets=Targets(request.engine, request.worker), context=Context()
     )
     code = 1
     try:

@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 
-from cache_strategies import registry
 from tests.end_to_end.exact_load import Answer, CompletionClient, ExactLoad, make_prompts
 from tests.end_to_end.server_process import ANSWER_TTL, PATIENCE, Server, eventually, metric, serving
 from tests.engine.isolation.faulty_strategies import KINDS
@@ -56,23 +55,16 @@ def get_instance(what: str) -> str:
 def serving_faults(
     folder: Path, faults: Iterable[str], kv_memory: str, fallback: str | None = None
 ) -> Iterator[Server]:
-    """Run a server with an instance for each fault, whose kinds are installed as a plug-in is."""
-    package = folder / "faulty-1.0.dist-info"
-    package.mkdir()
-    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
-    points = "\n".join(f"{name} = {where}" for name, where in KINDS.items())
-    (package / "entry_points.txt").write_text(f"[{registry.ENTRY_POINT_GROUP}]\n{points}\n")
+    """Run a server with an instance for each fault."""
     tables = (
-        f'[strategies.{get_instance(name)}]\nkind = "{"faulty_hook" if FAULTS[name].hook else "faulty"}"\n'
+        f'[strategies.{get_instance(name)}]\nkind = "{KINDS["faulty_hook" if FAULTS[name].hook else "faulty"]}"\n'
         f'fault = "{name}"\n' + (f'fallback = "{fallback}"\n' if fallback else "")
         for name in faults
     )
     config = folder / "kvmux.toml"
     config.write_text(f'{CONFIG}kv_memory = "{kv_memory}"\n{"".join(tables)}')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(folder))
-        with serving("--config", str(config)) as server:
-            yield server
+    with serving("--config", str(config)) as server:
+        yield server
 
 
 @contextmanager
