@@ -11,19 +11,18 @@ import functools
 import gc
 import importlib
 import json
-import logging
 import os
 import signal
 import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from multiprocessing.context import ForkContext, ForkProcess
 from typing import NamedTuple
 
 from server.cli import main as cli
 from server.processes.prctl import die_with_parent
 from server.processes.supervisor import Supervisor, Targets
+from tests.processes.forked_children import FORK
 
 MAX_MESSAGE = 1 << 16  # bytes
 PRELOADED = ("server.api.worker", "server.processes.engine")  # by name: whoever asks for servers need not import them
@@ -36,21 +35,6 @@ class ServerRequest(NamedTuple):
     environment: Mapping[str, str]
     engine: str
     worker: str
-
-
-class ForkedChild(ForkProcess):
-    """A forked child of the server, which sets up logging anew: the thread that writes it stays in the parent."""
-
-    def run(self) -> None:
-        logging.getLogger().handlers.clear()
-        sys.stderr = sys.__stderr__
-        super().run()
-
-
-class Context(ForkContext):
-    """What the supervisor makes its children with."""
-
-    Process = ForkedChild
 
 
 def main(requests: socket.socket) -> None:
@@ -83,7 +67,7 @@ def run_server(request: ServerRequest, output: int) -> None:
         os.dup2(output, descriptor)
     os.close(output)
     cli.Supervisor = functools.partial(  # type: ignore[misc,assignment]
-        Supervisor, targets=Targets(request.engine, request.worker), context=Context()
+        Supervisor, targets=Targets(request.engine, request.worker), context=FORK
     )
     code = 1
     try:

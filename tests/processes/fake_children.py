@@ -23,6 +23,7 @@ from server.processes.child import Timing
 from server.processes.child_process import STOP_SIGNAL
 from server.processes.heartbeat import StrategyCalls
 from server.processes.supervisor import Supervisor, Targets
+from tests.processes.forked_children import FORK
 
 READY = {
     "model": "tiny",
@@ -192,7 +193,7 @@ def supervise(engine_name: str, worker_name: str, workers: int, worker_grace: fl
             print(format_banner(url, settings, ready), flush=True)
             say("announced")
 
-        return Supervisor(settings, listener, announce, targets=targets, timing=timing).run()
+        return Supervisor(settings, listener, announce, targets=targets, timing=timing, context=FORK).run()
 
 
 if __name__ == "__main__":
