@@ -60,7 +60,7 @@ def test_every_error_of_pydantic_has_a_message_of_our_own() -> None:
 @pytest.mark.parametrize(("table", "key"), list(iter_places()), ids=str)
 def test_any_value_of_any_setting_is_refused_plainly(table: type[BaseModel], key: str, rng: random.Random) -> None:
     refused = 0
-    for value in draw_wrong_values(rng):
+    for value in (object(), *rng.sample(draw_wrong_values(rng), 8)):
         error = catch(SettingsError, load_settings, None, place(table, key, value), are_flags=False)
         assert not find_wordings(str(error)), (value, str(error))
         refused += error is not None
