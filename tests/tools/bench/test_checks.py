@@ -9,7 +9,7 @@ import pytest
 from kernels.backends import REFERENCE
 from tools.bench import kernel_inputs
 from tools.bench.checks import __main__ as checks
-from tools.bench.checks.__main__ import ChecksCost, format_cost, list_measured_backends
+from tools.bench.checks.__main__ import list_measured_backends
 
 
 def test_a_step_and_every_backend_have_a_line(
@@ -25,14 +25,3 @@ def test_a_step_and_every_backend_have_a_line(
     assert [each["backend"] for each in copies] == [name for name, _ in list_measured_backends()]
     assert copies[0]["backend"] == REFERENCE
     assert all(each["milliseconds"] > 0 for each in copies)
-
-
-@pytest.mark.parametrize(("share", "verdict"), [(0.004, "0.40%, within the limit of 1%"), (0.02, "2.00%, ABOVE")])
-def test_the_limit_is_beside_the_share(share: float, verdict: str) -> None:
-    assert verdict in format_cost(ChecksCost(16, 1000.0, 1000 * share, share))
-
-
-def test_bad_arguments_of_checks_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        checks.main(["--model", "nowhere"])
-    assert "nowhere" in capsys.readouterr().err

@@ -28,9 +28,3 @@ def test_every_scorer_has_a_row(dtype: str, capsys: pytest.CaptureFixture[str]) 
         assert rest >= least_rest > 0, name
     assert figures["streaming"][:2] == [0, 0], "no scorer is asked"
     assert figures["h2o"][0] > figures["streaming_llm"][0]
-
-
-def test_a_wrong_scorer_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run(capsys, "--scorer h3o")
-    assert "there is no scorer of keys 'h3o'" in capsys.readouterr().err

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
 
-import jsonschema
-import numpy as np
 import pytest
 from llguidance import LLTokenizer
 
-from server.engine.grammar.compiled import CompiledGrammar
 from server.grammar.lark import write_lark
-from server.grammar.matcher import TokenTable, compile_grammar
+from server.grammar.matcher import TokenTable
 from server.text.encoder import Encoder
 from tests.grammar.judge import GrammarJudge
 from tests.models.random_models import byte_tokenizer
-from tools.bench.grammars.__main__ import GRAMMARS, EngineMatcher
-from tools.bench.grammars.libraries import LLGuidanceMatcher, time_llguidance, write_for_xgrammar
-from tools.bench.grammars.timing import GrammarTimes, Matcher, format_rows, time_text
+from tools.bench.grammars.__main__ import GRAMMARS
+from tools.bench.grammars.libraries import time_llguidance, write_for_xgrammar
+from tools.bench.grammars.timing import GrammarTimes, format_rows
 
 
 @pytest.fixture(scope="module")
@@ -44,25 +40,6 @@ def test_grammars_that_are_written_anew_accept_the_same_texts(rng: random.Random
         assert judge.accepts(theirs, text) is accepted, text
         found.add(accepted)
     assert found == {True, False}
-
-
-def test_schemas_have_no_options_of_ours(rng: random.Random) -> None:
-    form, text = write_for_xgrammar(GRAMMARS["enum of 1,000"])
-    assert form == "json"
-    schema = json.loads(text)
-    jsonschema.Draft202012Validator.check_schema(schema)
-    assert schema == {"enum": [f"value {i}" for i in range(1000)]}
-
-
-@pytest.mark.parametrize("of_engine", [False, True])
-def test_texts_are_by_their_grammar(table: TokenTable, tokenizer: LLTokenizer, of_engine: bool) -> None:
-    compiled = compile_grammar(tokenizer, write_lark("regex", "(ab){3}"))
-    matcher: Matcher = LLGuidanceMatcher(compiled, table.end_id)
-    if of_engine:
-        matcher = EngineMatcher(CompiledGrammar(compiled, table.end_id), table.end_id)
-    seconds = time_text(matcher, np.random.default_rng())
-    assert len(seconds) == 6
-    assert all(each > 0 for each in seconds)
 
 
 def test_rows(table: TokenTable) -> None:

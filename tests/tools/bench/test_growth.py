@@ -14,11 +14,9 @@ from cache_strategies.registry import BUILTIN
 from config.settings import load_settings
 from server.models.config import load_config
 from server.models.files.directory import locate
-from tools.bench.growth import __main__ as command
-from tools.bench.growth import counts, times
+from tools.bench.growth import times
 from tools.bench.growth.__main__ import as_text, main
 from tools.bench.growth.counts import count_calls
-from tools.bench.growth.plot import draw
 from tools.bench.growth.points import GrowthPoint, StepRound, as_json, read_points, summarize
 from tools.bench.table.long_contexts import SETTINGS_FILE, compute_read_bytes
 from tools.bench.table.models import ModelShape
@@ -31,21 +29,6 @@ def test_calls_are_counted_exactly() -> None:
 
     base = count_calls(lambda: None)
     assert count_calls(twice) == base + 2, "twice takes the empty function's place, and calls two in C"
-
-
-def test_counts_stay_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "it.json"
-    assert main(["--part", "waiting", "blocks", "--max-size", "10000", "--json", str(file)]) == 0
-    points = read_points(json.loads(file.read_text()))
-    assert {point.size for point in points if point.part == "blocks"} == {1000, 10_000}
-    assert {point.size for point in points if point.part == "waiting"} == set(counts.WAITING)
-    for what in {point.metric for point in points} - {"calls to take in line"}:
-        values = {point.size: point.value for point in points if point.metric == what}
-        assert max(values.values()) <= 1.5 * values[min(values)], what
-        assert values[10_000] == values[1000] > 0, what
-    line = [point.value for point in points if point.metric == "calls to take in line"]
-    assert line[-1] <= line[0] + 30, "one comparison for each doubling"
-    assert "| 10,000 |" in capsys.readouterr().out
 
 
 STRATEGIES = ["paged", "contiguous", "sliding_window", "int8", "compressed", "quest", "streaming", "mirrored"]
@@ -91,24 +74,6 @@ def test_times_of_each_strategy_have_what_the_machine_allows_beside_them(
     assert plot.read_text().rstrip().endswith("</svg>")
 
 
-@pytest.mark.usefixtures("short")
-def test_what_memory_has_no_room_for_is_left_out() -> None:
-    settings = {"model": "tiny", "dtype": "float32", "kv_memory": "20MiB"}
-    options = times.GrowthOptions("tiny", settings, streams=(1, 8), stream_context=400, rounds=1)
-    points = list(times.measure_by_streams(options, lambda text: None))
-    assert {point.size for point in points if point.strategy == "paged"} == {1, 8}
-    assert {point.size for point in points if point.strategy == "mirrored"} == {1}
-
-
-@pytest.mark.usefixtures("short")
-def test_strategies_can_be_chosen() -> None:
-    settings = {"model": "tiny", "kv_memory": "64MiB"}
-    options = times.GrowthOptions("tiny", settings, ["quest:min_tokens=128", "streaming"], (300, 5000), rounds=1)
-    points = list(times.measure_by_context(options, lambda text: None))
-    found = [(point.strategy, point.size) for point in points]
-    assert found == [("quest-min_tokens128", 300), ("streaming", 300)], "and the model has no context of 5,000"
-
-
 def test_every_built_in_kind_is_measured() -> None:
     settings = load_settings(SETTINGS_FILE, {})
     names = times.list_strategies(settings)
@@ -145,16 +110,6 @@ def make_points(model: str, *strategies: str) -> list[GrowthPoint]:
     ]
 
 
-def test_each_model_has_a_picture(tmp_path: Path) -> None:
-    counted = [GrowthPoint(part, size, "calls", 3.0) for part in ("waiting", "blocks") for size in (0, 10, 1000)]
-    points = [*make_points("large", *STRATEGIES), *make_points("small", "paged"), *counted]
-    files = draw(points, tmp_path / "it.svg")
-    assert [file.name for file in files] == ["it.svg", "it-small.svg"]
-    assert all(file.read_text().count("<svg") == 1 for file in files)
-    assert [file.name for file in draw(counted, tmp_path / "counts.png")] == ["counts.png"]
-    assert (tmp_path / "counts.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_table_has_a_column_for_each_kind() -> None:
     points = [GrowthPoint("waiting", at, what, at + len(what)) for at in (0, 10) for what in ("a", "bb")]
     assert as_text(points).splitlines() == [
@@ -167,14 +122,3 @@ def test_a_table_has_a_column_for_each_kind() -> None:
 
 def test_a_time_has_the_limit_and_the_share_beside_it() -> None:
     assert "| 128 | 2.50 (1.00, 40%) |" in as_text(make_points("m", "paged"))
-
-
-def test_bad_arguments_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--part", "context", "--model", "nowhere"]) == 2
-    assert "nowhere" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        main(["--rounds", "0"])
-
-
-def test_the_small_shape_has_room_for_all_contexts() -> None:
-    assert all(shape.max_positions >= max(times.CONTEXTS) + times.SPARE_TOKENS for shape in command.SHAPES.values())

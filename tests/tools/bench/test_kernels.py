@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import backends as loading
 from kernels.backends import REFERENCE, list_backends
 from kernels.cpu.library import find_memory_reader
 from kernels.device import KernelsMissing
@@ -44,13 +43,6 @@ def test_every_operation_has_a_row_for_every_backend(capsys: pytest.CaptureFixtu
     assert all(row["gb_per_s"] > 0 for row in rows)
 
 
-def test_attention_is_measured_over_chunks_of_a_prompt_too(capsys: pytest.CaptureFixture[str]) -> None:
-    chunk = ["--op", "attend", "--backend", "reference", "sdpa", "--dtype", "float32", "--context", "40", "--json"]
-    bench.main([*chunk, "--queries", "40", "--batch", "2", "--layout", "contiguous"])
-    (row,) = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (row["op"], row["backend"], row["context"]) == ("attend", "reference", 40)
-
-
 @pytest.mark.parametrize("layout", get_args(kernel_inputs.Layout))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_attention_reads_whole_sequences_in_each_layout(layout: kernel_inputs.Layout, dtype: torch.dtype) -> None:
@@ -70,25 +62,6 @@ def _read_planes(plane: Plane, at: Slots) -> Tensor:
     blocks = at.table[at.table_row].long()  # [3, blocks]
     numbers = plane.numbers.float() if plane.scale is None else plane.numbers * plane.scale[..., None]
     return numbers[blocks].transpose(1, 2).flatten(2, 3)
-
-
-@pytest.mark.parametrize("flags", [["--dtype", "int8"], ["--layout", "rows"], ["--batch", "0"]])
-def test_wrong_flags_are_refused(flags: list[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        bench.main(flags)
-
-
-def test_what_is_missing_is_reported_once_on_a_line_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(loading, "BACKENDS", {"abacus": ("cpu", _missing)})
-    bench.main(["--op", "rope", "silu_mul", "--context", "4", "--backend", "reference", "abacus"])
-    told = capsys.readouterr()
-    assert told.err.startswith("abacus is left out: this machine has no abacus\n")
-    assert told.err.count("is left out") == 1
-    assert [line.split()[:2] for line in told.out.splitlines()[1:]] == [
-        [op, "reference"] for op in ("rope", "rope", "silu_mul", "silu_mul")
-    ]
 
 
 def test_all_of_the_memory_is_read() -> None:

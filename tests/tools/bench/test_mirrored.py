@@ -26,9 +26,3 @@ def test_both_strategies_have_a_line_for_each_load(
     for line in lines:
         low, high = line.split("|")[5].replace(",", "").split(" to ")
         assert 0 < float(low) <= float(high)
-
-
-def test_a_wrong_setting_is_an_error_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        compare_mirrored.main(["--model", "tiny", "--dtype", "wrong"])
-    assert "dtype" in capsys.readouterr().err

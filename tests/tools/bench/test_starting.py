@@ -29,11 +29,3 @@ def test_seconds_and_memory_of_every_process(capsys: pytest.CaptureFixture[str])
     assert peak["engine"][0] > 64 * MIB, "the KV memory is touched"
     assert peak["API"][0] < 150 * MIB
     assert peak["supervisor"][0] < 100 * MIB
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="no /proc/PID/smaps_rollup")
-@pytest.mark.parametrize("flags", [["--rounds", "0"], ["--streams", "0"], ["--", "--port", "8000"]], ids=" ".join)
-def test_flags_that_make_no_sense_are_refused(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        starting.main(flags)
-    assert "error:" in capsys.readouterr().err

@@ -19,9 +19,3 @@ def test_both_endpoints_beside_a_bare_server(capsys: pytest.CaptureFixture[str])
         assert 0 < each["microseconds"] < 1e5
         assert each["bare"] >= 0, "told in hundredths of a second, so a quick server may have none"
         assert each["tokens_per_second"] > 0
-
-
-@pytest.mark.apart
-def test_a_server_that_does_not_start_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="kv_memory"):
-        streaming.main(["--", "--kv-memory", "nothing"])

@@ -111,10 +111,6 @@ def test_a_page_tells_what_is_not_measured(results: Comparison) -> None:
     Page(page)
 
 
-def test_pages_of_equal_results_are_equal(results: Comparison) -> None:
-    assert make_page(results) == make_page(results)
-
-
 @pytest.mark.parametrize(
     ("value", "text"), [(0, "0"), (0.01234, "0.0123"), (12.345, "12.3"), (123.4, "123"), (12345, "12,345")]
 )

@@ -10,8 +10,7 @@ from tokenizers import Tokenizer
 from server.models.config import load_config
 from tests.engine.engine_driver import Driver
 from tests.tools.bench.small_shape import SMALL_SHAPE
-from tools.bench.table import models
-from tools.bench.table.models import LLAMA, QWEN, make_model
+from tools.bench.table.models import LLAMA, QWEN
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "int4"])
@@ -42,21 +41,6 @@ def test_it_answers_and_every_id_has_a_text(folder: Path) -> None:
     assert len(tokenizer.encode("def main(arguments: Sequence[str]) -> None:").ids) < 43, "nothing was learnt"
 
 
-def test_what_is_there_is_not_made_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "train_tokenizer", None)
-    assert make_model(SMALL_SHAPE, folder, lambda _: None) == folder / SMALL_SHAPE.name
-
-
-def test_a_model_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> Tokenizer:
-        raise OSError("no room")
-
-    monkeypatch.setattr(models, "train_tokenizer", fail)
-    with pytest.raises(OSError, match="no room"):
-        make_model(SMALL_SHAPE, tmp_path, lambda _: None)
-    assert not list(tmp_path.iterdir())
-
-
 def test_shapes_are_those_of_the_models_they_stand_for(folder: Path) -> None:
     count = sum(out * width for _, (out, width) in QWEN.matrices())
     assert count + 24 * (2 * 896 + 896 + 2 * 128) + 896 == 494_032_768  # as Qwen2.5-0.5B's card has it
@@ -65,8 +49,3 @@ def test_shapes_are_those_of_the_models_they_stand_for(folder: Path) -> None:
     assert (config.num_layers, config.hidden_size, config.num_kv_heads) == (2, 128, 2)
     assert config.qkv_bias
     assert config.tie_embeddings
-
-
-def test_the_cache_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert models.cache_folder().is_relative_to(tmp_path)

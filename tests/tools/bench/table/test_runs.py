@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,152 +18,19 @@ from tests.tools.bench.small_shape import SMALL_SHAPE
 from tools.bench import __main__ as command
 from tools.bench.table import runs
 from tools.bench.table.documents import GROWTH, PROFILES, TABLES, replace_section
-from tools.bench.table.goals import LOWER_IS_BETTER, ROWS, TRANSFORMERS, BenchmarkRow, make_transformers_row
+from tools.bench.table.goals import LOWER_IS_BETTER, ROWS, BenchmarkRow, make_transformers_row
 from tools.bench.table.limits import GIB, WARM_WORKLOADS, WORKLOADS, Speeds, compute_limit
 from tools.bench.table.long_contexts import SETTINGS_FILE, get_options
 from tools.bench.table.models import QWEN
 from tools.bench.table.report import DISTURBED_MARK, BenchmarkReport, as_json, as_text
-from tools.bench.table.runs import MeasuredRow, RunOptions, measure_rows
+from tools.bench.table.runs import MeasuredRow
 
 SPEEDS = Speeds(30e9, 3e12)
 KV = 1 << 29
 
 
-def result(strategy: str = "paged", phase: str | None = None, **figures: Any) -> dict[str, Any]:
-    """As `kvmux bench` writes it."""
-    told = {"requests": 4, "prompt_tokens": 8192, "tokens_per_second": 100.0}
-    times = {"itl_ms": {"mean": 40.0, "p50": 39.0}, "ttft_ms": {"p50": 800.0}}
-    return {"strategy": strategy, "phase": phase} | told | times | figures
-
-
-class Bench:
-    """A fake of servers, their load and the machine's background load."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.results: dict[str, list[dict[str, Any]]] = {}
-        self.busy: list[float] = []  # of each run, the next first; then nobody is
-        self.started: list[Sequence[str]] = []
-        self.loads: list[str] = []
-        self.peak: int | None = GIB
-        monkeypatch.setattr(runs, "run_server", self.serving)
-        monkeypatch.setattr(runs, "run_bench", self.loaded)
-        monkeypatch.setattr(runs, "run_transformers_peer", self.peer)
-        monkeypatch.setattr(runs, "measure_speeds", lambda row: SPEEDS)
-        monkeypatch.setattr(runs, "make_model", lambda shape, folder, tell: folder / shape.name)
-        monkeypatch.setattr(runs, "Neighbours", lambda: SimpleNamespace(compute_share=self.share))
-
-    @contextmanager
-    def serving(self, flags: Sequence[str]) -> Iterator[Any]:
-        self.started.append(flags)
-        yield SimpleNamespace(url="", ready_seconds=2.5, cpu_seconds=lambda: 0.0, peak_bytes=lambda: self.peak)
-
-    def loaded(self, url: str, flags: Sequence[str]) -> list[dict[str, Any]]:
-        self.loads.append(flags[1])
-        return self.results.get(flags[1], [result()])
-
-    def peer(self, model: Path, workload: str, rounds: int) -> list[dict[str, Any]]:
-        self.loads.append(f"{TRANSFORMERS} {workload}")
-        return [result(TRANSFORMERS, itl_ms={"mean": 80.0}, ttft_ms={"p50": 1600.0})]
-
-    def share(self, own: float = 0.0) -> float:
-        return self.busy.pop(0) if self.busy else 0.0
-
-
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    return Bench(monkeypatch)
-
-
-def values(rows: Sequence[BenchmarkRow], attempts: int = 1) -> dict[str, MeasuredRow]:
-    return {each.row.what: each for each in measure_rows(rows, RunOptions(1, attempts, Path("models")), lambda _: None)}
-
-
 def row(measure: Any, **more: Any) -> BenchmarkRow:
     return BenchmarkRow(**{"what": measure, "shape": QWEN, "group": "decode", "measure": measure, **more})
-
-
-def test_figures_are_those_of_the_load(bench: Bench) -> None:
-    bench.results["b"] = [result(itl_ms={"mean": 50.0})]
-    bench.results["d"] = [result(phase="cold", ttft_ms={"p50": 900.0}), result(phase="warm", ttft_ms={"p50": 90.0})]
-    rows = [
-        row("decode"),
-        row("slowdown", workload="b"),
-        row("prefill", workload="b"),
-        row("output"),
-        row("ready"),
-        row("peak"),
-        *(row("ttft", what=phase, workload="d", phase=phase) for phase in ("cold", "warm")),
-    ]
-    found = {name: each.value for name, each in values(rows).items()}
-    assert found == {
-        "decode": 25.0,
-        "slowdown": 0.8,
-        "prefill": 2048 / 0.8,
-        "output": 100.0,
-        "ready": 2.5,
-        "peak": 1.0,
-        "cold": 900.0,
-        "warm": 90.0,
-    }
-    assert len(bench.started) == 1
-    assert sorted(bench.loads) == ["a", "b", "d"], "each workload once"
-
-
-def test_what_mixing_costs(bench: Bench) -> None:
-    alone = [result(name, tokens_per_second=speed) for name, speed in (("paged", 90.0), ("contiguous", 110.0))]
-    bench.results["c8"] = [*alone, result("mixed", tokens_per_second=95.0)]
-    found = values([row("mixing", group="strategies", workload="c8", strategy="mixed", goal=0.9)])["mixing"]
-    assert found.value == pytest.approx(0.95)
-    assert found.meets_goal
-
-
-def test_the_time_of_a_step_is_that_of_all_streams_together(bench: Bench) -> None:
-    bench.results["e8"] = [result(full_batch_itl_ms={"p50": 60.0}), result("quest", full_batch_itl_ms=None)]
-    rows = [row("step", group="e8", workload="e8"), row("step", what="q", group="e8", workload="e8", strategy="quest")]
-    found = values(rows)
-    assert {name: each.value for name, each in found.items()} == {"step": 60.0}, "none without such a time"
-
-
-def test_long_contexts_have_a_server_of_their_own(bench: Bench) -> None:
-    bench.results["e8"] = [result(full_batch_itl_ms={"p50": 60.0})]
-    values([row("decode"), row("step", group="e8", workload="e8")])
-    assert [str(SETTINGS_FILE) in flags for flags in bench.started] == [False, True]
-
-
-def test_each_format_of_weights_has_a_server(bench: Bench) -> None:
-    values([row("decode", what=weights, weights=weights) for weights in ("auto", "int4", "int8", "auto")])
-    assert [flags[3] for flags in bench.started] == ["auto", "int4", "int8"]
-
-
-def test_transformers_has_its_turn_after_the_server_of_the_model(bench: Bench) -> None:
-    theirs = [each for each in ROWS if each.group == "transformers"]
-    found = values([*theirs, row("decode"), row("decode", what="int8", weights="int8")])
-    assert {name: each.value for name, each in found.items() if TRANSFORMERS in name} == {
-        "1 stream, bfloat16, transformers (in process)": 12.5,
-        "first token after 128, transformers (in process)": 1600.0,
-        "prefill of 2,048, transformers (in process)": 2048 / 1.6,
-        "1 stream, transformers (in process)": 12.5,
-    }
-    small, large = [f"{TRANSFORMERS} a"], ["a", f"{TRANSFORMERS} a", f"{TRANSFORMERS} b", "a"]
-    assert bench.loads == small + large
-    assert len(bench.started) == 2, "a row of transformers needs no server"
-    limits = {each.limit for name, each in found.items() if name.startswith(("decode", "1 stream, bfloat16"))}
-    assert len(limits) == 1, "the machine allows both the same"
-
-
-def test_a_disturbed_run_is_repeated_and_the_best_is_taken(bench: Bench) -> None:
-    bench.busy = [0.0, 0.5, 0.3, 0.4]  # the start, then three attempts
-    found = values([row("decode")], attempts=3)["decode"]
-    assert found.background_load == 0.3
-    assert len(bench.loads) == 3
-    bench.busy = [0.0, 0.5, 0.01, 0.0]
-    assert values([row("decode")], attempts=3)["decode"].background_load == 0.01
-    assert len(bench.loads) == 3 + 2
-
-
-def test_a_system_that_does_not_tell_has_no_row(bench: Bench) -> None:
-    bench.peak = None
-    assert values([row("peak"), row("decode")]).keys() == {"decode"}
 
 
 # -------------------------------------------------------------------- limits, goals
@@ -325,15 +190,3 @@ def test_a_real_server_is_measured(
     theirs = found["decode, transformers (in process)"]
     assert theirs["value"] > 0 < theirs["limit"]
     assert capsys.readouterr().out.strip() in document.read_text()
-
-
-def test_bad_arguments_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (
-        ["--rows", "nothing"],
-        ["--rounds", "0"],
-        ["--rows", "start", "--model", "llama-10m"],
-        ["--rows", "start", "--docs", "."],
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            command.main(arguments)
-        assert "make bench: error" in capsys.readouterr().err
