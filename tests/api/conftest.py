@@ -19,6 +19,7 @@ from config.settings import Settings
 from server.api.worker import ApiServer
 from server.engine.ipc.socket_client import SocketClient
 from server.text.chat import ChatTemplate
+from server.text.processes import messages
 from server.text.tokenizer import Tokenizer, TokenizerBase
 from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import Encode
@@ -26,15 +27,26 @@ from tests.patience import PATIENCE, eventually
 from tests.text.tiny_tokenizers import byte_level
 
 ADMIN_TOKEN = "open-sesame"
+BROKEN = "what no tokenizer can read"
 CHAT = ChatTemplate(
     {
         "default": "{{ bos_token }}{% for message in messages %}{{ message.role }}: {{ message.content }}"
         "{% for call in message.tool_calls %}{{ call.function.arguments.x }}{% endfor %}{{ '\n' }}{% endfor %}"
         "{% if messages[0].role == 'cat' %}{{ raise_exception('no cats') }}{% endif %}"
+        "{% if messages[0].role == 'parrot' %}{{ raise_exception(messages[0].content * 9999) }}{% endif %}"
         "{% if loud %}!{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"
     },
     {"bos_token": "<s>"},
 )
+
+
+class FaultyTokenizer(Tokenizer):
+    """A tokenizer with a bug: a text with BROKEN in it ends with an error that nobody expects."""
+
+    async def answer(self, call: messages.Call) -> messages.Encoded:
+        if isinstance(call, messages.Encode | messages.Infill) and BROKEN in repr(call):
+            raise ZeroDivisionError("secret")
+        return await super().answer(call)
 
 
 @dataclass(frozen=True)
@@ -51,12 +63,12 @@ class Api:
 
 @contextlib.contextmanager
 def running_api(tokenizer: TokenizerBase | None = None, **settings: Any) -> Iterator[Api]:
-    """Without a tokenizer, a tiny one in this process."""
+    """Without a tokenizer, a tiny one in this process, with a bug."""
     with tempfile.TemporaryDirectory(prefix="kvmux-") as directory:  # short enough for a socket's address
         socket_path = Path(directory) / "engine.sock"
         client = SocketClient(socket_path)
         defaults = {"admin_token": ADMIN_TOKEN, "min_priority": -(2**31), "max_kv_cache_priority": 100}
-        tokenizer = tokenizer or Tokenizer(byte_level(), CHAT)
+        tokenizer = tokenizer or FaultyTokenizer(byte_level(), CHAT)
         server = ApiServer(Settings(**defaults | settings), client, tokenizer)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -25,6 +25,7 @@ TOOL: Any = {
     },
 }
 OTHER: Any = {"type": "function", "function": {"name": "other"}}
+GREEDY: dict[str, Any] = {"model": "tools", "temperature": 0}  # another text than it learnt would have no call
 QUESTION: Any = {"role": "user", "content": "What is the weather?"}
 
 
@@ -39,7 +40,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
 
 
 def test_a_conversation_with_a_tool(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {"model": "tools", "messages": [QUESTION], "tools": [TOOL, OTHER]}
+    asked: dict[str, Any] = GREEDY | {"messages": [QUESTION], "tools": [TOOL, OTHER]}
     (choice,) = client.chat.completions.create(**asked).choices
     message: Any = choice.message
     assert (choice.finish_reason, message.content, message.reasoning) == ("tool_calls", None, REASONING)
@@ -60,7 +61,7 @@ def test_a_conversation_with_a_tool(client: openai.OpenAI) -> None:
 
 
 def test_without_tools(client: openai.OpenAI) -> None:
-    (choice,) = client.chat.completions.create(model="tools", messages=[QUESTION]).choices
+    (choice,) = client.chat.completions.create(**GREEDY, messages=[QUESTION]).choices
     assert choice.message.content == GREETING
 
 
@@ -69,12 +70,12 @@ def test_without_tools(client: openai.OpenAI) -> None:
 )
 @pytest.mark.parametrize("tools", [[TOOL], [TOOL, OTHER]], ids=len)
 def test_choices_of_a_tool(client: openai.OpenAI, choice: Any, tools: list[Any]) -> None:
-    asked: dict[str, Any] = {"model": "tools", "messages": [QUESTION], "tools": tools, "tool_choice": choice}
+    asked: dict[str, Any] = GREEDY | {"messages": [QUESTION], "tools": tools, "tool_choice": choice}
     (made,) = client.chat.completions.create(**asked).choices
     (call,) = made.message.tool_calls or ()
     assert call.type == "function"
     assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", ARGUMENTS)
-    whole = client.chat.completions.create(**asked, n=3, temperature=0.7)
+    whole = client.chat.completions.create(**asked | {"n": 3, "temperature": 0.7})
     assert {each.message.tool_calls[0].function.arguments for each in whole.choices if each.message.tool_calls} == {
         call.function.arguments
     }
@@ -82,7 +83,7 @@ def test_choices_of_a_tool(client: openai.OpenAI, choice: Any, tools: list[Any])
 
 def test_a_call_that_has_no_room_for_all_of_it(client: openai.OpenAI) -> None:
     for most in range(1, 64):
-        asked: dict[str, Any] = {"model": "tools", "messages": [QUESTION], "tools": [TOOL], "max_tokens": most}
+        asked: dict[str, Any] = GREEDY | {"messages": [QUESTION], "tools": [TOOL], "max_tokens": most}
         (choice,) = client.chat.completions.create(**asked).choices
         parts = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
         assert "".join(part.content or "" for part in parts) == (choice.message.content or "")
@@ -104,7 +105,7 @@ def test_strict_tools_and_a_response_format(client: openai.OpenAI) -> None:
     function = {"name": "get_weather", "parameters": parameters}
     strict: Any = {"type": "function", "function": function | {"strict": True}}
     format: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"enum": ["clear", "grey"]}}}
-    asked: dict[str, Any] = {"model": "tools", "messages": [QUESTION], "max_tokens": 200}
+    asked: dict[str, Any] = GREEDY | {"messages": [QUESTION], "max_tokens": 200}
     for more in (
         {"tools": [strict]},
         {"tools": [{"type": "function", "function": function}], "response_format": format},

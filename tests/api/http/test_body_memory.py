@@ -21,12 +21,14 @@ from server.api.http import middleware as bounds
 from server.api.http.middleware import UNCOUNTED_BYTES
 from server.api.openai.generation_job import Job
 from server.engine.ipc.messages import Submit
+from server.text.processes.messages import Call, Encode, Encoded
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import Api, running_api
 from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import VALID_REQUEST, error_of
 from tests.api.raw_http import connect, raw_post, read_response, send_raw
 from tests.patience import PATIENCE, eventually
+from tests.text.tiny_tokenizers import byte_level
 
 MOST = 2**20  # bytes
 LARGE = json.dumps(VALID_REQUEST).encode().ljust(MOST)  # a body
@@ -117,23 +119,34 @@ def test_room_is_there_again_after_an_error(narrow: Api, body: bytes) -> None:
     assert send_raw(narrow.url, raw_post(LARGE)).status_code == 200
 
 
-def test_a_body_takes_room_until_its_request_is_with_the_engine(narrow: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it is tokenised, but not while it is answered."""
-    waiting, go_on, encode = threading.Event(), threading.Event(), Tokenizer.encode
+class SlowTokenizer(Tokenizer):
+    """A tokenizer that answers a call for "held" only once it may go on."""
 
-    async def held(self: Tokenizer, text: str, **how: bool) -> list[int]:
-        if text == "held":
-            waiting.set()
-            while not go_on.is_set():
+    def __init__(self) -> None:
+        super().__init__(byte_level())
+        self.is_waiting, self.may_go_on = threading.Event(), threading.Event()
+
+    async def answer(self, call: Call) -> Encoded:
+        if isinstance(call, Encode) and call.text == "held":
+            self.is_waiting.set()
+            while not self.may_go_on.is_set():
                 await asyncio.sleep(0.001)
-        return await encode(self, text, **how)
+        return await super().answer(call)
 
-    monkeypatch.setattr(Tokenizer, "encode", held)
-    with connect(narrow.url, raw_post(json.dumps(VALID_REQUEST | {"prompt": "held"}).encode().ljust(MOST))) as first:
-        assert waiting.wait(PATIENCE)
-        assert send_raw(narrow.url, raw_post(LARGE)).status_code == 429
-        go_on.set()
-        assert read_response(first).status_code == 200
+
+def test_a_body_takes_room_until_its_request_is_with_the_engine() -> None:
+    """While it is tokenised, but not while it is answered."""
+    tokenizer, body = SlowTokenizer(), json.dumps(VALID_REQUEST | {"prompt": "held"}).encode().ljust(MOST)
+    with (
+        running_api(tokenizer, max_body_bytes=MOST, max_inflight_body_bytes=MOST) as api,
+        FakeEngine(api.socket_path, generates([100])),
+    ):
+        api.await_ready()
+        with connect(api.url, raw_post(body)) as first:
+            assert tokenizer.is_waiting.wait(PATIENCE)
+            assert send_raw(api.url, raw_post(LARGE)).status_code == 429
+            tokenizer.may_go_on.set()
+            assert read_response(first).status_code == 200
 
 
 def test_an_answer_that_goes_on_takes_no_room(narrow_api: Api) -> None:

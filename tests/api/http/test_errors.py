@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from server.engine.ipc.messages import Admitted, FromEngine, Submit, Tokens
-from tests.api.conftest import ADMIN_TOKEN, Api
+from tests.api.conftest import ADMIN_TOKEN, BROKEN, Api
 from tests.api.fake_engine import FakeEngine, fails
 from tests.api.payloads import VALID_REQUEST, error_of
 from tests.api.raw_http import raw_get, raw_post, send_raw
@@ -300,14 +300,8 @@ def test_without_an_engine_the_error_has_the_seconds_until_the_next(
         assert (response.status_code, response.headers["retry-after"]) == (503, result)
 
 
-def test_an_unexpected_exception(
-    engine: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise ZeroDivisionError("secret")
-
-    monkeypatch.setattr("server.api.openai.completions.check_prompt", broken)
-    response = http.post("/v1/completions", json=VALID_REQUEST, headers={"x-request-id": "mine"})
+def test_an_unexpected_exception(engine: FakeEngine, http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    response = http.post("/v1/completions", json=VALID_REQUEST | {"prompt": BROKEN}, headers={"x-request-id": "mine"})
     assert response.status_code == 500
     assert "secret" not in error_of(response)["message"]
     assert response.headers["x-request-id"] == "mine"

@@ -13,10 +13,8 @@ from server.api.openai import responses
 from server.api.openai.generation_job import MAX_LOGPROBS, PromptTokens, check_num_logprobs
 from server.api.openai.tokenize import MAX_DECODED_TOKENS
 from server.engine.ipc.messages import SamplingParams, Submit
-from server.text.chat import ChatTemplate, ChatTemplateError
-from server.text.encoder import Encoder
 from server.text.tokenizer import Tokenizer
-from tests.api.conftest import ADMIN_TOKEN, Api, running_api
+from tests.api.conftest import ADMIN_TOKEN, BROKEN, Api, running_api
 from tests.api.fake_engine import FakeEngine, generates, scores
 from tests.api.payloads import Encode, error_of
 from tests.patience import PATIENCE
@@ -138,27 +136,22 @@ def test_more_than_this_server_takes(narrow: httpx.Client, path: str, body: dict
 
 # ---------------------------------------------------------------- texts that cannot fit the context
 FITS = 256 * 7  # characters: the context, and those of the longest token of the tests' tokenizer
+TOO_LONG = BROKEN.rjust(FITS + 1, "x")
 
 
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
-        (COMPLETIONS, {"prompt": "x" * (FITS + 1)}, "prompt"),
-        (COMPLETIONS, {"prompt": ["x", "x" * (FITS + 1)]}, "prompt"),
-        (COMPLETIONS, {"prompt": "x", "suffix": "x" * (FITS + 1)}, "suffix"),
-        (CHATS, {"messages": [USER | {"content": "x" * (FITS + 1)}]}, "messages"),
-        ("/v1/kv_cache/paged/pins", {"prompt": "x" * (FITS + 1), "ttl": 1}, "prompt"),
+        (COMPLETIONS, {"prompt": TOO_LONG}, "prompt"),
+        (COMPLETIONS, {"prompt": ["x", TOO_LONG]}, "prompt"),
+        (COMPLETIONS, {"prompt": "x", "suffix": TOO_LONG}, "suffix"),
+        (CHATS, {"messages": [USER | {"content": TOO_LONG}]}, "messages"),
+        ("/v1/kv_cache/paged/pins", {"prompt": TOO_LONG, "ttl": 1}, "prompt"),
     ],
 )
 def test_a_text_that_cannot_fit_is_not_tokenised(
-    engine: FakeEngine,
-    http: httpx.Client,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    body: dict[str, Any],
-    param: str,
+    engine: FakeEngine, http: httpx.Client, path: str, body: dict[str, Any], param: str
 ) -> None:
-    monkeypatch.delattr(Encoder, "encode")
     body = body if "ttl" in body else {"model": "tiny"} | body
     answer = http.post(path, json=body, headers={"Authorization": f"Bearer {ADMIN_TOKEN}"})
     error = error_of(answer)
@@ -228,13 +221,8 @@ def test_an_error_stays_short(engine: FakeEngine, http: httpx.Client, path: str,
     assert len(answer.content) < 2000
 
 
-def test_so_does_the_message_of_a_template(
-    engine: FakeEngine, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> str:
-        raise ChatTemplateError(LONG)
-
-    monkeypatch.setattr(ChatTemplate, "render", refuse)
-    error = error_of(http.post(CHATS, json={"model": "tiny", "messages": [USER]}))
-    assert error["message"].startswith("messages: longlong")
+def test_so_does_the_message_of_a_template(engine: FakeEngine, http: httpx.Client) -> None:
+    messages = [{"role": "parrot", "content": "long"}]
+    error = error_of(http.post(CHATS, json={"model": "tiny", "messages": messages}))
+    assert error["message"].startswith("messages: the model's chat template does not take these messages: longlong")
     assert len(error["message"]) < 1100

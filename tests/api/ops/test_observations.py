@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from server.engine.ipc.messages import Submit
-from tests.api.conftest import Api
+from tests.api.conftest import BROKEN, Api
 from tests.api.fake_engine import FakeEngine, generates, silent
 from tests.api.raw_http import connect, raw_post, send_raw
 from tests.patience import PATIENCE, eventually
@@ -39,9 +39,7 @@ def reported(engine: FakeEngine, http: httpx.Client) -> Reported:
     return Reported(engine, http)
 
 
-def test_responses_count_once_by_status(
-    api: Api, engine: FakeEngine, http: httpx.Client, reported: Reported, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_responses_count_once_by_status(api: Api, engine: FakeEngine, http: httpx.Client, reported: Reported) -> None:
     engine.script = generates([65, 66])
     assert http.post("/v1/completions", json=ASKING).status_code == 200
     assert b"[DONE]" in http.post("/v1/completions", json=ASKING | {"stream": True}).read()
@@ -50,8 +48,7 @@ def test_responses_count_once_by_status(
     assert http.put("/health").status_code == 405
     assert http.get("/v1/kv_cache/paged").status_code == 401
     assert send_raw(api.url, b"nonsense\r\n\r\n").status_code == 400
-    monkeypatch.setattr("server.api.openai.completions.check_prompt", None)
-    assert http.post("/v1/completions", json=ASKING).status_code == 500
+    assert http.post("/v1/completions", json=ASKING | {"prompt": BROKEN}).status_code == 500
     assert reported.read() == {200: 2, 400: 2, 401: 1, 404: 1, 405: 1, 500: 1}
     assert reported.read() == {}, "each is reported once"
 
