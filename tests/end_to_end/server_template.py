@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -38,7 +39,6 @@ class ServerRequest(NamedTuple):
 
 
 def main(requests: socket.socket) -> None:
-    die_with_parent(signal.SIGTERM)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the servers
     for module in PRELOADED:
         importlib.import_module(module)
@@ -47,7 +47,7 @@ def main(requests: socket.socket) -> None:
     while True:
         message, descriptors, _, _ = socket.recv_fds(requests, MAX_MESSAGE, 1)
         if not message:
-            return
+            return  # nobody is left who could ask
         output = descriptors[0]
         sys.stdout.flush()
         if (pid := os.fork()) == 0:
@@ -74,6 +74,7 @@ def run_server(request: ServerRequest, output: int) -> None:
         code = cli.main(request.arguments)
     except BaseException:
         traceback.print_exc()
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

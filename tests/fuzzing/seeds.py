@@ -62,8 +62,10 @@ class SeedPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        seed = f"{self._seed} {item.nodeid}"
+        random.seed(seed)
         # Hypothesis has an option of this kind, with which it neither keeps nor replays a failure.
-        core.threadlocal._hypothesis_global_random = random.Random(f"{self._seed} {item.nodeid}")
+        core.threadlocal._hypothesis_global_random = random.Random(seed)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if terminalreporter.stats.get("failed"):
