@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import httpx
 import pytest
@@ -17,6 +16,7 @@ from tests.end_to_end.ui.browser import open_page
 from tests.end_to_end.ui.conftest import TOKEN
 from tests.patience import PATIENCE
 
+KEY = "sk-a-key-of-these-tests"
 REFUSED = "Failed to load resource: the server responded with a status of 40"
 
 
@@ -71,41 +71,41 @@ def test_tokens_are_sent_in_a_header_only(browser: Browser, server: Server) -> N
     assert not any(TOKEN.split()[0] in address or "token" in address for address in addresses)
 
 
-def test_without_an_admin_token_this_machine_sees_everything_and_changes_nothing(browser: Browser) -> None:
-    with serving("--kv-memory", "32MiB") as server:
-        server.complete(prompt=list(range(100, 300)), max_tokens=1)
-        with open_page(browser, server.url, fragment="prefixes", allowed_errors=[REFUSED]) as page:
-            page.get_by_role("button", name="Clear all").click()
-            page.get_by_role("button", name="Clear", exact=True).click()
-            expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("admin_token")
-        proxied = httpx.get(f"{server.url}/v1/live", headers={"X-Forwarded-For": "192.0.2.1"}, timeout=PATIENCE)
-        assert proxied.status_code == 403
+def test_without_an_admin_token_this_machine_sees_everything_and_changes_nothing(
+    browser: Browser, tiny: Server
+) -> None:
+    tiny.complete(prompt=list(range(100, 300)), max_tokens=1)
+    with open_page(browser, tiny.url, fragment="prefixes", allowed_errors=[REFUSED]) as page:
+        page.get_by_role("button", name="Clear all").click()
+        page.get_by_role("button", name="Clear", exact=True).click()
+        expect(page.get_by_role("dialog").get_by_role("alert")).to_contain_text("admin_token")
+    proxied = httpx.get(f"{tiny.url}/v1/live", headers={"X-Forwarded-For": "192.0.2.1"}, timeout=PATIENCE)
+    assert proxied.status_code == 403
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Run a server that answers only with KEY."""
+    config = tmp_path_factory.mktemp("locked") / "kvmux.toml"
+    config.write_text(f'kv_memory = "32MiB"\napi_keys = ["{KEY}"]\n')
+    with serving("--config", str(config)) as server:
+        yield server
 
 
 @pytest.mark.parametrize("view", ["compare", "settings", "playground"])
-def test_a_view_loads_again_once_the_right_key_is_given(browser: Browser, view: str, tmp_path: Path) -> None:
-    key = "sk-a-key-of-this-test"
-    config = tmp_path / "kvmux.toml"
-    config.write_text(f'kv_memory = "32MiB"\napi_keys = ["{key}"]\n')
-    with (
-        serving("--config", str(config)) as server,
-        open_page(browser, server.url, fragment=view, allowed_errors=[REFUSED]) as page,
-    ):
+def test_a_view_loads_again_once_the_right_key_is_given(browser: Browser, view: str, locked: Server) -> None:
+    with open_page(browser, locked.url, fragment=view, allowed_errors=[REFUSED]) as page:
         expect(page.get_by_role("alert").first).to_contain_text("API key")
         page.get_by_role("button", name="Access").click()
-        page.get_by_label("API key").fill(key)
+        page.get_by_label("API key").fill(KEY)
         page.get_by_role("button", name="Use").click()
         expect(page.get_by_role("alert")).to_have_count(0)
         expect(page.locator("main form, main table").first).to_be_visible()
 
 
-def test_the_page_behind_a_proxy_that_hides_itself_sees_nothing(browser: Browser) -> None:
+def test_the_page_behind_a_proxy_that_hides_itself_sees_nothing(browser: Browser, tiny: Server) -> None:
     """The proxy sends no header of its own, and the server's Host; but it passes on the page's Referer."""
-    with (
-        serving("--kv-memory", "32MiB") as server,
-        hidden_proxy(server.url) as url,
-        open_page(browser, url, allowed_errors=[REFUSED]) as page,
-    ):
+    with hidden_proxy(tiny.url) as url, open_page(browser, url, allowed_errors=[REFUSED]) as page:
         expect(page.get_by_role("alert")).to_contain_text("Referer")
 
 
