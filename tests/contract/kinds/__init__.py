@@ -25,17 +25,16 @@ KINDS = {
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Register the kinds in the `with` block, beside the plug-ins that are installed."""
+    """Register the kinds in the `with` block, beside the plug-ins that are installed or registered by others."""
+    before = plugins.entry_points
+    read = _read_installed if before is metadata.entry_points else before
     ours = [EntryPoint(name, cls, registry.ENTRY_POINT_GROUP) for name, cls in KINDS.items()]
 
     def entry_points(*, group: str) -> list[Any]:
-        return [*_read_installed(group), *(point for point in ours if point.group == group)]
+        return [*read(group=group), *(point for point in ours if point.group == group)]
 
     with patch.object(plugins, "entry_points", entry_points):
         yield
 
 
-@cache
-def _read_installed(group: str) -> list[EntryPoint]:
-    """Return the entry points of installed packages, whose files take longer to read than most tests."""
-    return list(metadata.entry_points(group=group))
+_read_installed = cache(metadata.entry_points)  # from files of all packages, which takes longer than most tests
