@@ -20,8 +20,7 @@ MODELS ?=
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
 PROCESSES ?= 2
-# Tests marked `apart` wait for processes, so three of them keep two cores busy. Their files run in order: sorted by the
-# number of tests, as pytest-xdist does by default, the longest would begin last.
+# Tests marked `apart` wait for processes, so three of them keep two cores busy.
 APART_PROCESSES ?= $(if $(filter 0,$(PROCESSES)),0,3)
 THOROUGH_SHARE ?= 0.25
 SECONDS ?= 600
@@ -34,6 +33,9 @@ CPP = $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 # The sources of an installation: it is made again when one of them changes.
 INPUTS = pyproject.toml $(wildcard setup.py kernels/cpu/instruction_sets.py) $(CONSTRAINTS) $(CPP)
 
+# Files run in the order of tests/conftest.py: sorted by the number of tests, as pytest-xdist does, the longest would begin
+# last.
+BY_FILE = --dist loadfile --no-loadscope-reorder
 # Tests with these marks. ARGS may select none of them, for which pytest has the exit code 5.
 PYTEST = $(PY) -m pytest -m "$(1)" $(2) $(ARGS) || test $$? = 5
 
@@ -52,21 +54,21 @@ serve: $(VENV)/.base  ## serve the embedded model, or as ARGS says
 	$(VENV)/bin/kvmux serve $(ARGS)
 
 test: $(VENV)/.with-test  ## run the tests; of those with thousands of cases a share, another one in each run
-	$(call PYTEST,not slow and not ray and not real and not apart,-n $(PROCESSES) --dist loadfile --thorough-share $(THOROUGH_SHARE))
-	$(call PYTEST,not slow and not ray and not real and apart,-n $(APART_PROCESSES) --dist loadfile --no-loadscope-reorder)
+	$(call PYTEST,not slow and not ray and not real and not apart,-n $(PROCESSES) $(BY_FILE) --thorough-share $(THOROUGH_SHARE))
+	$(call PYTEST,not slow and not ray and not real and apart,-n $(APART_PROCESSES) $(BY_FILE))
 
 test-rest: $(VENV)/.with-test  ## run the tests with thousands of cases that the last `make test` did not draw
-	$(call PYTEST,not slow and not ray and not real and not apart,-n $(PROCESSES) --dist loadfile --thorough-rest)
+	$(call PYTEST,not slow and not ray and not real and not apart,-n $(PROCESSES) $(BY_FILE) --thorough-rest)
 
 test-fast: $(VENV)/.with-test  ## run the tests that take two minutes together, for daily work
-	$(call PYTEST,not slow and not ray and not real and not apart and not thorough,-n $(PROCESSES) --dist loadfile)
+	$(call PYTEST,not slow and not ray and not real and not apart and not thorough,-n $(PROCESSES) $(BY_FILE))
 
 test-real: $(VENV)/.with-test  ## test with the real models that `make models` has fetched: exactness, tools, needles, roll-outs
 	$(call PYTEST,real and not ray,-rP tests/real)
 	$(PY) -m tests.cluster.run tests/real -m "ray and real" $(ARGS) || test $$? = 5
 
 test-metal: $(VENV)/.with-test  ## test the Metal kernels: emulated, and on a Mac on its GPU, too
-	$(PY) -m pytest -m "not slow" -n $(PROCESSES) --dist loadfile tests/kernels tests/engine/test_metal.py tests/end_to_end/test_metal.py $(ARGS)
+	$(PY) -m pytest -m "not slow" -n $(PROCESSES) $(BY_FILE) tests/kernels tests/engine/test_metal.py tests/end_to_end/test_metal.py $(ARGS)
 
 prometheus: .tools/usr/bin/promtool  ## unpack Prometheus for the tests, on Debian and Ubuntu; without it some are skipped
 

@@ -48,6 +48,20 @@ THOROUGH = (
 )
 
 
+# Folders and files with few tests that take long: they run first, so that no process waits for another at the end.
+FIRST = (
+    "tools/torture",
+    "end_to_end",
+    "processes",
+    "real",
+    "tools",
+    "models/test_malformed_models.py",
+    "plugin_kit",
+    "fuzzing",
+    "text/tool_parsers",
+)
+
+
 LAST_DRAW = "thorough/last-draw"  # where pytest's cache keeps the seed and the share of the last draw
 
 
@@ -88,6 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for mark in _get_marks(item.path):
             item.add_marker(mark)
+    items.sort(key=lambda item: _get_rank(item.path))
     left_out = [item for item in items if not _is_drawn(config, item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
@@ -100,6 +115,13 @@ def _get_marks(path: Path) -> frozenset[str]:
     path = path.relative_to(Path(__file__).parent)
     paths = {"apart": APART, "thorough": THOROUGH}
     return frozenset(mark for mark, those in paths.items() if any(path.is_relative_to(each) for each in those))
+
+
+@functools.cache
+def _get_rank(path: Path) -> int:
+    """Return the place of a file in the order of the tests."""
+    path = path.relative_to(Path(__file__).parent)
+    return next((rank for rank, each in enumerate(FIRST) if path.is_relative_to(each)), len(FIRST))
 
 
 def _is_drawn(config: pytest.Config, item: pytest.Item) -> bool:
