@@ -18,6 +18,8 @@ from plugin_kit.strategies.histories import HYBRID
 from tests.contract.harness import list_kinds
 from tests.contract.random_histories import WINDOWS, Histories
 
+pytestmark = pytest.mark.every_backend
+
 OPTIONS: Mapping[str, Mapping[str, object]] = {  # small enough for texts of 20 tokens; unknown kinds run with defaults
     "compressed": {"budget": 8, "every": 4, "sinks": 1, "recent": 2, "block_size": 4, "scorer": "h2o"},
     "paged": {"block_size": 4},
