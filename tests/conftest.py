@@ -88,13 +88,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out files of which the command selects no test: to import all files takes half a minute."""
-    if not collection_path.is_file():
+    if collection_path.suffix != ".py":
         return None
     marks = _get_marks(collection_path)
     words = set(re.findall(r"(?:not )?\w+", config.option.markexpr))
-    unwanted = any(f"not {mark}" in words for mark in marks)
-    wanted = {"apart"} & words | ({"thorough"} if config.option.thorough_rest else set())
-    return True if unwanted or not wanted <= marks else None
+    is_unwanted = any(f"not {mark}" in words for mark in marks)
+    is_wanted = "apart" not in words or "apart" in marks or "mark.apart" in collection_path.read_text()
+    is_left_out = config.option.thorough_rest and "thorough" not in marks
+    return True if is_unwanted or not is_wanted or is_left_out else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 ENDING = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM}
 
@@ -33,3 +34,11 @@ def test_started_programs_act_on_signals_that_pytest_ignores() -> None:
     test = f"{__file__}::{test_started_programs_act_on_signals.__name__}"
     done = subprocess.run([*shell, sys.executable, "-m", "pytest", test], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+
+
+def test_a_mark_within_a_file_selects_its_tests() -> None:
+    """Though files are left out unread whose folder has not the mark."""
+    file = "tests/tools/bench/test_starting.py"
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not slow and apart", file]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert file in done.stdout, done.stdout
