@@ -104,10 +104,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark in _get_marks(item.path):
             item.add_marker(mark)
     items.sort(key=lambda item: _get_rank(item.path))
-    left_out = [item for item in items if not _is_drawn(config, item)]
+    drawn, left_out = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        (drawn if _is_drawn(config, item) else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        items[:] = drawn
 
 
 @functools.cache

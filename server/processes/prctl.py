@@ -1,4 +1,7 @@
-"""Settings of a process that only Linux has: its name in lists of processes, and that it ends with its parent."""
+"""Settings of a process that only Linux has: its name in lists of processes, and that it ends with its parent.
+
+The processes that read texts import it, too, and little else.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,13 @@ import sys
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15  # <linux/prctl.h>
 
 
-def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Have Linux send this process a signal when the thread that started it ends; do nothing on another system.
+def die_with_parent() -> None:
+    """Have Linux send this process SIGKILL when the thread that started it ends; do nothing on another system.
 
-    It is SIGKILL by default: a process stopped by SIGSTOP cannot end itself.
+    A process stopped by SIGSTOP could not end itself.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal_number), 0, 0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
 
 
 def set_process_name(name: str) -> None:

@@ -59,7 +59,7 @@ def main(requests: socket.socket) -> None:
 
 def run_server(request: ServerRequest, output: int) -> None:
     """Become a server, and end with its exit code."""
-    die_with_parent(signal.SIGTERM)
+    die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(request.environment)
