@@ -19,7 +19,7 @@ from config.settings import Settings
 from server.api.worker import ApiServer
 from server.engine.ipc.socket_client import SocketClient
 from server.text.chat import ChatTemplate
-from server.text.processes import messages
+from server.text.encoder import Encoder
 from server.text.tokenizer import Tokenizer, TokenizerBase
 from tests.api.fake_engine import FakeEngine, generates
 from tests.api.payloads import Encode
@@ -40,13 +40,20 @@ CHAT = ChatTemplate(
 )
 
 
-class FaultyTokenizer(Tokenizer):
-    """A tokenizer with a bug: a text with BROKEN in it ends with an error that nobody expects."""
+class FaultyEncoder(Encoder):
+    """An encoder with a bug: a text with BROKEN in it ends with an error that nobody expects."""
 
-    async def answer(self, call: messages.Call) -> messages.Encoded:
-        if isinstance(call, messages.Encode | messages.Infill) and BROKEN in repr(call):
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if BROKEN in text:
             raise ZeroDivisionError("secret")
-        return await super().answer(call)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+def make_tokenizer() -> Tokenizer:
+    """Return a tiny tokenizer in this process, with a bug."""
+    tokenizer = Tokenizer(byte_level(), CHAT)
+    tokenizer.encoder = FaultyEncoder(tokenizer.backend, CHAT)
+    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -63,12 +70,12 @@ class Api:
 
 @contextlib.contextmanager
 def running_api(tokenizer: TokenizerBase | None = None, **settings: Any) -> Iterator[Api]:
-    """Without a tokenizer, a tiny one in this process, with a bug."""
+    """Without a tokenizer, make_tokenizer's."""
     with tempfile.TemporaryDirectory(prefix="kvmux-") as directory:  # short enough for a socket's address
         socket_path = Path(directory) / "engine.sock"
         client = SocketClient(socket_path)
         defaults = {"admin_token": ADMIN_TOKEN, "min_priority": -(2**31), "max_kv_cache_priority": 100}
-        tokenizer = tokenizer or FaultyTokenizer(byte_level(), CHAT)
+        tokenizer = tokenizer or make_tokenizer()
         server = ApiServer(Settings(**defaults | settings), client, tokenizer)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

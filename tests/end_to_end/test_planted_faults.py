@@ -20,7 +20,7 @@ import pytest
 
 from tests.end_to_end.exact_load import Answer, CompletionClient, ExactLoad, make_prompts
 from tests.end_to_end.server_process import ANSWER_TTL, PATIENCE, Server, eventually, metric, serving
-from tests.engine.isolation.faulty_strategies import KINDS
+from tests.engine.isolation.faulty_strategies import faulty
 from tests.engine.isolation.planted_faults import FAULTS, select
 
 AT_ONCE = 4  # faults
@@ -57,7 +57,7 @@ def serving_faults(
 ) -> Iterator[Server]:
     """Run a server with an instance for each fault."""
     tables = (
-        f'[strategies.{get_instance(name)}]\nkind = "{KINDS["faulty_hook" if FAULTS[name].hook else "faulty"]}"\n'
+        f'[strategies.{get_instance(name)}]\nkind = "{faulty(name)["kind"]}"\n'
         f'fault = "{name}"\n' + (f'fallback = "{fallback}"\n' if fallback else "")
         for name in faults
     )

@@ -13,12 +13,10 @@ from server.engine.results import StepResult
 from server.records import RequestRecord
 from tests.engine.engine_driver import Driver, RequestEvents, strategies
 from tests.engine.expected_tokens import random_prompt
-from tests.engine.isolation import faulty_strategies
+from tests.engine.isolation.faulty_strategies import faulty
 from tests.engine.isolation.planted_faults import FAULTS
 
 COUNT = 6  # tokens of each answer
-FAULTY = f"{faulty_strategies.__name__}:FaultyCache"
-FAULTY_HOOK = f"{faulty_strategies.__name__}:FaultyHookCache"
 STRATEGY_CODES = {"strategy_failed", "strategy_quarantined"}
 
 
@@ -60,11 +58,6 @@ class FallbackDriver(Driver):
             self._hear(event.message)
         self.check()
         return result
-
-
-def faulty(what: str, **options: Any) -> dict[str, Any]:
-    """Return the settings of an instance with a fault."""
-    return {"kind": FAULTY_HOOK if FAULTS[what].hook else FAULTY, "fault": what, **options}
 
 
 def make_driver(tiny: Path, what: str, **settings: Any) -> FallbackDriver:

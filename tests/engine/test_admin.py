@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from cache_strategies.base import CacheSetup
-from cache_strategies.paged.base import PagedOptions
-from cache_strategies.paged.cache import PagedCache
 from cache_strategies.types import EVERYTHING, NO_SALT, Pin, Salt, SaltScope
 from server.engine.admin import run_command
 from server.engine.ipc.messages import Abort, Clear, DropPrefix, Inspect, PinCachedPrefix, PinPrefix, Share, Unpin
@@ -19,6 +17,7 @@ from server.engine.scheduling.request import RequestError
 from tests.cache_strategies.cache_driver import find_cached
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
+from tests.engine.isolation.faulty_strategies import FaultyPagedCache, FaultyPagedOptions
 
 PROMPT = random_prompt(40)
 SETTINGS: dict[str, Any] = {"strategies": strategies(paged={"kind": "paged", "block_size": 4}), "max_seq_len": 64}
@@ -294,19 +293,10 @@ WRONG = {
 }
 
 
-class FaultyOptions(PagedOptions):
-    """Options of a FaultyCache."""
-
-    fault: str
-
-
-class FaultyCache(PagedCache):
+class FaultyCache(FaultyPagedCache):
     """A paged cache with a wrong answer to an operator's command."""
 
-    interface_version = 2
-    options_type = FaultyOptions
-
-    def __init__(self, setup: CacheSetup, options: FaultyOptions) -> None:
+    def __init__(self, setup: CacheSetup, options: FaultyPagedOptions) -> None:
         super().__init__(setup, options)
         _, method, found = WRONG[options.fault]
         setattr(self, method, lambda *_, **__: found)

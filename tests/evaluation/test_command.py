@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from cache_strategies.base import CacheSetup
-from cache_strategies.contiguous import ContiguousCache, ContiguousOptions
 from config.errors import SettingsError
 from config.settings import default_strategies
 from server.cli.main import main
 from server.evaluation.command import parse_strategy
 from server.evaluation.compare import Fidelity
 from server.evaluation.report import EvaluationReport, StrategyResult, as_table
+from tests.engine.isolation.faulty_strategies import faulty
 
 STRATEGIES = ("paged", "sliding_window:window=16,sinks=0", "sliding_window:window=600")
 SMALL = ("--length", "150", "--texts", "2", "--records", "2", "--threads", "1", "--dtype", "float32")
@@ -241,36 +240,16 @@ def test_a_name_is_not_given_twice(model_directory: Path, tmp_path: Path, capsys
     assert "an instance paged-block_size8 already exists" in err
 
 
-class FailingOptions(ContiguousOptions):
-    """Options of a FailingCache."""
-
-    method: str
-
-
-class FailingCache(ContiguousCache):
-    """A contiguous cache of which one method fails."""
-
-    interface_version = 2
-    options_type = FailingOptions
-
-    def __init__(self, setup: CacheSetup, options: FailingOptions) -> None:
-        super().__init__(setup, options)
-        setattr(self, options.method, self._fail)
-
-    def _fail(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError("broken")
-
-
 @pytest.mark.parametrize("method", ["plan", "compact"])
 def test_a_strategy_that_fails_is_reported(
     model_directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], method: str
 ) -> None:
     file = tmp_path / "kvmux.toml"
-    kind = f'kind = "{__name__}:FailingCache"\nmethod = "{method}"'
+    kind = "\n".join(f'{key} = "{value}"' for key, value in faulty(f"{method} raises").items())
     file.write_text(f'model = "{model_directory}"\n[strategies.mine]\n{kind}\n')
     code, _, err = _run(capsys, "--config", str(file), *SMALL, "--strategy", "mine")
     assert code == 2
-    assert err.splitlines()[-1] == f"kvmux: cache strategy 'mine' failed in {method}(): RuntimeError: broken"
+    assert err.splitlines()[-1] == f"kvmux: cache strategy 'mine' failed in {method}(): RuntimeError: planted"
 
 
 def test_table_has_no_colours_when_they_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:

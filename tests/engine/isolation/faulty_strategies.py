@@ -1,4 +1,7 @@
-"""Two kinds of strategies, as a plug-in brings them, with an option that says which fault each instance has."""
+"""Kinds of strategies, as a plug-in brings them, with an option that says which fault each instance has.
+
+FaultyPagedCache has none by itself: tests give its subclasses some, for what only paged instances are asked.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ from typing import Any
 
 from cache_strategies.base import CacheSetup, KVCache
 from cache_strategies.contiguous import ContiguousCache, ContiguousOptions
+from cache_strategies.paged.base import PagedOptions
+from cache_strategies.paged.cache import PagedCache
 from tests.contract.third_party_strategy import SieveCache, SieveOptions
 from tests.engine.isolation.planted_faults import FAULTS
 
-KINDS = {  # as in an entry point
-    "faulty": f"{__name__}:FaultyCache",
-    "faulty_hook": f"{__name__}:FaultyHookCache",
-}
+
+def faulty(what: str, **options: Any) -> dict[str, Any]:
+    """Return the settings of an instance with a fault of planted_faults.py."""
+    name = FaultyHookCache.__name__ if FAULTS[what].hook else FaultyCache.__name__
+    return {"kind": f"{__name__}:{name}", "fault": what, **options}
 
 
 def plant(cache: Any, fault: str) -> None:
@@ -59,3 +65,20 @@ class FaultyHookCache(SieveCache):
     def __init__(self, setup: CacheSetup, options: Any) -> None:
         super().__init__(setup, options)
         plant(self, options.fault)
+
+
+class FaultyPagedOptions(PagedOptions):
+    """Options of a FaultyPagedCache."""
+
+    fault: str
+
+
+class FaultyPagedCache(PagedCache):
+    """A paged cache whose subclasses go wrong as `fault` says."""
+
+    interface_version = 2
+    options_type = FaultyPagedOptions
+
+    def __init__(self, setup: CacheSetup, options: FaultyPagedOptions) -> None:
+        super().__init__(setup, options)
+        self.fault = options.fault

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cache_strategies import plugins, registry
 from server.engine.isolation.errors import StrategyError
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.engine.isolation.faulty_strategies import KINDS
+from tests.engine.isolation.faulty_strategies import faulty
 from tests.engine.isolation.planted_faults import FAULTS, select
 
 COUNT = 6  # tokens of each answer
@@ -35,12 +33,6 @@ class Tolerant(Driver):
         self.core.caches["ring"].check_integrity()
 
 
-@pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint(name, where, registry.ENTRY_POINT_GROUP) for name, where in KINDS.items()]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [point for point in points if point.group == group])
-
-
 def run(tiny: Path, reference: Reference, what: str) -> tuple[list[Any], int]:
     """Return the errors of the requests under the strategy at fault, and the number of its faults."""
     driver = Tolerant(
@@ -48,7 +40,7 @@ def run(tiny: Path, reference: Reference, what: str) -> tuple[list[Any], int]:
         strategies=strategies(
             good={"kind": "paged", "block_size": 8},
             ring={"kind": "sliding_window", "window": 64},
-            bad={"kind": "faulty_hook" if FAULTS[what].hook else "faulty", "fault": what},
+            bad=faulty(what),
         ),
         max_seq_len=96,
         max_num_batched_tokens=80,
@@ -125,7 +117,7 @@ def test_a_strategy_that_cannot_be_built_anew_stays_in_quarantine_and_holds_no_m
         strategies=strategies(
             good={"kind": "paged", "block_size": 8},
             ring={"kind": "sliding_window", "window": 64},
-            bad={"kind": "faulty", "fault": "open raises", "fails_anew": True},
+            bad=faulty("open raises", fails_anew=True),
         ),
         max_seq_len=96,
     )

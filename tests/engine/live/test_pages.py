@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from cache_strategies.base import CacheSetup
-from cache_strategies.paged.base import PagedOptions
-from cache_strategies.paged.cache import PagedCache
 from cache_strategies.types import PageInfo
 from server.engine.admin import run_command
 from server.engine.ipc.messages import DescribePage, PinPrefix
@@ -21,6 +18,7 @@ from server.engine.live.pages import describe_cells
 from server.engine.scheduling.request import RequestError
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
+from tests.engine.isolation.faulty_strategies import FaultyPagedCache
 
 PROMPT = random_prompt(40)
 SETTINGS: dict[str, Any] = {"strategies": strategies(paged={"kind": "paged", "block_size": 4}), "max_seq_len": 64}
@@ -34,30 +32,17 @@ DESCRIPTIONS: dict[str, Any] = {
 }
 
 
-class FaultyOptions(PagedOptions):
-    """Options of a FaultyCache."""
-
-    fault: str
-
-
-class FaultyCache(PagedCache):
+class FaultyCache(FaultyPagedCache):
     """A paged cache that describes its pages wrongly, or spoils the list of their states."""
 
-    interface_version = 2
-    options_type = FaultyOptions
-
-    def __init__(self, setup: CacheSetup, options: FaultyOptions) -> None:
-        super().__init__(setup, options)
-        self._fault = options.fault
-
     def describe_page(self, page: int) -> Any:
-        if self._fault == "raises":
+        if self.fault == "raises":
             raise RuntimeError("planted")
-        return DESCRIPTIONS.get(self._fault) or super().describe_page(page)
+        return DESCRIPTIONS.get(self.fault) or super().describe_page(page)
 
     def mark_pages(self, states: Tensor) -> None:
         super().mark_pages(states)
-        if self._fault == "spoils states":
+        if self.fault == "spoils states":
             states.resize_(1)
 
 

@@ -10,9 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from cache_strategies.base import CacheSetup
-from cache_strategies.paged.base import PagedOptions
-from cache_strategies.paged.cache import PagedCache
 from cache_strategies.types import CachedPrefix, Salt
 from server.engine.admin import run_command
 from server.engine.ipc.messages import PinPrefix
@@ -20,6 +17,7 @@ from server.engine.live import prefixes
 from server.engine.live.prefixes import describe_prefixes
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
+from tests.engine.isolation.faulty_strategies import FaultyPagedCache
 
 PROMPT = random_prompt(40)
 SETTINGS: dict[str, Any] = {"strategies": strategies(paged={"kind": "paged", "block_size": 4}), "max_seq_len": 64}
@@ -106,26 +104,13 @@ FAULTS: dict[str, Any] = {
 }
 
 
-class FaultyOptions(PagedOptions):
-    """Options of a FaultyCache."""
-
-    fault: str
-
-
-class FaultyCache(PagedCache):
+class FaultyCache(FaultyPagedCache):
     """A paged cache that lists its prefixes wrongly."""
 
-    interface_version = 2
-    options_type = FaultyOptions
-
-    def __init__(self, setup: CacheSetup, options: FaultyOptions) -> None:
-        super().__init__(setup, options)
-        self._found = FAULTS[options.fault]
-
     def list_prefixes(self, limit: int) -> Any:
-        if self._found is None:
+        if (found := FAULTS[self.fault]) is None:
             raise RuntimeError("planted")
-        return self._found[0]
+        return found[0]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cache_strategies.base import CacheSetup
-from cache_strategies.paged.base import PagedOptions
-from cache_strategies.paged.cache import PagedCache
 from cache_strategies.types import PageState
 from server.engine.admin import run_command
 from server.engine.ipc.messages import PinPrefix
@@ -22,6 +19,7 @@ from server.engine.live import state as live_state
 from server.engine.live.state import describe_live
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
+from tests.engine.isolation.faulty_strategies import FaultyPagedCache
 
 PROMPT = random_prompt(40)
 SETTINGS: dict[str, Any] = {"strategies": strategies(paged={"kind": "paged", "block_size": 4}), "max_seq_len": 64}
@@ -48,32 +46,19 @@ def count_states(state: dict[str, Any], instance: str) -> dict[str, int]:
     return {names[value]: int((own == value).sum()) for value in sorted(set(own.tolist()))}
 
 
-class FaultyOptions(PagedOptions):
-    """Options of a FaultyCache."""
-
-    fault: str
-
-
-class FaultyCache(PagedCache):
+class FaultyCache(FaultyPagedCache):
     """A paged cache that goes wrong where only the live state asks."""
 
-    interface_version = 2
-    options_type = FaultyOptions
-
-    def __init__(self, setup: CacheSetup, options: FaultyOptions) -> None:
-        super().__init__(setup, options)
-        self._fault = options.fault
-
     def bytes_for(self, num_tokens: int) -> int:
-        if self._fault == "long texts" and num_tokens > 300:
+        if self.fault == "long texts" and num_tokens > 300:
             raise RuntimeError("planted")
         return super().bytes_for(num_tokens)
 
     def mark_pages(self, states: Any) -> None:
-        if self._fault == "long texts":
+        if self.fault == "long texts":
             return super().mark_pages(states)
-        states.fill_(77 if self._fault == "writes nonsense" else int(PageState.PINNED))
-        if self._fault == "raises":
+        states.fill_(77 if self.fault == "writes nonsense" else int(PageState.PINNED))
+        if self.fault == "raises":
             raise RuntimeError("planted")
 
 

@@ -14,7 +14,8 @@ import pytest
 from server.engine.isolation.quarantine import FIRST_SECONDS
 from tests.engine.engine_driver import strategies
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.engine.fallback_driver import COUNT, STRATEGY_CODES, faulty, heal, make_driver, quarantine
+from tests.engine.fallback_driver import COUNT, STRATEGY_CODES, heal, make_driver, quarantine
+from tests.engine.isolation.faulty_strategies import faulty
 from tests.engine.isolation.planted_faults import FAULTS, select
 
 

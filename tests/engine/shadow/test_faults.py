@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
-from cache_strategies import plugins, registry
 from cache_strategies.base import Plan, Row
 from server.engine.model_runner import ModelRunner, StepOutput
 from server.engine.scheduling.step import Scheduled
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
-from tests.engine.isolation.faulty_strategies import KINDS
+from tests.engine.isolation.faulty_strategies import faulty
 from tests.engine.isolation.planted_faults import FAULTS, select
 
 COUNT = 6  # tokens of each answer
@@ -30,7 +28,7 @@ class Tolerant(Driver):
         """Return a driver with two instances: `good`, and `bad` with a planted fault."""
         kinds = strategies(
             good={"kind": "paged", "block_size": 8},
-            bad={"kind": "faulty_hook" if FAULTS[what].hook else "faulty", "fault": what},
+            bad=faulty(what),
         )
         return cls(directory, strategies=kinds, max_seq_len=96, max_num_batched_tokens=80, strategy_timeout=0.1)
 
@@ -45,12 +43,6 @@ class Tolerant(Driver):
             for event in result.events:
                 self._hear(event.message)
             self.check()
-
-
-@pytest.fixture(autouse=True)
-def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    points = [EntryPoint(name, where, registry.ENTRY_POINT_GROUP) for name, where in KINDS.items()]
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [point for point in points if point.group == group])
 
 
 @pytest.mark.parametrize("what", select("ends", "nan", "none", "quiet", "stalls", "leaks", plain=True))
