@@ -44,7 +44,7 @@ def test_a_chat_answers_and_ends(client: openai.OpenAI) -> None:
 
 def test_a_second_turn_finds_the_first_one_in_the_cache(client: openai.OpenAI) -> None:
     first: Any = [{"role": "user", "content": "Tell me three facts about the moon, a sentence for each."}]
-    answer = ask(client, first).message.content
+    answer = ask(client, first, max_tokens=50).message.content
     second = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "Thanks. One more?"}]
     whole = client.chat.completions.create(model="m", messages=second, max_tokens=8)
     assert whole.usage is not None
@@ -53,8 +53,8 @@ def test_a_second_turn_finds_the_first_one_in_the_cache(client: openai.OpenAI) -
 
 def test_a_stream_has_the_text_of_the_whole_answer(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": "Greet me in French, Greek and Japanese, with an emoji each."}]
-    whole = ask(client, messages, max_tokens=80).message.content
-    parts = client.chat.completions.create(model="m", messages=messages, temperature=0, max_tokens=80, stream=True)
+    whole = ask(client, messages, max_tokens=40).message.content
+    parts = client.chat.completions.create(model="m", messages=messages, temperature=0, max_tokens=40, stream=True)
     assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == whole
 
 
@@ -67,7 +67,7 @@ def test_json_fits_its_schema(client: openai.OpenAI) -> None:
 
 
 def test_a_json_object_is_json(client: openai.OpenAI) -> None:
-    choice = ask(client, PERSON, response_format={"type": "json_object"})
+    choice = ask(client, PERSON, response_format={"type": "json_object"}, max_tokens=100)
     assert choice.message.content.lstrip().startswith("{")
     if choice.finish_reason == "stop":  # a small model may write a list that is longer than max_tokens
         assert isinstance(json.loads(choice.message.content), dict)

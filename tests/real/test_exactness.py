@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +30,18 @@ class Both:
     reference: Reference
     prompts: dict[str, list[int]]  # by kind of text
 
-    def complete(self, strategy: str, prompt: list[int], **body: Any) -> dict[str, Any]:
-        answer = self.server.complete(prompt=prompt, kv_cache=strategy, temperature=0, return_token_ids=True, **body)
-        assert answer.status_code == 200, answer.text
-        choice: dict[str, Any] = answer.json()["choices"][0]
-        return choice
+    def complete(self, **body: Any) -> Mapping[tuple[str, str], Mapping[str, Any]]:
+        """Complete all prompts under all exact strategies in one batch, and return the choices by prompt and strategy."""
+        pairs = [(kind, strategy) for kind in self.prompts for strategy in list_exact(self.server)]
+
+        def answer(pair: tuple[str, str]) -> Any:
+            given = {"prompt": self.prompts[pair[0]], "kv_cache": pair[1], "temperature": 0} | body
+            answer = self.server.complete(**given, return_token_ids=True)
+            assert answer.status_code == 200, answer.text
+            return answer.json()["choices"][0]
+
+        with ThreadPoolExecutor(len(pairs)) as pool:
+            return dict(zip(pairs, pool.map(answer, pairs), strict=True))
 
 
 @pytest.fixture(scope="module", params=list(model_params()))
@@ -46,23 +54,23 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_log_probabilities_of_prompts_equal_those_of_transformers(both: Both) -> None:
-    exact = list_exact(both.server)
-    assert {"paged", "contiguous", "mirrored"} <= {*exact}
-    for prompt in both.prompts.values():
-        expected = both.reference.compute_log_probs(prompt)[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
-        for strategy in exact:
-            scores = both.complete(strategy, prompt, max_tokens=1, prompt_logprobs=0)["prompt_logprobs"]
-            own = [scores[i][str(prompt[i])]["logprob"] for i in range(1, len(prompt))]
-            torch.testing.assert_close(torch.tensor(own), expected, atol=TOLERANCE, rtol=0, msg=strategy)
+    assert {"paged", "contiguous", "mirrored"} <= {*list_exact(both.server)}
+    expected = {
+        kind: both.reference.compute_log_probs(prompt)[torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])]
+        for kind, prompt in both.prompts.items()
+    }
+    for (kind, strategy), choice in both.complete(max_tokens=1, prompt_logprobs=0).items():
+        prompt, scores = both.prompts[kind], choice["prompt_logprobs"]
+        own = [scores[i][str(prompt[i])]["logprob"] for i in range(1, len(prompt))]
+        torch.testing.assert_close(torch.tensor(own), expected[kind], atol=TOLERANCE, rtol=0, msg=strategy)
 
 
 def test_greedy_texts_equal_those_of_transformers_up_to_near_ties(both: Both) -> None:
-    compared = 0
-    for prompt in both.prompts.values():
+    choices, compared = both.complete(max_tokens=GREEDY_TOKENS, ignore_eos=True), 0
+    for kind, prompt in both.prompts.items():
         expected, margins = both.reference.continue_greedily(prompt, GREEDY_TOKENS)
         tie = next((i for i, margin in enumerate(margins) if margin < NEAR_TIE), len(expected))
         compared += tie
         for strategy in list_exact(both.server):
-            own = both.complete(strategy, prompt, max_tokens=GREEDY_TOKENS, ignore_eos=True)["token_ids"]
-            assert own[:tie] == expected[:tie], strategy
+            assert choices[kind, strategy]["token_ids"][:tie] == expected[:tie], strategy
     assert compared > len(both.prompts) * GREEDY_TOKENS / 4, "nearly all texts have a tie at their beginning"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import httpx
@@ -115,63 +116,53 @@ def worker() -> Iterator[Worker]:
         yield worker
 
 
-class Watched(NamedTuple):
-    """What came of a body."""
-
-    answer: httpx.Response
-    longest_gap: float  # seconds between two answers of /health
-    most_memory: int
+def send(worker: Worker, body: Large) -> httpx.Response:
+    content, headers = body.bytes(), {"Content-Type": "application/json"}
+    return httpx.post(f"{worker.url}{body.path}", content=content, headers=headers, timeout=PATIENCE)
 
 
-def send(worker: Worker, body: Large) -> Watched:
-    """Send it while another client asks for /health all the time."""
-    done, gaps, memory = threading.Event(), [0.0], [0]
+@contextmanager
+def repeating(act: Callable[[], object], interval: float) -> Iterator[None]:
+    """Call a function in a thread until the `with` block ends, with so many seconds in between."""
+    done = threading.Event()
 
-    def ask() -> None:
-        with httpx.Client(base_url=worker.url, timeout=PATIENCE) as client:
-            while not done.wait(0.002):
-                began = time.monotonic()
-                assert client.get("/health").status_code == 200
-                gaps.append(time.monotonic() - began)
+    def repeat() -> None:
+        while not done.wait(interval):
+            act()
 
-    def measure() -> None:
-        while not done.wait(0.002):
-            memory.append(worker.memory)
-
-    watching = [threading.Thread(target=watch) for watch in (ask, measure)]
-    for thread in watching:
-        thread.start()
+    thread = threading.Thread(target=repeat)
+    thread.start()
     try:
-        content, headers = body.bytes(), {"Content-Type": "application/json"}
-        answer = httpx.post(f"{worker.url}{body.path}", content=content, headers=headers, timeout=PATIENCE)
+        yield
     finally:
         done.set()
-        for thread in watching:
-            thread.join()
-    return Watched(answer, max(gaps), max(memory))
+        thread.join()
 
 
-def longest_turn_here() -> float:
-    """Return LONGEST_TURN, or more where this processor decodes JSON that slowly at the moment."""
+def is_short(turn: float) -> bool:
+    """Return whether a turn took LONGEST_TURN at most, or more where JSON is decoded that slowly at the moment."""
+    if turn < LONGEST_TURN:
+        return True
     content = b"[" + b"123456," * 2**22 + b"0]"
     began = time.thread_time()
     msgspec.json.decode(content)
-    return LONGEST_TURN * max(1.0, (time.thread_time() - began) / ORDINARY_DECODING)
+    return turn < LONGEST_TURN * (time.thread_time() - began) / ORDINARY_DECODING
 
 
 @pytest.mark.parametrize("body", LARGE, ids=lambda body: body.name)
 def test_a_large_body_holds_up_no_other_request(worker: Worker, body: Large) -> None:
     """By the processor time of the loop's thread, which a busy machine does not lengthen much."""
     httpx.get(f"{worker.url}/health", timeout=PATIENCE)
-    before = worker.memory
+    before, memory = worker.memory, [0]
     worker.begin_again()
-    watched = send(worker, body)
-    assert watched.answer.status_code == body.status, watched.answer.text
+    with repeating(lambda: memory.append(worker.memory), 0.01):
+        answer = send(worker, body)
+    assert answer.status_code == body.status, answer.text
     if body.status != 200:
-        assert len(watched.answer.content) < 2000
-        assert error_of(watched.answer)["type"] == "invalid_request_error"
-    assert worker.longest_turn < longest_turn_here()
-    assert watched.most_memory < before + 10 * MOST
+        assert len(answer.content) < 2000
+        assert error_of(answer)["type"] == "invalid_request_error"
+    assert is_short(worker.longest_turn)
+    assert max(memory) < before + 10 * MOST
     assert worker.memory < before + 3 * MOST
 
 
@@ -179,4 +170,14 @@ def test_a_large_body_holds_up_no_other_request(worker: Worker, body: Large) -> 
 @pytest.mark.parametrize("body", LARGE, ids=lambda body: body.name)
 def test_health_is_answered_meanwhile(worker: Worker, body: Large) -> None:
     """By the clock: for a machine that does nothing else."""
-    assert send(worker, body).longest_gap < LONGEST_TURN
+    gaps = [0.0]
+    with httpx.Client(base_url=worker.url, timeout=PATIENCE) as client:
+
+        def ask() -> None:
+            began = time.monotonic()
+            assert client.get("/health").status_code == 200
+            gaps.append(time.monotonic() - began)
+
+        with repeating(ask, 0.002):
+            send(worker, body)
+    assert max(gaps) < LONGEST_TURN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     """A server whose template is as bad as a client wants."""
     directory = save_with_template(tmp_path_factory.mktemp("model"), BOTH)
     with (
-        running_api(SandboxedTokenizer(directory, CallLimits(3.0, 2**26))) as api,
+        running_api(SandboxedTokenizer(directory, CallLimits(1.5, 2**26))) as api,
         FakeEngine(api.socket_path, generates(byte_level().encode("hello").ids)),
         httpx.Client(base_url=api.url, timeout=PATIENCE) as client,
     ):
@@ -49,6 +49,7 @@ def test_a_bomb_is_refused_and_others_are_answered(limited: httpx.Client, path: 
             ordinary = {"model": "tiny", "messages": MESSAGES}
             assert limited.post("/v1/chat/completions", json=ordinary).status_code == 200
             answered += 1
+            wait([bomb], timeout=0.1)
         response = bomb.result()
     error = error_of(response)
     assert (response.status_code, error["code"], error["param"]) == (400, code, "messages")
