@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
 from server import __main__
@@ -198,7 +199,7 @@ def test_real_servers_wherever_they_were_told_to_listen(tmp_path: Path) -> None:
         eventually(lambda: [url.rpartition(":")[2] for url in find_running_urls()] == [str(port) for port in ports])
         first = asked()  # while they load
         assert (first.returncode == 0) == (first.stdout.count("is ready and serves tiny") == 3)
-        eventually(lambda: asked().returncode == 0)
+        eventually(lambda: all(httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200 for port in ports))
         assert asked().stdout.count("is ready and serves tiny") == 3
 
         servers[0].send_signal(signal.SIGSTOP)  # the API processes answer still

@@ -1,4 +1,4 @@
-"""`kvmux serve` with a malformed model: one sentence that names the file, exit code 2, and no traceback."""
+"""A malformed model: one sentence that names the file and, from `kvmux serve`, exit code 2 and no traceback."""
 
 from __future__ import annotations
 
@@ -14,21 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from config.errors import SettingsError
+from config.settings import Settings
+from server.engine.build import build_engine
+from server.text.tokenizer import Tokenizer
+from tests.cli.startup_errors import SMALL_ENGINE
 from tests.models.gguf_files import gguf_model, write_gguf
 from tests.models.random_models import save_random_model
 
 USER_ERROR = 2
-
-
-def refused(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Run `kvmux serve` and return its output."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    flags = ("--model", str(model), "--port", "0", "--host", "127.0.0.1", "--threads", "1")
-    command = [sys.executable, "-m", "server", "serve", *flags, "--kv-memory", "16MiB"]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False)
-    assert "Traceback" not in ran.stdout
-    assert ran.returncode == USER_ERROR, ran.stdout
-    return ran.stdout
 
 
 def _norm_of_nothing(directory: Path) -> None:
@@ -66,19 +60,28 @@ def _written(name: str, text: str) -> Callable[[Path], None]:
         (_written("tokenizer_config.json", '{"additional_special_tokens": 7}'), "additional_special_tokens should be"),
     ],
 )
-def test_a_malformed_directory(
-    spoil: Callable[[Path], None], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_malformed_directory(spoil: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     save_random_model("llama", directory)
     spoil(directory)
-    printed = refused(directory, monkeypatch, tmp_path)
-    assert printed.count(message) == 1, printed
-    assert str(directory) in printed
+    with pytest.raises(SettingsError) as refused:
+        build_engine(Settings(model=str(directory), weights_cache="off", **SMALL_ENGINE))
+        Tokenizer.from_directory(directory)  # as the processes of the API do
+    told = str(refused.value)
+    assert told.count(message) == 1
+    assert str(directory) in told
+    assert len(told.splitlines()) == 1
 
 
-def test_a_malformed_gguf_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_ends_with_the_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the engine raises in its process is printed by the supervisor; test_bad_environment.py has an API process."""
     file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf")
     data = file.read_bytes()
     file.write_bytes(data[:8] + struct.pack("<Q", 2**63) + data[16:])
-    assert refused(file, monkeypatch, tmp_path).count(f"{file} is damaged or cut off: fetch it again") == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    flags = ("--model", str(file), "--port", "0", "--host", "127.0.0.1", "--threads", "1")
+    command = [sys.executable, "-m", "server", "serve", *flags, "--kv-memory", "16MiB"]
+    ran = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, check=False)
+    assert "Traceback" not in ran.stdout
+    assert ran.returncode == USER_ERROR, ran.stdout
+    assert ran.stdout.count(f"{file} is damaged or cut off: fetch it again") == 1

@@ -1,4 +1,4 @@
-"""A minute of faults. The seed is new each time; the report, which a failure shows, begins with it."""
+"""Half a minute of faults. The seed is new each time; the report, which a failure shows, begins with it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.tools.torture.tool_process import run_tool
 
 
 @pytest.mark.timeout(600)
-def test_a_minute_of_chaos_finds_nothing() -> None:
-    report = run_tool("chaos", "--minutes", "1", "--requests", "40")
+def test_half_a_minute_of_chaos_finds_nothing() -> None:
+    report = run_tool("chaos", "--minutes", "0.5", "--requests", "20")
     assert report["problems"] == {}
-    assert report["counts"]["answers checked"] > 20
-    assert sum(fault["injected"] for fault in report["faults"].values()) > 2
+    assert report["counts"]["answers checked"] > 10
+    assert sum(fault["injected"] for fault in report["faults"].values()) > 1
