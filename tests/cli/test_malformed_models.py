@@ -65,16 +65,21 @@ def test_a_malformed_directory(spoil: Callable[[Path], None], message: str, tmp_
     save_random_model("llama", directory)
     spoil(directory)
     with pytest.raises(SettingsError) as refused:
-        build_engine(Settings(model=str(directory), weights_cache="off", **SMALL_ENGINE))
-        Tokenizer.from_directory(directory)  # as the processes of the API do
+        load(directory)
     told = str(refused.value)
     assert told.count(message) == 1
     assert str(directory) in told
     assert len(told.splitlines()) == 1
 
 
+def load(directory: Path) -> None:
+    """Load what an engine and the processes of the API load."""
+    build_engine(Settings(model=str(directory), weights_cache="off", **SMALL_ENGINE))
+    Tokenizer.from_directory(directory)
+
+
 def test_the_command_ends_with_the_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the engine raises in its process is printed by the supervisor; test_bad_environment.py has an API process."""
+    """The supervisor prints what the engine's process raises; test_bad_environment.py has such an API process."""
     file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf")
     data = file.read_bytes()
     file.write_bytes(data[:8] + struct.pack("<Q", 2**63) + data[16:])

@@ -31,7 +31,7 @@ class Both:
     prompts: dict[str, list[int]]  # by kind of text
 
     def complete(self, **body: Any) -> Mapping[tuple[str, str], Mapping[str, Any]]:
-        """Complete all prompts under all exact strategies in one batch, and return the choices by prompt and strategy."""
+        """Complete all prompts under all exact strategies in one batch; return the choices by prompt and strategy."""
         pairs = [(kind, strategy) for kind in self.prompts for strategy in list_exact(self.server)]
 
         def answer(pair: tuple[str, str]) -> Any:
