@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import llguidance
@@ -58,12 +59,20 @@ def make_grammar(
     return write_lark(constraint.kind, constraint.text)
 
 
+BYTES = llguidance.LLTokenizer("byte")
+
+
+@lru_cache(maxsize=4)  # a test asks for several texts of the same grammar
+def compile_grammar(grammar: str) -> llguidance.LLMatcher:
+    matcher = llguidance.LLMatcher(BYTES, grammar, log_level=0)
+    assert not matcher.get_error(), f"{matcher.get_error()} in {grammar}"
+    return matcher
+
+
 def accepts(grammar: str | None, text: str) -> bool:
     assert grammar is not None
-    tokenizer = llguidance.LLTokenizer("byte")
-    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
-    assert not matcher.get_error(), f"{matcher.get_error()} in {grammar}"
-    tokens = tokenizer.tokenize_str(text)
+    matcher = compile_grammar(grammar).deep_copy()
+    tokens = BYTES.tokenize_str(text)
     return bool(
         matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
     )
@@ -162,7 +171,7 @@ def test_markers_that_are_special_tokens_are_named(family: str, kind: MessageKin
     assert grammar is not None
     assert any(f"<[{token}]>" in grammar for token in ids.values())
     assert not [token for token in tokens if dump(token)[1:-1] in grammar]
-    assert not llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0).get_error()
+    assert not llguidance.LLMatcher(BYTES, grammar, log_level=0).get_error()
 
 
 @pytest.mark.parametrize(("family", "kind"), IN_TOKENS)
@@ -171,10 +180,11 @@ def test_calls_in_special_tokens(family: str, kind: MessageKind) -> None:
     tokens = list_tokens(family)
     tokenizer = make_tokenizer(tokens)
     grammar = make_grammar(family, kind, find_token=tokenizer.token_to_id)
+    guiding = llguidance.LLTokenizer(tokenizer.to_str())
     for call in CALLS:
         ids = tokenizer.encode(write(family, [call])).ids
         assert set(ids) & {tokenizer.token_to_id(token) for token in tokens}
-        matcher = llguidance.LLMatcher(llguidance.LLTokenizer(tokenizer.to_str()), grammar, log_level=0)
+        matcher = llguidance.LLMatcher(guiding, grammar, log_level=0)
         assert matcher.consume_tokens(ids), (call, grammar)
         assert matcher.is_accepting()
 
@@ -201,7 +211,7 @@ def test_special_tokens_within_other_markers_are_named() -> None:
     assert grammar is not None
     assert '<[7]> "thought"' in grammar
     assert "<[8]>" in grammar
-    assert not llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0).get_error()
+    assert not llguidance.LLMatcher(BYTES, grammar, log_level=0).get_error()
 
 
 # ---------------------------------------------------------------- calls or content, calls within a text
