@@ -37,9 +37,11 @@ API_PROCESS = (
     "server.engine.ipc.client",
     "server.text",
 )
+STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)  # and what has statements in it
 HEAVY = {"torch", "transformers", "numpy", "kernels", "cache_strategies"}
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the project by name."""
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
@@ -48,24 +50,31 @@ def modules() -> dict[str, Path]:
 
 
 @cache
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def imports(file: Path, *, typing_only: bool = False) -> frozenset[str]:
     """Modules a file imports at run time; with typing_only also those that only type checkers see."""
-    found = set[str]()
-    tree = ast.parse(file.read_text())
-    hidden = {
-        id(child)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for child in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if id(node) in hidden and not typing_only:
-            continue
+    at_run_time, hidden = find_imports(file)
+    return at_run_time | hidden if typing_only else at_run_time
+
+
+@cache
+def find_imports(file: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Modules a file imports at run time, and those under TYPE_CHECKING. Looks into statements: only they import."""
+    at_run_time, hidden = set[str](), set[str]()
+    todo: list[tuple[ast.AST, set[str]]] = [(parse(file), at_run_time)]
+    while todo:
+        node, found = todo.pop()
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return frozenset(found)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            found = hidden
+        todo += [(child, found) for child in ast.iter_child_nodes(node) if isinstance(child, STATEMENTS)]
+    return frozenset(at_run_time), frozenset(hidden)
 
 
 def top(module: str) -> str:
@@ -291,7 +300,7 @@ def test_no_two_classes_of_the_product_have_one_name() -> None:
         node.name
         for name, file in modules().items()
         if top(name) != "tools"
-        for node in ast.parse(file.read_text()).body
+        for node in parse(file).body
         if isinstance(node, ast.ClassDef)
     )
     assert {name for name, count in classes.items() if count > 1} == SAME_NAME.keys()
