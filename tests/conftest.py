@@ -9,16 +9,17 @@ import os
 import random
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-os.environ["OMP_WAIT_POLICY"] = "passive"  # before torch: threads that wait by spinning stand still on a busy machine
-import torch
-
 from tests.fuzzing.seeds import SEED, SeedPlugin, add_options
 
+# Read by torch when it is imported, which takes two seconds, and which not every file of tests does: threads that wait
+# by spinning stand still on a busy machine.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 ENDING_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 # Folders and files of tests that watch processes, or the clock.
 APART = (
@@ -175,12 +176,15 @@ def _no_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     """Small tensors gain nothing from more, and lose much on a busy machine. An engine with more may have been here."""
-    torch.set_num_threads(1)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 @pytest.fixture
 def rng() -> random.Random:
     """Return random numbers that follow from the seed of the run and the test's name; let torch draw such, too."""
+    import torch
+
     seed = random.randrange(1 << 32)
     torch.manual_seed(seed)
     return random.Random(seed)

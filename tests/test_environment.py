@@ -38,7 +38,7 @@ def test_started_programs_act_on_signals_that_pytest_ignores() -> None:
 
 def test_a_mark_within_a_file_selects_its_tests() -> None:
     """Though files are left out unread whose folder has not the mark."""
-    file = "tests/tools/bench/test_starting.py"
+    file = "tests/fuzzing/counted_tests.py"
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "not slow and apart", file]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     assert file in done.stdout, done.stdout
