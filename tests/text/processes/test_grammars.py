@@ -20,7 +20,7 @@ from tests.text.hostile_models import save_tokenizer
 from tests.text.tiny_tokenizers import KINDS, byte_level
 
 TEXTS = CallLimits(60.0, 2**30)
-TIGHT = CallLimits(1.5, 2**28)
+TIGHT = CallLimits(0.6, 2**28)
 CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(50_000)) + '\nr50000: "a"'
 SLOW = {"type": "integer", "multipleOf": 99_999_989}
 MANY = " & ".join(f"/.*a{i}.*/" for i in range(300))
@@ -55,6 +55,7 @@ def test_a_bomb_ends_alone(tmp_path: Path, name: str) -> None:
             while not bomb.done():
                 assert await tokenizer.encode("hello") == hello
                 encoded += 1
+                await asyncio.sleep(0.01)
             with pytest.raises(TextLimitError) as error:
                 await bomb
             assert error.value.code in {f"grammar_{code}" for code in codes}
@@ -64,15 +65,17 @@ def test_a_bomb_ends_alone(tmp_path: Path, name: str) -> None:
     asyncio.run(use())
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_served_is_refused(tmp_path: Path, name: str) -> None:
+def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
+    """And the next grammar is checked, whatever became of the process."""
     directory = save_tokenizer(tmp_path, byte_level())
 
     async def use() -> None:
         async with SandboxedTokenizer(directory, TEXTS) as tokenizer:
-            with pytest.raises((GrammarError, TextLimitError)):
-                await tokenizer.check_grammar(REFUSED[name])
-            assert await tokenizer.check_grammar(Constraint("choice", '["a"]', ""))
+            for name, constraint in REFUSED.items():
+                print(name)
+                with pytest.raises((GrammarError, TextLimitError)):
+                    await tokenizer.check_grammar(constraint)
+                assert await tokenizer.check_grammar(Constraint("choice", json.dumps([name]), ""))
 
     asyncio.run(use())
 
