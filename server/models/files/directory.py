@@ -7,13 +7,16 @@ Imports no torch.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from config.settings import Settings
 from server.models.errors import ModelError
 from server.models.files import hub
 from server.models.files.links import check_links
 from server.models.formats.gguf_directory import ensure_unpacked, find_own_link
 from server.models.formats.gguf_file import SUFFIX
+
+if TYPE_CHECKING:
+    from config.settings import Settings
 
 EMBEDDED = {"tiny": Path(__file__).parents[1] / "tiny"}
 

@@ -116,19 +116,35 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
         thread.join()
 
 
-def _locate(home: Path, hub: str, model: str, *, revision: str | None = None, **environment: str) -> tuple[int, str]:
-    """In a process of its own: huggingface_hub reads its environment when it is imported. Exit code, last line."""
-    code = (
-        "import sys\nfrom server.models.files.directory import locate\nfrom config.settings import SettingsError\n"
-        f"try: print(locate({model!r}, {revision!r}))\nexcept SettingsError as error: print(error); sys.exit(2)"
-    )
+LOCATE = """
+import json, sys
+from config.errors import SettingsError
+from server.models.files.directory import locate
+
+for model, revision in json.loads(sys.argv[1]):
+    try:
+        print(json.dumps([0, str(locate(model, revision))]))
+    except SettingsError as error:
+        print(json.dumps([2, str(error)]))
+"""
+
+
+def _locate_all(
+    home: Path, hub: str, models: list[tuple[str, str | None]], **environment: str
+) -> list[tuple[int, str]]:
+    """In a process of its own: huggingface_hub reads its environment when it is imported. Status, place or error."""
     known = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     told = {"HF_ENDPOINT": hub, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=known | told | environment, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", LOCATE, json.dumps(models)]
+    done = subprocess.run(command, env=known | told | environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout.strip().splitlines()[-1]
+    return [(status, text) for status, text in map(json.loads, done.stdout.strip().splitlines()[-len(models) :])]
+
+
+def _locate(home: Path, hub: str, model: str, **environment: str) -> tuple[int, str]:
+    (found,) = _locate_all(home, hub, [(model, None)], **environment)
+    return found
 
 
 def test_a_model_is_fetched_once_and_only_what_is_needed(hub: Hub, tmp_path: Path) -> None:
@@ -154,18 +170,18 @@ def test_without_the_network_what_was_fetched_is_found(hub: Hub, tmp_path: Path)
     assert message.startswith("acme/tiny is not on this machine, and cannot be downloaded: ")
 
 
-@pytest.mark.parametrize("model", ["acme/private", "acme/gated"])
-def test_the_users_token_opens_what_is_closed(hub: Hub, tmp_path: Path, model: str) -> None:
-    status, message = _locate(tmp_path / "home", hub.url, model)
-    assert status == 2
-    assert "HF_TOKEN" in message
-    assert _locate(tmp_path / "home", hub.url, model, HF_TOKEN=SECRET)[0] == 0
+def test_the_users_token_opens_what_is_closed(hub: Hub, tmp_path: Path) -> None:
+    models = [("acme/private", None), ("acme/gated", None)]
+    for status, message in _locate_all(tmp_path / "home", hub.url, models):
+        assert status == 2
+        assert "HF_TOKEN" in message
+    assert [status for status, _ in _locate_all(tmp_path / "home", hub.url, models, HF_TOKEN=SECRET)] == [0, 0]
 
 
 def test_revisions(hub: Hub, tmp_path: Path) -> None:
-    assert _locate(tmp_path / "home", hub.url, "acme/tiny", revision="v1")[0] == 0
-    status, message = _locate(tmp_path / "home", hub.url, "acme/tiny", revision="v7")
-    assert (status, message) == (2, "acme/tiny has no revision 'v7': give a branch, a tag or a commit of it")
+    (known, _), unknown = _locate_all(tmp_path / "home", hub.url, [("acme/tiny", "v1"), ("acme/tiny", "v7")])
+    assert known == 0
+    assert unknown == (2, "acme/tiny has no revision 'v7': give a branch, a tag or a commit of it")
 
 
 def test_what_is_nowhere_is_reported(hub: Hub, tmp_path: Path) -> None:
