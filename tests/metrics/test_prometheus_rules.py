@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
+import runpy
 import sys
 from typing import Any
 
@@ -30,11 +30,16 @@ def test_the_file_of_vllms_names_is_what_the_code_writes() -> None:
 
 
 @pytest.mark.parametrize("module", ["vllm_names", "families"])
-def test_help_is_printed_and_nothing_is_written(module: str) -> None:
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
+def test_help_is_printed_and_nothing_is_written(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = vllm_names.RULES_FILE.stat().st_mtime_ns
-    command = [sys.executable, "-m", f"server.metrics.{module}", "--help"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert printed.startswith(f"usage: python -m server.metrics.{module}")
+    monkeypatch.setattr(sys, "argv", ["", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(f"server.metrics.{module}", run_name="__main__", alter_sys=True)  # as `python -m` does
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: python -m server.metrics.{module}")
     assert vllm_names.RULES_FILE.stat().st_mtime_ns == before
 
 
