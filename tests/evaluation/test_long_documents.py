@@ -39,7 +39,7 @@ def test_a_strategy_that_cannot_read_them_is_named(model_directory: Path, capsys
     assert told.strip().endswith("there is paged")
 
 
-@pytest.mark.parametrize("length", [2048, 5 * 2048])
+@pytest.mark.parametrize("length", [1024, 3 * 2048])
 def test_stories_stay_as_predictable_as_within_the_context(length: int, tmp_path: Path) -> None:
     """The embedded model has learned positions up to 2,048; its perplexity of whole stories is 1.53."""
     report = evaluate(

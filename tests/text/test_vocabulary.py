@@ -32,7 +32,7 @@ def joined(tokenizer: Tokenizer, ids: list[int]) -> bytes:
 
 @pytest.mark.parametrize("kind", WITH_ALL_TEXTS)
 @given(text=st.one_of(st.sampled_from(TEXTS), st.text()))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_the_tokens_of_a_text_are_the_text(kind: str, text: str) -> None:
     tokenizer, space = BACKENDS[kind], WITH_ALL_TEXTS[kind] if text else ""
     spelled = text.replace("\u2581", " ") if space else text  # SentencePiece knows no difference

@@ -257,7 +257,7 @@ class History:
 
 def test_random_histories(model: Path, alone: Driver, vocabulary: Vocabulary, rng: random.Random) -> None:
     totals = [0, 0, 0]
-    for _ in range(4):
+    for _ in range(2):
         history = History(model, alone, rng)
         for _ in range(60):
             if len(history.driver.core.scheduler.waiting) < 4 and rng.random() < 0.3:
