@@ -89,6 +89,8 @@ class MessageParser:
             self._is_read = next(self._reading, self) is self
 
     def _take(self) -> MessageDelta:
+        if not (self._calls or self._text["content"] or self._text["reasoning"]):
+            return MessageDelta()
         content, reasoning = ("".join(self._text[channel]) for channel in ("content", "reasoning"))
         delta = MessageDelta(content, reasoning, merge_calls(self._calls))
         self._text = {"content": [], "reasoning": []}

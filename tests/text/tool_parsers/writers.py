@@ -317,8 +317,9 @@ def make_parser(family: str, reasoning: str | None = None, **how: Any) -> Messag
 
 def merge(deltas: Sequence[MessageDelta]) -> tuple[str, str, list[tuple[str, Any]]]:
     """Return content, reasoning and calls."""
-    assert all(len({call.number for call in delta.tool_calls}) == len(delta.tool_calls) for delta in deltas)
-    calls = merge_calls(call for delta in deltas for call in delta.tool_calls)
+    with_calls = [delta.tool_calls for delta in deltas if delta.tool_calls]
+    assert all(len({call.number for call in each}) == len(each) for each in with_calls)
+    calls = merge_calls(call for each in with_calls for call in each)
     assert [call.number for call in calls] == list(range(len(calls)))
     assert len({call.id for call in calls}) == len(calls)
     texts = "".join(delta.content for delta in deltas), "".join(delta.reasoning for delta in deltas)
