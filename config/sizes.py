@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, TypeAdapter, ValidationError
@@ -28,9 +30,14 @@ def share_to_bytes(share: str, total: int) -> int:
 
     Raises ValueError if it is neither a percentage nor an amount of memory.
     """
-    if _is_percentage(share):
-        return int(total * parse_percentage(share) / 100)
-    return parse_bytes(share)
+    parsed = _parse_share(share)
+    return parsed if isinstance(parsed, int) else total * parsed.numerator // parsed.denominator
+
+
+@lru_cache  # a starting server needs the same few shares of thousands of totals
+def _parse_share(share: str) -> int | Fraction:
+    """Return an amount as bytes, and a percentage as a fraction of the total."""
+    return parse_percentage(share) / 100 if _is_percentage(share) else parse_bytes(share)
 
 
 def exceeds(share: str, other: str) -> bool:

@@ -8,6 +8,8 @@ strategy.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -43,23 +45,23 @@ def _iter_faults(
 ) -> Iterator[str]:
     n, block = min(MAX_TOKENS, store.block_size), blocks[0]
     starts = [0, store.block_size - n] if store.block_size >= 2 * n else [0]
-    at = {i: _make_slots(store, i, blocks, starts, n) for i in store.layers}
+    written_at = cache(lambda heads: _make_slots(store, heads, blocks, [(start, n) for start in starts]))
+    read_at = cache(lambda heads: _make_slots(store, heads, blocks, [(0, starts[-1] + n)]))
+    indices = torch.cat([torch.arange(start, start + n, device=store.device) for start in starts])
     generator = torch.Generator().manual_seed(0)
-    written = {i: _draw_kv(generator, layers[i], len(starts) * n, store.device, dtype) for i in store.layers}
+    written = {i: _draw_kv(generator, layers[i], len(indices), store.device, dtype) for i in store.layers}
     # All layers are written before any is read, to find a layer that overwrites another.
     for layer, kv in written.items():
-        ops.write_kv(store, layer, *kv, at[layer])
+        ops.write_kv(store, layer, *kv, written_at(_count_tables(store, layer)))
     for layer, kv in written.items():
-        for row, start in enumerate(starts):
-            indices = torch.arange(start, start + n, device=store.device)
-            if store.split_heads:
-                indices = indices[:, None].repeat(1, layers[layer].num_kv_heads)
-            gathered = ops.gather(store, layer, at[layer], row, indices)
-            there = (
-                torch.equal(ours.to(dtype), whole[row * n :][:n]) for ours, whole in zip(gathered, kv, strict=True)
-            )
-            if not all(there):
-                yield f"layer {layer} of block {block} does not keep what is written at positions from {start} on"
+        heads = _count_tables(store, layer)
+        where = indices[:, None].repeat(1, heads) if store.split_heads else indices
+        gathered = ops.gather(store, layer, read_at(heads), 0, where)
+        pairs = [(ours.to(dtype), theirs) for ours, theirs in zip(gathered, kv, strict=True)]
+        if not all(torch.equal(*pair) for pair in pairs):
+            differs = torch.stack([(ours != theirs).flatten(1).any(1) for ours, theirs in pairs]).any(0)
+            start = starts[int(differs.nonzero()[0]) // n]
+            yield f"layer {layer} of block {block} does not keep what is written at positions from {start} on"
     for layer in {min(written), max(written)}:
         keys, values = written[layer]
         error = _compute_attention_error(ops, store, blocks, layer, layers[layer], (keys[:n], values[:n]))
@@ -70,47 +72,52 @@ def _iter_faults(
 def _compute_attention_error(
     ops: Ops, store: KVStore, blocks: Sequence[int], layer: int, spec: LayerSpec, kv: KV
 ) -> float:
-    """Return the error of attention over the blocks' first tokens, compared with that over a copy in small memory."""
+    """Return the error of attention over the blocks' first tokens, compared with that over a copy in small memory.
+
+    The last token is a decode row, and all tokens are a chunk: most backends have a kernel for each.
+    """
     n, device = len(kv[0]), store.device
     near = KVStore(Pages(1, compute_block_bytes([spec], n, store.dtype), device), [spec], n, store.dtype)
-    ops.write_kv(near, 0, *kv, _make_slots(near, 0, [0], [0], n))
+    ops.write_kv(near, 0, *kv, _make_slots(near, 1, [0], [(0, n)]))
     q = torch.randn(n, spec.num_q_heads, spec.head_dim, generator=torch.Generator().manual_seed(1)) / MAX_NUMBER
-    q, errors = q.to(device, kv[0].dtype), []
-    for first, decode in ((n - 1, 1), (0, 0)):  # the last token alone as a decode row; all tokens as a chunk
-        both = []
-        for memory, number, where in ((store, layer, blocks), (near, 0, [0])):
-            out = q.new_zeros(n - first, spec.num_q_heads, spec.v_head_dim)
-            at = _make_slots(memory, number, where, [first], n - first, decode)
-            ops.attend(out, q[first:], memory, number, at, spec)
-            both.append(out)
-        errors.append(compute_error(*both))
-    return max(errors)
+    q = torch.cat((q[-1:], q)).to(device, kv[0].dtype)
+    both = []
+    for memory, number, where in ((store, layer, blocks), (near, 0, [0])):
+        out = q.new_zeros(len(q), spec.num_q_heads, spec.v_head_dim)
+        at = _make_slots(memory, _count_tables(memory, number), where, [(n - 1, 1), (0, n)], decode=1)
+        ops.attend(out, q, memory, number, at, spec)
+        both.append(out)
+    return compute_error(*both)
+
+
+def _count_tables(store: KVStore, layer: int) -> int:
+    """Return the number of blocks in which a layer keeps a token: one for each of its heads if heads are split."""
+    return store.heads(layer)[0] if store.split_heads else 1
 
 
 def _make_slots(
-    store: KVStore, layer: int, blocks: Sequence[int], starts: Sequence[int], n: int, decode: int = 0
+    store: KVStore, heads: int, blocks: Sequence[int], rows: Sequence[tuple[int, int]], decode: int = 0
 ) -> Slots:
-    """Return the addresses of rows of n tokens, from each of `starts` on; `decode` are decode rows.
+    """Return the addresses of rows, each from an index on and of a length; the first `decode` are decode rows.
 
-    All rows are in the same block or, if heads are split, in the same block for each KV head of the layer.
+    All rows are in the same block or, if heads are split, in the same block for each of `heads` KV heads.
     """
-    heads = store.heads(layer)[0] if store.split_heads else 1
 
-    def integers(numbers: Sequence[Sequence[int]]) -> Tensor:
+    def integers(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=store.device)
 
-    def by_head(numbers: Tensor) -> Tensor:
-        return numbers if store.split_heads else numbers[:, 0].contiguous()
+    def by_head(numbers: Sequence[Sequence[int]]) -> Tensor:
+        return integers(numbers if store.split_heads else [row[0] for row in numbers])
 
     return Slots(
         table=integers([[block] for block in blocks[:heads]]),
         block_size=store.block_size,
-        table_row=by_head(integers([range(heads)] * len(starts))),
-        q_start=integers([range(0, (len(starts) + 1) * n, n)])[0],
-        start=by_head(integers([[start] * heads for start in starts])),
+        table_row=by_head([range(heads)] * len(rows)),
+        q_start=integers([0, *accumulate(length for _, length in rows)]),
+        start=by_head([[start] * heads for start, _ in rows]),
         num_decode=decode,
-        max_q=n,
-        max_kv=max(starts) + n,
+        max_q=max(length for _, length in rows),
+        max_kv=max(start + length for start, length in rows),
     )
 
 
