@@ -33,6 +33,6 @@ def list_scorers() -> dict[str, str]:
 
 def load_scorer(name: str) -> type[Scorer]:
     """Return the class of a scorer. Raises SettingsError if it is unknown or cannot be loaded."""
-    # entry points are slow to read, so they are read only if the scorer is not a built-in one
-    known = BUILTIN if name in BUILTIN else list_scorers()
+    # entry points are slow to read, so they are read only for the name of a scorer that is not a built-in one
+    known = BUILTIN if name in BUILTIN or ":" in name else list_scorers()
     return load_class(name, known, Scorer, what="scorer of keys", plural="scorers")  # type: ignore[type-abstract]
