@@ -110,7 +110,7 @@ class Driver:
     """A core, and a worker that receives its events."""
 
     def __init__(self, directory: Path, *, gradual: bool = False, **settings: Any) -> None:
-        defaults: dict[str, Any] = {"weights_cache": "off", "dtype": "float32", "threads": 1, "kv_memory": "12MiB"}
+        defaults: dict[str, Any] = {"weights_cache": "off", "dtype": "float32", "threads": 1, "kv_memory": "4MiB"}
         defaults["device"] = "cpu"  # where there is a card, too, unless a test names another device
         self.engine: Engine = build_engine(Settings(model=str(directory), **(defaults | settings)), gradual=gradual)
         self.core = self.engine.core

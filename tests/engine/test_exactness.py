@@ -35,7 +35,8 @@ class Run:
     """The logits of the same requests under one strategy with one schedule, by step and by request."""
 
     def __init__(self, driver: Driver, instance: str, *, every: int) -> None:
-        """Run the requests; a new one arrives every `every` steps."""
+        """Run the requests; a new one arrives every `every` steps. None finds tokens of an earlier run."""
+        driver.heard.clear()
         self.by_step: list[Tensor] = []
         self.by_request: dict[str, list[Tensor]] = defaultdict(list)
         self._driver = driver
@@ -46,13 +47,16 @@ class Run:
             self.by_step.append(logits.clone())
             return logits
 
-        driver.core.model.forward = kept  # type: ignore[method-assign]
-        for i, length in enumerate(LENGTHS):
-            driver.submit(str(i), random_prompt(length, seed=i), COUNT, kv_cache=instance)
-            for _ in range(every):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(driver.core.model, "forward", kept)
+            for i, length in enumerate(LENGTHS):
+                driver.submit(
+                    str(i), random_prompt(length, seed=i), COUNT, kv_cache=instance, cache_salt=f"run {every}"
+                )
+                for _ in range(every):
+                    self._step()
+            while driver.core.busy:
                 self._step()
-        while driver.core.busy:
-            self._step()
         self.tokens = {name: heard.tokens for name, heard in driver.heard.items()}
 
     def _step(self) -> None:
@@ -64,12 +68,17 @@ class Run:
 
 
 @cache
+def make_driver(tiny: Path, dtype: str, max_num_batched_tokens: int, device: str) -> Driver:
+    driver = Driver(tiny, **SETTINGS, dtype=dtype, max_num_batched_tokens=max_num_batched_tokens, device=device)
+    assert driver.engine.kernels.faulty_ops == []
+    return driver
+
+
+@cache
 def run(
     tiny: Path, instance: str, dtype: str, max_num_batched_tokens: int = 30, every: int = 1, *, device: str = "cpu"
 ) -> Run:
-    driver = Driver(tiny, **SETTINGS, dtype=dtype, max_num_batched_tokens=max_num_batched_tokens, device=device)
-    assert driver.engine.kernels.faulty_ops == []
-    return Run(driver, instance, every=every)
+    return Run(make_driver(tiny, dtype, max_num_batched_tokens, device), instance, every=every)
 
 
 @pytest.mark.parametrize(

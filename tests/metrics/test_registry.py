@@ -353,7 +353,7 @@ def test_two_servers_in_one_process_share_nothing() -> None:
 
 
 def test_an_engine_and_its_metrics_agree_on_what_was_sent() -> None:
-    driver = Driver(Path("tiny"), max_num_seqs=3)
+    driver = Driver(Path("tiny"), max_num_seqs=3, kv_memory="12MiB")
     metrics = Metrics(make_engine_info(driver.engine))
     prompts = {"paged": 5, "contiguous": 20, "sliding_window": 33}
     for instance, length in prompts.items():

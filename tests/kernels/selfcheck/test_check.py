@@ -110,10 +110,10 @@ def test_a_server_with_a_broken_kernel_says_so_and_answers_rightly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(loading, "BACKENDS", {"cpu-broken": ("cpu", Raising)})
-    driver = Driver(Path("tiny"))
+    driver = Driver(Path("tiny"), kv_memory="12MiB")
     heard = driver.submit("it", random_prompt(40), 8)
     driver.run()
-    reference = Driver(Path("tiny"), kernels="reference")
+    reference = Driver(Path("tiny"), kernels="reference", kv_memory="12MiB")
     expected = reference.submit("it", random_prompt(40), 8)
     reference.run()
     assert heard.tokens == expected.tokens
