@@ -22,6 +22,7 @@ from plugin_kit.promise import Promise
 from plugin_kit.strategies.trial import LENGTH, NAME, WHOLE, StrategyTrial, assert_same, get_cache
 
 CHUNKS = (1, 7, 64, WHOLE)
+SHORT = 60  # tokens of a text of the smallest rows, and in the narrow types
 DECODED = 4  # last tokens of a text, which enter one by one
 NARROW = (torch.bfloat16, torch.float16)
 BESIDE = {  # other strategies of a mixed batch
@@ -34,9 +35,9 @@ BESIDE = {  # other strategies of a mixed batch
 # ---------------------------------------------------------------- alone
 def check_attention(trial: StrategyTrial) -> None:
     """Read a text in rows of several sizes and dtypes, and check the last query of each row."""
-    for dtype, chunk in _draw_cuts(trial):
+    for dtype, chunk, length in _draw_cuts(trial):
         world = trial.make_world(dtype=dtype)
-        reading = trial.open(world, LENGTH if dtype is torch.float32 else 60)
+        reading = trial.open(world, length)
         while reading.left:
             rows = [(reading, _next_row(reading, chunk))]
             if chunk > 1 or trial.rng.random() < 0.3:
@@ -48,18 +49,22 @@ def check_attention(trial: StrategyTrial) -> None:
 
 def check_definition(trial: StrategyTrial) -> None:
     """Check all queries of a text against the definition of what the strategy keeps."""
-    for dtype, chunk in _draw_cuts(trial):
+    for dtype, chunk, length in _draw_cuts(trial):
         world = trial.make_world(dtype=dtype)
-        reading = trial.open(world, LENGTH if dtype is torch.float32 else 60)
+        reading = trial.open(world, length)
         while reading.left:
             rows = [(reading, _next_row(reading, chunk))]
             _check_row(step(rows, keys=True), reading, trial.layers, trial.definition)
 
 
-def _draw_cuts(trial: StrategyTrial) -> list[tuple[torch.dtype, int]]:
-    """Return dtypes and sizes of rows: all sizes in float32, and two of them in the narrow types."""
-    narrow = [(dtype, chunk) for dtype in NARROW for chunk in trial.rng.sample(CHUNKS, 2)]
-    return [*((torch.float32, chunk) for chunk in CHUNKS), *narrow]
+def _draw_cuts(trial: StrategyTrial) -> list[tuple[torch.dtype, int, int]]:
+    """Return dtypes, sizes of rows and lengths: all sizes that are allowed in float32, one in each narrow type.
+
+    Texts of the smallest rows and in the narrow types are short.
+    """
+    chunks = sorted({min(chunk, trial.contract.max_row or chunk) for chunk in CHUNKS})
+    wide = [(torch.float32, chunk, SHORT if chunk < min(7, chunks[-1]) else LENGTH) for chunk in chunks]
+    return [*wide, *((dtype, trial.rng.choice(chunks), SHORT) for dtype in NARROW)]
 
 
 def _next_row(reading: Reading, chunk: int) -> int:

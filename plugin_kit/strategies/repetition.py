@@ -22,7 +22,7 @@ from plugin_kit.strategies.trial import (
 )
 from server.engine.batch import Batch
 
-LENGTH_OF_REPLAY = 100
+LENGTH_OF_REPLAY = 70
 
 
 # ---------------------------------------------------------------- the same text again
@@ -42,7 +42,7 @@ def check_replay(trial: StrategyTrial) -> None:
 def check_other_rows(trial: StrategyTrial) -> None:
     """Read a text in other rows, and compare the output of all its tokens and the keys of the last one."""
     wanted = None
-    for rows in ([LENGTH_OF_REPLAY - 1, 1], *(trial.draw_rows(LENGTH_OF_REPLAY) for _ in range(3))):
+    for rows in ([LENGTH_OF_REPLAY - 1, 1], *(trial.draw_rows(LENGTH_OF_REPLAY) for _ in range(2))):
         found = read_all(trial.open(trial.make_world(), LENGTH_OF_REPLAY), rows)
         wanted, what = wanted or found, f"a text in rows of {rows}, and in rows as long as they may be"
         assert_same_keys(found[1], wanted[1], what)

@@ -2,7 +2,7 @@
 
 The reference gets from the strategy's definition, or else from gather_kv(), which tokens are kept; their keys and
 values are the text's own, not the cache's. `make test` takes every chunk size in float32, and every second one in the
-narrow types; `make test-slow` takes all.
+narrow types; `make test-slow` takes all. Where every step would be compared, other ones are drawn in each run.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ LENGTH = {  # crosses a tile of the reference, the model's window many times, an
     torch.bfloat16: 60,
 }
 WHOLE = 1000
+MIXED = 60  # tokens of the longest text in a batch of all strategies
 DECODED = 4  # last tokens of a text, which enter one by one
 
 dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -113,15 +114,15 @@ def check_text(cache: KVCache, outs: list[Tensor], kind: str, text_key: tuple[in
             close(out, expected(kind, cache.options, layer, text_key), TOLERANCE[out.dtype])
 
 
-def read_alone(world: World, name: str, kind: str, chunk: int, dtype: torch.dtype) -> None:
-    """Read one sequence in rows of `chunk` tokens and its end one by one, and check every step."""
+def read_alone(world: World, name: str, kind: str, chunk: int, dtype: torch.dtype, rng: random.Random) -> None:
+    """Read one sequence in rows of `chunk` tokens and its end one by one; check some steps of the small ones."""
     key = (1, LENGTH[dtype], dtype)
     reading = world.open(name, text_of(*key))
     is_known = find_keeps(reading.cache, kind) is not None  # then check_text() looks at every token
     outs: list[list[Tensor]] = []
     while reading.left:
         rows = [(reading, reading.chunk(min(chunk, max(1, reading.left - DECODED))))]
-        look = not is_known or reading.left % 6 == 1
+        look = rng.random() < (1 / 6 if is_known else 1 if rows[0][1] > 7 else 1 / 3)
         result = step(rows, keys=look)
         if look:
             check_step(result, rows, [kind])
@@ -131,22 +132,22 @@ def read_alone(world: World, name: str, kind: str, chunk: int, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(("name", "chunk", "dtype"), ALONE)
-def test_a_sequence_alone(name: str, chunk: int, dtype: torch.dtype) -> None:
+def test_a_sequence_alone(name: str, chunk: int, dtype: torch.dtype, rng: random.Random) -> None:
     settings = every_instance()[name]
     world = World({name: settings}, dtype=dtype, max_seats=1)
-    read_alone(world, name, settings.kind, chunk, dtype)
+    read_alone(world, name, settings.kind, chunk, dtype, rng)
 
 
 @pytest.mark.every_backend
 @dtypes
-def test_all_strategies_in_one_batch_with_decode_rows_and_chunks(dtype: torch.dtype) -> None:
-    read_mixed(every_instance(), dtype)
+def test_all_strategies_in_one_batch_with_decode_rows_and_chunks(dtype: torch.dtype, rng: random.Random) -> None:
+    read_mixed(every_instance(), dtype, rng)
 
 
-def read_mixed(strategies: dict[str, StrategySettings], dtype: torch.dtype) -> None:
-    """Read two texts per instance in the same batches, in rows of random sizes."""
+def read_mixed(strategies: dict[str, StrategySettings], dtype: torch.dtype, looks: random.Random) -> None:
+    """Read two texts per instance in the same batches, in rows of random sizes, and check some of the steps."""
     world = World(strategies, dtype=dtype, max_seats=2)
-    texts = {name: [(seed, LENGTH[dtype] - 7 * seed, dtype) for seed in (1, 2)] for name in strategies}
+    texts = {name: [(seed, MIXED - 7 * seed, dtype) for seed in (1, 2)] for name in strategies}
     readings = {(name, key): world.open(name, text_of(*key)) for name in strategies for key in texts[name]}
     outs: dict[tuple[str, tuple[int, int, torch.dtype]], list[list[Tensor]]] = {at: [] for at in readings}
     rng = random.Random(0)
@@ -154,8 +155,10 @@ def read_mixed(strategies: dict[str, StrategySettings], dtype: torch.dtype) -> N
         rng.shuffle(unread)
         chosen = unread[: rng.randint(1, len(unread))]
         rows = [(readings[at], readings[at].chunk(rng.choice([1, 1, 7, 40, 64]))) for at in chosen]
-        result = step(rows, keys=True)
-        check_step(result, rows, [strategies[name].kind for name, _ in chosen])
+        look = looks.random() < 1 / 3
+        result = step(rows, keys=look)
+        if look:
+            check_step(result, rows, [strategies[name].kind for name, _ in chosen])
         for at, out in zip(chosen, result.outs, strict=True):
             outs[at].append(out)
     world.check_integrity()

@@ -8,7 +8,6 @@ time; the seed is printed.
 from __future__ import annotations
 
 import random
-from itertools import product
 
 import pytest
 import torch
@@ -44,7 +43,8 @@ def test_a_row_that_is_no_number_leaves_the_others_as_they_are(
     ops = BACKENDS[backend]()
     tried = list(calls(op, ops, dtype))
     for call in rng.sample(tried, min(8, len(tried))):
-        for name, poison in product(op.row_arguments, POISONS):
+        for name in op.row_arguments:
+            poison = rng.choice(POISONS)
             x = call.arguments.get(name)
             if x is not None and len(x) > 1:
                 row = rng.randrange(len(x))
@@ -103,8 +103,7 @@ def test_a_query_knows_nothing_of_keys_that_it_may_not_see(
         if kv == "int8" and any(dim % 4 for dim in SPECS[spec][2:4]):
             continue
         window = rng.choice([3, 40]) if layout.ring else rng.choice([None, 20])
-        for poison in POISONS:
-            check_scene(BACKENDS[backend](), layout, spec, kv, dtype, window, poison, rng)
+        check_scene(BACKENDS[backend](), layout, spec, kv, dtype, window, rng.choice(POISONS), rng)
 
 
 def check_scene(

@@ -87,19 +87,19 @@ def share(backend: str, examples: int) -> int:
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", ALONE)
 def test_any_history_of_one_strategy(backend: str, name: str) -> None:
-    play({"it": ALONE[name]}, examples=share(backend, 15))
+    play({"it": ALONE[name]}, examples=share(backend, 8))
 
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_any_history_of_a_model_with_windows(backend: str, name: str) -> None:
     layers, strategies = HYBRIDS[name]
-    play(strategies, share(backend, 15), layers)
+    play(strategies, share(backend, 8), layers)
 
 
 @pytest.mark.fuzz
 def test_any_history_of_all_strategies_in_one_arena(backend: str) -> None:
-    play(TOGETHER, examples=share(backend, 30))
+    play(TOGETHER, examples=share(backend, 12))
 
 
 @pytest.mark.slow

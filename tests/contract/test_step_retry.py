@@ -45,7 +45,7 @@ def step_after_failure(ops: FailingOps, rows: list[tuple[Reading, int]], calls: 
 # ---------------------------------------------------------------- a failed step
 def test_a_mixed_step_is_repeated_bit_for_bit_whichever_strategy_failed() -> None:
     ops = FailingOps(harness.make_ops())
-    texts = {name: random_text(i, 90, LAYERS) for i, name in enumerate(KNOWN)}
+    texts = {name: random_text(i, 50, LAYERS) for i, name in enumerate(KNOWN)}
     worlds = [World(KNOWN, layers=LAYERS, max_seats=1, ops=each) for each in (None, ops)]
     clean, failing = ([world.open(name, texts[name]) for name in KNOWN] for world in worlds)
     rng = random.Random(2)

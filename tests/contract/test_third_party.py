@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from unittest.mock import patch
@@ -49,20 +50,20 @@ def test_a_kind_with_an_entry_point_joins_the_matrix_with_its_default_options() 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_an_unknown_kind_is_held_to_what_its_keys_say(chunk: int, dtype: torch.dtype) -> None:
+def test_an_unknown_kind_is_held_to_what_its_keys_say(chunk: int, dtype: torch.dtype, rng: random.Random) -> None:
     world = World({"mine": StrategySettings(kind="sieve")}, dtype=dtype, max_seats=1)
-    read_alone(world, "mine", "sieve", chunk, dtype)
+    read_alone(world, "mine", "sieve", chunk, dtype, rng)
 
 
-def test_an_unknown_kind_shares_batches_with_the_built_in_ones() -> None:
+def test_an_unknown_kind_shares_batches_with_the_built_in_ones(rng: random.Random) -> None:
     names = ("contiguous", "paged", "sliding_window", "sieve")
-    read_mixed({name: StrategySettings(kind=name) for name in names}, torch.float32)
+    read_mixed({name: StrategySettings(kind=name) for name in names}, torch.float32, rng)
 
 
-def test_a_kind_that_attends_to_other_keys_than_it_says_is_caught() -> None:
+def test_a_kind_that_attends_to_other_keys_than_it_says_is_caught(rng: random.Random) -> None:
     world = World({"mine": StrategySettings(kind="liar")}, max_seats=1)
     with pytest.raises(AssertionError):
-        read_alone(world, "mine", "liar", 7, torch.float32)
+        read_alone(world, "mine", "liar", 64, torch.float32, rng)  # of rows of this size each is checked
 
 
 def test_a_third_party_cannot_take_the_name_of_a_built_in_kind() -> None:
