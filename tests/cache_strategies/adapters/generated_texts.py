@@ -15,7 +15,7 @@ from plugin_kit.driver.world import POISON
 from tests.models.random_models import CONFIGS, random_model
 
 MAX_SEQ_LEN = 96
-NEW_TOKENS = 16  # tokens written, unless told otherwise: beyond a window of the models, and a block of 32
+NEW_TOKENS = 13  # tokens written, unless told otherwise: beyond a window of the models, and a block of 32
 PAGED = StrategySettings(kind="paged", block_size=4)
 
 

@@ -96,11 +96,12 @@ def test_what_stays_does_not_depend_on_how_a_text_is_cut(backend: str, scorer: s
         kv_dtype=kv_dtype,
         **options,
     )
-    text = random_text(1, 130, LAYERS, dtype)
+    length = 80  # past three boundaries, of which the last two drop keys
+    text = random_text(1, length, LAYERS, dtype)
     found = []
-    for cut in (None, rng, rng):
+    for cut in (None, rng):
         world = World({"it": settings}, layers=LAYERS, dtype=dtype, max_seats=1, ops=BACKENDS[backend]())
-        *_, (_, keys) = read(world.open("it", text), 130, cut)
+        *_, (_, keys) = read(world.open("it", text), length, cut)
         world.check_integrity()
         found.append(keys)
     for layer, (k, v, positions) in enumerate(found[0]):

@@ -23,7 +23,7 @@ Texts = list[tuple[Text, Text]]  # prompts and answers
 
 POLICIES = sorted(list_policies())
 TWO_TOKENS = st.integers(0, 1)
-BUDGET = settings(max_examples=150)
+BUDGET = settings(max_examples=60)
 
 
 def texts(prompt: int, answer: int, most: int) -> st.SearchStrategy[Texts]:

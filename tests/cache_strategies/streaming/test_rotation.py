@@ -20,7 +20,7 @@ from tests.models.random_models import load_decoder, save_random_model
 
 MODELS = ["llama", "llama3", "llama_linear", "llama_dynamic", "llama_yarn", "phi3_longrope", "smollm3", "gemma3"]
 POSITIONS = 160  # of the model: fewer than the text has tokens
-LENGTH = 700
+LENGTH = 300
 
 
 def rotate_once(decoder: Decoder, layer: int, k: Tensor, positions: Tensor) -> Tensor:
