@@ -14,6 +14,7 @@ def test_both_strategies_have_a_line_for_each_load(
 ) -> None:
     monkeypatch.setattr(compare_mirrored, "SEQUENCES", (1, 2))
     monkeypatch.setattr(compare_mirrored, "CONTEXTS", (16, 40))
+    monkeypatch.setattr(compare_mirrored, "KV_MEMORY", "16MiB")
     compare_mirrored.main(["--model", "tiny", "--rounds", "2", "--steps", "5", "--dtype", "float32"])
     memory, _, _, *lines = capsys.readouterr().out.splitlines()
     sizes = re.fullmatch(r"bytes per token, float32: contiguous ([\d,]+), mirrored ([\d,]+)", memory)

@@ -60,10 +60,9 @@ def fidelity(name: str, kl: float) -> dict[str, object]:
     return {"name": name, "text": text}
 
 
-@pytest.fixture
-def results(tmp_path: Path) -> Comparison:
+def make_comparison(directory: Path) -> Comparison:
     plan = Plan(("paged", "small"), (64, 128), (1, 4), 8, 5.0, 2, 0)
-    record = Record.open(tmp_path / "it", {}, restart=False)
+    record = Record.open(directory / "it", {}, restart=False)
     for cell in plan.cells():
         faster = 2.0 if cell.strategy == "paged" else 1.0
         record.add(make_result(cell, (1 + cell.round) * faster, {HOSTILE: 1} if cell.load.batch == 4 else None))
@@ -76,8 +75,13 @@ def results(tmp_path: Path) -> Comparison:
     return Comparison(plan, record, date, 0.01, facts, [f"make compare {HOSTILE}"], {"paged": {"kind": HOSTILE}})
 
 
-def test_the_page_is_whole_and_loads_nothing(results: Comparison) -> None:
-    text = make_page(results)
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the page of a comparison; to draw its plots takes seconds."""
+    return make_page(make_comparison(tmp_path_factory.mktemp("comparison")))
+
+
+def test_the_page_is_whole_and_loads_nothing(text: str) -> None:
     page = Page(text)
     assert "script" not in page.seen
     assert not {"link", "img", "iframe", "object"} & page.seen
@@ -87,8 +91,7 @@ def test_the_page_is_whole_and_loads_nothing(results: Comparison) -> None:
     assert sum(HOSTILE in each for each in page.texts) == 3 + 4 + 1 + 1 + 1
 
 
-def test_the_page_has_every_figure(results: Comparison) -> None:
-    text = make_page(results)
+def test_the_page_has_every_figure(text: str) -> None:
     assert "Incomplete" not in text
     for load in (Load(64, 1), Load(128, 4)):
         assert str(load) in text
@@ -99,7 +102,8 @@ def test_the_page_has_every_figure(results: Comparison) -> None:
     assert ">exact<" in text
 
 
-def test_a_page_tells_what_is_not_measured(results: Comparison) -> None:
+def test_a_page_tells_what_is_not_measured(tmp_path: Path) -> None:
+    results = make_comparison(tmp_path)
     results.record.results.pop(Cell(1, Load(64, 1), "small"))
     assert "1 of 16 cells are not measured" in make_page(results)
     results.record.results.clear()

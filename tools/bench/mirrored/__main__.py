@@ -23,6 +23,7 @@ KINDS = ("contiguous", "mirrored")
 SEQUENCES = (1, 8)
 CONTEXTS = (256, 2048)
 STEPS = 40
+KV_MEMORY = "2GiB"  # for the largest load
 MARGIN = 128  # tokens for the steps after the prompt
 
 
@@ -67,7 +68,7 @@ def build_comparison(settings: dict[str, Any]) -> Engine:
                 "default_strategy": KINDS[0],
                 "max_num_seqs": max(SEQUENCES),
                 "max_seq_len": max(CONTEXTS) + MARGIN,
-                "kv_memory": "2GiB",
+                "kv_memory": KV_MEMORY,
             },
         )
     )
