@@ -36,7 +36,7 @@ SETTINGS: dict[str, Any] = {
     ),
     "max_seq_len": 320,
     "threads": 2,
-    "kv_memory": "64MiB",
+    "kv_memory": "32MiB",
     "deterministic": True,
 }
 
@@ -48,7 +48,7 @@ def asked(driver: Driver, instance: str, name: str = "it") -> None:
 
 def others(driver: Driver, instance: str, first: int = 0) -> None:
     for i in range(first, first + 5):
-        driver.submit(f"other {i}", random_prompt(20 + 31 * i, seed=i), 30, kv_cache=instance)
+        driver.submit(f"other {i}", random_prompt(20 + 13 * i, seed=i), 12, kv_cache=instance)
 
 
 # ---------------------------------------------------------------- ways to be served

@@ -188,7 +188,7 @@ def forward_layers(ops: Ops, shape: Shape) -> Pairs:
     gate_up, down = draw.dense(2 * inner, MODEL) / 8, draw.dense(MODEL, inner) / 16
     layer = DecoderLayer(spec, weights, GatedMLP(gate_up, None, down, None, "silu"), None)
     stack = ops.pack_layers([layer.pack(ops)], shape.dtype)
-    length = min(shape.length, 1000)
+    length = min(shape.length, 200)
     case = AttentionCase(ops, Layout(shape.block_size), spec, [CaseRow(0, length + 1)], shape.dtype)
     xs = draw(length, MODEL), draw(1, MODEL)
     got = []
