@@ -7,7 +7,6 @@ neither torch nor transformers, so that help and errors come at once.
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import logging
 import multiprocessing
@@ -253,7 +252,6 @@ def pop_settings_file(options: dict[str, Any]) -> Path | None:
 
 
 # ---------------------------------------------------------------- the parser
-@functools.cache  # a program may run several commands, as tests do
 def _make_parser() -> Parser:
     parser = Parser(prog="kvmux", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"kvmux {get_version()}")
