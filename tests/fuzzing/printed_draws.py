@@ -1,4 +1,4 @@
-"""A random test that prints what it draws. Run by name only, by test_fuzzing.py."""
+"""A random test that prints a sum of all that it draws. Run by name only, by test_fuzzing.py."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 
 def test_it() -> None:
-    drawn: list[int] = []
+    drawn: list[list[int]] = []
 
-    @settings(max_examples=5)
-    @given(st.integers(0, 10**9))
-    def draw(number: int) -> None:
-        drawn.append(number)
+    @settings(max_examples=50)
+    @given(st.lists(st.integers(0, 10**9), max_size=20))
+    def draw(numbers: list[int]) -> None:
+        drawn.append(numbers)
 
     draw()
-    print(f"drawn: {drawn}")
+    print(f"drawn: {sum(map(sum, drawn))}")

@@ -13,6 +13,8 @@ from typing import Any
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, Phase, core
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 from tests.fuzzing.corpus import KEPT, Corpus
 
@@ -39,6 +41,9 @@ class SeedPlugin:
 
     def __init__(self, config: pytest.Config) -> None:
         self._seed = config.stash[SEED] = _get_seed(config)
+        # Hypothesis draws constants of the project's modules now and then, of all that are imported: what a seed draws
+        # would depend on which other files are collected.
+        providers._get_local_constants = Constants
         self._until: float = config.option.until
         hypothesis.settings.register_profile(
             PROFILE,

@@ -59,7 +59,8 @@ def test_each_run_draws_anew_and_with_a_seed_the_same() -> None:
         return str(numbers)
 
     assert drawn() != drawn()
-    assert drawn("--seed=7") == drawn("--seed=7")
+    beside = "tests/config/test_settings.py"  # which imports modules with constants that Hypothesis might draw
+    assert drawn("--seed=7") == drawn("--seed=7", beside)
 
 
 def test_a_share_of_the_thorough_tests_is_drawn_by_the_seed() -> None:
