@@ -185,7 +185,7 @@ def test_answers_on_a_busy_server_are_those_of_a_quiet_one(server: Server, rng: 
     for body, before, now in zip(bodies, quiet, busy, strict=True):
         assert now == before, body
         count += assert_by_schema(body, now)
-    assert count > 5
+    assert count > 0, "no answer was complete"
     eventually(lambda: all(metric(server.metrics(), f"kvmux_num_requests_{at}") == 0 for at in ("running", "waiting")))
     for usage in server.usages().values():
         assert (usage["seats"], usage["tokens"], usage["used"]) == (0, 0, 0)

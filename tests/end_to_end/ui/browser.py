@@ -38,11 +38,12 @@ def running_chromium() -> Iterator[Browser]:
 
 @dataclass
 class Watch:
-    """What a page did that it must not do: errors in its console, and requests to other servers."""
+    """What a page did that it must not do (errors in its console, requests to other servers), and what it waits for."""
 
     url: str  # of the only server that it may ask
     errors: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
+    unanswered: set[str] = field(default_factory=set)  # addresses of requests
 
     def note_message(self, message: ConsoleMessage) -> None:
         if message.type in ("error", "warning"):
@@ -54,6 +55,10 @@ class Watch:
     def note_request(self, request: Request) -> None:
         if not request.url.startswith(f"{self.url}/"):
             self.foreign.append(request.url)
+        self.unanswered.add(request.url)
+
+    def note_end(self, request: Request) -> None:
+        self.unanswered.discard(request.url)
 
 
 @contextmanager
@@ -82,11 +87,16 @@ def open_page(
     page.on("console", watch.note_message)
     page.on("pageerror", watch.note_error)
     page.on("request", watch.note_request)
+    page.on("requestfinished", watch.note_end)
+    page.on("requestfailed", watch.note_end)
     if token:
         page.add_init_script(f"sessionStorage.setItem('kvmux.admin', {token!r})")
     try:
         page.goto(f"{url}/ui/{'#' if fragment else ''}{fragment}")
         yield page
+    except BaseException:
+        print(f"unanswered: {sorted(watch.unanswered)}, errors: {watch.errors}")
+        raise
     finally:
         context.close()
     assert [error for error in watch.errors if not any(each in error for each in allowed_errors)] == []

@@ -35,7 +35,10 @@ def hidden_proxy(server: str) -> Iterator[str]:
 
         def log_message(self, *_: object) -> None: ...
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as proxy:
+    class Proxy(ThreadingHTTPServer):
+        request_queue_size = 128  # a browser opens more connections at once than the default of 5
+
+    with Proxy(("127.0.0.1", 0), Handler) as proxy:
         thread = threading.Thread(target=proxy.serve_forever)
         thread.start()
         try:
