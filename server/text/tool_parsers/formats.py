@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
+
 from server.text.tool_parsers.families.json_calls import JSON_FORMATS
 from server.text.tool_parsers.families.notations import NOTATION_FORMATS
 from server.text.tool_parsers.families.tags import TAG_FORMATS
@@ -11,7 +14,8 @@ from server.text.tool_parsers.tool_format import ToolFormat
 TOOL_FORMATS = (*TAG_FORMATS, *NOTATION_FORMATS, *JSON_FORMATS)
 
 
-def list_tool_formats() -> dict[str, ToolFormat]:
+@cache
+def list_tool_formats() -> Mapping[str, ToolFormat]:
     """Return the rows by name, and by their other names."""
     return {name: row for row in TOOL_FORMATS for name in (row.name, *row.aliases)}
 

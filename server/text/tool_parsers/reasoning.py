@@ -5,7 +5,9 @@ A family is known by texts in its chat template.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 KIMI_K3_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
 # Around the content of Kimi K3's messages
@@ -85,7 +87,8 @@ REASONING_FORMATS = (  # the first with a text that is in a chat template is tha
 )
 
 
-def list_reasoning_formats() -> dict[str, ReasoningFormat]:
+@cache
+def list_reasoning_formats() -> Mapping[str, ReasoningFormat]:
     """Return the rows by name, and by their other names."""
     return {name: row for row in REASONING_FORMATS for name in (row.name, *row.aliases)}
 

@@ -305,14 +305,10 @@ ELEMENTS = {"minimax_m3"}  # keys are names of tags
 IN_PARTS = WRITERS.keys() - TAGGED - PYTHONIC - GEMMA - ELEMENTS  # whose arguments are passed on in parts
 
 
-TOOL_FORMATS = list_tool_formats()
-REASONING_FORMATS = list_reasoning_formats()
-
-
 def make_parser(family: str, reasoning: str | None = None, **how: Any) -> MessageParser:
-    row = TOOL_FORMATS[family]
+    row = list_tool_formats()[family]
     make = HarmonyParser if row.harmony else MessageParser
-    return make(row, REASONING_FORMATS[reasoning] if reasoning else None, schemas=SCHEMAS, **how)
+    return make(row, list_reasoning_formats()[reasoning] if reasoning else None, schemas=SCHEMAS, **how)
 
 
 def merge(deltas: Sequence[MessageDelta]) -> tuple[str, str, list[tuple[str, Any]]]:
