@@ -27,10 +27,10 @@ FLAGS = [
     "-Wno-aggressive-loop-optimizations",  # a loop that is cut away once its count is known
 ]  # GCC 12 warns of its own headers and torch's
 AVX512 = [
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
     *("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
 ]
-AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16"]
 INSTRUCTION_SETS = {
     "x86_64": {
         "avx2": ["-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"],

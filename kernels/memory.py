@@ -64,21 +64,3 @@ def concatenate(parts: Sequence[Tensor]) -> Tensor:
     shape = sum(len(part) for part in parts), *first.shape[1:]
     memory = allocate_untouched(sum(part.nbytes for part in parts)).view(first.dtype).view(shape)
     return torch.cat([*parts], out=memory)
-
-
-class ConcatenatedWeight:
-    """Several matrices [n, in] of one dtype that are used as one weight, concatenated only by `concatenate`."""
-
-    def __init__(self, parts: Sequence[Tensor]) -> None:
-        """Keep the matrices. Raises ValueError if they differ in width or dtype."""
-        widths = {(part.shape[-1], part.dtype) for part in parts}
-        if len(widths) != 1 or any(part.dim() != 2 for part in parts):
-            shapes = ", ".join(f"{part.dtype} {[*part.shape]}" for part in parts)
-            raise ValueError(f"only matrices of one width and dtype can be joined, not {shapes}")
-        self.parts = parts
-        self.shape = torch.Size((sum(map(len, parts)), *parts[0].shape[1:]))
-        self.dtype = parts[0].dtype
-
-    def concatenate(self) -> Tensor:
-        """Return the matrices concatenated to a new one."""
-        return concatenate(self.parts)

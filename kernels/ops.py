@@ -7,17 +7,16 @@ shapes, such as [N, d].
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.memory import ConcatenatedWeight
-from kernels.quantization import QuantizedTensor
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
+from kernels.weights import ConcatenatedWeight, StoredWeight
 
 
 # ---------------------------------------------------------------- weights and layers
@@ -29,12 +28,17 @@ class PackedWeight(ABC):
     device: torch.device
     format: str  # format of its numbers, such as "bfloat16" or "int4"
 
+    @property
+    def parts(self) -> Sequence[PackedWeight]:
+        """The weights in one format each of which this one consists."""
+        return (self,)
+
     @abstractmethod
     def rows(self, which: Tensor) -> Tensor:
         """Return the rows with these indices [n] int64 as a new tensor [n, in] of values."""
 
 
-Weight = Tensor | QuantizedTensor | PackedWeight  # [out, in]
+Weight = StoredWeight | ConcatenatedWeight | PackedWeight  # [out, in]
 RopeTables = tuple[Tensor, Tensor]  # (cos, sin), both [P, rotated dimensions / 2] float32, for P positions
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -210,6 +214,14 @@ class Ops(Protocol):
         """The largest head_dim for which a row's bits do not depend on the rest of the batch; 0 if there is none."""
         ...
 
+    @property
+    def block_formats(self) -> Container[str]:
+        """The names of the formats of GGUF files that `linear` multiplies as they are stored.
+
+        Weights in other formats are better dequantized when they are loaded.
+        """
+        ...
+
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         """Compile the attention kernels for these layers, for queries in `dtype` and stored keys in `kv_dtype`.
 
@@ -217,7 +229,7 @@ class Ops(Protocol):
         """
         ...
 
-    def pack(self, weight: Weight | ConcatenatedWeight) -> Weight:
+    def pack(self, weight: Weight) -> Weight:
         """Return a weight [out, in] in the layout that this backend's `linear` reads fastest, with the same values.
 
         Called once per weight, when a model is loaded. May return the weight itself.
@@ -235,8 +247,8 @@ class Ops(Protocol):
         """Multiply x [N, in] by weight [out, in] and add bias [out] -> [N, out] in x's dtype.
 
         Floats are multiplied in the dtype of weight and bias. The values of a quantized weight are those of
-        `kernels.quantization.dequantize`. A backend sums their products in float32, or first quantizes x to 8 bits per
-        group of columns, the largest magnitude becoming 127, and sums the products of a group exactly (as llama.cpp
+        `kernels.weights.dequantize_weight`. A backend sums their products in float32, or first quantizes x to 8 bits in
+        units of 32 columns, the largest magnitude becoming 127, and sums the products of a unit exactly (as llama.cpp
         does).
         """
         ...

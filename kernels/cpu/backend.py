@@ -5,20 +5,29 @@ library.py chooses the instruction set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Container, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from kernels.block_formats import FORMATS, BlockTensor
 from kernels.cpu.decoder import MAX_DIM, NO_WINDOW, CpuDecoderLayers
-from kernels.cpu.packed import PackedFloatMatrix, PackedIntMatrix, PackedMatrix
-from kernels.memory import ConcatenatedWeight, WeightArena
+from kernels.cpu.packed import (
+    BLOCK,
+    JoinedMatrix,
+    PackedBlockMatrix,
+    PackedFloatMatrix,
+    PackedIntMatrix,
+    PackedMatrix,
+)
+from kernels.memory import WeightArena
 from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, Weight
-from kernels.quantization import QuantizedTensor
+from kernels.quantization import QuantizedTensor, concatenate_quantized
 from kernels.reference.backend import ReferenceOps, check_attend
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
+from kernels.weights import ConcatenatedWeight, StoredWeight, concatenate_alike, dequantize_weight
 
 GROUP_MULTIPLE = 32  # C++ requires groups of a multiple of this many columns, or of all columns, of a quantized weight
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that can be packed
@@ -38,13 +47,47 @@ class CpuOps(ReferenceOps):
     def batch_invariant_head_dim(self) -> int:
         return MAX_DIM
 
-    def pack(self, weight: Weight | ConcatenatedWeight) -> Weight:
+    @property
+    def block_formats(self) -> Container[str]:
+        return FORMATS
+
+    def pack(self, weight: Weight) -> Weight:
+        arena = self._library, self._weight_arena
         match weight:
+            case BlockTensor():
+                return PackedBlockMatrix([weight], *arena)
             case QuantizedTensor() if weight.group % GROUP_MULTIPLE == 0 or weight.group == weight.shape[1]:
-                return PackedIntMatrix(weight, self._library, self._weight_arena)
-            case Tensor() | ConcatenatedWeight() if weight.dtype in FLOATS:
-                return PackedFloatMatrix(weight, self._library, self._weight_arena)
+                return PackedIntMatrix(weight, *arena)
+            case Tensor() if weight.dtype in FLOATS:
+                return PackedFloatMatrix([weight], *arena)
+            case ConcatenatedWeight(parts=[Tensor(dtype=dtype), *_]) if dtype in FLOATS:
+                return PackedFloatMatrix(cast(Sequence[Tensor], weight.parts), *arena)
+            case ConcatenatedWeight():
+                return self._pack_quantized(weight)
         return super().pack(weight)
+
+    def _pack_quantized(self, weight: ConcatenatedWeight) -> Weight:
+        """Pack quantized weights that are used as one, each in its format.
+
+        Parts that do not fill blocks of rows become one format that has the values of all, or floats.
+        """
+        groups = weight.group_by_format()
+        if all(sum(part.shape[0] for part in parts) % BLOCK == 0 for parts in groups[:-1]):
+            packed = [self._pack_alike(parts) for parts in groups]
+            matrices = [part for part in packed if isinstance(part, PackedMatrix)]
+            if len(packed) == 1:
+                return packed[0]
+            if len(matrices) == len(packed):
+                return JoinedMatrix(matrices)
+        if all(isinstance(part, QuantizedTensor) for part in weight.parts):
+            return self.pack(concatenate_quantized(cast(Sequence[QuantizedTensor], weight.parts)))
+        return self.pack(ConcatenatedWeight([dequantize_weight(part) for part in weight.parts]))
+
+    def _pack_alike(self, parts: Sequence[StoredWeight]) -> Weight:
+        """Pack quantized weights of the same format as one."""
+        if isinstance(parts[0], BlockTensor):
+            return PackedBlockMatrix(cast(Sequence[BlockTensor], parts), self._library, self._weight_arena)
+        return self.pack(concatenate_alike(parts))
 
     def pack_layers(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
         if layers and all(map(CpuDecoderLayers.supports, layers)):
@@ -60,7 +103,7 @@ class CpuOps(ReferenceOps):
         packed = weight if isinstance(weight, PackedMatrix) else self.pack(weight)
         if not isinstance(packed, PackedMatrix):
             return super().linear(x, weight, bias)
-        product: Tensor = self._library.linear(x, packed.parts, packed.layout, bias)
+        product: Tensor = self._library.linear(x, packed.tensors, packed.layout, bias)
         return product
 
     def qkv_proj_rope(
@@ -75,7 +118,7 @@ class CpuOps(ReferenceOps):
             added,
             layer.norm,
             layer.eps,
-            qkv.parts,
+            qkv.tensors,
             qkv.layout,
             layer.qkv_bias,
             *(layer.qk_norm or (None, None)),
@@ -92,14 +135,16 @@ class CpuOps(ReferenceOps):
         if not isinstance(o, PackedMatrix):
             return super().o_proj_add_norm(layer, x, mixed)
         norms = layer.post_norm, layer.next_norm, layer.eps
-        found: tuple[Tensor, Tensor] = self._library.o_proj_add_norm(x, mixed, o.parts, o.layout, layer.o_bias, *norms)
+        weight = o.tensors, o.layout, layer.o_bias
+        found: tuple[Tensor, Tensor] = self._library.o_proj_add_norm(x, mixed, *weight, *norms)
         return found
 
     def mlp(self, weights: GatedMLP, h: Tensor) -> Tensor:
         up, down = weights.gate_up, weights.down
         if not isinstance(up, PackedMatrix) or not isinstance(down, PackedMatrix) or weights.activation != "silu":
             return super().mlp(weights, h)
-        going_up, going_down = (up.parts, up.layout, weights.gate_up_bias), (down.parts, down.layout, weights.down_bias)
+        going_up = up.tensors, up.layout, weights.gate_up_bias
+        going_down = down.tensors, down.layout, weights.down_bias
         out: Tensor = self._library.mlp(h, *going_up, *going_down)
         return out
 

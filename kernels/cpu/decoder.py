@@ -64,7 +64,7 @@ class CpuDecoderLayers(DecoderLayers):
         weights = [w for w in (attn.qkv, attn.o, mlp.gate_up, mlp.down) if isinstance(w, PackedMatrix)]
         self._layers.add(
             {name: tensor for name, tensor in tensors.items() if tensor is not None},
-            [list(weight.parts) for weight in weights],
+            [list(weight.tensors) for weight in weights],
             [list(weight.layout) for weight in weights],
             [spec.num_q_heads, spec.num_kv_heads, spec.head_dim, NO_WINDOW if spec.window is None else spec.window],
             [attn.eps, spec.scale, spec.softcap or 0.0],

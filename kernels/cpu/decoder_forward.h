@@ -305,15 +305,14 @@ class DecoderForward : public ForwardStep {
         store_pair(ups + row * PANEL, size, up_bias, up, PART);
         silu_mul_row(to, up, to, PART);
       }
-      l.down.weight->pack_columns(b_.gated_input, n_, gated, first, last, panel * PANEL);
+      for (int64_t row = first; row < last; ++row)
+        l.down.weight->pack(b_.gated_input, n_, gated + (row - first) * PART, row, panel * PANEL, PART);
     }
   }
 
   // Returns whether the feed-forward's gate can be applied to a few columns at a time, while they are packed for the
   // down projection.
-  static bool gates_columns(const Layer& l) {
-    return l.down.weight->width % BLOCK == 0 && l.down.weight->packs_columns();
-  }
+  static bool gates_columns(const Layer& l) { return l.down.weight->width % BLOCK == 0; }
 
   // Computes the output of the feed-forward into the buffer `projected`; the next layer adds it to x.
   void mlp(Team& team, Member member, const Layer& l) const {

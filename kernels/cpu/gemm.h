@@ -1,12 +1,13 @@
 // The product of rows of x and a packed weight in any format; made once for a weight and a type of x. Rows of x are
-// packed first (`pack_row`), then multiplied by all threads (`multiply`); an epilogue takes the sums. Knows neither
-// where the rows come from nor what the epilogue does with the sums.
+// packed first (`pack`), then multiplied by all threads (`multiply`); an epilogue takes the sums. Knows neither where
+// the rows come from nor what the epilogue does with the sums.
 #pragma once
 
 #include <c10/core/ScalarType.h>
 #include <c10/util/FunctionRef.h>
 
 #include <memory>
+#include <vector>
 
 #include "ops.h"
 #include "packed.h"
@@ -18,37 +19,46 @@ namespace kvmux {
 // `size` numbers from each other. If the product has twin panels, their sums follow.
 using Epilogue = c10::function_ref<void(int64_t first, int64_t last, const float* sums, int64_t size)>;
 
+// A product with rows that have been packed, as one thread computes it.
+class PanelProduct {
+ public:
+  virtual ~PanelProduct() = default;
+
+  // Computes the sums [panels][height][PANEL] of panels begin .. end - 1, for all rows.
+  virtual void compute(int64_t begin, int64_t end, float* sums) = 0;
+};
+
 class Gemm {
  public:
   static constexpr int64_t PART = PAIR * PANEL;
 
-  explicit Gemm(const PackedWeight& weight) : outputs(weight.outputs), width(weight.width), weight_(weight) {}
+  Gemm(int64_t outputs, int64_t width) : outputs(outputs), width(width) {}
   virtual ~Gemm() = default;
 
   const int64_t outputs, width;
 
   virtual int64_t input_bytes(int64_t rows) const = 0;  // bytes of `rows` packed rows of x
-  virtual int64_t sums_size(int64_t rows) const = 0;    // number of float32 sums for which each thread needs memory
 
-  // Packs a row of x, number `row` of `rows`, into `input`.
-  virtual void pack_row(char* input, int64_t rows, const void* x, int64_t row) const = 0;
+  // Packs columns first .. first + count - 1 of a row of x, number `row` of `rows`, into `input`. `first` is a multiple
+  // of PART, and so is `count` but for the last columns.
+  virtual void pack(char* input, int64_t rows, const void* x, int64_t row, int64_t first, int64_t count) const = 0;
+  void pack_row(char* input, int64_t rows, const void* x, int64_t row) const { pack(input, rows, x, row, 0, width); }
 
-  // Packs PART columns of rows first .. last - 1, given as x [last - first, PART]; the number of the first column is a
-  // multiple of PART. May be called only if packs_columns() is true.
-  virtual bool packs_columns() const { return false; }
-  virtual void pack_columns(char*, int64_t, const void*, int64_t, int64_t, int64_t) const {
-    TORCH_INTERNAL_ASSERT(false, "this weight packs whole rows of x");
-  }
-
-  // Multiplies packed rows by all panels of the weight, in one phase of the team. If twin > 0, panels 0 .. twin - 1 are
-  // each computed together with their twin, the panel `twin` further on (gate and up projection).
-  virtual void multiply(Team& team, Member member, char* input, int64_t rows, float* sums, int64_t twin,
-                        const Epilogue& epilogue) const = 0;
+  // Multiplies packed rows by all panels of the weight, in one phase of the team; each thread has `sums`, memory for
+  // sums_size(rows) numbers. If twin > 0, panels 0 .. twin - 1 are each computed together with their twin, the panel
+  // `twin` further on (gate and up projection).
+  void multiply(Team& team, Member member, char* input, int64_t rows, float* sums, int64_t twin,
+                const Epilogue& epilogue) const;
+  int64_t sums_size(int64_t rows) const;
 
  private:
-  const PackedWeight weight_;  // keeps its memory alive
+  virtual int64_t height(int64_t rows) const = 0;  // rows with padding, for which sums are computed
+  // Returns whether the whole depth is multiplied at once, so that only reading memory takes time.
+  virtual bool takes_whole_depth(int64_t rows) const = 0;
+  virtual std::unique_ptr<PanelProduct> start(char* input, int64_t rows) const = 0;
 };
 
+// The product keeps the weight's memory alive.
 std::unique_ptr<Gemm> make_gemm(const PackedWeight& weight, at::ScalarType x_type);
 
 }  // namespace kvmux

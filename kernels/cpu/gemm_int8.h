@@ -1,217 +1,204 @@
-// Products with packed weights in integers of 8 or 4 bits: value = scale * number + offset, per group of columns.
+// Products with packed weights in integers of 2 to 8 bits: value = scale * number + offset, per group of columns.
 //
-// A row of x is quantized to 8 bits, too, with a scale for each group. So the products of a group are summed in 32 bits
-// without rounding, and a number of y is one chain of multiply-adds over the groups. Its bits are the same on every
-// instruction set and for any number of rows. Knows neither tensors nor threads.
+// A row of x is quantized to 8 bits, too, with a scale for each unit of 32 columns. So the products of a unit are
+// summed in 32 bits without rounding, and a number of y is one chain of multiply-adds over the units. Its bits are the
+// same on every instruction set and for any number of rows. Knows neither tensors nor threads.
 #pragma once
 
-#include <cmath>
-#include <limits>
-
-#include "dot_int8.h"
-#include "packed.h"
-#include "vector.h"
+#include "int8_rows.h"
+#include "int_formats.h"
 
 namespace kvmux {
 
-// A packed weight of integers. Numbers of 4 bits are halves of bytes: of 8 columns, the first 4 are the lower halves.
-// Without offsets, value = scale * (number - 2^(bits - 1)), and numbers of 8 bits are stored as signed bytes, with 128
-// already subtracted.
-template <typename S>
-struct IntWeight {
-  const uint8_t* numbers;
-  const S* scale;   // [panels][groups][PANEL]
-  const S* offset;  // the same, or null
-  int64_t groups, group;
-};
-
-// Rows of x, quantized. Padding rows after the last one are multiplied, too, and their results are not read.
-struct Int8Rows {
-  int8_t* numbers;  // [height][pitch]
-  float* scale;     // [groups][height]
-  int32_t* sum;     // [groups][height]: sum of the numbers; if the weight has no offsets, times -2^(bits - 1)
-};
-
-template <int BITS, bool OFFSETS, typename S>
+template <typename F>
 class Int8AmxTiles;
 
-template <int BITS, bool OFFSETS, typename S>
+template <typename F>
 class Int8Gemm {
  public:
-  using Session = Int8AmxTiles<BITS, OFFSETS, S>;
+  using Session = Int8AmxTiles<F>;
 
-  // Returns the bytes from row to row of quantized x: never a multiple of a page, as the rows would then share cache
-  // sets.
-  static int64_t pitch(int64_t k) { return (P::tiles(k) + 1) * P::DEPTH; }
-  static int64_t height_of(int64_t rows) { return (rows + TOGETHER - 1) / TOGETHER * TOGETHER; }
-
-  Int8Gemm(const IntWeight<S>& w, const Int8Rows& x, int64_t rows, int64_t k) : w_(w), x_(x), rows_(rows), k_(k) {}
+  Int8Gemm(const IntWeight<F>& w, const Int8Rows& x, int64_t rows, int64_t k) : w_(w), x_(x), rows_(rows), k_(k) {}
 
   int64_t tiles() const { return P::tiles(k_); }
   int64_t chunk() const { return tiles(); }  // tiles of the depth added at a time: all of them
-  int64_t height() const { return height_of(rows_); }
-
-  // Quantizes a row of x [k] to 8 bits.
-  template <typename X>
-  void pack_row(const X* from, int64_t row) const {
-    int8_t* to = x_.numbers + row * pitch(k_);
-    for (int64_t g = 0; g < w_.groups; ++g) {
-      const int64_t begin = g * w_.group, n = std::min(k_ - begin, w_.group);
-      const float most = largest_magnitude(from + begin, n);
-      const bool finite = std::isfinite(most);
-      const int32_t sum = round_to_int8(from + begin, finite && most > TINY ? LARGEST / most : 0.f, to + begin, n);
-      x_.scale[g * height() + row] = finite ? most / LARGEST : std::numeric_limits<float>::quiet_NaN();
-      x_.sum[g * height() + row] = OFFSETS ? sum : -ZERO * sum;
-    }
-    std::fill(to + k_, to + tiles() * P::DEPTH, int8_t{0});
-  }
+  int64_t height() const { return Int8Rows::height(rows_); }
 
   // Computes the sums [panels][height][PANEL] of 2 or 4 panels of a block, over the whole depth.
   void add(Session& session, int64_t first, int64_t panels, int64_t, int64_t, float* sums) const {
-    if (rows_ > (w_.groups == 1 ? ROWS : MOST_ROWS) && Session::USABLE) return session.add(first, panels, sums);
-    if (rows_ > ROWS) {
-      for (int64_t i = 0; i < panels; ++i) multiply_rows<MOST_ROWS, 1>(0, first + i, sums + i * height() * PANEL);
+    if (rows_ > FEW && rows_ >= Session::MIN_ROWS) return session.add(first, panels, sums);
+    if (rows_ > FEW) {
+      for (int64_t i = 0; i < panels; ++i) multiply_many(first + i, sums + i * height() * PANEL);
       return;
     }
-    if (WIDE == PANELS && panels == PANELS) return multiply_rows<ROWS, WIDE>(0, first, sums);
-    for (int64_t i = 0; i < panels; i += PAIR) multiply_rows<ROWS, PAIR>(0, first + i, sums + i * height() * PANEL);
+    if (panels == PANELS) return multiply_few<FEW, PANELS>(0, first, sums);
+    for (int64_t i = 0; i < panels; i += PAIR) multiply_few<FEW, PAIR>(0, first + i, sums + i * height() * PANEL);
   }
 
  private:
   friend Session;
   using P = Packing<uint8_t>;
-  static constexpr float LARGEST = 127.f;
-  // A group of a row counts as 0 if its largest magnitude is below this: LARGEST divided by it could be infinite.
-  static constexpr float TINY = 1e-36f;
-  static constexpr int WIDE = REGISTERS == 32 ? PANELS : PAIR;  // panels computed together for at most ROWS rows
-  static constexpr int ROWS = REGISTERS == 32 ? 4 : 1;          // rows that vector instructions compute together
-  static constexpr int MOST_ROWS = 2 * ROWS;  // rows that vector instructions compute together for one panel
-  static constexpr int64_t TOGETHER = 32;     // rows that AMX computes together; rows are padded to it
+  static constexpr int FEW = REGISTERS == 32 ? 4 : 1;   // rows that are multiplied while the weight is unpacked
+  static constexpr int MANY = REGISTERS == 32 ? 8 : 4;  // rows that are multiplied together once it has been unpacked
   static constexpr int V = PANEL / W;
-  static constexpr int64_t BYTES = P::TILE * BITS / 8;  // of a tile
-  static constexpr int64_t QUADS = P::DEPTH / 4;        // of a tile
-  static constexpr int PER_BYTE = 8 / BITS;
-  static constexpr int32_t ZERO = OFFSETS ? 0 : 1 << (BITS - 1);  // what is subtracted from each number
+  static constexpr int PARTS = F::PARTS, PART_QUADS = QUADS / PARTS;
+  static constexpr int64_t BYTES = P::TILE * F::BITS / 8;  // of a tile
+  static constexpr int64_t UNIT_BYTES = unit_bytes(F::BITS);
+  static constexpr int64_t LINE = 64;  // bytes that are prefetched together
+  static constexpr int L2 = 2;         // the cache, as __builtin_prefetch numbers it: it can wait for the most lines
 
-  // Returns the prefetch distance in bytes, for N panels that are multiplied together: the next depth; for whole
-  // blocks, which are read in order, 2 KiB.
+  // How many bytes after a unit is prefetched while N panels are multiplied together: the next depth, or for whole
+  // blocks, which are read in order, some KiB on. (In loops, as GCC removes calls of lambdas and functions that do
+  // nothing but prefetch.)
   template <int N>
-  static constexpr int64_t ahead() {
-    constexpr int64_t DEPTH = PANELS * BYTES, NEAR = 2048;
-    return N == PANELS ? NEAR : N == 1 ? 4 * DEPTH : DEPTH;
-  }
-
-  // Returns the largest magnitude of n numbers; NaN if one of them is NaN.
-  template <typename X>
-  static float largest_magnitude(const X* from, int64_t n) {
-    const auto larger = [](Vec a, Vec b) { return at::vec::maximum(a, b); };
-    Vec most(0.f);
-    int64_t i = 0;
-    for (; i + W <= n; i += W) most = larger(most, load(from + i).abs());
-    for (; i < n; ++i) most = larger(most, Vec(std::abs(static_cast<float>(from[i]))));
-    return reduce(most, larger);
-  }
-
-  // Stores n numbers times `factor`, rounded to integers; returns their sum.
-  template <typename X>
-  static int32_t round_to_int8(const X* from, float factor, int8_t* to, int64_t n) {
-    using Integers = int32_t __attribute__((vector_size(sizeof(Raw))));
-    using Small = int8_t __attribute__((vector_size(W)));
-    const Vec factors(factor);
-    Integers sums{};
-    int64_t i = 0;
-    for (; i + W <= n; i += W) {
-      const Integers numbers = __builtin_convertvector(Raw((load(from + i) * factors).round()), Integers);
-      const Small small = __builtin_convertvector(numbers, Small);
-      std::memcpy(to + i, &small, sizeof(small));
-      sums += numbers;
-    }
-    int32_t sum = 0;
-    for (int64_t lane = 0; lane < W; ++lane) sum += sums[lane];
-    for (; i < n; ++i) {
-      to[i] = static_cast<int8_t>(std::nearbyint(static_cast<float>(from[i]) * factor));
-      sum += to[i];
-    }
-    return sum;
-  }
+  static constexpr int64_t AHEAD = N == PANELS ? 4096 : (N == 1 ? 4 : 1) * PANELS * BYTES;
 
   const uint8_t* tiles_of(int64_t panel) const { return w_.numbers + P::panel(panel, k_) / P::TILE * BYTES; }
-  const int8_t* row(int64_t n) const { return x_.numbers + n * pitch(k_); }
 
-  // Multiplies the rows from `row` on by N panels of the weight, R rows at a time, then those that are left.
-  template <int R, int N>
-  void multiply_rows(int64_t row, int64_t panel, float* sums) const {
-    for (; row + R <= rows_; row += R) multiply_block<R, N>(row, panel, sums + row * PANEL);
-    if constexpr (R > 1)
-      if (row < rows_) multiply_rows<R / 2, N>(row, panel, sums);
+  // Offset of a unit of a panel in bytes, from the panel's first tile.
+  static constexpr int64_t unit_at(int64_t u) { return u / 2 * PANELS * BYTES + u % 2 * UNIT_BYTES; }
+
+  // The scales of a group of columns, for the outputs of a panel.
+  struct Scales {
+    Raw scale[V], offset[V];
+  };
+
+  // Returns the scales of a part of a unit.
+  inline __attribute__((always_inline)) Scales scales(int64_t panel, int64_t u, int64_t part) const {
+    const int64_t at = w_.place(panel, u);
+    Scales found;
+    unroll<V>([&](auto v) { found.scale[v] = load(w_.scale + at + v * W); });
+    if constexpr (F::OFFSETS) unroll<V>([&](auto v) { found.offset[v] = load(w_.offset + at + v * W); });
+    if constexpr (F::TWO_LEVELS) {
+      const int64_t small = w_.small_place(panel, u, part);
+      unroll<V>([&](auto v) { found.scale[v] *= Raw(load(w_.small + small + v * W)); });
+      if constexpr (F::OFFSETS)
+        unroll<V>([&](auto v) { found.offset[v] *= Raw(load(w_.small_offset + small + v * W)); });
+    }
+    return found;
   }
 
-  // Multiplies R rows of x by N panels of the weight, with vector instructions.
-  template <int R, int N>
-  void multiply_block(int64_t first, int64_t panel, float* sums) const {
-    const uint8_t* w = tiles_of(panel);
-    Raw total[R][N][V];
-    unroll<R>([&](auto r) { unroll<N>([&](auto n) { unroll<V>([&](auto v) { total[r][n][v] = Vec(0.f); }); }); });
-    for (int64_t g = 0; g < w_.groups; ++g) {
-      Dot4 dots[R][N];
+  static int32_t sum_of(const Int8Rows::Unit& x, int64_t part) {
+    return PARTS == 2 ? x.sums[part] : x.sums[0] + x.sums[1];
+  }
+
+  // Adds W numbers of a part of a unit to those of y, given their dot product: scale of x * (scale of w * dot + offset
+  // of w * sum of x).
+  static inline __attribute__((always_inline)) void add_dots(const Scales& w, int64_t v, const Int8Rows::Unit& x,
+                                                             int64_t part, const Integers& dots, Raw& total) {
+    const Vec dot = __builtin_convertvector(dots, Raw);
+    Vec sum = at::vec::fmadd(Vec(w.scale[v]) * Vec(x.scale), dot, Vec(total));
+    if constexpr (F::OFFSETS)
+      sum = at::vec::fmadd(Vec(w.offset[v]), Vec(x.scale * static_cast<float>(sum_of(x, part))), sum);
+    total = sum;
+  }
+
+  // Adds the products of unit u: R rows of x, and the numbers and scales of a panel, numbers(quad, v) for register v of
+  // its outputs and scales_of(part).
+  template <int R, typename Numbers, typename ScalesOf>
+  inline __attribute__((always_inline)) void add_unit(int64_t first, int64_t u, const Numbers& numbers,
+                                                      const ScalesOf& scales_of, Raw (&total)[R][V]) const {
+    unroll<PARTS>([&](auto part) {
+      typename F::Dots dots[R][V];
       unroll<R>([&](auto r) {
-        const int32_t begin = OFFSETS ? 0 : x_.sum[g * height() + first + r];
-        unroll<N>([&](auto n) { dots[r][n] = quads(begin); });
+        const int32_t begin = F::SHIFT == 0 ? 0 : -F::SHIFT * sum_of(x_.units(first + r)[u], part);
+        unroll<V>([&](auto v) { dots[r][v].start(begin); });
       });
-      const int64_t end = (std::min(k_, (g + 1) * w_.group) + 3) / 4;
-      for (int64_t quad = g * w_.group / 4; quad < end; quad += PER_BYTE) {
-        const uint8_t* at = w + quad / QUADS * PANELS * BYTES + quad % QUADS * 4 * PANEL / PER_BYTE;
-        unroll<N>([&](auto n) {
-          __builtin_prefetch(at + n * BYTES + ahead<N>());
-          const Bytes bytes = load_bytes(at + n * BYTES) ^ static_cast<uint8_t>(BITS == 8 ? ZERO : 0);
-          unroll<PER_BYTE>([&](auto half) {
-            const Bytes numbers = BITS == 8 ? bytes : half == 0 ? bytes & 15 : bytes >> 4;
-            unroll<R>([&](auto r) { add_products(dots[r][n], numbers, row(first + r) + (quad + half) * 4); });
-          });
+      unroll<PART_QUADS>([&](auto i) {
+        constexpr int Q = part * PART_QUADS + i;
+        Bytes of_w[V];
+        unroll<V>([&](auto v) { of_w[v] = numbers(std::integral_constant<int, Q>{}, v); });
+        unroll<R>([&](auto r) {
+          const Bytes x = repeat_four(x_.numbers(first + r) + u * UNIT + Q * 4);
+          unroll<V>([&](auto v) { dots[r][v].template add<i>(of_w[v], x); });
         });
-      }
-      unroll<N>([&](auto n) {
-        const Group group(*this, panel + n, g, first);
-        unroll<R>([&](auto r) { group.add(r, dots[r][n], total[r][n]); });
       });
-    }
-    unroll<R>([&](auto r) {
-      unroll<N>([&](auto n) {
-        unroll<V>([&](auto v) { Vec(total[r][n][v]).store(sums + (n * height() + r) * PANEL + v * W); });
+      const Scales w = scales_of(part);
+      unroll<R>([&](auto r) {
+        const Int8Rows::Unit& x = x_.units(first + r)[u];
+        unroll<V>([&](auto v) { add_dots(w, v, x, part, dots[r][v].total(), total[r][v]); });
       });
     });
   }
 
-  // The scales of one group of columns of a panel; add() adds the group to sums: scale of x * (scale of w * dot +
-  // offset of w * sum of x).
-  struct Group {
-    Group(const Int8Gemm& product, int64_t panel, int64_t g, int64_t first)
-        : scale_of_x(product.x_.scale + g * product.height() + first),
-          sum_of_x(product.x_.sum + g * product.height() + first) {
-      const int64_t at = (panel * product.w_.groups + g) * PANEL;
-      unroll<V>([&](auto v) { scale[v] = load(product.w_.scale + at + v * W); });
-      if constexpr (OFFSETS) unroll<V>([&](auto v) { offset[v] = load(product.w_.offset + at + v * W); });
-    }
+  // Multiplies the rows from `first` on by N panels of the weight, R rows at a time, then those that are left.
+  template <int R, int N>
+  void multiply_few(int64_t first, int64_t panel, float* sums) const {
+    for (; first + R <= rows_; first += R) multiply_rows<R, N>(first, panel, sums + first * PANEL);
+    if constexpr (R > 1)
+      if (first < rows_) multiply_few<R / 2, N>(first, panel, sums);
+  }
 
-    inline __attribute__((always_inline)) void add(int64_t row, const Dot4& dots, Raw (&total)[V]) const {
-      const auto numbers = __builtin_convertvector(dots, float __attribute__((vector_size(64))));
-      const Vec of_x(scale_of_x[row]);
-      unroll<V>([&](auto v) {
-        Raw dot;
-        std::memcpy(&dot, reinterpret_cast<const char*>(&numbers) + v * sizeof(dot), sizeof(dot));
-        Vec sum = at::vec::fmadd(Vec(scale[v]) * of_x, Vec(dot), Vec(total[v]));
-        if constexpr (OFFSETS) sum = at::vec::fmadd(Vec(offset[v]) * of_x, Vec(static_cast<float>(sum_of_x[row])), sum);
-        total[v] = sum;
+  // Multiplies R rows of x by N panels of the weight, whose numbers are unpacked in registers. Everything is inlined
+  // (`flatten`), as a compiler stops inlining in large functions, and the sums would not stay in registers.
+  template <int R, int N>
+  __attribute__((flatten)) void multiply_rows(int64_t first, int64_t panel, float* sums) const {
+    Raw total[N][R][V];
+    unroll<N>([&](auto n) { unroll<R>([&](auto r) { unroll<V>([&](auto v) { total[n][r][v] = Vec(0.f); }); }); });
+    const uint8_t* const w = tiles_of(panel);
+    for (int64_t u = 0; u < w_.units; ++u)
+      unroll<N>([&](auto n) {
+        const uint8_t* const unit = w + unit_at(u) + n * BYTES;
+        for (int64_t i = 0; i < UNIT_BYTES; i += LINE) __builtin_prefetch(unit + i + AHEAD<N>, 0, L2);
+        add_unit<R>(
+            first, u, [&](auto q, int64_t v) { return load_quad<F, q>(unit, v * W); },
+            [&](int64_t part) { return scales(panel + n, u, part); }, total[n]);
       });
-    }
+    unroll<N>([&](auto n) { unroll<R>([&](auto r) { store_total(total[n][r], sums + (n * height() + r) * PANEL); }); });
+  }
 
-    const float* scale_of_x;
-    const int32_t* sum_of_x;
-    Raw scale[V], offset[V];
+  // Some units of a panel, unpacked.
+  struct Unpacked {
+    static constexpr int64_t UNITS = 8;  // so that they stay in the L1 cache
+    Bytes numbers[UNITS][QUADS][V];
+    Scales scales[UNITS][PARTS];
   };
 
-  const IntWeight<S> w_;
-  const Int8Rows x_;
+  // Multiplies all rows of x by a panel of the weight, of which some units at a time are unpacked for all rows.
+  void multiply_many(int64_t panel, float* sums) const {
+    Unpacked some;
+    const uint8_t* const w = tiles_of(panel);
+    for (int64_t u = 0; u < w_.units; u += Unpacked::UNITS) {
+      const int64_t count = std::min(Unpacked::UNITS, w_.units - u);
+      for (int64_t i = 0; i < count; ++i) {
+        const uint8_t* const unit = w + unit_at(u + i);
+        for (int64_t line = 0; line < UNIT_BYTES; line += LINE) __builtin_prefetch(unit + line + AHEAD<1>, 0, L2);
+        unroll<QUADS>(
+            [&](auto q) { unroll<V>([&](auto v) { some.numbers[i][q][v] = load_quad<F, q>(unit, v * W); }); });
+        unroll<PARTS>([&](auto part) { some.scales[i][part] = scales(panel, u + i, part); });
+      }
+      multiply_unpacked<MANY>(some, 0, u, count, sums);
+    }
+  }
+
+  // Multiplies the rows from `first` on by unpacked units, of which the first is number u; R rows at a time.
+  template <int R>
+  void multiply_unpacked(const Unpacked& w, int64_t first, int64_t u, int64_t count, float* sums) const {
+    for (; first + R <= rows_; first += R) multiply_unpacked_rows<R>(w, first, u, count, sums);
+    if constexpr (R > 1)
+      if (first < rows_) multiply_unpacked<R / 2>(w, first, u, count, sums);
+  }
+
+  template <int R>
+  __attribute__((flatten)) void multiply_unpacked_rows(const Unpacked& w, int64_t first, int64_t u, int64_t count,
+                                                       float* sums) const {
+    Raw total[R][V];
+    unroll<R>([&](auto r) {
+      unroll<V>([&](auto v) { total[r][v] = u == 0 ? Vec(0.f) : load(sums + (first + r) * PANEL + v * W); });
+    });
+    for (int64_t i = 0; i < count; ++i)
+      add_unit<R>(
+          first, u + i, [&](auto q, int64_t v) { return w.numbers[i][q][v]; },
+          [&](int64_t part) { return w.scales[i][part]; }, total);
+    unroll<R>([&](auto r) { store_total(total[r], sums + (first + r) * PANEL); });
+  }
+
+  static inline __attribute__((always_inline)) void store_total(const Raw (&total)[V], float* to) {
+    unroll<V>([&](auto v) { Vec(total[v]).store(to + v * W); });
+  }
+
+  const IntWeight<F> w_;
+  Int8Rows x_;
   int64_t rows_, k_;
 };
 

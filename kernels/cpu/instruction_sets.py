@@ -8,9 +8,11 @@ import platform
 import torch
 
 INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512", "avx2", "neon")  # the fastest first
-# CPU features that a library is compiled for in addition to AVX-512
-AVX512_BF16 = ("avx512_bf16", "avx512_vnni")
-FEATURES = {"amx": (*AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"), "avx512_bf16": AVX512_BF16, "avx512": ()}
+# CPU features that a library is compiled for in addition to AVX-512. The first processors with AVX-512 have no VNNI:
+# they run AVX2.
+AVX512 = ("avx512_vnni",)
+AVX512_BF16 = (*AVX512, "avx512_bf16")
+FEATURES = {"amx": (*AVX512_BF16, "amx_tile", "amx_bf16", "amx_int8"), "avx512_bf16": AVX512_BF16, "avx512": AVX512}
 
 
 def usable_instruction_sets() -> tuple[str, ...]:

@@ -10,6 +10,7 @@
 #include "gemm_bf16_amx.h"
 #include "gemm_int8_amx.h"
 #include "gemm_vec.h"
+#include "with_int_format.h"
 
 namespace kvmux {
 namespace {
@@ -28,16 +29,116 @@ using ProductOf = VectorGemm<T>;
 // half.
 constexpr int64_t MANY_BLOCKS = 3;
 
-// Computes the sums of panels begin .. end - 1 of a weight, for all rows of x.
+// The panels of a weight in one format, multiplied by a `Product`.
 template <typename Product>
-void add_panels(const Product& product, typename Product::Session& session, int64_t begin, int64_t end, float* sums) {
-  const int64_t tiles = product.tiles(), chunk = product.chunk(), size = product.height() * PANEL;
-  for (int64_t tile = 0; tile < tiles; tile += chunk)
-    for (int64_t panel = begin, next; panel < end; panel = next) {
-      next = std::min(end, panel / PANELS * PANELS + PANELS);
-      product.add(session, panel, next - panel, tile, std::min(tiles, tile + chunk), sums + (panel - begin) * size);
+class PanelsOf : public PanelProduct {
+ public:
+  explicit PanelsOf(const Product& product) : product_(product), session_(product_) {}
+
+  void compute(int64_t begin, int64_t end, float* sums) override {
+    const int64_t tiles = product_.tiles(), chunk = product_.chunk(), size = product_.height() * PANEL;
+    for (int64_t tile = 0; tile < tiles; tile += chunk)
+      for (int64_t panel = begin, next; panel < end; panel = next) {
+        next = std::min(end, panel / PANELS * PANELS + PANELS);
+        product_.add(session_, panel, next - panel, tile, std::min(tiles, tile + chunk), sums + (panel - begin) * size);
+      }
+  }
+
+ private:
+  const Product product_;
+  typename Product::Session session_;
+};
+
+// ---------------------------------------------------------------- weights of floats
+template <typename T, typename X>
+class FloatGemm : public Gemm {
+ public:
+  explicit FloatGemm(const PackedPart& weight) : Gemm(weight.outputs, weight.width), numbers_(weight.numbers) {}
+
+  int64_t input_bytes(int64_t rows) const override { return Product::numbers(rows, width) * sizeof(Number); }
+  void pack(char* input, int64_t rows, const void* x, int64_t row, int64_t first, int64_t count) const override {
+    product(input, rows).pack_row(static_cast<const X*>(x), row, first, count);
+  }
+
+ private:
+  using Product = ProductOf<T>;
+  using Number = typename Product::Number;
+
+  Product product(char* input, int64_t rows) const {
+    return {numbers_.template const_data_ptr<T>(), reinterpret_cast<Number*>(input), rows, width};
+  }
+  int64_t height(int64_t rows) const override { return product(nullptr, rows).height(); }
+  bool takes_whole_depth(int64_t rows) const override {
+    const Product packed = product(nullptr, rows);
+    return packed.chunk() == packed.tiles();
+  }
+  std::unique_ptr<PanelProduct> start(char* input, int64_t rows) const override {
+    return std::make_unique<PanelsOf<Product>>(product(input, rows));
+  }
+
+  const Tensor numbers_;
+};
+
+// ---------------------------------------------------------------- weights of integers
+// Multiplies by parts in several formats as if they were one: they read the same packed rows.
+class IntGemm : public Gemm {
+ public:
+  IntGemm(const PackedWeight& weight, at::ScalarType x_type)
+      : Gemm(weight.outputs, weight.width), weight_(weight), x_type_(x_type) {}
+
+  int64_t input_bytes(int64_t rows) const override { return Int8Rows::bytes(rows, width); }
+  void pack(char* input, int64_t rows, const void* x, int64_t row, int64_t first, int64_t count) const override {
+    with_type(x_type_, [&](auto number) {
+      Int8Rows(input, rows, width).pack(static_cast<const decltype(number)*>(x), row, first, count);
+    });
+  }
+
+ private:
+  // The parts, each with the panel that it begins with.
+  class Parts : public PanelProduct {
+   public:
+    explicit Parts(int64_t height) : size_(height * PANEL) {}
+
+    void add(int64_t begin, std::unique_ptr<PanelProduct> part) { parts_.emplace_back(begin, std::move(part)); }
+    void compute(int64_t begin, int64_t end, float* sums) override {
+      for (size_t i = 0; i < parts_.size() && begin < end; ++i) {
+        const int64_t last = i + 1 < parts_.size() ? std::min(end, parts_[i + 1].first) : end;
+        if (begin >= last) continue;
+        parts_[i].second->compute(begin - parts_[i].first, last - parts_[i].first, sums);
+        sums += (last - begin) * size_;
+        begin = last;
+      }
     }
-}
+
+   private:
+    const int64_t size_;
+    std::vector<std::pair<int64_t, std::unique_ptr<PanelProduct>>> parts_;
+  };
+
+  int64_t height(int64_t rows) const override { return Int8Rows::height(rows); }
+  bool takes_whole_depth(int64_t) const override { return true; }
+  std::unique_ptr<PanelProduct> start(char* input, int64_t rows) const override {
+    auto parts = std::make_unique<Parts>(height(rows));
+    int64_t panel = 0;
+    for (const PackedPart& part : weight_.parts) {
+      with_int_format(part, [&](auto format) {
+        using F = decltype(format);
+        const Int8Gemm<F> product(as_int_weight<F>(part), {input, rows, width}, rows, width);
+        parts->add(panel, std::make_unique<PanelsOf<Int8Gemm<F>>>(product));
+      });
+      panel += part.outputs / PANEL;
+    }
+    return parts;
+  }
+
+  const PackedWeight weight_;
+  const at::ScalarType x_type_;
+};
+
+}  // namespace
+
+// ---------------------------------------------------------------- how threads share a product
+namespace {
 
 // Returns the most panels that are computed before the epilogue takes their sums: as many as stay in the L2 cache.
 int64_t max_panels(int64_t height) {
@@ -47,124 +148,36 @@ int64_t max_panels(int64_t height) {
   return std::max<int64_t>(1, panels / (2 * PANELS)) * 2 * PANELS;
 }
 
-int64_t sums_size_for(int64_t height) { return max_panels(height) * height * PANEL; }
+}  // namespace
 
-// Returns the number of pieces of work into which panels are cut. If the product takes the whole depth at once (few
-// rows), only reading memory takes time, and there are as few pieces as keep all threads busy.
-template <typename Product>
-int64_t pieces(const Product& product, int64_t panels, int64_t most, int64_t threads) {
-  const int64_t blocks = panels / PANELS;
-  if (product.chunk() == product.tiles())
-    return blocks < MANY_BLOCKS * threads && blocks % threads != 0 ? panels / PAIR : blocks;
-  const int64_t rounds = (panels + most * threads - 1) / (most * threads);
-  return std::min(panels / PAIR, rounds * threads);
-}
+int64_t Gemm::sums_size(int64_t rows) const { return max_panels(height(rows)) * height(rows) * PANEL; }
 
-template <typename Product>
-void multiply_panels(Team& team, Member member, const Product& product, int64_t panels, float* sums, int64_t twin,
-                     const Epilogue& epilogue) {
-  typename Product::Session session(product);
-  const int64_t size = product.height() * PANEL, all = twin == 0 ? panels : twin;
-  const int64_t n = pieces(product, all, max_panels(product.height()) / (twin == 0 ? 1 : 2), team.size());
-  team.share(member, n, [&](int64_t i) {
-    const int64_t first = all / PAIR * i / n * PAIR, last = all / PAIR * (i + 1) / n * PAIR;
-    add_panels(product, session, first, last, sums);
-    if (twin != 0) add_panels(product, session, first + twin, last + twin, sums + (last - first) * size);
+void Gemm::multiply(Team& team, Member member, char* input, int64_t rows, float* sums, int64_t twin,
+                    const Epilogue& epilogue) const {
+  const auto product = start(input, rows);
+  const int64_t panels = twin == 0 ? blocks_of(outputs) * PANELS : twin, size = height(rows) * PANEL;
+  const int64_t most = max_panels(height(rows)) / (twin == 0 ? 1 : 2), blocks = panels / PANELS, threads = team.size();
+  // If only reading memory takes time, there are as few pieces of work as keep all threads busy.
+  int64_t pieces;
+  if (takes_whole_depth(rows))
+    pieces = blocks < MANY_BLOCKS * threads && blocks % threads != 0 ? panels / PAIR : blocks;
+  else
+    pieces = std::min(panels / PAIR, (panels + most * threads - 1) / (most * threads) * threads);
+  team.share(member, pieces, [&](int64_t i) {
+    const int64_t first = panels / PAIR * i / pieces * PAIR, last = panels / PAIR * (i + 1) / pieces * PAIR;
+    product->compute(first, last, sums);
+    if (twin != 0) product->compute(first + twin, last + twin, sums + (last - first) * size);
     epilogue(first, last, sums, size);
   });
 }
 
-// ---------------------------------------------------------------- weights of floats
-template <typename T, typename X>
-class FloatGemm : public Gemm {
- public:
-  explicit FloatGemm(const PackedWeight& weight) : Gemm(weight), w_(weight.numbers.const_data_ptr<T>()) {}
-
-  int64_t input_bytes(int64_t rows) const override { return Product::numbers(rows, width) * sizeof(Number); }
-  int64_t sums_size(int64_t rows) const override { return sums_size_for(product(nullptr, rows).height()); }
-  void pack_row(char* input, int64_t rows, const void* x, int64_t row) const override {
-    product(input, rows).pack_row(static_cast<const X*>(x), row, 0, width);
-  }
-  bool packs_columns() const override { return true; }
-  void pack_columns(char* input, int64_t rows, const void* x, int64_t first, int64_t last,
-                    int64_t column) const override {
-    const X* from = static_cast<const X*>(x);
-    const Product packed = product(input, rows);
-    for (int64_t row = first; row < last; ++row, from += PART) packed.pack_row(from, row, column, PART);
-  }
-  void multiply(Team& team, Member member, char* input, int64_t rows, float* sums, int64_t twin,
-                const Epilogue& epilogue) const override {
-    multiply_panels(team, member, product(input, rows), blocks_of(outputs) * PANELS, sums, twin, epilogue);
-  }
-
- private:
-  using Product = ProductOf<T>;
-  using Number = typename Product::Number;
-
-  Product product(char* input, int64_t rows) const { return {w_, reinterpret_cast<Number*>(input), rows, width}; }
-
-  const T* w_;
-};
-
-// ---------------------------------------------------------------- weights of integers
-template <int BITS, bool OFFSETS, typename S, typename X>
-class IntGemm : public Gemm {
- public:
-  explicit IntGemm(const PackedWeight& weight)
-      : Gemm(weight), w_{weight.numbers.const_data_ptr<uint8_t>(), weight.scale.const_data_ptr<S>(),
-                         OFFSETS ? weight.offset.const_data_ptr<S>() : nullptr, weight.scale.size(1), weight.group} {}
-
-  int64_t input_bytes(int64_t rows) const override { return numbers(rows) + 2 * factors(rows); }
-  int64_t sums_size(int64_t rows) const override { return sums_size_for(Product::height_of(rows)); }
-  void pack_row(char* input, int64_t rows, const void* x, int64_t row) const override {
-    product(input, rows).pack_row(static_cast<const X*>(x), row);
-  }
-  void multiply(Team& team, Member member, char* input, int64_t rows, float* sums, int64_t twin,
-                const Epilogue& epilogue) const override {
-    multiply_panels(team, member, product(input, rows), blocks_of(outputs) * PANELS, sums, twin, epilogue);
-  }
-
- private:
-  using Product = Int8Gemm<BITS, OFFSETS, S>;
-
-  // Bytes of packed rows of x: numbers() of their quantized numbers, factors() of their scales, and as many of their
-  // sums.
-  int64_t numbers(int64_t rows) const { return Product::height_of(rows) * Product::pitch(width); }
-  int64_t factors(int64_t rows) const { return Product::height_of(rows) * w_.groups * sizeof(float); }
-
-  Product product(char* input, int64_t rows) const {
-    char* const scales = input + numbers(rows);
-    auto* const sums = reinterpret_cast<int32_t*>(scales + factors(rows));
-    return {w_, {reinterpret_cast<int8_t*>(input), reinterpret_cast<float*>(scales), sums}, rows, width};
-  }
-
-  const IntWeight<S> w_;
-};
-
-template <typename X>
-std::unique_ptr<Gemm> make_gemm_for(const PackedWeight& weight) {
-  std::unique_ptr<Gemm> made;
-  if (weight.bits == 0) {
-    with_type(weight.numbers.scalar_type(),
-              [&](auto number) { made = std::make_unique<FloatGemm<decltype(number), X>>(weight); });
-    return made;
-  }
-  with_type(weight.scale.scalar_type(), [&](auto of_scale) {
-    using S = decltype(of_scale);
-    const bool offsets = weight.offset.defined();
-    if (weight.bits == 4 && offsets) made = std::make_unique<IntGemm<4, true, S, X>>(weight);
-    if (weight.bits == 4 && !offsets) made = std::make_unique<IntGemm<4, false, S, X>>(weight);
-    if (weight.bits == 8 && offsets) made = std::make_unique<IntGemm<8, true, S, X>>(weight);
-    if (weight.bits == 8 && !offsets) made = std::make_unique<IntGemm<8, false, S, X>>(weight);
-  });
-  return made;
-}
-
-}  // namespace
-
 std::unique_ptr<Gemm> make_gemm(const PackedWeight& weight, at::ScalarType x_type) {
   std::unique_ptr<Gemm> made;
-  with_type(x_type, [&](auto number) { made = make_gemm_for<decltype(number)>(weight); });
+  const PackedPart& first = weight.parts[0];
+  if (first.bits > 0) return std::make_unique<IntGemm>(weight, x_type);
+  with_type(first.numbers.scalar_type(), [&](auto number) {
+    with_type(x_type, [&](auto of_x) { made = std::make_unique<FloatGemm<decltype(number), decltype(of_x)>>(first); });
+  });
   return made;
 }
 
@@ -199,7 +212,8 @@ Tensor linear(const Tensor& x, const PackedWeight& weight, const std::optional<T
 }
 
 Tensor padded_bias(const std::optional<Tensor>& bias, const PackedWeight& weight, const char* name) {
-  const Types types = weight.bits == 0 ? only(weight.numbers.scalar_type()) : FLOATS;
+  const PackedPart& first = weight.parts[0];
+  const Types types = first.bits == 0 ? only(first.numbers.scalar_type()) : FLOATS;
   expect("linear", name, bias, types, {weight.outputs});
   if (!bias) return {};
   const Tensor padded = at::zeros({blocks_of(weight.outputs) * BLOCK}, at::kFloat);
@@ -211,8 +225,8 @@ Tensor padded_bias(const std::optional<Tensor>& bias, const PackedWeight& weight
 
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.def(
-      "linear(Tensor x, Tensor[] weight, int[] format, Tensor? bias) -> Tensor",
-      [](const at::Tensor& x, at::TensorList weight, at::IntArrayRef format, const std::optional<at::Tensor>& bias) {
-        return kvmux::linear(x, kvmux::PackedWeight(weight, format), bias);
+      "linear(Tensor x, Tensor[] weight, int[] layout, Tensor? bias) -> Tensor",
+      [](const at::Tensor& x, at::TensorList weight, at::IntArrayRef layout, const std::optional<at::Tensor>& bias) {
+        return kvmux::linear(x, kvmux::PackedWeight(weight, layout), bias);
       });
 }

@@ -5,18 +5,30 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "check.h"
 
 namespace kvmux {
 
-// A packed weight: its numbers; for integers also the scales and, if there are any, offsets [panels, groups, 16]; its
-// numbers of outputs and inputs, the bits of a number (0: floats), and the columns of a group.
-struct PackedWeight {
-  PackedWeight(at::TensorList parts, at::IntArrayRef format);
+// A packed weight in one format: its numbers; for integers also the scales and, if there are any, offsets [panels,
+// groups, 16]; its numbers of outputs and inputs, the bits of a number (0: floats), and the columns of a group. The
+// numbers may be places in a codebook (block_formats.h). With two levels of scales these are [panels, blocks of 256
+// columns, 16], and `small` and `small_offset` are [panels, groups, 16].
+struct PackedPart {
+  PackedPart(at::TensorList tensors, at::IntArrayRef layout);
 
-  at::Tensor numbers, scale, offset;  // scale and offset are undefined tensors if the weight has none
-  int64_t outputs, width, bits, group;
+  at::Tensor numbers, scale, offset, small, small_offset;  // undefined tensors where the weight has none
+  int64_t outputs, width, bits, group, book;
+};
+
+// A packed weight: a part in one format, or several parts of integers in their own formats, one after the other by
+// their outputs. The layouts of the parts follow each other, and so do their tensors.
+struct PackedWeight {
+  PackedWeight(at::TensorList tensors, at::IntArrayRef layouts);
+
+  std::vector<PackedPart> parts;
+  int64_t outputs, width;
 };
 
 // Returns how many elements a packed weight's tensor has, padding included; kByte stands for integers of 8 bits.

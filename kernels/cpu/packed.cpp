@@ -9,12 +9,16 @@
 #include "dispatch.h"
 #include "ops.h"
 #include "vector.h"
+#include "with_int_format.h"
 
 namespace kvmux {
 
 using at::Tensor;
 
 namespace {
+
+// The numbers of a part's layout, as kernels/cpu/packed.py has them.
+enum Layout : size_t { ROWS, WIDTH, BITS, GROUP, BOOK, LEVELS, TENSORS, LAYOUT };
 
 template <typename T>
 int64_t packed_size(int64_t outputs, int64_t k) {
@@ -86,10 +90,67 @@ void pack_integers(const Tensor& packed, const Tensor& numbers, int64_t bits, bo
   if (bits == 8 && !offsets) packed.bitwise_xor_(128);
 }
 
+template <typename B>
+void pack_rows_of_blocks(const PackedPart& weight, const Tensor& rows) {
+  using F = FormatOf<B>;
+  using S = typename F::Scale;
+  const int64_t count = weight.width / B::COLUMNS, apart = rows.stride(0);
+  TORCH_CHECK_VALUE(count * B::BYTES == rows.size(1), "linear: rows of ", rows.size(1), " bytes in blocks of ",
+                    B::BYTES);
+  const IntWeight<F> to = as_int_weight<F>(weight);
+  const auto writable = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
+  auto* const numbers = static_cast<uint8_t*>(writable(weight.numbers));
+  auto *const scale = static_cast<S*>(writable(weight.scale)), *const offset = static_cast<S*>(writable(weight.offset));
+  auto *const small = static_cast<int8_t*>(writable(weight.small)), *const small_offset = static_cast<int8_t*>(
+                                                                        writable(weight.small_offset));
+  const uint8_t* const from = rows.const_data_ptr<uint8_t>();
+  const bool filled = fills_tiles<uint8_t>(weight.width);
+  parallel_over_blocks(weight.numbers, weight.outputs, filled, [&](char*, int64_t first, int64_t outputs) {
+    Block block;
+    // A panel's outputs are packed block by block, so that what is written stays in the L1 cache.
+    for (int64_t begin = first; begin < first + outputs; begin += PANEL)
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t row = begin; row < std::min(first + outputs, begin + PANEL); ++row) {
+          const int64_t panel = row / PANEL, lane = row % PANEL, column = i * B::COLUMNS, unit = column / UNIT;
+          B::unpack(from + row * apart + i * B::BYTES, block);
+          if constexpr (B::BITS == 8)
+            for (int n = 0; n < B::COLUMNS; ++n) block.numbers[n] ^= 128;  // stored as signed bytes
+          for (int64_t n = 0; n < B::COLUMNS; n += UNIT)
+            pack_unit<B::BITS>(block.numbers + n, lane,
+                               numbers + unit_offset<B::BITS>(panel, weight.width, column + n));
+          const int64_t at = to.place(panel, unit) + lane;
+          scale[at] = static_cast<S>(block.scale);
+          if constexpr (B::OFFSETS) offset[at] = static_cast<S>(-block.offset);
+          if constexpr (B::TWO_LEVELS)
+            for (int64_t j = 0; j < B::COLUMNS / B::GROUP; ++j) {
+              const int64_t place = to.small_place(panel, unit, j) + lane;
+              small[place] = block.small[j];
+              if constexpr (B::OFFSETS) small_offset[place] = static_cast<int8_t>(block.small_offset[j]);
+            }
+        }
+  });
+}
+
+// Packs rows of blocks of a GGUF file into the tensors of a `PackedPart`.
+void pack_blocks(at::TensorList tensors, at::IntArrayRef layout, const Tensor& rows, const std::string& name) {
+  const PackedPart weight(tensors, layout);
+  expect("linear", "blocks", rows, only(at::kByte), {weight.outputs, SOME});
+  const bool known = with_block_format(name.c_str(), [&](auto of_blocks) {
+    using B = decltype(of_blocks);
+    with_int_format(weight, [&](auto of_weight) {
+      if constexpr (std::is_same_v<decltype(of_weight), FormatOf<B>>)
+        pack_rows_of_blocks<B>(weight, rows);
+      else
+        TORCH_CHECK_VALUE(false, "linear: blocks of ", name, " do not fit a weight of ", weight.bits, " bits");
+    });
+  });
+  TORCH_CHECK_VALUE(known, "linear: no kernel for blocks of ", name);
+}
+
 // ---------------------------------------------------------------- rows
 // Reads the rows `which` of a packed weight of floats.
 template <typename T>
-void unpack_float_rows(const PackedWeight& weight, const int64_t* which, int64_t count, T* to) {
+void unpack_float_rows(const PackedPart& weight, const int64_t* which, int64_t count, T* to) {
   using P = Packing<T>;
   const T* numbers = weight.numbers.const_data_ptr<T>();
   parallel_over_rows(count, weight.width, [&](int64_t begin, int64_t end) {
@@ -103,36 +164,33 @@ void unpack_float_rows(const PackedWeight& weight, const int64_t* which, int64_t
 }
 
 // Reads the rows `which` of a packed weight of integers, dequantized to float32.
-template <typename S>
-void unpack_integer_rows(const PackedWeight& weight, const int64_t* which, int64_t count, float* to) {
-  using P = Packing<uint8_t>;
-  const auto* numbers = weight.numbers.const_data_ptr<uint8_t>();
-  const S* scales = weight.scale.const_data_ptr<S>();
-  const S* offsets = weight.offset.defined() ? weight.offset.const_data_ptr<S>() : nullptr;
-  const int64_t groups = weight.width / weight.group;
-  const float zero = weight.bits == 4 ? 8.f : 128.f;
-  const auto number = [&](int64_t row, int64_t i) {
-    const int64_t panel = P::panel(row / PANEL, weight.width), lane = row % PANEL * P::S;
-    if (weight.bits == 8) {
-      const uint8_t byte = numbers[panel + lane + P::column(i) + i % P::S];
-      return static_cast<float>(offsets == nullptr ? byte ^ 128 : byte);
-    }
-    const uint8_t byte = numbers[panel / 2 + lane + halves_column(i) + i % P::S];
-    return static_cast<float>(i / P::S % 2 == 0 ? byte & 15 : byte >> 4);
-  };
-  parallel_over_rows(count, weight.width, [&](int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; ++n)
-      for (int64_t i = 0; i < weight.width; ++i) {
-        const int64_t at = (which[n] / PANEL * groups + i / weight.group) * PANEL + which[n] % PANEL;
-        const float scale = static_cast<float>(scales[at]);
-        const float offset = offsets == nullptr ? -scale * zero : static_cast<float>(offsets[at]);
-        to[n * weight.width + i] = number(which[n], i) * scale + offset;
+template <typename F>
+void unpack_integer_rows(const IntWeight<F>& weight, int64_t width, const int64_t* which, int64_t count, float* to) {
+  parallel_over_rows(count, width, [&](int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t panel = which[n] / PANEL, lane = which[n] % PANEL;
+      for (int64_t i = 0; i < width; ++i) {
+        const int64_t unit = i / UNIT, at = weight.place(panel, unit) + lane;
+        int number = number_at<F::BITS>(weight.numbers + unit_offset<F::BITS>(panel, width, i), lane, i % UNIT);
+        if constexpr (F::BOOK != NONE) number = CODEBOOKS[F::BOOK][number];
+        if constexpr (F::BITS == 8) number ^= F::ZERO;  // stored as a signed byte
+        if constexpr (F::BOOK == NONE) number -= F::ZERO;
+        float scale = static_cast<float>(weight.scale[at]);
+        float offset = F::OFFSETS ? static_cast<float>(weight.offset[at]) : 0.f;
+        if constexpr (F::TWO_LEVELS) {
+          const int64_t place = weight.small_place(panel, unit, i % UNIT * F::PARTS / UNIT) + lane;
+          scale *= weight.small[place];
+          if constexpr (F::OFFSETS) offset *= weight.small_offset[place];
+        }
+        to[n * width + i] = F::OFFSETS ? number * scale + offset : number * scale;
       }
+    }
   });
 }
 
-Tensor packed_rows(at::TensorList parts, at::IntArrayRef format, const Tensor& which) {
-  const PackedWeight weight(parts, format);
+// Returns the rows `which` of a part; those of a weight of integers are dequantized to float32.
+Tensor packed_rows(at::TensorList tensors, at::IntArrayRef layout, const Tensor& which) {
+  const PackedPart weight(tensors, layout);
   expect("rows", "which", which, only(at::kLong), {ANY});
   expect_indices("rows", "which", which, weight.outputs);
   const int64_t* rows = which.const_data_ptr<int64_t>();
@@ -144,30 +202,62 @@ Tensor packed_rows(at::TensorList parts, at::IntArrayRef format, const Tensor& w
     return found;
   }
   const Tensor found = at::empty({count, weight.width}, at::kFloat);
-  with_type(weight.scale.scalar_type(), [&](auto of_scale) {
-    unpack_integer_rows<decltype(of_scale)>(weight, rows, count, found.data_ptr<float>());
+  with_int_format(weight, [&](auto format) {
+    unpack_integer_rows(as_int_weight<decltype(format)>(weight), weight.width, rows, count, found.data_ptr<float>());
   });
   return found;
 }
 
 }  // namespace
 
-PackedWeight::PackedWeight(at::TensorList parts, at::IntArrayRef format)
-    : numbers(parts[0]), scale(parts.size() > 1 ? parts[1] : Tensor()), offset(parts.size() > 2 ? parts[2] : Tensor()),
-      outputs(format[0]), width(format[1]), bits(format[2]), group(format[3]) {
+PackedPart::PackedPart(at::TensorList tensors, at::IntArrayRef layout)
+    : outputs(layout[ROWS]), width(layout[WIDTH]), bits(layout[BITS]), group(layout[GROUP]), book(layout[BOOK]) {
+  const bool two_levels = layout[LEVELS] == 2;
+  const auto tensor = [&](size_t i) { return tensors.size() > i ? tensors[i] : Tensor(); };
+  numbers = tensor(0), scale = tensor(1);
+  if (two_levels)
+    small = tensor(2), offset = tensor(3), small_offset = tensor(4);
+  else
+    offset = tensor(2);
   const auto type = bits == 0 ? numbers.scalar_type() : at::kByte;
   const int64_t size = packed_numbers(outputs, width, type);
-  expect("linear", "weight, packed,", numbers, only(type), {bits == 4 ? size / 2 : size});
+  expect("linear", "weight, packed,", numbers, only(type), {bits == 0 ? size : size * bits / 8});
   if (bits == 0) return;
   const int64_t groups = group > 0 ? width / group : 0;
-  TORCH_CHECK_VALUE(groups * group == width && (groups == 1 || group % 32 == 0), "linear: no kernel for ", "groups of ",
-                    group, " of ", width, " columns");
+  constexpr int64_t SMALLEST = 32, SMALLEST_OF_TWO_LEVELS = 16, BLOCK_COLUMNS = 256;
+  const int64_t multiple = two_levels ? SMALLEST_OF_TWO_LEVELS : SMALLEST;
+  TORCH_CHECK_VALUE(groups * group == width && (groups == 1 || group % multiple == 0), "linear: no kernel for ",
+                    "groups of ", group, " of ", width, " columns");
+  TORCH_CHECK_VALUE(!two_levels || width % BLOCK_COLUMNS == 0, "linear: two levels of scales of ", width, " columns");
   // Limit for the columns of a group: more products of 8-bit numbers would overflow a sum of 32 bits.
   constexpr int64_t WIDEST = (int64_t{1} << 31) / (127 * 256);
   TORCH_CHECK_VALUE(group <= WIDEST, "linear: groups of ", group, " columns are more than ", WIDEST);
-  const int64_t panels = blocks_of(outputs) * PANELS;
-  expect("linear", "scale, packed,", scale, FLOATS, {panels, groups, PANEL});
-  if (offset.defined()) expect("linear", "offset, packed,", offset, only(scale.scalar_type()), {panels, groups, PANEL});
+  const int64_t panels = blocks_of(outputs) * PANELS, scales = two_levels ? width / BLOCK_COLUMNS : groups;
+  expect("linear", "scale, packed,", scale, FLOATS, {panels, scales, PANEL});
+  if (offset.defined()) expect("linear", "offset, packed,", offset, only(scale.scalar_type()), {panels, scales, PANEL});
+  if (small.defined()) expect("linear", "small scale, packed,", small, only(at::kChar), {panels, groups, PANEL});
+  if (small_offset.defined())
+    expect("linear", "small offset, packed,", small_offset, only(at::kChar), {panels, groups, PANEL});
+  with_int_format(*this, [&](auto format_of_weight) {
+    using F = decltype(format_of_weight);
+    TORCH_CHECK_VALUE(scale.scalar_type() == c10::CppTypeToScalarType<typename F::Scale>::value &&
+                          F::TWO_LEVELS == small.defined() && (F::TWO_LEVELS && F::OFFSETS) == small_offset.defined() &&
+                          (!F::TWO_LEVELS || group == UNIT / F::PARTS),
+                      "linear: the parts of a weight of ", bits, " bits do not fit each other");
+  });
+}
+
+PackedWeight::PackedWeight(at::TensorList tensors, at::IntArrayRef layouts) : outputs(0), width(layouts[WIDTH]) {
+  for (; !layouts.empty(); layouts = layouts.slice(LAYOUT)) {
+    TORCH_CHECK_VALUE(outputs % BLOCK == 0, "linear: a part of a weight begins at output ", outputs);
+    const auto count = static_cast<size_t>(layouts[TENSORS]);
+    parts.emplace_back(tensors.slice(0, count), layouts.slice(0, LAYOUT));
+    TORCH_CHECK_VALUE(
+        parts.back().width == width && (parts.size() == 1 || (parts[0].bits > 0 && parts.back().bits > 0)),
+        "linear: the parts of a weight do not fit each other");
+    outputs += parts.back().outputs;
+    tensors = tensors.slice(count);
+  }
 }
 
 }  // namespace kvmux
@@ -176,5 +266,6 @@ TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.def("packed_numbers(int outputs, int width, ScalarType type) -> int", &kvmux::packed_numbers);
   library.def("pack(Tensor(a!) packed, Tensor weight) -> ()", &kvmux::pack);
   library.def("pack_integers(Tensor(a!) packed, Tensor numbers, int bits, bool offsets) -> ()", &kvmux::pack_integers);
-  library.def("packed_rows(Tensor[] parts, int[] format, Tensor which) -> Tensor", &kvmux::packed_rows);
+  library.def("pack_blocks(Tensor(a!)[] tensors, int[] layout, Tensor rows, str format) -> ()", &kvmux::pack_blocks);
+  library.def("packed_rows(Tensor[] tensors, int[] layout, Tensor which) -> Tensor", &kvmux::packed_rows);
 }

@@ -6,13 +6,14 @@ each launch, as Metal kernels get no shapes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.block_formats import BlockTensor
 from kernels.metal.arguments import (
     GROUP,
     KERNEL_DTYPES,
@@ -28,13 +29,15 @@ from kernels.metal.arguments import (
     typed_memory,
 )
 from kernels.metal.attention import MetalAttention, get_kernel_shape
+from kernels.metal.blocks import SYMMETRIC_FORMATS, to_quantized
 from kernels.metal.library import Grid, Kernels, Longs
-from kernels.ops import Weight
+from kernels.ops import PackedWeight, Weight
 from kernels.quantization import QuantizedTensor
 from kernels.reference import backend as reference
 from kernels.reference.backend import ReferenceOps
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
+from kernels.weights import ConcatenatedWeight, QuantizedWeight, StoredWeight
 
 OUTPUTS = 4 * GROUP // LANES  # outputs that a threadgroup computes; as in linear.metal
 MAX_ROWS_PER_GROUP = 4  # most rows of x that a threadgroup computes; as in linear.metal
@@ -53,6 +56,15 @@ class MetalOps(ReferenceOps):
         super().__init__()
         self._kernels = kernels
         self._attention = MetalAttention(kernels)
+
+    @property
+    def block_formats(self) -> Container[str]:
+        return SYMMETRIC_FORMATS
+
+    def pack(self, weight: Weight) -> Weight:
+        if isinstance(weight, ConcatenatedWeight):
+            return super().pack(ConcatenatedWeight([_convert_blocks(part) for part in weight.parts]))
+        return weight if isinstance(weight, PackedWeight) else _convert_blocks(weight)
 
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         if dtype in KERNEL_DTYPES:
@@ -78,7 +90,9 @@ class MetalOps(ReferenceOps):
         kernel(call.grid, call.out, x, weight, call.bias, call.sizes)
         return call.out
 
-    def _quantized_linear(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    def _quantized_linear(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+        if not isinstance(weight, QuantizedTensor):
+            return super()._quantized_linear(x, weight, bias)
         fills_words = weight.group % STEP == 0 and weight.shape[1] * weight.bits % 32 == 0
         if not fills_words or not has_kernel_dtype(x, bias) or not has_kernel_dtype(weight.scale, weight.offset):
             return super()._quantized_linear(x, weight, bias)
@@ -302,6 +316,13 @@ def _make_gemv_call(x: Tensor, outputs: int, weight_stride: int, bias: Tensor | 
     out = x.new_empty(rows, outputs)
     sizes = (rows, inputs, outputs, x.stride(0), weight_stride, int(bias is not None))
     return GemvCall(grid, rows_per_group, out, out if bias is None else bias, sizes)
+
+
+def _convert_blocks(weight: StoredWeight) -> StoredWeight:
+    """Return a weight as integers, if it is in blocks that the kernels multiply as such."""
+    if isinstance(weight, BlockTensor) and weight.format.name in SYMMETRIC_FORMATS:
+        return to_quantized(weight)
+    return weight
 
 
 def _group_sizes(weight: QuantizedTensor) -> tuple[int, int]:

@@ -6,7 +6,7 @@ kernels have checks of their own (`kernels/cpu/check.h`). Attention is in attent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,13 +27,13 @@ from kernels.arguments import (
     compute_indices,
 )
 from kernels.composite import CompositeOps
-from kernels.memory import ConcatenatedWeight
 from kernels.ops import PackedWeight, Weight
-from kernels.quantization import QuantizedTensor, count_tile_rows, dequantize
+from kernels.quantization import count_tile_rows
 from kernels.reference.attention import TiledAttention
 from kernels.reference.block_selection import select_blocks
 from kernels.store import KVStore, Plane
 from kernels.types import LayerSpec, Slots
+from kernels.weights import ConcatenatedWeight, QuantizedWeight, StoredWeight, dequantize_weight
 
 MIN_SCALE = 1e-30  # least divisor in quantizing, so that a vector of zeros is not divided by 0
 
@@ -50,18 +50,26 @@ class ReferenceOps(CompositeOps):
     def batch_invariant_head_dim(self) -> int:
         return 0  # no head_dim: torch sums in another order for other numbers of rows
 
+    @property
+    def block_formats(self) -> Container[str]:
+        return ()  # `linear` would dequantize them in each step
+
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         pass  # plain torch compiles nothing
 
     # ---------------------------------------------------------------- layers
-    def pack(self, weight: Weight | ConcatenatedWeight) -> Weight:
-        return weight.concatenate() if isinstance(weight, ConcatenatedWeight) else weight
+    def pack(self, weight: Weight) -> Weight:
+        return weight.merge() if isinstance(weight, ConcatenatedWeight) else weight
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, PackedWeight):
             raise ValueError("linear: the weight was packed by another backend; pack it with this backend's Ops.pack")
         check_linear(x, weight, bias)
-        if isinstance(weight, QuantizedTensor):
+        if isinstance(weight, ConcatenatedWeight):
+            sizes = [part.shape[0] for part in weight.parts]
+            biases = [None] * len(sizes) if bias is None else bias.split(sizes)
+            return torch.cat([self.linear(x, *pair) for pair in zip(weight.parts, biases, strict=True)], 1)
+        if not isinstance(weight, Tensor):
             return self._quantized_linear(x, weight, bias)
         multiplied = x.to(weight.dtype)
         if weight.dtype is torch.bfloat16 and weight.shape[1] % 32 and weight.device.type == "cpu":
@@ -71,17 +79,17 @@ class ReferenceOps(CompositeOps):
             return wide.to(weight.dtype).to(x.dtype)
         return F.linear(multiplied, weight, bias).to(x.dtype)
 
-    def _quantized_linear(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+    def _quantized_linear(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         """Multiply by a quantized weight: dequantize a few rows at a time to float32, which stay in the cache.
 
         Multiplies by `self.linear`, so that the result stays batch-invariant if the backend's `linear` is.
         """
-        outputs = weight.shape[0]
+        outputs, width = weight.shape
         out, wide = x.new_empty(len(x), outputs), x.float()
-        rows = count_tile_rows(weight.shape[1])
+        rows = count_tile_rows(width)
         for first in range(0, outputs, rows):
             some = slice(first, first + rows)
-            tile = dequantize(weight.rows(some))
+            tile = dequantize_weight(weight.rows(some))
             out[:, some] = self.linear(wide, tile, None if bias is None else bias[some].float())
         return out
 
@@ -241,7 +249,7 @@ def _compute_write_index(at: Slots) -> tuple[Tensor | slice, Tensor, Tensor]:
 
 
 # -------------------------------------------------------------------- checks of arguments: layers
-def check_linear(x: Tensor, weight: Tensor | QuantizedTensor, bias: Tensor | None) -> None:
+def check_linear(x: Tensor, weight: StoredWeight | ConcatenatedWeight, bias: Tensor | None) -> None:
     """Raise ValueError for wrong arguments of `Ops.linear`; a quantized weight was checked when it was made."""
     dtypes = FLOATS  # of the bias
     if isinstance(weight, Tensor):

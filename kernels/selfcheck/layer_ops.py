@@ -12,6 +12,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from kernels.block_formats import FORMATS, BlockTensor
 from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, KVLocation, Ops, Weight
 from kernels.quantization import quantize_weight
 from kernels.sampling import SamplingRow
@@ -52,6 +53,20 @@ def _quantized_linear_samples(ops: Ops, dtype: torch.dtype, device: torch.device
             yield f"{what} and a bias", ops.linear(x, weight, bias)
     weight = quantize_weight(draw(37, 320).to(dtype), 4, 32)
     yield "wide slices", ops.linear(draw(3, 330).to(dtype)[:, 5:325], weight)
+
+
+def _block_linear_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
+    draw = random_tensors(device)
+    for format in FORMATS.values():
+        count = 512 // format.columns
+        blocks = (draw(37, count, format.nbytes) * 1000).to(torch.int64).to(torch.uint8)
+        for place in format.halves:
+            blocks[..., place : place + 2] = (draw(37, count, 1) / 256).to(torch.float16).view(torch.uint8)
+        if not format.halves:  # MXFP4: exponents not far below that of 1
+            blocks[..., 0] = 112 + blocks[..., 0] % 8
+        weight = ops.pack(BlockTensor(blocks.flatten(1), format))
+        for rows in (1, 5, 33):
+            yield f"{format.name}, {rows} rows", ops.linear(draw(rows, 512).to(dtype), weight)
 
 
 def _linear_bytes(x: Tensor, weight: Weight, bias: Tensor | None = None) -> int:
@@ -213,6 +228,7 @@ WEIGHTS = "the weights; the activations, in and out"
 LAYER_OPS = (
     OpInfo("linear", SUMS, _linear_samples, WEIGHT, _linear_bytes, ("x",)),
     OpInfo("linear", INT8_INPUTS, _quantized_linear_samples, WEIGHT, _linear_bytes, ("x",), variant="quantized"),
+    OpInfo("linear", INT8_INPUTS, _block_linear_samples, WEIGHT, _linear_bytes, ("x",), variant="blocks"),
     OpInfo("qkv_proj_rope", SUMS, _qkv_proj_rope_samples, WEIGHTS, _qkv_proj_rope_bytes, ("x", "added")),
     OpInfo("o_proj_add_norm", SUMS, _o_proj_add_norm_samples, WEIGHTS, _o_proj_add_norm_bytes, ("x", "mixed")),
     OpInfo("mlp", SUMS, _mlp_samples, WEIGHTS, _mlp_bytes, ("h",)),

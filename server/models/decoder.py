@@ -14,10 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.block_formats import BlockTensor
 from kernels.composite import shift_rope
 from kernels.ops import Attention, Ops, PackedWeight, Weight
-from kernels.quantization import QuantizedTensor, dequantize
+from kernels.quantization import QuantizedTensor
 from kernels.types import LayerSpec
+from kernels.weights import ConcatenatedWeight, dequantize_weight, get_format
 from server.models.base import ForwardStepMixin
 from server.models.config import ModelConfig
 from server.models.layers import load_embedding_and_head, load_layer, load_norm
@@ -65,7 +67,9 @@ class Decoder(ForwardStepMixin):
         """The format of most weights, such as "float32" or "int4"."""
         counts: Counter[str] = Counter()
         for weight in self._weights():
-            counts[_get_format_name(weight)] += weight.shape.numel()
+            for part in weight.parts if isinstance(weight, PackedWeight | ConcatenatedWeight) else (weight,):
+                name = part.format if isinstance(part, PackedWeight) else get_format(part)
+                counts[name] += part.shape.numel()
         return counts.most_common(1)[0][0]
 
     def _weights(self) -> Iterable[Weight]:
@@ -78,10 +82,12 @@ class Decoder(ForwardStepMixin):
         match self._embedding:
             case Tensor():
                 x = F.embedding(ids, self._embedding)
-            case QuantizedTensor():
-                x = dequantize(self._embedding.rows(ids))
             case PackedWeight():
                 x = self._embedding.rows(ids)
+            case QuantizedTensor() | BlockTensor():
+                x = dequantize_weight(self._embedding.rows(ids))
+            case ConcatenatedWeight():
+                raise AssertionError("an embedding is one weight")
         x = x.to(self.dtype)
         return x if self._embedding_scale == 1 else x * self._embedding_scale
 
@@ -122,16 +128,6 @@ class Decoder(ForwardStepMixin):
     def _shift_positions(self, i: int, x: Tensor, delta: Tensor) -> Tensor:
         """Return keys or queries x [N,H,D] of layer `i` with RoPE positions shifted by `delta` [N], also negative."""
         return shift_rope(self._ops, x, self._layers.layers[i].attention.tables, delta)
-
-
-def _get_format_name(weight: Weight) -> str:
-    match weight:
-        case Tensor():
-            return str(weight.dtype).removeprefix("torch.")
-        case QuantizedTensor():
-            return f"int{weight.bits}"
-        case PackedWeight():
-            return weight.format
 
 
 def apply_softcap(logits: Tensor, cap: float | None) -> Tensor:

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kernels.memory import ConcatenatedWeight
 from kernels.ops import AttentionWeights, DecoderLayer, GatedMLP, Ops, RopeTables, Weight
-from kernels.quantization import QuantizedTensor, concatenate_quantized, dequantize
 from kernels.types import LayerSpec
+from kernels.weights import ConcatenatedWeight, dequantize_weight
 from server.models.config import Dim, MixtureOfExperts, ModelConfig, Rope
 from server.models.weights import Matrix, Weights
 
@@ -110,15 +109,11 @@ def _load_fused(
 
 
 def _concatenate(parts: Sequence[Matrix]) -> Matrix | ConcatenatedWeight:
-    """Concatenate matrices along the first dimension; the result is quantized if all of them are."""
+    """Concatenate matrices along the first dimension; if only some are quantized, these are dequantized."""
     if len(parts) == 1:
         return parts[0]
-    quantized = [part for part in parts if isinstance(part, QuantizedTensor)]
-    if len(quantized) == len(parts):
-        return concatenate_quantized(quantized)
     plain = [part for part in parts if isinstance(part, Tensor)]
-    wide = [dequantize(part).to(plain[0].dtype) if isinstance(part, QuantizedTensor) else part for part in parts]
-    return ConcatenatedWeight(wide)
+    return ConcatenatedWeight([dequantize_weight(part).to(plain[0].dtype) for part in parts] if plain else parts)
 
 
 def _load_mlp(config: ModelConfig, weights: Weights, ops: Ops, at: str) -> GatedMLP:

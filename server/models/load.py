@@ -48,7 +48,7 @@ def load_model(
     """
     config = _load_lean_config(directory, impl)
     if config is not None:
-        with _open_weights(directory, config, weights, device) as opened:
+        with _open_weights(directory, config, weights, ops, device) as opened:
             return Decoder(config, opened, ops, dtype, positions=positions)
     if weights.format is not None:
         raise ModelError(
@@ -81,26 +81,28 @@ def _load_lean_config(directory: Path, impl: ModelImpl) -> ModelConfig | None:
 
 
 @contextmanager
-def _open_weights(directory: Path, config: ModelConfig, kept: WeightsConfig, device: torch.device) -> Iterator[Weights]:
+def _open_weights(
+    directory: Path, config: ModelConfig, kept: WeightsConfig, ops: Ops, device: torch.device
+) -> Iterator[Weights]:
     """Yield the checkpoint's weights, quantized if `kept` has a format; they are closed after the `with` block."""
     if kept.format is None:
-        yield _open_checkpoint(directory, config, kept.dtype, device, as_stored=kept.as_stored)
+        yield _open_checkpoint(directory, config, kept, kept.dtype, ops, device)
         return
     # Weights to be quantized are read in the checkpoint's dtype: values are rounded only once, by quantization.
-    checkpoint = _open_checkpoint(directory, config, getattr(torch, config.dtype), device, as_stored=kept.as_stored)
+    checkpoint = _open_checkpoint(directory, config, kept, getattr(torch, config.dtype), ops, device)
     with open_quantized_weights(checkpoint, directory, kept, device, config.num_layers) as weights:
         yield weights
 
 
 def _open_checkpoint(
-    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, as_stored: bool
+    directory: Path, config: ModelConfig, kept: WeightsConfig, dtype: torch.dtype, ops: Ops, device: torch.device
 ) -> Weights:
-    """Open the weights of a GGUF, MLX or safetensors checkpoint; `as_stored` keeps quantized ones as they are."""
+    """Open the weights of a GGUF, MLX or safetensors checkpoint; those that are not quantized become `dtype`."""
     if (file := find_gguf_file(directory)) is not None:
         # GGUFWeights is imported here, so that other models start without gguf
         from server.models.formats.gguf_weights import GGUFWeights
 
-        return GGUFWeights(file, dtype, device, as_stored=as_stored)
+        return GGUFWeights(file, dtype, device, kept_formats=ops.block_formats if kept.as_stored else ())
     if not is_mlx(directory):
         return Safetensors(directory, dtype, device)
     if any(layer.experts for layer in config.layers):
@@ -108,4 +110,4 @@ def _open_checkpoint(
             f"{directory}: MLX checkpoints of mixtures of experts cannot be read: use the unquantized checkpoint, and "
             "give --weights int4 or int8"
         )
-    return MLXWeights(directory, dtype, device, as_stored=as_stored)
+    return MLXWeights(directory, dtype, device, as_stored=kept.as_stored)

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.quantization import QuantizedTensor
+from kernels.weights import StoredWeight
 from server.models.config import Dim
 from server.models.config_file import read_json, shorten_repr
 from server.models.errors import ModelError, first_line
@@ -32,7 +32,7 @@ SAFETENSORS_DTYPES = {  # torch dtypes by their safetensors names: FLOAT_DTYPES 
     "U32": torch.uint32,
 }
 
-Matrix = Tensor | QuantizedTensor  # [out, in]
+Matrix = StoredWeight  # [out, in]
 # An expected shape; its `Dim`s name the keys of config.json from which it comes, for error messages
 Shape = Sequence[int]
 

@@ -6,22 +6,26 @@ and values (kernels/selfcheck/attention_case.py). test_ops.py chooses the shapes
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
+import gguf
 import numpy as np
 import torch
 from torch import Tensor
 
 from cache_strategies.arena import Arena
+from kernels.block_formats import FORMATS
 from kernels.ops import AttentionWeights, DecoderLayer, GatedMLP, KVLocation, Ops
 from kernels.quantization import QuantizedTensor
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
 from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec
 from plugin_kit.driver.reference import attention, keep_all, visible_keys
+from tests.kernels.block_weights import draw_weight
 
 KV_HEADS = 2
 OTHER = LayerSpec(3, 3, 40, 72)  # a layer before the one that is tried
@@ -102,6 +106,18 @@ def linear_quantized(ops: Ops, shape: Shape) -> Pairs:
         weight = QuantizedTensor(numbers.to(torch.uint8), scale, offset, bits, group)
         yield ops.linear(x, weight), x.double() @ value.T
         yield ops.linear(x, weight, bias), x.double() @ value.T + bias.double()
+
+
+def linear_blocks(ops: Ops, shape: Shape) -> Pairs:
+    """In some block formats, drawn anew each time."""
+    draw, rng = Draw(shape), random.Random(int(torch.randint(1 << 31, ())))
+    x, bias = draw(shape.length, 256), draw.dense(32 * shape.group - 1)
+    for format in rng.sample([*FORMATS.values()], 3):
+        weight = draw_weight(rng, format, len(bias), 256 // format.columns, spread=0.1)
+        value = torch.from_numpy(gguf.quants.dequantize(weight.blocks.numpy(), format.kind)).double()
+        packed = ops.pack(weight)
+        yield ops.linear(x, packed), x.double() @ value.T
+        yield ops.linear(x, packed, bias), x.double() @ value.T + bias.double()
 
 
 def _normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -411,9 +427,9 @@ def select_blocks(ops: Ops, shape: Shape) -> Pairs:
 
 # By the full name of a row of the table.
 FORMULAS: Mapping[str, Callable[[Ops, Shape], Pairs]] = {
-    ("linear.quantized" if each is linear_quantized else each.__name__): each
+    each.__name__.replace("linear_", "linear."): each
     for each in (
-        *(forward_layers, linear, linear_quantized, qkv_proj_rope, o_proj_add_norm, mlp),
+        *(forward_layers, linear, linear_quantized, linear_blocks, qkv_proj_rope, o_proj_add_norm, mlp),
         *(rms_norm, add_rms_norm, rope, silu_mul, sample, quantize, dequantize),
         *(write_kv, attend, gather, copy_blocks, copy_tokens, repeat_kv_heads, repeat_kv_heads_step),
         select_blocks,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,19 @@ from gguf import GGMLQuantizationType as Type
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
+from kernels.block_formats import FORMATS
+from tests.kernels.block_weights import draw_weight
 from tests.models.random_models import CONFIGS, byte_tokenizer, random_model
 
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}  # by model_type; others have the same name
 KEPT = (Type.F32, Type.F16, Type.BF16)
 
 
-def gguf_model(name: str, *, seed: int = 0) -> PreTrainedModel:
-    """As random_models has it, without what llama.cpp's converter does not write."""
+def gguf_model(name: str, *, seed: int = 0, **sizes: int) -> PreTrainedModel:
+    """As random_models has it but for some `sizes`, without what llama.cpp's converter does not write."""
     config = copy.deepcopy(CONFIGS[name])
+    for size, number in sizes.items():
+        setattr(config, size, number)
     if hasattr(config, "query_pre_attn_scalar"):
         config.query_pre_attn_scalar = config.head_dim
     return random_model(config, seed=seed)
@@ -37,8 +43,18 @@ def round_weights(model: PreTrainedModel, kind: Type) -> None:
                 p.copy_(torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(p.numpy(), kind), kind)))
 
 
-def write_gguf(model: PreTrainedModel, file: Path, kind: Type = Type.F32, **metadata: Any) -> Path:
-    """`metadata`: further keys, a dot being written as two underscores; None leaves one out."""
+def write_gguf(
+    model: PreTrainedModel,
+    file: Path,
+    kind: Type | Callable[[str], Type] = Type.F32,
+    *,
+    rng: random.Random | None = None,
+    **metadata: Any,
+) -> Path:
+    """`kind`: the type of matrices, or what it is by their names; those that the gguf package cannot write are random.
+
+    `metadata`: further keys, a dot being written as two underscores; None leaves one out.
+    """
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(file, architecture)
@@ -47,7 +63,8 @@ def write_gguf(model: PreTrainedModel, file: Path, kind: Type = Type.F32, **meta
     add_byte_level(writer, byte_tokenizer(config.vocab_size))
     for key, value in metadata.items():
         add(writer, key.replace("__", "."), value)
-    _add_tensors(writer, model, architecture, kind)
+    choose = kind if callable(kind) else lambda _: kind
+    _add_tensors(writer, model, architecture, choose, rng or random.Random(0))
     return write_to(writer, file)
 
 
@@ -126,7 +143,13 @@ def _add_rope(writer: gguf.GGUFWriter, model: PreTrainedModel, architecture: str
             writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
 
 
-def _add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, architecture: str, kind: Type) -> None:
+def _add_tensors(
+    writer: gguf.GGUFWriter,
+    model: PreTrainedModel,
+    architecture: str,
+    choose: Callable[[str], Type],
+    rng: random.Random,
+) -> None:
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, model.config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
@@ -141,8 +164,16 @@ def _add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, architecture: 
             data = _permuted(data, model.config.num_key_value_heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             data = data + 1
-        of = kind if data.ndim > 1 else Type.F32
-        writer.add_tensor(stored, np.ascontiguousarray(gguf.quants.quantize(data, of)), raw_dtype=of)
+        of = choose(stored) if data.ndim > 1 else Type.F32
+        writer.add_tensor(stored, np.ascontiguousarray(_quantize(data, of, rng)), raw_dtype=of)
+
+
+def _quantize(data: np.ndarray[Any, Any], kind: Type, rng: random.Random) -> np.ndarray[Any, Any]:
+    try:
+        return gguf.quants.quantize(data, kind)
+    except NotImplementedError:
+        format = FORMATS[kind.name]
+        return draw_weight(rng, format, len(data), data.shape[1] // format.columns, float(data.std())).blocks.numpy()
 
 
 def _permuted(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:

@@ -6,12 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kernels.block_formats import FORMATS, BlockTensor
 from kernels.ops import Weight
-from kernels.quantization import QuantizedTensor, dequantize
+from kernels.quantization import QuantizedTensor
 from kernels.reference.backend import ReferenceOps
+from kernels.weights import dequantize_weight
 from server.models.weights import WeightFormat
 
 SHORT_TEXTS = torch.arange(2, 50).view(
@@ -44,14 +47,17 @@ def round_weights(model: PreTrainedModel, format: WeightFormat) -> PreTrainedMod
 
 
 class RoundedInputs(ReferenceOps):
-    """Rounds x to 127 whole numbers of either sign by groups, where the C++ kernels do; multiplies in float64."""
+    """Rounds 32 columns of x to 127 whole numbers of either sign, where the C++ kernels do; multiplies in float64."""
+
+    block_formats = FORMATS
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-        if not isinstance(weight, QuantizedTensor):
+        if not isinstance(weight, QuantizedTensor | BlockTensor):
             return super().linear(x, weight, bias)
-        groups = x.double().unflatten(-1, (-1, weight.group))
-        step = groups.abs().amax(-1, keepdim=True).clamp_min(1e-300) / 127
-        y = ((groups / step).round() * step).flatten(1) @ dequantize(weight).double().T
+        width = x.shape[1]
+        units = F.pad(x.double(), (0, -width % 32)).unflatten(-1, (-1, 32))
+        step = units.abs().amax(-1, keepdim=True).clamp_min(1e-300) / 127
+        y = ((units / step).round() * step).flatten(1)[:, :width] @ dequantize_weight(weight).double().T
         return (y if bias is None else y + bias.double()).to(x.dtype)
 
 

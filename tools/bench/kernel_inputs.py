@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kernels.block_formats import FORMATS, BlockTensor
 from kernels.memory import allocate
 from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, KVLocation, Ops
 from kernels.quantization import QuantizedTensor
@@ -77,6 +78,16 @@ def linear_quantized(dtype: torch.dtype, rows: int) -> Calls:
         (x, QuantizedTensor(*parts, QUANTIZED_BITS, QUANTIZED_GROUP))
         for parts in zip(packed, scale, offset, strict=True)
     ]
+
+
+def linear_blocks(dtype: torch.dtype, rows: int) -> Calls:
+    """Return the same products with weights in Q5_0, which files in Q4_K have for rows that 256 does not divide."""
+    format = FORMATS["Q5_0"]
+    width = HIDDEN_SIZE // format.columns * format.nbytes
+    count = -(-GIBIBYTE // (2 * INTERMEDIATE_SIZE * width))
+    blocks = make_random_values(count * 2 * INTERMEDIATE_SIZE * width // 2, torch.float16).view(torch.uint8)
+    x = make_random_values(rows * HIDDEN_SIZE, dtype).view(rows, HIDDEN_SIZE)
+    return [(x, BlockTensor(each, format)) for each in blocks.view(count, 2 * INTERMEDIATE_SIZE, width)]
 
 
 def qkv_proj_rope(dtype: torch.dtype, rows: int) -> Calls:

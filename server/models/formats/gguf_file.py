@@ -144,13 +144,27 @@ class _Cursor:
         if self._elements > MAX_ARRAY_ELEMENTS:
             raise ValueError(f"its arrays have more than {MAX_ARRAY_ELEMENTS} elements")
         if kind == STRING:
-            return [self.read_string() for _ in range(count)]
+            return self._read_strings(count)
         if kind == ARRAY:
             raise ValueError("its metadata has an array of arrays, which is not supported")
         layout = f"<{count}{SCALARS[kind]}"
         values = list(struct.unpack_from(layout, self._data, self.position))
         self.position += struct.calcsize(layout)
         return values
+
+    def _read_strings(self, count: int) -> list[str]:
+        """Read as many strings: a vocabulary, which takes most of the time of reading a header."""
+        data, end, unpack_from = self._data, self.position, struct.Struct("<Q").unpack_from
+        limit = min(len(data), MAX_HEADER_BYTES)
+        found = []
+        for _ in range(count):
+            (length,) = unpack_from(data, end)
+            begin, end = end + 8, end + 8 + length
+            if end > limit:
+                self._check_bounds(end - self.position)
+            found.append(data[begin:end])
+        self.position = end
+        return [string.decode(errors="replace") for string in found]
 
     def _check_bounds(self, length: int) -> None:
         if self.position + length > len(self._data):

@@ -1,12 +1,13 @@
 """Reads the tensors of a GGUF file one by one, with the names and layout of Hugging Face.
 
-Matrices in Q8_0 and Q4_0 can stay quantized: value = scale * (number - 2**(bits - 1)) in groups of 32. All other
-types are dequantized. What llama.cpp's converter changes (order of rows, offsets of norms) is changed back.
+Matrices can stay in the blocks of the file; else, and if they are of a type that no kernel knows, they are dequantized.
+What llama.cpp's converter changes (order of rows, offsets of norms) is changed back.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.quantization import QuantizedTensor, dequantize, from_symmetric, pack_numbers
+from kernels.block_formats import FORMATS, BlockTensor
+from kernels.weights import dequantize_weight
 from server.models.errors import ModelError
 from server.models.formats.gguf_config import GGUFMetadata
 from server.models.formats.gguf_file import TensorInfo, read_header
@@ -29,14 +31,15 @@ _TORCH_DTYPES = {  # types that torch has
     gguf.GGMLQuantizationType.F16: torch.float16,
     gguf.GGMLQuantizationType.BF16: torch.bfloat16,
 }
-_QUANTIZED_BITS = {gguf.GGMLQuantizationType.Q8_0: 8, gguf.GGMLQuantizationType.Q4_0: 4}
 
 
 class GGUFWeights:
     """The weights of a GGUF file; implements `server.models.weights.Weights`."""
 
-    def __init__(self, file: Path, dtype: torch.dtype, device: torch.device, *, as_stored: bool = False) -> None:
-        """Open a file and check its tensors. With `as_stored` Q8_0 and Q4_0 stay quantized, else all become `dtype`.
+    def __init__(
+        self, file: Path, dtype: torch.dtype, device: torch.device, *, kept_formats: Container[str] = ()
+    ) -> None:
+        """Open a file and check its tensors. Matrices in `kept_formats` stay as they are stored, others become `dtype`.
 
         Raises ModelError if the file is truncated, or has tensors of a type that cannot be read.
         """
@@ -46,7 +49,7 @@ class GGUFWeights:
         self._keys = GGUFMetadata(header)
         self._tensors = header.tensors
         self._dtype, self._device = dtype, device
-        self._as_stored = as_stored
+        self._kept_formats = kept_formats
         for name, tensor in self._tensors.items():
             self._check_tensor(name, tensor)
         self._check_no_overlap()
@@ -55,21 +58,22 @@ class GGUFWeights:
         return self._get_stored_name(name) in self._tensors
 
     def get(self, name: str, shape: Shape) -> Tensor:
-        tensor = self._load_tensor(name, shape)
-        tensor = dequantize(tensor) if isinstance(tensor, QuantizedTensor) else tensor
+        tensor = dequantize_weight(self._load_tensor(name, shape))
         if self._keys.arch_spec.norm_offset and name.endswith("norm.weight"):
             tensor = tensor.float() - self._keys.arch_spec.norm_offset
         return check_finite(self.describe(name), tensor.to(device=self._device, dtype=self._dtype))
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
-        if not self._as_stored:
-            return self.get(name, shape)
         found = self._load_tensor(name, shape)
-        return found.to(self._device) if isinstance(found, QuantizedTensor) else self.get(name, shape)
+        if isinstance(found, BlockTensor) and found.format.name in self._kept_formats:
+            if not found.halves().isfinite().all():
+                raise ModelError(f"{self.describe(name)} has scales that are NaN or infinite: fetch the file again")
+            return found.to(self._device)
+        return self.get(name, shape)
 
     embedding = matrix
 
-    def _load_tensor(self, name: str, shape: Shape) -> Matrix:
+    def _load_tensor(self, name: str, shape: Shape) -> Tensor | BlockTensor:
         """Return a tensor on the CPU, with rows in Hugging Face's order. Raises ModelError for wrong names, shapes."""
         stored = self._get_stored_name(name)
         info = None if stored is None else self._tensors.get(stored)
@@ -79,7 +83,7 @@ class GGUFWeights:
         found = self._read_tensor(info)
         if self._keys.arch_spec.permuted and (heads := self._count_heads(name)):
             rows = _make_row_order(found.shape[0], heads)
-            found = found.rows(rows) if isinstance(found, QuantizedTensor) else found[rows]
+            found = found.rows(rows) if isinstance(found, BlockTensor) else found[rows]
         return found
 
     def describe(self, name: str) -> str:
@@ -99,14 +103,14 @@ class GGUFWeights:
         num_heads = {"self_attn.q_proj": self._keys.heads, "self_attn.k_proj": self._keys.kv_heads}
         return num_heads.get(match[2]) if match else None
 
-    def _read_tensor(self, tensor: TensorInfo) -> Matrix:
+    def _read_tensor(self, tensor: TensorInfo) -> Tensor | BlockTensor:
         kind = gguf.GGMLQuantizationType(tensor.type)
         data = map_bytes(self._file, tensor.offset, _compute_nbytes(tensor))
         if kind in _TORCH_DTYPES:
             return data.view(_TORCH_DTYPES[kind]).view(tensor.shape)
         rows = data.view(*tensor.shape[:-1], -1)
-        if kind in _QUANTIZED_BITS and rows.dim() == 2:
-            return _unpack_blocks(rows, _QUANTIZED_BITS[kind])
+        if kind.name in FORMATS and rows.dim() == 2:
+            return BlockTensor(rows, FORMATS[kind.name])
         return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), kind)).view(tensor.shape)
 
     def _check_tensor(self, name: str, tensor: TensorInfo) -> None:
@@ -146,18 +150,6 @@ def _type_name(kind: int) -> str:
         return gguf.GGMLQuantizationType(kind).name
     except ValueError:
         return str(kind)
-
-
-def _unpack_blocks(rows: Tensor, bits: int) -> QuantizedTensor:
-    """Convert rows of Q8_0 or Q4_0 blocks to a QuantizedTensor, without a change of numbers or scales.
-
-    A block has a float16 scale and 32 numbers; Q4_0 has the first 16 of them in the low nibbles.
-    """
-    blocks = rows.view(len(rows), -1, 2 + 4 * bits)
-    scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
-    numbers = blocks[..., 2:]
-    numbers = numbers ^ 128 if bits == 8 else torch.cat((numbers & 15, numbers >> 4), -1)  # Q8_0 is signed
-    return from_symmetric(pack_numbers(numbers.flatten(1), bits), scale, bits)
 
 
 def _make_row_order(rows: int, heads: int) -> Tensor:

@@ -65,7 +65,7 @@ class MLXWeights:
 
     embedding = matrix
 
-    def _load_tensor(self, name: str, shape: Shape) -> Matrix:
+    def _load_tensor(self, name: str, shape: Shape) -> Tensor | QuantizedTensor:
         module = name.removesuffix(".weight")
         parts = [f"{module}.{part}" for part in ("weight", "scales", "biases")]
         if name != parts[0] or (

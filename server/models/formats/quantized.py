@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.quantization import QuantizedTensor, dequantize, quantize_symmetric
+from kernels.block_formats import BlockTensor
+from kernels.quantization import QuantizedTensor, quantize_symmetric
+from kernels.weights import dequantize_weight
 from server.models.errors import ModelError
 from server.models.formats.weights_cache import (
     CachedWeights,
@@ -89,17 +91,18 @@ class QuantizedWeights:
 
     def embedding(self, name: str, shape: Shape) -> Matrix:
         found = self._weights.embedding(name, shape)
-        return found if isinstance(found, QuantizedTensor) else found.to(self._dtype)
+        return found.to(self._dtype) if isinstance(found, Tensor) else found
 
     def matrix(self, name: str, shape: Shape) -> Matrix:
         if self._cached is not None and (cached := self._cached.get(name)) is not None:
             check_shape(f"{name!r} in the cache of quantized weights", cached.shape, shape)
             return cached.to(self._device)
         found = self._weights.matrix(name, shape)
-        if isinstance(found, QuantizedTensor):
+        if not isinstance(found, Tensor):
             if found.bits == self._format.bits:
                 return found
-            found = dequantize(found).to(found.scale.dtype)
+            dtype = torch.float16 if isinstance(found, BlockTensor) else found.scale.dtype
+            found = dequantize_weight(found).to(dtype)
         self._progress.update(name)
         quantized = self._quantize(name, found)
         if self._cache_writer is not None:

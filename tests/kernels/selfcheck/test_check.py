@@ -31,7 +31,7 @@ from tests.kernels.backend_matrix import BACKENDS
 CPU = torch.device("cpu")
 NAMES = [op.full_name for op in OPS]
 
-PREPARING = ("batch_invariant_head_dim", "prepare", "pack", "pack_layers", "check_slots")
+PREPARING = ("batch_invariant_head_dim", "block_formats", "prepare", "pack", "pack_layers", "check_slots")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

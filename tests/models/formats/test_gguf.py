@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +18,10 @@ from transformers import PreTrainedModel
 
 from config.errors import SettingsError
 from kernels.backends import REFERENCE
+from kernels.block_formats import FORMATS, BlockTensor
 from kernels.ops import Ops
-from kernels.quantization import QuantizedTensor, dequantize
 from kernels.reference.backend import ReferenceOps
+from kernels.weights import dequantize_weight
 from server.models.base import Model
 from server.models.config import load_config, read_eos_ids
 from server.models.errors import ModelError
@@ -128,49 +130,39 @@ def test_weights_are_kept_in_the_dtype_asked_for(tmp_path: Path) -> None:
     assert read_model_info(locate(str(file)), "auto").dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(("kind", "bits"), [(Type.Q8_0, 8), (Type.Q4_0, 4)])
+@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0])
 @pytest.mark.parametrize("name", ["llama", "llama_tied_biased", "gemma3"])
-def test_numbers_and_scales_stay_those_of_the_file(name: str, kind: Type, bits: int, tmp_path: Path) -> None:
+def test_blocks_stay_those_of_the_file(name: str, kind: Type, tmp_path: Path) -> None:
     theirs = gguf_model(name)
     file = write_gguf(theirs, tmp_path / "a.gguf", kind)
     round_weights(theirs, kind)
-    weights = GGUFWeights(file, torch.bfloat16, torch.device("cpu"), as_stored=True)
+    weights = GGUFWeights(file, torch.bfloat16, torch.device("cpu"), kept_formats=FORMATS)
     for stored, expected in theirs.named_parameters():
         if expected.dim() == 2:
             for got in (read(stored, expected.shape) for read in (weights.matrix, weights.embedding)):
-                assert isinstance(got, QuantizedTensor)
-                assert (got.bits, got.group, got.scale.dtype) == (bits, 32, torch.float16)
-                assert torch.equal(dequantize(got), expected), stored
-    model = served(file, as_stored=True)
-    assert model.weight_format == f"int{bits}"
+                assert isinstance(got, BlockTensor)
+                assert got.format.name == kind.name
+                assert torch.equal(dequantize_weight(got), expected), stored
+    model = served(file, as_stored=True, ops=RoundedInputs())
+    assert model.weight_format == kind.name
     matrices = sum(p.numel() for p in theirs.parameters() if p.dim() == 2)
     others = sum(p.numel() for p in theirs.parameters()) - matrices
-    assert model.weight_bytes == matrices // 32 * (4 * bits + 2 + 2) + 4 * others
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    assert model.weight_bytes == matrices // block * size + 4 * others
 
 
-@pytest.mark.parametrize("kind", [Type.Q8_0, Type.Q4_0])
+@pytest.mark.parametrize("name", ["llama", "llama_tied_biased", "qwen3"])
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in SLOW | {REFERENCE}])
-def test_every_backend_multiplies_with_what_the_file_has(backend: str, kind: Type, tmp_path: Path) -> None:
-    """But that some round activations."""
-    file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf", kind)
+def test_every_backend_multiplies_with_what_the_file_has(
+    backend: str, name: str, tmp_path: Path, rng: random.Random
+) -> None:
+    """But that some round activations. Every tensor of the file is in a type of its own, as quantizers mix them."""
+    theirs = gguf_model(name, hidden_size=256, intermediate_size=512, head_dim=64)
+    types = [*(Type[name] for name in FORMATS), Type.F16, Type.BF16, Type.F32]
+    file = write_gguf(theirs, tmp_path / "a.gguf", lambda _: rng.choice(types), rng=rng)
     computed = (served(file, as_stored=True, ops=ops) for ops in (BACKENDS[backend](), ReferenceOps(), RoundedInputs()))
     got, *ways = (torch.cat([logits(model, ids) for ids in SHORT_TEXTS]) for model in computed)
     assert min(relative_difference(got, expected) for expected in ways) < 1e-5
-
-
-def test_scales_that_float16_cannot_multiply(tmp_path: Path) -> None:
-    """An offset of 128 scales is beyond it."""
-    scale = np.array([[60000.0, -600.0], [1e-7, 0.25]], np.float16)
-    numbers = np.random.default_rng(0).integers(-128, 128, (2, 64), np.int8)
-    blocks = [(scale[i, j].tobytes(), numbers[i, 32 * j : 32 * (j + 1)].tobytes()) for i in (0, 1) for j in (0, 1)]
-    data = np.frombuffer(b"".join(part for block in blocks for part in block), np.uint8).reshape(2, -1)
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "qwen2")
-    writer.add_tensor("output.weight", data, raw_dtype=Type.Q8_0)
-    file = write_to(writer, tmp_path / "a.gguf")
-    got = GGUFWeights(file, torch.float32, torch.device("cpu"), as_stored=True).matrix("lm_head.weight", (2, 64))
-    assert isinstance(got, QuantizedTensor)
-    expected = numbers.astype(np.float64) * np.repeat(scale, 32, 1)
-    torch.testing.assert_close(dequantize(got).double(), torch.from_numpy(expected), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS, Type.MXFP4])
