@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
-from kernels.weights import ConcatenatedWeight, StoredWeight
+from kernels.weights.stored import ConcatenatedWeight, StoredWeight
 
 
 # ---------------------------------------------------------------- weights and layers
@@ -216,10 +216,7 @@ class Ops(Protocol):
 
     @property
     def block_formats(self) -> Container[str]:
-        """The names of the formats of GGUF files that `linear` multiplies as they are stored.
-
-        Weights in other formats are better dequantized when they are loaded.
-        """
+        """The formats of GGUF files that `linear` multiplies as stored; others are better dequantized when loaded."""
         ...
 
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -230,10 +227,7 @@ class Ops(Protocol):
         ...
 
     def pack(self, weight: Weight) -> Weight:
-        """Return a weight [out, in] in the layout that this backend's `linear` reads fastest, with the same values.
-
-        Called once per weight, when a model is loaded. May return the weight itself.
-        """
+        """Return a weight [out, in] as this backend's `linear` reads it fastest, perhaps itself: once per weight."""
         ...
 
     def pack_layers(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:
@@ -246,10 +240,9 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Multiply x [N, in] by weight [out, in] and add bias [out] -> [N, out] in x's dtype.
 
-        Floats are multiplied in the dtype of weight and bias. The values of a quantized weight are those of
-        `kernels.weights.dequantize_weight`. A backend sums their products in float32, or first quantizes x to 8 bits in
-        units of 32 columns, the largest magnitude becoming 127, and sums the products of a unit exactly (as llama.cpp
-        does).
+        Floats are multiplied in the weight's dtype. The values of a quantized weight are those of `dequantize_weight`. A
+        backend sums their products in float32, or first quantizes x to 8 bits in units of 32 columns, the largest
+        magnitude becoming 127, and sums the products of a unit exactly (as llama.cpp does).
         """
         ...
 

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kernels.block_formats import FORMATS, BlockTensor
 from kernels.cpu.decoder import MAX_DIM, NO_WINDOW, CpuDecoderLayers
 from kernels.cpu.packed import (
     BLOCK,
@@ -23,11 +22,12 @@ from kernels.cpu.packed import (
 )
 from kernels.memory import WeightArena
 from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, Weight
-from kernels.quantization import QuantizedTensor, concatenate_quantized
 from kernels.reference.backend import ReferenceOps, check_attend
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
-from kernels.weights import ConcatenatedWeight, StoredWeight, concatenate_alike, dequantize_weight
+from kernels.weights.block_formats import FORMATS, BlockTensor
+from kernels.weights.quantization import QuantizedTensor, concatenate_quantized
+from kernels.weights.stored import ConcatenatedWeight, StoredWeight, concatenate_alike, dequantize_weight
 
 GROUP_MULTIPLE = 32  # C++ requires groups of a multiple of this many columns, or of all columns, of a quantized weight
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of weights that can be packed
@@ -41,7 +41,7 @@ class CpuOps(ReferenceOps):
         super().__init__()
         self._library = library
         self._classes = classes
-        self._weight_arena = WeightArena()  # of packed weights
+        self._memory = WeightArena()  # of packed weights
 
     @property
     def batch_invariant_head_dim(self) -> int:
@@ -52,16 +52,16 @@ class CpuOps(ReferenceOps):
         return FORMATS
 
     def pack(self, weight: Weight) -> Weight:
-        arena = self._library, self._weight_arena
+        target = self._library, self._memory
         match weight:
             case BlockTensor():
-                return PackedBlockMatrix([weight], *arena)
+                return PackedBlockMatrix([weight], *target)
             case QuantizedTensor() if weight.group % GROUP_MULTIPLE == 0 or weight.group == weight.shape[1]:
-                return PackedIntMatrix(weight, *arena)
+                return PackedIntMatrix(weight, *target)
             case Tensor() if weight.dtype in FLOATS:
-                return PackedFloatMatrix([weight], *arena)
+                return PackedFloatMatrix([weight], *target)
             case ConcatenatedWeight(parts=[Tensor(dtype=dtype), *_]) if dtype in FLOATS:
-                return PackedFloatMatrix(cast(Sequence[Tensor], weight.parts), *arena)
+                return PackedFloatMatrix(cast(Sequence[Tensor], weight.parts), *target)
             case ConcatenatedWeight():
                 return self._pack_quantized(weight)
         return super().pack(weight)
@@ -86,7 +86,7 @@ class CpuOps(ReferenceOps):
     def _pack_alike(self, parts: Sequence[StoredWeight]) -> Weight:
         """Pack quantized weights of the same format as one."""
         if isinstance(parts[0], BlockTensor):
-            return PackedBlockMatrix(cast(Sequence[BlockTensor], parts), self._library, self._weight_arena)
+            return PackedBlockMatrix(cast(Sequence[BlockTensor], parts), self._library, self._memory)
         return self.pack(concatenate_alike(parts))
 
     def pack_layers(self, layers: Sequence[DecoderLayer], dtype: torch.dtype) -> DecoderLayers:

@@ -212,9 +212,7 @@ Tensor linear(const Tensor& x, const PackedWeight& weight, const std::optional<T
 }
 
 Tensor padded_bias(const std::optional<Tensor>& bias, const PackedWeight& weight, const char* name) {
-  const PackedPart& first = weight.parts[0];
-  const Types types = first.bits == 0 ? only(first.numbers.scalar_type()) : FLOATS;
-  expect("linear", name, bias, types, {weight.outputs});
+  expect("linear", name, bias, FLOATS, {weight.outputs});
   if (!bias) return {};
   const Tensor padded = at::zeros({blocks_of(weight.outputs) * BLOCK}, at::kFloat);
   padded.narrow(0, 0, weight.outputs).copy_(*bias);

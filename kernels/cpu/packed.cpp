@@ -71,7 +71,7 @@ void pack(const Tensor& packed, const Tensor& weight) {
   });
 }
 
-// Packs the numbers of a `kernels.quantization.QuantizedTensor`, which have 4 or 8 bits, of a weight with or without
+// Packs the numbers of a `kernels.weights.quantization.QuantizedTensor`, which have 4 or 8 bits, of a weight with or without
 // offsets.
 void pack_integers(const Tensor& packed, const Tensor& numbers, int64_t bits, bool offsets) {
   expect("linear", "numbers", numbers, only(at::kByte), {SOME, SOME});

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.block_formats import BlockTensor
 from kernels.memory import WeightArena, concatenate
 from kernels.ops import PackedWeight
-from kernels.quantization import QuantizedTensor
+from kernels.weights.block_formats import BlockTensor
+from kernels.weights.quantization import QuantizedTensor
 
 PANEL, PANELS = 16, 4  # outputs in a panel and panels in a block, as in packed.h
 BLOCK = PANEL * PANELS
@@ -42,13 +42,13 @@ class PackedMatrix(PackedWeight):
 class PackedFloatMatrix(PackedMatrix):
     """A packed weight [out, in] of floats."""
 
-    def __init__(self, weights: Sequence[Tensor], library: Any, arena: WeightArena) -> None:
+    def __init__(self, weights: Sequence[Tensor], library: Any, memory: WeightArena) -> None:
         """Pack a weight, given in parts [n, in]; those that fill whole blocks are packed without joining them."""
         first = weights[0]
         if any(part.dim() != 2 or not part.numel() for part in weights):
             raise ValueError(f"linear: a weight must be [out, in], and is {[*first.shape]}")
         shape = sum(map(len, weights)), first.shape[1]
-        numbers = arena.take(library.packed_numbers(*shape, first.dtype) * first.itemsize).view(first.dtype)
+        numbers = memory.take(library.packed_numbers(*shape, first.dtype) * first.itemsize).view(first.dtype)
         if any(len(part) % BLOCK for part in weights[:-1]):
             weights = [concatenate(weights)]
         sizes = [library.packed_numbers(*part.shape, first.dtype) for part in weights]
@@ -61,8 +61,8 @@ class PackedFloatMatrix(PackedMatrix):
 class PackedIntMatrix(PackedMatrix):
     """A packed weight [out, in] of integers of 8 or 4 bits: value = scale * number + offset."""
 
-    def __init__(self, weight: QuantizedTensor, library: Any, arena: WeightArena) -> None:
-        numbers = arena.take(library.packed_numbers(*weight.shape, torch.uint8) * weight.bits // 8)
+    def __init__(self, weight: QuantizedTensor, library: Any, memory: WeightArena) -> None:
+        numbers = memory.take(library.packed_numbers(*weight.shape, torch.uint8) * weight.bits // 8)
         offsets = [] if _is_symmetric(weight) else [_arrange_by_panel(weight.offset)]
         library.pack_integers(numbers, weight.numbers, weight.bits, bool(offsets))
         layout = [*weight.shape, weight.bits, weight.group, 0, 1]
@@ -73,12 +73,12 @@ class PackedIntMatrix(PackedMatrix):
 class PackedBlockMatrix(PackedMatrix):
     """A packed weight [out, in] in a block format: its numbers in their bits, and its scales by panels."""
 
-    def __init__(self, weights: Sequence[BlockTensor], library: Any, arena: WeightArena) -> None:
+    def __init__(self, weights: Sequence[BlockTensor], library: Any, memory: WeightArena) -> None:
         """Pack a weight, given in parts [n, in] of one format; those that fill whole blocks of rows are not joined."""
         format, width = weights[0].format, weights[0].shape[1]
         out = sum(part.shape[0] for part in weights)
         levels = 2 if format.columns > format.group else 1
-        numbers = arena.take(library.packed_numbers(out, width, torch.uint8) * format.bits // 8)
+        numbers = memory.take(library.packed_numbers(out, width, torch.uint8) * format.bits // 8)
         panels = -(-out // BLOCK) * PANELS
 
         def by_panel(columns: int, dtype: torch.dtype) -> Tensor:

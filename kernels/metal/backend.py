@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.block_formats import BlockTensor
 from kernels.metal.arguments import (
     GROUP,
     KERNEL_DTYPES,
@@ -32,12 +31,13 @@ from kernels.metal.attention import MetalAttention, get_kernel_shape
 from kernels.metal.blocks import SYMMETRIC_FORMATS, to_quantized
 from kernels.metal.library import Grid, Kernels, Longs
 from kernels.ops import PackedWeight, Weight
-from kernels.quantization import QuantizedTensor
 from kernels.reference import backend as reference
 from kernels.reference.backend import ReferenceOps
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
-from kernels.weights import ConcatenatedWeight, QuantizedWeight, StoredWeight
+from kernels.weights.block_formats import BlockTensor
+from kernels.weights.quantization import QuantizedTensor
+from kernels.weights.stored import ConcatenatedWeight, QuantizedWeight, StoredWeight
 
 OUTPUTS = 4 * GROUP // LANES  # outputs that a threadgroup computes; as in linear.metal
 MAX_ROWS_PER_GROUP = 4  # most rows of x that a threadgroup computes; as in linear.metal

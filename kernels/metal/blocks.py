@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.block_formats import BlockTensor
-from kernels.quantization import QuantizedTensor, from_symmetric, pack_numbers
+from kernels.weights.block_formats import BlockTensor
+from kernels.weights.quantization import QuantizedTensor, from_symmetric, pack_numbers
 
 SYMMETRIC_FORMATS = ("Q8_0", "Q4_0")
 

@@ -1,4 +1,4 @@
-// Multiplies few rows of x by a weight quantized to 8 or 4 bits (`kernels.quantization.QuantizedTensor`), like
+// Multiplies few rows of x by a weight quantized to 8 or 4 bits (`kernels.weights.quantization.QuantizedTensor`), like
 // linear.metal. S is the type of scales and offsets.
 #include "linear.h"
 

@@ -28,12 +28,12 @@ from kernels.arguments import (
 )
 from kernels.composite import CompositeOps
 from kernels.ops import PackedWeight, Weight
-from kernels.quantization import count_tile_rows
 from kernels.reference.attention import TiledAttention
 from kernels.reference.block_selection import select_blocks
 from kernels.store import KVStore, Plane
 from kernels.types import LayerSpec, Slots
-from kernels.weights import ConcatenatedWeight, QuantizedWeight, StoredWeight, dequantize_weight
+from kernels.weights.quantization import count_tile_rows
+from kernels.weights.stored import ConcatenatedWeight, QuantizedWeight, StoredWeight, dequantize_weight
 
 MIN_SCALE = 1e-30  # least divisor in quantizing, so that a vector of zeros is not divided by 0
 
@@ -71,7 +71,7 @@ class ReferenceOps(CompositeOps):
             return torch.cat([self.linear(x, *pair) for pair in zip(weight.parts, biases, strict=True)], 1)
         if not isinstance(weight, Tensor):
             return self._quantized_linear(x, weight, bias)
-        multiplied = x.to(weight.dtype)
+        multiplied, bias = x.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
         if weight.dtype is torch.bfloat16 and weight.shape[1] % 32 and weight.device.type == "cpu":
             # Multiply in float32: oneDNN's bfloat16 product (AMX) pads a row whose length is not a multiple of 32 with
             # the numbers after it, so a NaN in the next row would spread.
@@ -251,13 +251,11 @@ def _compute_write_index(at: Slots) -> tuple[Tensor | slice, Tensor, Tensor]:
 # -------------------------------------------------------------------- checks of arguments: layers
 def check_linear(x: Tensor, weight: StoredWeight | ConcatenatedWeight, bias: Tensor | None) -> None:
     """Raise ValueError for wrong arguments of `Ops.linear`; a quantized weight was checked when it was made."""
-    dtypes = FLOATS  # of the bias
     if isinstance(weight, Tensor):
         check_tensor("linear", "weight", weight, (AT_LEAST_ONE, AT_LEAST_ONE))
-        dtypes = (weight.dtype,)
     check_tensor("linear", "x", x, (ANY, weight.shape[1]), device=weight.device)
     if bias is not None:
-        check_tensor("linear", "bias", bias, weight.shape[:1], dtypes, weight.device)
+        check_tensor("linear", "bias", bias, weight.shape[:1], FLOATS, weight.device)
 
 
 def check_rms_norm(x: Tensor, weight: Tensor, operation: str = "rms_norm") -> None:

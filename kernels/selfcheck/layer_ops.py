@@ -12,13 +12,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from kernels.block_formats import FORMATS, BlockTensor
 from kernels.ops import Attention, AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, KVLocation, Ops, Weight
-from kernels.quantization import quantize_weight
 from kernels.sampling import SamplingRow
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
 from kernels.selfcheck.op_info import EXACT, INT8_INPUTS, ROUNDING, SUMS, OpInfo, Samples, random_tensors
 from kernels.types import LayerSpec
+from kernels.weights.block_formats import FORMATS, BlockTensor
+from kernels.weights.quantization import quantize_weight
 
 SAMPLING_ROWS = (
     SamplingRow(),

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.block_formats import BlockTensor
 from kernels.composite import shift_rope
 from kernels.ops import Attention, Ops, PackedWeight, Weight
-from kernels.quantization import QuantizedTensor
 from kernels.types import LayerSpec
-from kernels.weights import ConcatenatedWeight, dequantize_weight, get_format
+from kernels.weights.block_formats import BlockTensor
+from kernels.weights.quantization import QuantizedTensor
+from kernels.weights.stored import ConcatenatedWeight, dequantize_weight, get_format
 from server.models.base import ForwardStepMixin
 from server.models.config import ModelConfig
 from server.models.layers import load_embedding_and_head, load_layer, load_norm

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.ops import AttentionWeights, DecoderLayer, GatedMLP, Ops, RopeTables, Weight
 from kernels.types import LayerSpec
-from kernels.weights import ConcatenatedWeight, dequantize_weight
+from kernels.weights.stored import ConcatenatedWeight, dequantize_weight
 from server.models.config import Dim, MixtureOfExperts, ModelConfig, Rope
 from server.models.weights import Matrix, Weights
 

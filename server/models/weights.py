@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.weights import StoredWeight
+from kernels.weights.stored import StoredWeight
 from server.models.config import Dim
 from server.models.config_file import read_json, shorten_repr
 from server.models.errors import ModelError, first_line

@@ -22,7 +22,7 @@ import torch
 
 from config.errors import SettingsError
 from config.settings import Settings, load_settings
-from kernels.quantization import quantize_symmetric
+from kernels.weights.quantization import quantize_symmetric
 from server.cli import main as cli
 from server.engine.build import build_engine
 from server.engine.device import choose_weight_format

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from kernels.block_formats import BlockFormat, BlockTensor, dequantize_blocks
+from kernels.weights.block_formats import BlockFormat, BlockTensor, dequantize_blocks
 
 
 def draw_weight(

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from cache_strategies.arena import Arena
-from kernels.block_formats import FORMATS
 from kernels.ops import AttentionWeights, DecoderLayer, GatedMLP, KVLocation, Ops
-from kernels.quantization import QuantizedTensor
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
 from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec
+from kernels.weights.block_formats import FORMATS
+from kernels.weights.quantization import QuantizedTensor
 from plugin_kit.driver.reference import attention, keep_all, visible_keys
 from tests.kernels.block_weights import draw_weight
 

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from kernels.quantization import QuantizedTensor
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.types import LayerSpec
-from kernels.weights import ConcatenatedWeight
+from kernels.weights.quantization import QuantizedTensor
+from kernels.weights.stored import ConcatenatedWeight
 from tests.kernels.backend_matrix import BACKENDS, NAMES
 
 backends = pytest.mark.parametrize("backend", NAMES)

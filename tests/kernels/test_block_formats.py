@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.block_formats import FORMATS, BlockFormat, BlockTensor
 from kernels.ops import PackedWeight
-from kernels.weights import ConcatenatedWeight, dequantize_weight
+from kernels.weights.block_formats import FORMATS, BlockFormat, BlockTensor
+from kernels.weights.stored import ConcatenatedWeight, dequantize_weight
 from tests.kernels.backend_matrix import BACKENDS, NAMES
 from tests.kernels.block_weights import draw_weight
 
@@ -92,6 +92,27 @@ def test_a_scale_that_is_no_number_spoils_its_row_only(backend: str, name: str, 
     found = ops.linear(torch.randn(3, weight.shape[1]), ops.pack(weight))
     assert found[:, 5].isnan().all()
     assert not found[:, [*range(5), *range(6, 70)]].isnan().any()
+
+
+@backends
+def test_weights_of_several_formats_are_used_as_one(backend: str, rng: random.Random) -> None:
+    """Whether they fill blocks of rows or not; and with the bits that each has alone, if they do."""
+    ops, x = BACKENDS[backend](), torch.randn(3, 256)
+    for sizes in ((64, 192, 10), (7, 64, 33)):
+        drawn = [(FORMATS[rng.choice([*FORMATS])], rows) for rows in sizes]
+        parts = [draw_weight(rng, format, rows, 256 // format.columns, spread=0.1) for format, rows in drawn]
+        packed = ops.pack(ConcatenatedWeight(parts))
+        assert packed.shape == (sum(sizes), 256)
+        alone = torch.cat([ops.linear(x, ops.pack(part)) for part in parts], 1)
+        found = ops.linear(x, packed)
+        if sizes[0] == 64 or not isinstance(packed, PackedWeight):
+            assert torch.equal(found, alone)
+        else:
+            exact = x.double() @ torch.cat([compute_values(part) for part in parts]).double().T
+            assert (found - exact).abs().max() < 1e-2 * exact.abs().max()
+        if isinstance(packed, PackedWeight):
+            which = torch.tensor(rng.choices(range(sum(sizes)), k=9))
+            assert torch.equal(packed.rows(which), torch.cat([compute_values(part) for part in parts])[which])
 
 
 @formats

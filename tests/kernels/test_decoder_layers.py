@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,11 +24,14 @@ from kernels.ops import (
     QueryTap,
     Weight,
 )
-from kernels.quantization import quantize_weight
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Step
 from kernels.selfcheck.op_info import DTYPES
 from kernels.types import LayerSpec
+from kernels.weights.block_formats import FORMATS
+from kernels.weights.quantization import quantize_weight
+from kernels.weights.stored import ConcatenatedWeight
 from tests.kernels.backend_matrix import BACKENDS, NAMES
+from tests.kernels.block_weights import draw_weight
 
 WIDTH, DIM, HEADS, KV_HEADS = 96, 32, 6, 2
 SPECS = [
@@ -43,18 +47,30 @@ STEPS: dict[str, Sequence[tuple[int, int, int]]] = {  # after 40 tokens of each
 }
 
 
-def weight(dtype: torch.dtype, *shape: int, bits: int | None = None) -> Weight:
-    drawn = torch.randn(*shape) / shape[1] ** 0.5
-    return drawn.to(dtype) if bits is None else quantize_weight(drawn.to(dtype), bits, 32)
+Bits = int | Literal["blocks"] | None  # of numbers; each projection in a block format of its own; None: floats
 
 
-def layer(dtype: torch.dtype, i: int, bits: int | None) -> DecoderLayer:
+def weight(dtype: torch.dtype, *shape: int, bits: Bits = None, parts: Sequence[int] = ()) -> Weight:
+    """Return a weight; `parts` are the outputs of the projections of which it consists."""
+    if bits == "blocks":
+        rng = random.Random(int(torch.randint(1 << 31, ())))
+        names = [format for format in FORMATS.values() if format.columns == 32]
+        drawn = [
+            draw_weight(rng, rng.choice(names), rows, shape[1] // 32, spread=shape[1] ** -0.5)
+            for rows in parts or shape[:1]
+        ]
+        return ConcatenatedWeight(drawn)
+    values = (torch.randn(*shape) / shape[1] ** 0.5).to(dtype)
+    return values if bits is None else quantize_weight(values, bits, 32)
+
+
+def layer(dtype: torch.dtype, i: int, bits: Bits) -> DecoderLayer:
     """Return a layer: the first as simple as possible, the second with everything that a layer may have."""
     angle, heads, inner = torch.rand(64, DIM // 2) * 6, HEADS + 2 * KV_HEADS, (128, 160)[i]
     norm, next_norm, post = torch.rand(3, WIDTH).to(dtype).unbind()
     around = AttentionWeights(
         norm=norm,
-        qkv=weight(dtype, heads * DIM, WIDTH, bits=bits),
+        qkv=weight(dtype, heads * DIM, WIDTH, bits=bits, parts=(HEADS * DIM, KV_HEADS * DIM, KV_HEADS * DIM)),
         qkv_bias=None,
         qk_norm=None,
         tables=(angle.cos(), angle.sin()),
@@ -66,7 +82,8 @@ def layer(dtype: torch.dtype, i: int, bits: int | None) -> DecoderLayer:
         next_norm=next_norm,
         eps=1e-6,
     )
-    up, down = weight(dtype, 2 * inner, WIDTH, bits=bits), weight(dtype, WIDTH, inner, bits=bits)
+    up = weight(dtype, 2 * inner, WIDTH, bits=bits, parts=(inner, inner))
+    down = weight(dtype, WIDTH, inner, bits=bits)
     fed = GatedMLP(up, None, down, None, "silu")
     if i == 0:
         return DecoderLayer(SPECS[0], around, fed, None)
@@ -76,7 +93,7 @@ def layer(dtype: torch.dtype, i: int, bits: int | None) -> DecoderLayer:
     return DecoderLayer(SPECS[1], replace(around, norm=norm.float(), tables=None), fed, post)
 
 
-def stack_of(ops: Ops, dtype: torch.dtype, bits: int | None) -> DecoderLayers:
+def stack_of(ops: Ops, dtype: torch.dtype, bits: Bits) -> DecoderLayers:
     torch.manual_seed(0)
     return ops.pack_layers([layer(dtype, i, bits).pack(ops) for i in range(len(SPECS))], dtype)
 
@@ -103,9 +120,9 @@ def after(
 
 @pytest.mark.parametrize("backend", NAMES)
 @pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("bits", [None, 8, 4, "blocks"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_are_those_of_single_operations(backend: str, dtype: torch.dtype, bits: int | None, step: str) -> None:
+def test_bits_are_those_of_single_operations(backend: str, dtype: torch.dtype, bits: Bits, step: str) -> None:
     ops = BACKENDS[backend]()
     stack = stack_of(ops, dtype, bits)
     kv_dtype = torch.int8 if bits == 8 else None

@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 
-from kernels.quantization import (
+from kernels.weights.quantization import (
     QuantizedTensor,
     concatenate_quantized,
     dequantize,

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from tokenizers import Tokenizer
 from transformers import PreTrainedModel
 
-from kernels.block_formats import FORMATS
+from kernels.weights.block_formats import FORMATS
 from tests.kernels.block_weights import draw_weight
 from tests.models.random_models import CONFIGS, byte_tokenizer, random_model
 

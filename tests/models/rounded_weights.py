@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kernels.block_formats import FORMATS, BlockTensor
 from kernels.ops import Weight
-from kernels.quantization import QuantizedTensor
 from kernels.reference.backend import ReferenceOps
-from kernels.weights import dequantize_weight
+from kernels.weights.block_formats import FORMATS, BlockTensor
+from kernels.weights.quantization import QuantizedTensor
+from kernels.weights.stored import dequantize_weight
 from server.models.weights import WeightFormat
 
 SHORT_TEXTS = torch.arange(2, 50).view(

@@ -13,16 +13,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from kernels.block_formats import FORMATS, BlockTensor
 from kernels.memory import allocate
 from kernels.ops import AttentionWeights, DecoderLayer, DecoderLayers, GatedMLP, KVLocation, Ops
-from kernels.quantization import QuantizedTensor
 from kernels.reference.backend import ReferenceOps
 from kernels.sampling import SamplingRow
 from kernels.selfcheck.attention_case import Step
 from kernels.selfcheck.op_info import OpInfo
 from kernels.store import KVStore, Pages, compute_block_bytes
 from kernels.types import LayerSpec, Slots
+from kernels.weights.block_formats import FORMATS, BlockTensor
+from kernels.weights.quantization import QuantizedTensor
 
 GIBIBYTE = 1 << 30
 HIDDEN_SIZE, INTERMEDIATE_SIZE, VOCAB_SIZE = 896, 4864, 151_936

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.block_formats import FORMATS, BlockTensor
-from kernels.weights import dequantize_weight
+from kernels.weights.block_formats import FORMATS, BlockTensor
+from kernels.weights.stored import dequantize_weight
 from server.models.errors import ModelError
 from server.models.formats.gguf_config import GGUFMetadata
 from server.models.formats.gguf_file import TensorInfo, read_header

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from config.wording import explain_problem
-from kernels.quantization import QuantizedTensor, check_format, dequantize
+from kernels.weights.quantization import QuantizedTensor, check_format, dequantize
 from server.models.config_file import Count, read_json
 from server.models.errors import ModelError
 from server.models.weights import FLOAT_DTYPES, Matrix, Safetensors, Shape, check_shape

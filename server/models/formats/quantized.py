@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.block_formats import BlockTensor
-from kernels.quantization import QuantizedTensor, quantize_symmetric
-from kernels.weights import dequantize_weight
+from kernels.weights.block_formats import BlockTensor
+from kernels.weights.quantization import QuantizedTensor, quantize_symmetric
+from kernels.weights.stored import dequantize_weight
 from server.models.errors import ModelError
 from server.models.formats.weights_cache import (
     CachedWeights,

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kernels.quantization import BITS, QuantizedTensor, from_symmetric
+from kernels.weights.quantization import BITS, QuantizedTensor, from_symmetric
 from server.models.config_file import read_json
 from server.models.errors import ModelError, first_line
 from server.models.files.atomic_directory import AtomicDirectory

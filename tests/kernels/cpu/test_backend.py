@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from config.settings import StrategySettings
-from kernels.quantization import quantize_weight
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.store import KVStore, Pages, compute_block_bytes
 from kernels.types import LayerSpec, Slots
+from kernels.weights.quantization import quantize_weight
 from plugin_kit.driver.steps import step
 from plugin_kit.driver.texts import random_text
 from tests.contract import harness

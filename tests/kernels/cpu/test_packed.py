@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.composite import CompositeOps
 from kernels.cpu.packed import PackedMatrix
 from kernels.ops import AttentionWeights, GatedMLP, Ops
-from kernels.quantization import QuantizedTensor, dequantize, quantize_symmetric, quantize_weight
+from kernels.weights.quantization import QuantizedTensor, dequantize, quantize_symmetric, quantize_weight
 from tests.kernels.backend_matrix import BACKENDS
 
 CPUS = [name for name in BACKENDS if name.startswith("cpu-")]

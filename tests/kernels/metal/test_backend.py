@@ -17,11 +17,11 @@ from kernels.metal.backend import MAX_COPY_PAIRS, MetalOps
 from kernels.metal.emulator import compile_shader
 from kernels.metal.library import Kernels
 from kernels.metal.runtime import load_emulated
-from kernels.quantization import quantize_weight
 from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec, Slots
+from kernels.weights.quantization import quantize_weight
 from tests.kernels.sparse_memory import sparse_memory
 from tests.kernels.test_attention import expected
 

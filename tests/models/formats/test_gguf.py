@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from config.errors import SettingsError
 from kernels.backends import REFERENCE
-from kernels.block_formats import FORMATS, BlockTensor
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
-from kernels.weights import dequantize_weight
+from kernels.weights.block_formats import FORMATS, BlockTensor
+from kernels.weights.stored import dequantize_weight
 from server.models.base import Model
 from server.models.config import load_config, read_eos_ids
 from server.models.errors import ModelError
@@ -35,6 +35,7 @@ from server.models.weights import WeightsConfig
 from server.text.tokenizer import Tokenizer
 from tests.engine.engine_driver import Driver
 from tests.kernels.backend_matrix import BACKENDS, SLOW
+from tests.kernels.block_weights import draw_weight
 from tests.models.gguf_fields import RawGGUF, parse
 from tests.models.gguf_files import gguf_model, round_weights, write_gguf, write_to
 from tests.models.rounded_weights import SHORT_TEXTS, RoundedInputs, relative_difference
@@ -163,6 +164,20 @@ def test_every_backend_multiplies_with_what_the_file_has(
     computed = (served(file, as_stored=True, ops=ops) for ops in (BACKENDS[backend](), ReferenceOps(), RoundedInputs()))
     got, *ways = (torch.cat([logits(model, ids) for ids in SHORT_TEXTS]) for model in computed)
     assert min(relative_difference(got, expected) for expected in ways) < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if format.halves])
+def test_scales_that_are_no_numbers_are_refused(name: str, tmp_path: Path, rng: random.Random) -> None:
+    format = FORMATS[name]
+    data = draw_weight(rng, format, 3, 2).blocks.numpy()
+    place = format.nbytes + rng.choice(format.halves)  # of the second block
+    data[2, place : place + 2] = 0xFF, 0x7F
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "qwen2")
+    writer.add_tensor("output.weight", data, raw_dtype=Type[name])
+    file = write_to(writer, tmp_path / "a.gguf")
+    weights = GGUFWeights(file, torch.float32, torch.device("cpu"), kept_formats=FORMATS)
+    with pytest.raises(ModelError, match=r"tensor 'output.weight' has scales that are NaN or infinite: fetch the file"):
+        weights.matrix("lm_head.weight", (3, 2 * format.columns))
 
 
 @pytest.mark.parametrize("kind", [Type.Q4_K, Type.Q5_K, Type.Q6_K, Type.IQ4_XS, Type.MXFP4])

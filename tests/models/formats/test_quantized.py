@@ -22,8 +22,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from kernels.backends import REFERENCE
 from kernels.ops import Ops
-from kernels.quantization import QuantizedTensor, dequantize, quantize_symmetric, quantize_weight
 from kernels.reference.backend import ReferenceOps
+from kernels.weights.quantization import QuantizedTensor, dequantize, quantize_symmetric, quantize_weight
 from server.engine.info import make_engine_info
 from server.models.base import Model
 from server.models.errors import ModelError

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.quantization import quantize_symmetric
 from kernels.reference.backend import ReferenceOps
+from kernels.weights.quantization import quantize_symmetric
 from server.models.base import Model
 from server.models.errors import ModelError
 from server.models.files.atomic_directory import PREFIX

@@ -13,9 +13,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kernels.block_formats import BlockTensor, dequantize_blocks
 from kernels.memory import concatenate
-from kernels.quantization import QuantizedTensor, concatenate_quantized, dequantize
+from kernels.weights.block_formats import BlockTensor, dequantize_blocks
+from kernels.weights.quantization import QuantizedTensor, concatenate_quantized, dequantize
 
 QuantizedWeight = QuantizedTensor | BlockTensor  # [out, in]
 StoredWeight = Tensor | QuantizedWeight
