@@ -240,8 +240,8 @@ class Ops(Protocol):
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         """Multiply x [N, in] by weight [out, in] and add bias [out] -> [N, out] in x's dtype.
 
-        Floats are multiplied in the weight's dtype. The values of a quantized weight are those of `dequantize_weight`. A
-        backend sums their products in float32, or first quantizes x to 8 bits in units of 32 columns, the largest
+        Floats are multiplied in the weight's dtype. The values of a quantized weight are those of `dequantize_weight`.
+        A backend sums their products in float32, or first quantizes x to 8 bits in units of 32 columns, the largest
         magnitude becoming 127, and sums the products of a unit exactly (as llama.cpp does).
         """
         ...
