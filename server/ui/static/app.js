@@ -1,7 +1,7 @@
 /** The page: navigation by the fragment of its address, the access dialog, and the view that is shown. */
 
 import { access, makeAddress, sendJson } from "./api.js";
-import { Component, FormDialog, html, Notice, render, useEffect, useRef, useState } from "./components.js";
+import { Component, FormDialog, html, Notice, render, useEffect, useLayoutEffect, useRef, useState } from "./components.js";
 import { useLive } from "./live.js";
 
 // Each view is loaded when it is first opened
@@ -86,7 +86,7 @@ function App() {
   const [{ view, params }, setRoute] = useState(readRoute);
   const [asking, setAsking] = useState(false);
   const main = useRef();
-  useEffect(() => {
+  useLayoutEffect(() => {
     const follow = () => setRoute(readRoute());
     addEventListener("hashchange", follow);
     return () => removeEventListener("hashchange", follow);

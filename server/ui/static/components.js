@@ -63,7 +63,7 @@ export function usePolled(path, { seconds = 0, as = "key" } = {}) {
   const [result, setResult] = useState({ data: null, error: null });
   const [round, setRound] = useState(0);
   const reload = useCallback(() => setRound((count) => count + 1), []);
-  useEffect(() => {
+  useLayoutEffect(() => {
     access.addEventListener("change", reload);
     return () => access.removeEventListener("change", reload);
   }, []);

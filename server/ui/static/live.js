@@ -5,7 +5,7 @@
  * closes it, and costs nothing.
  */
 
-import { useEffect, useReducer } from "./vendor/hooks.js";
+import { useLayoutEffect, useReducer } from "./vendor/hooks.js";
 import { access, sendForEvents } from "./api.js";
 
 const HISTORY_SECONDS = 330; // five minutes to draw, and the time before them over which the first rates are counted
@@ -145,6 +145,7 @@ export const live = new Live();
 /** Return the live state's store; the component is drawn again after each change. */
 export function useLive() {
   const [, redraw] = useReducer((count) => count + 1, 0);
-  useEffect(() => live.subscribe(redraw), []);
+  // A plain effect runs after the page is painted: a change between the drawing and the painting would be missed
+  useLayoutEffect(() => live.subscribe(redraw), []);
   return live;
 }

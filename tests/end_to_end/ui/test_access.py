@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Route, expect
 
 from tests.end_to_end.server_process import Server, serving
 from tests.end_to_end.ui.browser import open_page
@@ -110,6 +111,25 @@ def test_the_page_behind_a_proxy_that_hides_itself_sees_nothing(browser: Browser
     """The proxy sends no header of its own, and the server's Host; but it passes on the page's Referer."""
     with hidden_proxy(tiny.url) as url, open_page(browser, url, allowed_errors=[REFUSED]) as page:
         expect(page.get_by_role("alert")).to_contain_text("Referer")
+
+
+def test_a_refusal_that_comes_before_a_view_is_painted_is_shown(browser: Browser, server: Server) -> None:
+    """A busy browser runs what waits for the painting late: here a second late, and the server refuses before that."""
+    late_painting = """
+        const start = window.setTimeout.bind(window);
+        window.setTimeout = (callback, delay = 0, ...rest) => start(callback, delay + 1000, ...rest);
+        window.requestAnimationFrame = () => 0;
+    """
+
+    def refuse_late(route: Route) -> None:
+        time.sleep(0.3)  # the view is drawn meanwhile
+        route.continue_()
+
+    with open_page(browser, server.url, allowed_errors=[REFUSED]) as page:
+        page.add_init_script(late_painting)
+        page.route("**/v1/live/events", refuse_late)
+        page.reload()
+        expect(page.get_by_role("alert")).to_contain_text("send the admin token")
 
 
 def test_the_page_can_be_switched_off() -> None:
