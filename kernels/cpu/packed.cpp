@@ -73,7 +73,7 @@ void pack(const Tensor& packed, const Tensor& weight) {
 
 // Packs the numbers of a `kernels.weights.quantization.QuantizedTensor`, which have 4 or 8 bits, of a weight with or without
 // offsets.
-void pack_integers(const Tensor& packed, const Tensor& numbers, int64_t bits, bool offsets) {
+void pack_integers(const Tensor& packed, const Tensor& numbers, int64_t bits) {
   expect("linear", "numbers", numbers, only(at::kByte), {SOME, SOME});
   TORCH_CHECK_VALUE(bits == 4 || bits == 8, "linear: a weight of ", bits, " bits a number");
   const int64_t outputs = numbers.size(0), k = numbers.size(1) * 8 / bits;
@@ -87,7 +87,18 @@ void pack_integers(const Tensor& packed, const Tensor& numbers, int64_t bits, bo
                          if (bits == 8) return pack_block(from + first * apart, apart, count, k, to);
                          for (int64_t i = 0; i < count; ++i) pack_halves(from + (first + i) * apart, k, i, to);
                        });
-  if (bits == 8 && !offsets) packed.bitwise_xor_(128);
+}
+
+// Unpacks a block. It is copied first, so that the compiler knows that its bytes are apart from what is written.
+template <typename B>
+[[gnu::flatten]] void unpack_block(const uint8_t* from, Block& to) {
+  uint8_t bytes[B::BYTES];
+  Block block;
+  std::memcpy(bytes, from, sizeof(bytes));
+  B::unpack(bytes, block);
+  if constexpr (B::BITS == 8)
+    for (int i = 0; i < B::COLUMNS; ++i) block.numbers[i] ^= 128;  // stored as signed bytes
+  to = block;
 }
 
 template <typename B>
@@ -112,9 +123,7 @@ void pack_rows_of_blocks(const PackedPart& weight, const Tensor& rows) {
       for (int64_t i = 0; i < count; ++i)
         for (int64_t row = begin; row < std::min(first + outputs, begin + PANEL); ++row) {
           const int64_t panel = row / PANEL, lane = row % PANEL, column = i * B::COLUMNS, unit = column / UNIT;
-          B::unpack(from + row * apart + i * B::BYTES, block);
-          if constexpr (B::BITS == 8)
-            for (int n = 0; n < B::COLUMNS; ++n) block.numbers[n] ^= 128;  // stored as signed bytes
+          unpack_block<B>(from + row * apart + i * B::BYTES, block);
           for (int64_t n = 0; n < B::COLUMNS; n += UNIT)
             pack_unit<B::BITS>(block.numbers + n, lane,
                                numbers + unit_offset<B::BITS>(panel, weight.width, column + n));
@@ -265,7 +274,7 @@ PackedWeight::PackedWeight(at::TensorList tensors, at::IntArrayRef layouts) : ou
 TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
   library.def("packed_numbers(int outputs, int width, ScalarType type) -> int", &kvmux::packed_numbers);
   library.def("pack(Tensor(a!) packed, Tensor weight) -> ()", &kvmux::pack);
-  library.def("pack_integers(Tensor(a!) packed, Tensor numbers, int bits, bool offsets) -> ()", &kvmux::pack_integers);
+  library.def("pack_integers(Tensor(a!) packed, Tensor numbers, int bits) -> ()", &kvmux::pack_integers);
   library.def("pack_blocks(Tensor(a!)[] tensors, int[] layout, Tensor rows, str format) -> ()", &kvmux::pack_blocks);
   library.def("packed_rows(Tensor[] tensors, int[] layout, Tensor which) -> Tensor", &kvmux::packed_rows);
 }

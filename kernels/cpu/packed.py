@@ -15,7 +15,6 @@ from kernels.weights.quantization import QuantizedTensor
 
 PANEL, PANELS = 16, 4  # outputs in a panel and panels in a block, as in packed.h
 BLOCK = PANEL * PANELS
-ZERO_POINT = {8: 128, 4: 8}  # by bits: the number whose value is 0 in a weight without offsets
 
 
 class PackedMatrix(PackedWeight):
@@ -63,10 +62,9 @@ class PackedIntMatrix(PackedMatrix):
 
     def __init__(self, weight: QuantizedTensor, library: Any, memory: WeightArena) -> None:
         numbers = memory.take(library.packed_numbers(*weight.shape, torch.uint8) * weight.bits // 8)
-        offsets = [] if _is_symmetric(weight) else [_arrange_by_panel(weight.offset)]
-        library.pack_integers(numbers, weight.numbers, weight.bits, bool(offsets))
-        layout = [*weight.shape, weight.bits, weight.group, 0, 1]
-        super().__init__([numbers, _arrange_by_panel(weight.scale), *offsets], layout, library)
+        library.pack_integers(numbers, weight.numbers, weight.bits)
+        scales = [_arrange_by_panel(each) for each in (weight.scale, weight.offset)]
+        super().__init__([numbers, *scales], [*weight.shape, weight.bits, weight.group, 0, 1], library)
         self.format = f"int{weight.bits}"
 
 
@@ -129,11 +127,6 @@ class JoinedMatrix(PackedMatrix):
             found[chosen] = part.rows(which[chosen] - first)
             first += part.shape[0]
         return found
-
-
-def _is_symmetric(weight: QuantizedTensor) -> bool:
-    """Return whether value = scale * (number - ZERO_POINT) in the whole weight, so that offsets need not be stored."""
-    return torch.equal(weight.offset.float(), weight.scale.float() * -ZERO_POINT[weight.bits])
 
 
 def _arrange_by_panel(of_groups: Tensor) -> Tensor:

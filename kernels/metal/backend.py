@@ -6,7 +6,7 @@ each launch, as Metal kernels get no shapes.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -28,21 +28,19 @@ from kernels.metal.arguments import (
     typed_memory,
 )
 from kernels.metal.attention import MetalAttention, get_kernel_shape
-from kernels.metal.blocks import SYMMETRIC_FORMATS, to_quantized
 from kernels.metal.library import Grid, Kernels, Longs
-from kernels.ops import PackedWeight, Weight
+from kernels.ops import Weight
 from kernels.reference import backend as reference
 from kernels.reference.backend import ReferenceOps
 from kernels.store import KVStore
 from kernels.types import LayerSpec, Slots
-from kernels.weights.block_formats import BlockTensor
+from kernels.weights.block_formats import FORMATS, BlockTensor
 from kernels.weights.quantization import QuantizedTensor
-from kernels.weights.stored import ConcatenatedWeight, QuantizedWeight, StoredWeight
 
 OUTPUTS = 4 * GROUP // LANES  # outputs that a threadgroup computes; as in linear.metal
 MAX_ROWS_PER_GROUP = 4  # most rows of x that a threadgroup computes; as in linear.metal
 MAX_GEMV_ROWS = 8  # most rows of x for Metal kernels; torch multiplies more rows faster
-STEP = 8  # number of quantized numbers that a lane takes in one step; as in quantized.metal
+STEP = 8  # number of quantized numbers that a lane takes in one step; as in quantized.metal and blocks.metal
 MAX_DEQUANTIZED_BYTES = 64 << 20  # size of the part of a quantized weight that is dequantized for torch at a time
 COPY_UNIT_BYTES = 16  # bytes that one thread copies; as in store.metal
 MAX_COPY_PAIRS = 256  # block pairs that one launch copies: an argument has at most 4 KiB
@@ -59,12 +57,7 @@ class MetalOps(ReferenceOps):
 
     @property
     def block_formats(self) -> Container[str]:
-        return SYMMETRIC_FORMATS
-
-    def pack(self, weight: Weight) -> Weight:
-        if isinstance(weight, ConcatenatedWeight):
-            return super().pack(ConcatenatedWeight([_convert_blocks(part) for part in weight.parts]))
-        return weight if isinstance(weight, PackedWeight) else _convert_blocks(weight)
+        return FORMATS
 
     def prepare(self, layers: Sequence[LayerSpec], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         if dtype in KERNEL_DTYPES:
@@ -74,9 +67,14 @@ class MetalOps(ReferenceOps):
     # ---------------------------------------------------------------- layers
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         match weight:
-            case QuantizedTensor():
+            case QuantizedTensor() if _has_quantized_kernel(x, weight, bias):
                 reference.check_linear(x, weight, bias)
-                return self._quantized_linear(x, weight, bias)
+                check_same_device(x, weight.numbers, weight.scale, weight.offset, bias)
+                return self._multiply_quantized(x, weight, bias)
+            case BlockTensor() if has_kernel_dtype(x, bias):
+                reference.check_linear(x, weight, bias)
+                check_same_device(x, weight.blocks, bias)
+                return self._multiply_blocks(x, weight, bias)
             case Tensor() if has_kernel_dtype(x, weight, bias):
                 reference.check_linear(x, weight, bias)
                 if len(x) <= MAX_GEMV_ROWS:
@@ -90,38 +88,51 @@ class MetalOps(ReferenceOps):
         kernel(call.grid, call.out, x, weight, call.bias, call.sizes)
         return call.out
 
-    def _quantized_linear(self, x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-        if not isinstance(weight, QuantizedTensor):
-            return super()._quantized_linear(x, weight, bias)
-        fills_words = weight.group % STEP == 0 and weight.shape[1] * weight.bits % 32 == 0
-        if not fills_words or not has_kernel_dtype(x, bias) or not has_kernel_dtype(weight.scale, weight.offset):
-            return super()._quantized_linear(x, weight, bias)
-        check_same_device(x, weight.numbers, weight.scale, weight.offset, bias)
+    def _multiply_quantized(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
+        types = {"T": x.dtype, "S": weight.scale.dtype}
         if len(x) > MAX_GEMV_ROWS:
-            return self._dequantize_and_multiply(x, weight, bias)
+            dequantize = self._kernels.get("quantized", f"dequantize_weight_{weight.bits}", **types)
+
+            def dequantize_rows(out: Tensor, rows: slice) -> None:
+                numbers, scale, offset = _weight_tensors(weight.rows(rows))
+                sizes = (out.shape[1], numbers.stride(0))  # WeightSizes
+                dequantize(_make_step_grid(out), out, numbers, scale, offset, sizes, _group_sizes(weight))
+
+            return self._dequantize_and_multiply(x, len(weight.numbers), dequantize_rows, bias)
         numbers, scale, offset = _weight_tensors(weight)
         call = _make_gemv_call(x, len(numbers), numbers.stride(0), bias)
-        name = f"quantized_linear_{weight.bits}_{call.rows_per_group}"
-        kernel = self._kernels.get("quantized", name, T=x.dtype, S=scale.dtype)
+        kernel = self._kernels.get("quantized", f"quantized_linear_{weight.bits}_{call.rows_per_group}", **types)
         kernel(call.grid, call.out, x, numbers, scale, offset, call.bias, call.sizes, _group_sizes(weight))
         return call.out
 
-    def _dequantize_and_multiply(self, x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> Tensor:
-        """Dequantize the weight in parts of at most MAX_DEQUANTIZED_BYTES, in the dtype of x, and multiply by torch."""
-        outputs, inputs = weight.shape
+    def _multiply_blocks(self, x: Tensor, weight: BlockTensor, bias: Tensor | None) -> Tensor:
+        blocks, name = weight.blocks, weight.format.name
+        if len(x) > MAX_GEMV_ROWS:
+            dequantize = self._kernels.get("blocks", f"dequantize_{name}", T=x.dtype)
+
+            def dequantize_rows(out: Tensor, rows: slice) -> None:
+                sizes = (out.shape[1], blocks.stride(0))  # BlockSizes
+                dequantize(_make_step_grid(out), out, blocks[rows], sizes)
+
+            return self._dequantize_and_multiply(x, len(blocks), dequantize_rows, bias)
+        call = _make_gemv_call(x, len(blocks), blocks.stride(0), bias)
+        kernel = self._kernels.get("blocks", f"linear_{name}_{call.rows_per_group}", T=x.dtype)
+        kernel(call.grid, call.out, x, blocks, call.bias, call.sizes)
+        return call.out
+
+    def _dequantize_and_multiply(
+        self, x: Tensor, outputs: int, dequantize_rows: Callable[[Tensor, slice], None], bias: Tensor | None
+    ) -> Tensor:
+        """Multiply by torch, with parts of the weight of at most MAX_DEQUANTIZED_BYTES in the dtype of x.
+
+        `dequantize_rows` writes some rows of the weight to a tensor [rows, inputs].
+        """
         out = x.new_empty(len(x), outputs)
-        kernel = self._kernels.get("quantized", f"dequantize_weight_{weight.bits}", T=x.dtype, S=weight.scale.dtype)
-        rows_at_once = max(1, MAX_DEQUANTIZED_BYTES // (inputs * x.itemsize))
+        rows_at_once = max(1, MAX_DEQUANTIZED_BYTES // (x.shape[1] * x.itemsize))
         for first in range(0, outputs, rows_at_once):
-            rows = slice(first, first + rows_at_once)
-            numbers, scale, offset = _weight_tensors(weight.rows(rows))
-            wide = x.new_empty(len(numbers), inputs)
-            kernel(
-                Grid((inputs // STEP, len(numbers), 1), (min(inputs // STEP, GROUP), 1, 1)),
-                *(wide, numbers, scale, offset),
-                (inputs, numbers.stride(0)),  # WeightSizes
-                _group_sizes(weight),
-            )
+            rows = slice(first, min(first + rows_at_once, outputs))
+            wide = x.new_empty(rows.stop - first, x.shape[1])
+            dequantize_rows(wide, rows)
             out[:, rows] = super().linear(x, wide, None if bias is None else bias[rows])
         return out
 
@@ -318,11 +329,16 @@ def _make_gemv_call(x: Tensor, outputs: int, weight_stride: int, bias: Tensor | 
     return GemvCall(grid, rows_per_group, out, out if bias is None else bias, sizes)
 
 
-def _convert_blocks(weight: StoredWeight) -> StoredWeight:
-    """Return a weight as integers, if it is in blocks that the kernels multiply as such."""
-    if isinstance(weight, BlockTensor) and weight.format.name in SYMMETRIC_FORMATS:
-        return to_quantized(weight)
-    return weight
+def _has_quantized_kernel(x: Tensor, weight: QuantizedTensor, bias: Tensor | None) -> bool:
+    """Return whether quantized.metal has a kernel for these dtypes and for rows of whole 32-bit words and groups."""
+    fills_words = weight.group % STEP == 0 and weight.shape[1] * weight.bits % 32 == 0
+    return fills_words and has_kernel_dtype(x, bias) and has_kernel_dtype(weight.scale, weight.offset)
+
+
+def _make_step_grid(out: Tensor) -> Grid:
+    """Return the grid of a kernel that dequantizes a weight to out [rows, inputs]: a thread for STEP numbers."""
+    rows, inputs = out.shape
+    return Grid((inputs // STEP, rows, 1), (min(inputs // STEP, GROUP), 1, 1))
 
 
 def _group_sizes(weight: QuantizedTensor) -> tuple[int, int]:

@@ -5,7 +5,7 @@ Their samples, with which the self-check calls them, are small, with odd widths 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -18,7 +18,7 @@ from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Ste
 from kernels.selfcheck.op_info import EXACT, INT8_INPUTS, ROUNDING, SUMS, OpInfo, Samples, random_tensors
 from kernels.types import LayerSpec
 from kernels.weights.block_formats import FORMATS, BlockTensor
-from kernels.weights.quantization import quantize_weight
+from kernels.weights.quantization import QuantizedTensor
 
 SAMPLING_ROWS = (
     SamplingRow(),
@@ -45,14 +45,22 @@ def _linear_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Sampl
 def _quantized_linear_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:
     draw = random_tensors(device)
     for bits, group in product((8, 4), (32, 64)):
-        weight = quantize_weight(draw(37, 192).to(dtype), bits, group)
+        weight = _draw_quantized(draw, 37, 192, bits, group, dtype)
         for rows in (1, 5, 33):
             x, bias = draw(rows, 192).to(dtype), draw(37).to(dtype)
             what = f"{bits} bits, groups of {group}, {rows} rows"
             yield what, ops.linear(x, weight)
             yield f"{what} and a bias", ops.linear(x, weight, bias)
-    weight = quantize_weight(draw(37, 320).to(dtype), 4, 32)
+    weight = _draw_quantized(draw, 37, 320, 4, 32, dtype)
     yield "wide slices", ops.linear(draw(3, 330).to(dtype)[:, 5:325], weight)
+
+
+def _draw_quantized(
+    draw: Callable[..., Tensor], out: int, width: int, bits: int, group: int, dtype: torch.dtype
+) -> QuantizedTensor:
+    numbers = (draw(out, width * bits // 8) * 1000).to(torch.int64).to(torch.uint8)
+    scale, offset = (draw(2, out, width // group) / 2**bits).to(dtype)
+    return QuantizedTensor(numbers, scale, offset * 2 ** (bits - 1), bits, group)
 
 
 def _block_linear_samples(ops: Ops, dtype: torch.dtype, device: torch.device) -> Samples:

@@ -15,19 +15,37 @@ import torch
 from torch import Tensor
 
 
+class BitField(NamedTuple):
+    """Some bits of all numbers of a block, packed in bytes.
+
+    Each run of `run` bytes has the bits of the next `run` numbers in its lowest bits, then those of the next ones.
+    """
+
+    start: int  # of its bytes in the block
+    run: int  # bytes
+    bits: int  # of a number
+
+
 class BlockFormat(NamedTuple):
-    """A block format, as the packed weights of the C++ kernels hold it (kernels/cpu/block_formats.h)."""
+    """A block format: how its numbers and scales are stored, and in which groups of columns."""
 
     name: str  # in GGUF files
-    bits: int  # of a number
-    halves: tuple[int, ...]  # where a block has numbers of float16, its scale and offset, in bytes from its beginning
+    low: BitField  # the lower bits of the numbers
+    high: BitField | None = None  # the bits above them
+    zero: int = 0  # the number that stands for 0
+    halves: tuple[int, ...] = (0,)  # where a block has float16 numbers, its scale and offset, in bytes from its start
     group: int = 32  # columns that share a scale
     offsets: bool = False  # whether a group also has an offset
-    codebook: int = 0  # number of the table of which the numbers are places; 0: none
+    codebook: int = 0  # number of the table (CODEBOOKS) of which the numbers are places; 0: none
 
     @property
     def kind(self) -> gguf.GGMLQuantizationType:
         return gguf.GGMLQuantizationType[self.name]
+
+    @property
+    def bits(self) -> int:
+        """The bits of a number."""
+        return self.low.bits + (self.high.bits if self.high else 0)
 
     @property
     def columns(self) -> int:
@@ -40,22 +58,23 @@ class BlockFormat(NamedTuple):
         return int(gguf.GGML_QUANT_SIZES[self.kind][1])
 
 
+CODEBOOKS = {1: gguf.quants.IQ4_NL.kvalues, 2: gguf.quants.MXFP4.kvalues}
 FORMATS = {
     row.name: row
     for row in (
-        BlockFormat("Q4_0", 4, (0,)),
-        BlockFormat("Q4_1", 4, (0, 2), offsets=True),
-        BlockFormat("Q5_0", 5, (0,)),
-        BlockFormat("Q5_1", 5, (0, 2), offsets=True),
-        BlockFormat("Q8_0", 8, (0,)),
-        BlockFormat("IQ4_NL", 4, (0,), codebook=1),
-        BlockFormat("MXFP4", 4, (), codebook=2),  # whose scales are powers of 2, a byte each
-        BlockFormat("Q2_K", 2, (80, 82), group=16, offsets=True),
-        BlockFormat("Q3_K", 3, (108,), group=16),
-        BlockFormat("Q4_K", 4, (0, 2), offsets=True),
-        BlockFormat("Q5_K", 5, (0, 2), offsets=True),
-        BlockFormat("Q6_K", 6, (208,), group=16),
-        BlockFormat("IQ4_XS", 4, (0,), codebook=1),
+        BlockFormat("Q4_0", BitField(2, 16, 4), zero=8),
+        BlockFormat("Q4_1", BitField(4, 16, 4), halves=(0, 2), offsets=True),
+        BlockFormat("Q5_0", BitField(6, 16, 4), BitField(2, 1, 1), zero=16),
+        BlockFormat("Q5_1", BitField(8, 16, 4), BitField(4, 1, 1), halves=(0, 2), offsets=True),
+        BlockFormat("Q8_0", BitField(2, 32, 8)),  # whose numbers are signed
+        BlockFormat("IQ4_NL", BitField(2, 16, 4), codebook=1),
+        BlockFormat("MXFP4", BitField(1, 16, 4), halves=(), codebook=2),  # whose scales are powers of 2, a byte each
+        BlockFormat("Q2_K", BitField(16, 32, 2), halves=(80, 82), group=16, offsets=True),
+        BlockFormat("Q3_K", BitField(32, 32, 2), BitField(0, 32, 1), zero=4, halves=(108,), group=16),
+        BlockFormat("Q4_K", BitField(16, 32, 4), halves=(0, 2), offsets=True),
+        BlockFormat("Q5_K", BitField(48, 32, 4), BitField(16, 32, 1), halves=(0, 2), offsets=True),
+        BlockFormat("Q6_K", BitField(0, 64, 4), BitField(128, 32, 2), zero=32, halves=(208,), group=16),
+        BlockFormat("IQ4_XS", BitField(8, 16, 4), codebook=1),
     )
 }
 
@@ -115,9 +134,3 @@ class BlockTensor:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> BlockTensor:
         return BlockTensor(change(self.blocks), self.format)
-
-
-def dequantize_blocks(weight: BlockTensor) -> Tensor:
-    """Return the values of a weight, as float32 [out, in]."""
-    values = gguf.quants.dequantize(weight.blocks.cpu().numpy(), weight.format.kind)
-    return torch.from_numpy(values).to(weight.device)

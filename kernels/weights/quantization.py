@@ -1,7 +1,6 @@
-"""Weights quantized to integers of 8 or 4 bits, with a scale and an offset per group of columns; their conversions.
+"""Weights of integers of 8 or 4 bits with a scale and an offset per group of columns, as in checkpoints of MLX.
 
-Holds the numbers of common checkpoints as they are: MLX (its uint32 seen as bytes), GGUF's Q8_0 and Q4_0 (w = d (q - 8)
-has scale d and offset -8 d), and int8 by output channel (a group is a row). Knows neither files nor products.
+MLX's uint32 are seen as bytes. Knows neither files nor products.
 """
 
 from __future__ import annotations
@@ -17,9 +16,6 @@ from kernels.memory import concatenate
 
 BITS = (4, 8)
 TILE = 1 << 18  # numbers dequantized to float32 at a time: 1 MiB, which stays in the cache
-# Numbers converted to float32 at a time while a weight is quantized. More than TILE, as quantizing takes many steps,
-# after each of which threads wait for each other: on a busy machine that takes longer than reading memory.
-WIDE_TILE = 1 << 21
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -93,9 +89,9 @@ def check_format(width: int, bits: int, group: int) -> None:
         raise ValueError(f"groups of {group} do not divide rows of {width} columns")
 
 
-def count_tile_rows(width: int, tile: int = TILE) -> int:
-    """Return how many rows of `width` columns to convert to float32 at a time: about `tile` numbers, at least a row."""
-    return max(1, tile // width)
+def count_tile_rows(width: int) -> int:
+    """Return how many rows of `width` columns to convert to float32 at a time: about TILE numbers, at least a row."""
+    return max(1, TILE // width)
 
 
 def dequantize(weight: QuantizedTensor) -> Tensor:
@@ -104,75 +100,6 @@ def dequantize(weight: QuantizedTensor) -> Tensor:
     grouped = numbers.unflatten(-1, (-1, weight.group)).float()  # numbers by group, float32 [out, in / group, group]
     values: Tensor = grouped.mul_(weight.scale.float()[..., None]).add_(weight.offset.float()[..., None])
     return values.flatten(-2)
-
-
-def quantize_weight(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
-    """Quantize a weight [out, in] of floats by rounding to nearest; scale and offset get its dtype.
-
-    A group of equal numbers stays exact. As MLX does (`mlx.core.quantize`), the offset is the smallest or the largest
-    number of a group, whichever is farther from 0, and 0 is a whole number of steps from it. Raises ValueError for bits
-    other than 4 and 8, a group that does not divide a row, and numbers that are NaN or infinite.
-    """
-    check_format(weight.shape[1], bits, group)
-    return concatenate_quantized(
-        [_round_to_nearest(part, bits, group) for part in weight.split(count_tile_rows(weight.shape[1], WIDE_TILE))]
-    )
-
-
-def _split_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (weight as float32 [out, in / group, group], smallest number, largest number of each group).
-
-    Raises ValueError if some numbers are NaN or infinite.
-    """
-    wide = weight.float().unflatten(-1, (-1, group))
-    low, high = wide.amin(-1), wide.amax(-1)  # two calls take a fifth of the time of aminmax
-    if not (low.isfinite() & high.isfinite()).all():
-        raise ValueError("the weight has numbers that are NaN or infinite, which cannot be quantized")
-    return wide, low, high
-
-
-def _round_to_nearest(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
-    levels = 2**bits - 1
-    wide, low, high = _split_groups(weight, group)
-    edge = low.where(-low > high, high)
-    steps = (edge.abs() / (high / levels - low / levels)).round()  # number of steps from the edge (the offset) to 0
-    scale = (-edge / steps).where(high > low, 1).to(weight.dtype)
-    scale = scale.where(scale != 0, 1)  # 1 in place of a scale that its dtype rounds to 0
-    offset = edge.to(weight.dtype)
-    numbers = (wide - offset.float()[..., None]) / scale.float()[..., None]
-    bytes_ = numbers.round_().clamp_(0, levels).to(torch.uint8).flatten(-2)
-    return QuantizedTensor(pack_numbers(bytes_, bits), scale, offset, bits, group)
-
-
-def quantize_symmetric(weight: Tensor, bits: int, group: int | None = None) -> QuantizedTensor:
-    """Quantize like `quantize_weight`, but symmetrically: value = scale * (number - 2^(bits - 1)).
-
-    The number farthest from 0 is stored as the integer 0, as in GGUF's Q4_0. If `group` is None, a group is a whole
-    row, and scales are float32.
-    """
-    width = weight.shape[1]
-    check_format(width, bits, group or width)
-    parts = [_round_symmetric(part, bits, group or width) for part in weight.split(count_tile_rows(width, WIDE_TILE))]
-    return concatenate_quantized(parts)
-
-
-def _round_symmetric(weight: Tensor, bits: int, group: int) -> QuantizedTensor:
-    zero = 2 ** (bits - 1)
-    wide, low, high = _split_groups(weight, group)
-    scale = low.where(-low > high, high) / -zero
-    scale = scale if group == weight.shape[1] else scale.to(weight.dtype)
-    scale = scale.where(scale != 0, 1)  # 1 in place of 0: all numbers are 0, or the dtype rounds the scale to 0
-    numbers = (wide / scale.float()[..., None]).round_().add_(zero).clamp_(0, 2 * zero - 1)
-    return from_symmetric(pack_numbers(numbers.to(torch.uint8).flatten(-2), bits), scale, bits)
-
-
-def from_symmetric(numbers: Tensor, scale: Tensor, bits: int) -> QuantizedTensor:
-    """Return the weight with value = scale * (number - 2^(bits - 1)), exactly; arguments as in `QuantizedTensor`."""
-    zero, width = 2 ** (bits - 1), numbers.shape[1] * 8 // bits
-    offset = scale * -zero
-    if not offset.isfinite().all():  # float16 ends at 65504
-        scale, offset = scale.float(), scale.float() * -zero
-    return QuantizedTensor(numbers, scale, offset, bits, width // scale.shape[1])
 
 
 def concatenate_quantized(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
@@ -193,17 +120,6 @@ def _refine(weight: QuantizedTensor, bits: int, group: int) -> QuantizedTensor:
     numbers = _unpack_numbers(weight.numbers) if weight.bits < bits else weight.numbers
     scale, offset = (part.repeat_interleave(weight.group // group, -1) for part in (weight.scale, weight.offset))
     return QuantizedTensor(numbers, scale, offset, bits, group)
-
-
-def pack_numbers(numbers: Tensor, bits: int) -> Tensor:
-    """Pack numbers, uint8 [out, in] (below 16 for 4 bits), as `QuantizedTensor` stores them.
-
-    For 4 bits it computes in words of 16 bits, which takes at most a third of the time of two strided copies.
-    """
-    if bits == 8:
-        return numbers
-    words = numbers.view(torch.int16)
-    return (words | words >> 4).bitwise_and_(0xFF).to(torch.uint8)
 
 
 def _unpack_numbers(numbers: Tensor) -> Tensor:

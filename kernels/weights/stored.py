@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels.memory import concatenate
-from kernels.weights.block_formats import BlockTensor, dequantize_blocks
+from kernels.weights.block_formats import BlockTensor
+from kernels.weights.block_packing import dequantize_blocks
 from kernels.weights.quantization import QuantizedTensor, concatenate_quantized, dequantize
 
 QuantizedWeight = QuantizedTensor | BlockTensor  # [out, in]

@@ -25,7 +25,9 @@ SMALL_MODEL_BYTES = 16 << 20  # bytes; a model with weights of up to this size l
 METAL_MARGIN = 256 << 20
 WEIGHT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 # Names of the setting `weights` and their formats; docs/guide/models.md compares their accuracy
-WEIGHT_FORMATS = {"int8": WeightFormat(8), "int4": WeightFormat(4, 32)}
+WEIGHT_FORMATS = {
+    each.name: each for each in (WeightFormat("int8", "Q8_0", "Q8_0"), WeightFormat("int4", "Q4_K", "Q6_K"))
+}
 WEIGHT_COSTS = {  # what a format costs on real models, for the log; the figures are those of docs/guide/models.md
     "int8": "weights are quantized to int8, which costs little quality: perplexity of Qwen2.5-Coder-0.5B is 6.43 as in "
     "bfloat16, and log-probabilities differ by 0.13 nats on average; models of 1.5 billion parameters and more were "

@@ -38,10 +38,11 @@ Shape = Sequence[int]
 
 
 class WeightFormat(NamedTuple):
-    """The format to which matrices are quantized at load."""
+    """The block formats (kernels/weights/block_formats.py) to which matrices are quantized at load."""
 
-    bits: int
-    group_size: int | None = None  # number of columns that share a scale; None: the whole row
+    name: str  # of the setting `weights`
+    usual: str  # of most matrices
+    sensitive: str  # of those whose errors cost most: the embedding, the head, and some projections
 
 
 class WeightsConfig(NamedTuple):

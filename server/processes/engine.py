@@ -16,6 +16,7 @@ from server.engine.profiling.capture import Capture
 from server.metrics.registry import Metrics
 from server.processes.child_process import STOP_SIGNAL
 from server.processes.heartbeat import EngineStatus
+from server.processes.prctl import return_freed_memory
 
 
 def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: int = 0) -> None:
@@ -34,6 +35,7 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
         signal.signal(STOP_SIGNAL, lambda *_: loop.stop())
         status.send({"ready": summarize_engine(engine)})
         engine.core.grammars.load()  # now rather than earlier, so that the server is ready sooner
+        return_freed_memory()
         loop.run()
 
 

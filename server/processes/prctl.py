@@ -1,4 +1,4 @@
-"""Settings of a process that only Linux has: its name in lists of processes, and that it ends with its parent.
+"""What only Linux lets a process do: have a name in lists, end with its parent, return what malloc keeps.
 
 The processes that read texts import it, too, and little else.
 """
@@ -25,3 +25,12 @@ def set_process_name(name: str) -> None:
     """Set the name that `top` and `ps -o comm` show, of which Linux keeps 15 bytes; do nothing on another system."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_NAME, ctypes.c_char_p(name.encode()), 0, 0, 0)
+
+
+def return_freed_memory() -> None:
+    """Return freed memory to the system, which glibc's malloc keeps; do nothing without glibc.
+
+    To be called once what was read is in its final form: a vocabulary and its merges leave 100 MB and more.
+    """
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

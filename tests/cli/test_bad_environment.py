@@ -22,7 +22,7 @@ import torch
 
 from config.errors import SettingsError
 from config.settings import Settings, load_settings
-from kernels.weights.quantization import quantize_symmetric
+from kernels.weights.quantizers import quantize_blocks
 from server.cli import main as cli
 from server.engine.build import build_engine
 from server.engine.device import choose_weight_format
@@ -113,7 +113,7 @@ def test_quantized_weights_where_nothing_can_be_kept(
             return
         if home is not None:
             draft = CachedWeightsWriter(home / "checkpoint" / "int8-0")
-            draft.put("a", quantize_symmetric(torch.randn(4, 8), 8, None))
+            draft.put("a", quantize_blocks(torch.randn(4, 32), "Q8_0"))
             draft.publish()
             draft.close()
     warned = [record for record in caplog.records if record.levelname == "WARNING"]

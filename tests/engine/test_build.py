@@ -172,7 +172,7 @@ def test_auto_takes_the_checkpoints_type_where_the_device_is_fast_at_it(
     assert choose_weight_format(Settings(), expected) == WeightsConfig(expected, as_stored=True)
     assert choose_weight_format(Settings(weights="bf16"), expected) == WeightsConfig(torch.bfloat16)
     quantized = choose_weight_format(Settings(weights="int4", weights_cache="off"), expected)
-    assert quantized == WeightsConfig(expected, WeightFormat(4, 32), as_stored=True)
+    assert quantized == WeightsConfig(expected, WeightFormat("int4", "Q4_K", "Q6_K"), as_stored=True)
 
 
 @pytest.mark.parametrize(("weights", "warns"), [("auto", False), ("bf16", False), ("int8", True), ("int4", True)])

@@ -7,7 +7,8 @@ import random
 import numpy as np
 import torch
 
-from kernels.weights.block_formats import BlockFormat, BlockTensor, dequantize_blocks
+from kernels.weights.block_formats import BlockFormat, BlockTensor
+from kernels.weights.block_packing import dequantize_blocks
 
 
 def draw_weight(

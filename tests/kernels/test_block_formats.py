@@ -67,7 +67,8 @@ def round_units(x: Tensor) -> Tensor:
     """Round each 32 columns to 127 steps of their largest magnitude, as products with integers do."""
     grouped = x.float().unflatten(-1, (-1, 32))
     most = grouped.abs().amax(-1, keepdim=True)
-    return ((grouped * (127 / most)).round().double() * (most.double() / 127)).flatten(-2)
+    factor = torch.tensor(127.0) / most  # `127 / most` would be the rounded inverse, times 127: not the same bits
+    return ((grouped * factor).round().double() * (most.double() / 127)).flatten(-2)
 
 
 @formats

@@ -28,10 +28,10 @@ from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout, Ste
 from kernels.selfcheck.op_info import DTYPES
 from kernels.types import LayerSpec
 from kernels.weights.block_formats import FORMATS
-from kernels.weights.quantization import quantize_weight
 from kernels.weights.stored import ConcatenatedWeight
 from tests.kernels.backend_matrix import BACKENDS, NAMES
 from tests.kernels.block_weights import draw_weight
+from tests.kernels.quantized_weights import quantize_as_mlx
 
 WIDTH, DIM, HEADS, KV_HEADS = 96, 32, 6, 2
 SPECS = [
@@ -61,7 +61,7 @@ def weight(dtype: torch.dtype, *shape: int, bits: Bits = None, parts: Sequence[i
         ]
         return ConcatenatedWeight(drawn)
     values = (torch.randn(*shape) / shape[1] ** 0.5).to(dtype)
-    return values if bits is None else quantize_weight(values, bits, 32)
+    return values if bits is None else quantize_as_mlx(values, bits, 32)
 
 
 def layer(dtype: torch.dtype, i: int, bits: Bits) -> DecoderLayer:

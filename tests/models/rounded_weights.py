@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
+import gguf
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,35 +12,31 @@ from kernels.ops import Weight
 from kernels.reference.backend import ReferenceOps
 from kernels.weights.block_formats import FORMATS, BlockTensor
 from kernels.weights.quantization import QuantizedTensor
+from kernels.weights.quantizers import quantize_blocks
 from kernels.weights.stored import dequantize_weight
+from server.models.formats.quantized import choose_block_format
 from server.models.weights import WeightFormat
 
 SHORT_TEXTS = torch.arange(2, 50).view(
     6, 8
 )  # in a long one, what is rounded otherwise once is seen by all that follows
-Array = np.ndarray[Any, np.dtype[np.float32]]
-
-
-def symmetric_rounded(w: Array, bits: int, group: int | None = None) -> Array:
-    """[out, in] as --weights int8 and int4 leave it: the number farthest from 0 in a group of columns is the lowest."""
-    zero = np.float32(2 ** (bits - 1))
-    grouped = w.reshape(len(w), -1, group or w.shape[1])
-    farthest = np.take_along_axis(grouped, np.abs(grouped).argmax(-1, keepdims=True), -1)
-    scale = np.where(farthest == 0, np.float32(1), farthest / -zero)
-    return (np.clip(np.rint(grouped / scale), -zero, zero - 1) * scale).reshape(w.shape)
 
 
 def round_weights(model: PreTrainedModel, format: WeightFormat) -> PreTrainedModel:
-    """Return the model with its matrices rounded, except for routers and an untied embedding."""
-    tied = model.config.tie_word_embeddings
+    """Return the model with its matrices rounded as they are quantized at load, by `gguf.quants.dequantize`.
+
+    Routers stay what they are. Tied weights are rounded once.
+    """
+    layers = model.config.num_hidden_layers
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if p.dim() < 2 or name.endswith("gate.weight") or ("embed" in name and not tied):
+            if p.dim() < 2 or name.endswith("gate.weight"):
                 continue
+            own = name.replace("experts.down_proj", "experts.0.w2.weight")  # of all experts, in one tensor
             for matrix in p if p.dim() == 3 else (p,):  # experts
-                divided = format.group_size is None or matrix.shape[1] % format.group_size == 0
-                how = format if divided else (8, None)
-                matrix.copy_(torch.from_numpy(symmetric_rounded(matrix.numpy(), *how)))
+                if chosen := choose_block_format(format, own, matrix.shape[1], layers):
+                    blocks = quantize_blocks(matrix, chosen).blocks
+                    matrix.copy_(torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), FORMATS[chosen].kind)))
     return model
 
 

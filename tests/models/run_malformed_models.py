@@ -39,7 +39,7 @@ SECONDS = 30  # for one case; it takes a hundredth of one
 KEPT = (
     WeightsConfig(torch.float32, as_stored=True),
     WeightsConfig(torch.bfloat16),
-    WeightsConfig(torch.float32, WeightFormat(8)),
+    WeightsConfig(torch.float32, WeightFormat("int8", "Q8_0", "Q8_0")),
 )
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from server.profiling.running import RunError
 
 START_TIMEOUT = 600.0  # seconds; vLLM compiles its model when it is started for the first time
 STOP_TIMEOUT = 30.0  # seconds that a server may take to end after SIGTERM before it is killed
-POLL_INTERVAL = 0.2
+POLL_INTERVAL = 0.05
 LOG_CHARACTERS = 1000  # last characters of a server's output that an error message has
 
 
@@ -65,6 +65,7 @@ class StartedServer:
 
     url: str
     process: psutil.Process
+    ready_seconds: float  # from the start of the process until it was ready
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds that all processes of the server have used so far."""
@@ -77,6 +78,7 @@ def run_program(program: ServerProgram, needs: ServerNeeds) -> Iterator[StartedS
     port = find_free_port()
     command = program.make_command(needs, port)
     with tempfile.TemporaryDirectory() as folder, (log := Path(folder) / "log").open("w") as output:
+        began = time.monotonic()
         process = subprocess.Popen(
             command.arguments,
             env={**os.environ, **command.environment},
@@ -87,7 +89,7 @@ def run_program(program: ServerProgram, needs: ServerNeeds) -> Iterator[StartedS
         try:
             url = f"http://127.0.0.1:{port}"
             _wait_until_ready(program, process, url + program.ready_path, log)
-            yield StartedServer(url, psutil.Process(process.pid))
+            yield StartedServer(url, psutil.Process(process.pid), time.monotonic() - began)
         finally:
             end_family(process)
 

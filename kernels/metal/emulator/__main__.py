@@ -25,6 +25,7 @@ Types = Mapping[str, torch.dtype]
 # A Metal file is compiled for T, the type of activations, and for a second type. SECOND_TYPE has its name by file ("":
 # there is none), TYPE_CHOICES the dtypes that it may be for a given T.
 SECOND_TYPE: Mapping[str, str] = {
+    "blocks": "",
     "decode": "KV",
     "layers": "",
     "linear": "",

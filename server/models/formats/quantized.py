@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.weights.block_formats import BlockTensor
-from kernels.weights.quantization import QuantizedTensor, quantize_symmetric
+from kernels.weights.block_formats import FORMATS, BlockTensor
+from kernels.weights.quantizers import quantize_blocks
 from kernels.weights.stored import dequantize_weight
 from server.models.errors import ModelError
 from server.models.formats.weights_cache import (
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOG_INTERVAL = 10.0  # seconds between two log lines about the progress
-FALLBACK_FORMAT = WeightFormat(8)  # format of matrices whose number of columns is not a multiple of the group size
+# Formats of 32 columns in place of those of 256, for matrices whose rows are not whole blocks; those of llama.cpp
+FALLBACKS = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
+_SENSITIVE = re.compile(r"layers\.(\d+)\..*(v_proj|qkv_proj|down_proj|w2)\.weight")
 
 
 @contextmanager
@@ -44,9 +46,9 @@ def open_quantized_weights(
     folder = config.cache_dir and get_cache_folder(config.cache_dir, directory, config.format)
     cached = open_cached_weights(folder) if folder else None
     writer = CachedWeightsWriter(folder) if folder and cached is None else None
-    progress = QuantizationProgress(layers, config.format.bits)
+    progress = QuantizationProgress(layers, config.format.name)
     try:
-        yield QuantizedWeights(weights, config.format, config.dtype, device, progress, cached, writer)
+        yield QuantizedWeights(weights, config.format, layers, config.dtype, device, progress, cached, writer)
         if writer and config.cache_dir and get_cache_folder(config.cache_dir, directory, config.format) == folder:
             writer.publish()
     finally:
@@ -56,26 +58,40 @@ def open_quantized_weights(
                 each.close()
 
 
+def choose_block_format(format: WeightFormat, name: str, width: int, layers: int) -> str | None:
+    """Return the block format of a matrix by its name and the number of its columns; None: it is not quantized.
+
+    The embedding and the head are sensitive, and what writes to the residual stream or is not averaged, in the first
+    and last eighth of the layers and in every third one between: as in llama.cpp's Q4_K_M (`use_more_bits`).
+    """
+    match = _SENSITIVE.search(name)
+    layer, eighth = int(match[1]) if match else 0, layers // 8
+    more = match and (layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2)
+    chosen = format.sensitive if more or "layers." not in name else format.usual
+    fitting = (each for each in (chosen, FALLBACKS.get(chosen)) if each and width % FORMATS[each].columns == 0)
+    return next(fitting, None)
+
+
 class QuantizedWeights:
     """Implements `Weights`: quantizes the matrices of another `Weights` when they are read.
 
-    A matrix that is quantized to the same number of bits in the checkpoint stays as it is, and so does an untied
-    embedding. If the length of the rows is not a multiple of the group size, they get 8 bits and one scale each.
+    A matrix stays as it is if the checkpoint has it in no more bits, or if its rows are no whole blocks.
     """
 
     def __init__(
         self,
         weights: Weights,
         format: WeightFormat,
+        layers: int,
         dtype: torch.dtype,
         device: torch.device,
         progress: QuantizationProgress,
         cached: CachedWeights | None = None,
         cache_writer: CachedWeightsWriter | None = None,
     ) -> None:
-        """Wrap the `weights` of a checkpoint; those that are not quantized become `dtype`."""
+        """Wrap the `weights` of a checkpoint of so many layers; those that are not quantized become `dtype`."""
         self._weights = weights
-        self._format = format
+        self._format, self._layers = format, layers
         self._dtype, self._device = dtype, device
         self._progress = progress
         self._cached, self._cache_writer = cached, cache_writer
@@ -89,35 +105,34 @@ class QuantizedWeights:
     def get(self, name: str, shape: Shape) -> Tensor:
         return self._weights.get(name, shape).to(self._dtype)
 
-    def embedding(self, name: str, shape: Shape) -> Matrix:
-        found = self._weights.embedding(name, shape)
-        return found.to(self._dtype) if isinstance(found, Tensor) else found
-
     def matrix(self, name: str, shape: Shape) -> Matrix:
         if self._cached is not None and (cached := self._cached.get(name)) is not None:
             check_shape(f"{name!r} in the cache of quantized weights", cached.shape, shape)
             return cached.to(self._device)
-        found = self._weights.matrix(name, shape)
+        found, wanted = (
+            self._weights.matrix(name, shape),
+            choose_block_format(self._format, name, shape[1], self._layers),
+        )
+        if wanted is None:
+            self._progress.log_once(
+                f"matrices of {shape[1]} columns are not quantized: they are not whole blocks of 32"
+            )
+            return found.to(self._dtype) if isinstance(found, Tensor) else found
         if not isinstance(found, Tensor):
-            if found.bits == self._format.bits:
+            if found.bits <= FORMATS[wanted].bits:
                 return found
-            dtype = torch.float16 if isinstance(found, BlockTensor) else found.scale.dtype
-            found = dequantize_weight(found).to(dtype)
+            found = dequantize_weight(found)
         self._progress.update(name)
-        quantized = self._quantize(name, found)
+        quantized = self._quantize(name, found, wanted)
         if self._cache_writer is not None:
             self._cache_writer.put(name, quantized)
         return quantized
 
-    def _quantize(self, name: str, weight: Tensor) -> QuantizedTensor:
-        width, group = weight.shape[1], self._format.group_size
-        divided = group is None or width % group == 0
-        if not divided:
-            self._progress.log_once(
-                f"matrices of {width} columns get 8 bits, as {width} is not a multiple of the group size {group}"
-            )
+    embedding = matrix
+
+    def _quantize(self, name: str, weight: Tensor, format: str) -> BlockTensor:
         try:
-            return quantize_symmetric(weight, *(self._format if divided else FALLBACK_FORMAT))
+            return quantize_blocks(weight, format)
         except ValueError as error:
             raise ModelError(f"{self._weights.describe(name)}: {error}; give --weights auto") from None
 
@@ -125,9 +140,9 @@ class QuantizedWeights:
 class QuantizationProgress:
     """Shows the progress of quantization: a bar on a terminal, otherwise a log line every LOG_INTERVAL seconds."""
 
-    def __init__(self, layers: int, bits: int) -> None:
+    def __init__(self, layers: int, format: str) -> None:
         self._layers = layers
-        self._what = f"quantizing the weights to {bits} bits"
+        self._what = f"quantizing the weights to {format}"
         self._bar: Progress | None = None
         self._last = time.monotonic()
         self._logged: set[str] = set()

@@ -1,8 +1,8 @@
 """A cache of quantized matrices on disk, so that a model is quantized only once.
 
-A folder has the matrices of one checkpoint in one format, in safetensors files: NAME.int4 (or int8) and NAME.scale of
-each, all quantized symmetrically; and a checksum of every tensor, so that bytes that have changed on the disk are never
-used. Matrices are read into memory rather than mapped, so that they cannot change after the check.
+A folder has the matrices of one checkpoint in one format, in safetensors files: the blocks of each as NAME.Q4_K (or
+another block format); and a checksum of every tensor, so that bytes that have changed on the disk are never used.
+Matrices are read into memory rather than mapped, so that they cannot change after the check.
 
 The folder's name is a hash of the metadata of the checkpoint's files: sizes, inodes, mtimes and ctimes. A checkpoint
 that was touched in any way therefore has another folder. A hash of contents would not do: all fine-tunes of a model
@@ -25,7 +25,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kernels.weights.quantization import BITS, QuantizedTensor, from_symmetric
+from kernels.weights.block_formats import FORMATS, BlockTensor
+from kernels.weights.quantizers import QUANTIZERS
 from server.models.config_file import read_json
 from server.models.errors import ModelError, first_line
 from server.models.files.atomic_directory import AtomicDirectory
@@ -34,7 +35,7 @@ from server.models.weights import Safetensors, WeightFormat
 
 log = logging.getLogger(__name__)
 
-VERSION = "2"  # of the cached files: change it when their format or the rounding of weights changes
+VERSION = "3"  # of the cached files: change it when their format or the rounding of weights changes
 SHARD = 1 << 28  # bytes of matrices that are collected in memory before they are written to a file
 CHECKSUMS = "checksums.json"  # name of the file that has the checksum of each tensor
 ADVICE = "give --weights-cache another folder, or off"
@@ -51,7 +52,7 @@ def get_cache_folder(home: Path, checkpoint: Path, format: WeightFormat) -> Path
                 words += map(str, (file.name, status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns))
     except OSError as error:
         raise ModelError(f"cannot read {checkpoint}: {error.strerror}") from None
-    return home / _digest(str(checkpoint.resolve())) / f"int{format.bits}-{_digest(*words)}"
+    return home / _digest(str(checkpoint.resolve())) / f"{format.name}-{_digest(*words)}"
 
 
 def _digest(*words: str) -> str:
@@ -69,13 +70,13 @@ class CachedWeights:
         self._damaged = False
         log.info("reading quantized weights from %s", folder)
 
-    def get(self, name: str) -> QuantizedTensor | None:
+    def get(self, name: str) -> BlockTensor | None:
         """Return a matrix by name; None if it is missing or damaged; the first damaged one is logged."""
-        for bits in BITS:
-            if (numbers := f"{name}.int{bits}") in self._tensors or numbers in self._checksums:
+        for format in QUANTIZERS:
+            if (blocks := f"{name}.{format}") in self._tensors or blocks in self._checksums:
                 try:
-                    return from_symmetric(self._read_checked(numbers), self._read_checked(f"{name}.scale"), bits)
-                except ModelError as error:
+                    return BlockTensor(self._read_checked(blocks), FORMATS[format])
+                except (ModelError, ValueError) as error:
                     self._report_damage(error)
         return None
 
@@ -90,7 +91,7 @@ class CachedWeights:
             raise ModelError(f"{name} in {self._folder} has changed since it was written: its checksum is wrong")
         return tensor
 
-    def _report_damage(self, error: ModelError) -> None:
+    def _report_damage(self, error: Exception) -> None:
         if not self._damaged:
             log.warning("some cached quantized weights are damaged and are quantized again: %s", error)
         self._damaged = True
@@ -122,11 +123,11 @@ class CachedWeightsWriter:
         self._checksums: dict[str, int] = {}
         self._given_up = False
 
-    def put(self, name: str, weight: QuantizedTensor) -> None:
-        """Add a symmetrically quantized matrix to the folder."""
+    def put(self, name: str, weight: BlockTensor) -> None:
+        """Add a quantized matrix to the folder."""
         if self._given_up:
             return
-        self._waiting |= {f"{name}.int{weight.bits}": weight.numbers.cpu(), f"{name}.scale": weight.scale.cpu()}
+        self._waiting[f"{name}.{weight.format.name}"] = weight.blocks.cpu()
         if sum(part.nbytes for part in self._waiting.values()) > SHARD:
             with self._or_give_up():
                 self._write()

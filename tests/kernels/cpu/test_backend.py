@@ -14,12 +14,12 @@ from config.settings import StrategySettings
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.store import KVStore, Pages, compute_block_bytes
 from kernels.types import LayerSpec, Slots
-from kernels.weights.quantization import quantize_weight
 from plugin_kit.driver.steps import step
 from plugin_kit.driver.texts import random_text
 from tests.contract import harness
 from tests.contract.harness import World
 from tests.kernels.backend_matrix import BACKENDS, TOLERANCE
+from tests.kernels.quantized_weights import quantize_as_mlx
 from tests.kernels.test_attention import expected
 
 CPU = [name for name in BACKENDS if name.startswith("cpu-")]
@@ -197,14 +197,14 @@ def test_a_row_of_a_quantized_product_does_not_depend_on_the_others(
     linear = ops.linear
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((40, 96), (37, 96), (37,)))
     for group in (32, 48):  # the kernel's, and one that is the reference's
-        quantized = quantize_weight(weight, bits, group)
+        quantized = quantize_as_mlx(weight, bits, group)
         alone = torch.cat([linear(row[None], quantized, bias) for row in x])
         for rows in (2, 3, 5, 8, 40):
             assert torch.equal(linear(x[:rows], quantized, bias), alone[:rows])
 
 
 def test_a_quantized_product_that_cannot_be_is_refused(backend: str) -> None:
-    weight = quantize_weight(torch.randn(5, 64), 4, 32)
+    weight = quantize_as_mlx(torch.randn(5, 64), 4, 32)
     with pytest.raises(ValueError, match="linear: x must be"):
         BACKENDS[backend]().linear(torch.ones(2, 32), weight)
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from kernels.composite import CompositeOps
 from kernels.cpu.packed import PackedMatrix
 from kernels.ops import AttentionWeights, GatedMLP, Ops
-from kernels.weights.quantization import QuantizedTensor, dequantize, quantize_symmetric, quantize_weight
+from kernels.weights.quantization import QuantizedTensor, dequantize
 from tests.kernels.backend_matrix import BACKENDS
+from tests.kernels.quantized_weights import quantize_as_mlx
 
 CPUS = [name for name in BACKENDS if name.startswith("cpu-")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -25,10 +26,9 @@ pytestmark = pytest.mark.parametrize("backend", CPUS)
 
 
 def weights(out: int, bits: int, group: int | None) -> list[QuantizedTensor]:
-    """Return quantized weights without and with offsets, and with scales of several dtypes."""
+    """Return quantized weights with scales of several dtypes."""
     weight = torch.randn(out, 192, generator=torch.Generator().manual_seed(out))
-    affine = quantize_weight(weight.bfloat16(), bits, group or 192)
-    return [quantize_symmetric(weight, bits, group), quantize_symmetric(weight.half(), bits, group), affine]
+    return [quantize_as_mlx(weight.to(dtype), bits, group or 192) for dtype in DTYPES]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -58,12 +58,6 @@ def test_a_row_that_is_not_there_is_refused(backend: str) -> None:
     for row in (5, -1):
         with pytest.raises(ValueError, match=f"from 0 to 4, and there is {row}"):
             packed.rows(torch.tensor([row]))
-
-
-def test_weights_without_offsets_take_no_memory_for_them(backend: str) -> None:
-    symmetric, affine = (BACKENDS[backend]().pack(weight) for weight in weights(64, 4, 32)[1:])
-    assert symmetric.nbytes == 64 * 192 // 2 + 64 * 6 * 2
-    assert affine.nbytes == symmetric.nbytes + 64 * 6 * 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

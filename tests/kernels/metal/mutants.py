@@ -378,6 +378,38 @@ MUTANTS: tuple[Mutant, ...] = (
         (WRITERS, "outputs", "dequantize_weight", "$out[«size_t($at.y) * $sizes.$inputs +→» $i + $s]"),
         (LOGIC, "offsets", "dequantize_weight", "«+ float($offset[$group])→»);"),
     ),
+    *_of(
+        "block_linear",
+        (INDEX, "blocks of a row", "Format", "$row + $column / BLOCK_COLUMNS * «BLOCK_BYTES→BLOCK_COLUMNS»"),
+        (INDEX, "numbers of a run", "Field", "$column / COLUMNS * RUN + $place % «RUN→COLUMNS»"),
+        (BOUND, "bits", "Field", "(1u << «BITS→(BITS - 1)») - 1u"),
+        (BOUND, "the last inputs", "block_linear", "$i«→ + STEP» < $sizes.$inputs; $i"),
+        (
+            BOUND,
+            "the last output for others",
+            "block_linear",
+            "«min($output + $o, $sizes.$outputs - 1)→($output + $o)»",
+        ),
+        (WRITERS, "all lanes", "finish", "if («$lane == 0 &&→» $row"),
+        (LOGIC, "the higher bits", "Format", "«| $High::get($block, $first + $s) << $Low::WIDTH % 32→»"),
+        (LOGIC, "the sign", "Signed", "«- 128→»"),
+        (LOGIC, "offsets", "block_linear", "«+ $scales.y * $totals[$r]→»"),
+        (LOGIC, "the later groups' scales", "ScalesOfQ4K", "«$group < 4 ?→true ?» $low & 63u : ($both & 15u)"),
+        (
+            LOGIC,
+            "the sign of scales",
+            "ScalesOfQ6K",
+            "«Signed::get($block[192 + $column / 16])→float($block[192 + $column / 16])»",
+        ),
+        (LOGIC, "the zero of scales", "ScalesOfQ3K", "(int($scale) «- 32→»)"),
+    ),
+    *_of(
+        "dequantize_blocks",
+        (BOUND, "a number too many", "dequantize_blocks", "$s «<→<=» STEP; $s++) $out"),
+        (WRITERS, "outputs", "dequantize_blocks", "$out[«size_t($at.y) * $sizes.$inputs +→» $i + $s]"),
+        (INDEX, "bytes of a row", "dequantize_blocks", "$blocks + size_t(«$at.y→$at.x») * $sizes"),
+        (LOGIC, "offsets", "dequantize_blocks", "«+ $scales.y→»);"),
+    ),
 )
 
 

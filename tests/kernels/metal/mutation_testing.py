@@ -78,6 +78,8 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "linear": ("linear", "linear"),
     "quantized_linear": ("quantized", "linear.quantized"),
     "dequantize_weight": ("quantized", "linear.quantized"),
+    "block_linear": ("blocks", "linear.blocks"),
+    "dequantize_blocks": ("blocks", "linear.blocks"),
 }
 
 

@@ -21,7 +21,7 @@ from kernels.reference.backend import ReferenceOps
 from kernels.selfcheck.attention_case import AttentionCase, CaseRow, Layout
 from kernels.store import KVStore, compute_block_bytes
 from kernels.types import LayerSpec, Slots
-from kernels.weights.quantization import quantize_weight
+from tests.kernels.quantized_weights import quantize_as_mlx
 from tests.kernels.sparse_memory import sparse_memory
 from tests.kernels.test_attention import expected
 
@@ -145,7 +145,7 @@ def _wrong_layers() -> dict[str, tuple[str, Call]]:
     """Return a description, words of the message, and the call, for each wrong call."""
     x, square, norm = torch.ones(2, 64), torch.ones(64, 64), torch.ones(64)
     q, cos, here = torch.ones(4, 4, 16), torch.ones(9, 8), torch.zeros(4, dtype=torch.int64)
-    quantized, numbers = quantize_weight(square, 4, 32), torch.ones(3, 4, dtype=torch.int8)
+    quantized, numbers = quantize_as_mlx(square, 4, 32), torch.ones(3, 4, dtype=torch.int8)
     away, apart = torch.device("meta"), torch.ones(3, 8, dtype=torch.int8)[:, ::2]
     return {
         "a weight of another width": ("x must be", lambda ops, at: ops.linear(x, torch.ones(5, 63))),

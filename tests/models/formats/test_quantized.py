@@ -18,12 +18,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kernels.backends import REFERENCE
 from kernels.ops import Ops
 from kernels.reference.backend import ReferenceOps
-from kernels.weights.quantization import QuantizedTensor, dequantize, quantize_symmetric, quantize_weight
+from kernels.weights.block_formats import FORMATS, BlockTensor
+from kernels.weights.quantization import dequantize
+from kernels.weights.quantizers import quantize_blocks
+from kernels.weights.stored import dequantize_weight, get_format
+from server.engine.device import WEIGHT_FORMATS
 from server.engine.info import make_engine_info
 from server.models.base import Model
 from server.models.errors import ModelError
@@ -31,9 +35,10 @@ from server.models.formats import quantized
 from server.models.formats.mlx_weights import MLXWeights
 from server.models.load import load_model, read_model_info
 from server.models.no_cache import NoCacheAttention
-from server.models.weights import WeightFormat, WeightsConfig
+from server.models.weights import Safetensors, WeightsConfig
 from tests.engine.engine_driver import Driver
 from tests.kernels.backend_matrix import BACKENDS, SLOW
+from tests.kernels.quantized_weights import quantize_as_mlx
 from tests.models.gguf_files import write_gguf
 from tests.models.mlx_files import Formats, write_mlx
 from tests.models.random_models import CONFIGS, random_model, save_random_model
@@ -42,12 +47,11 @@ from tests.models.rounded_weights import (
     RoundedInputs,
     relative_difference,
     round_weights,
-    symmetric_rounded,
 )
 
 AS_STORED = WeightsConfig(torch.float32, as_stored=True)
-INT4 = WeightsConfig(torch.float32, WeightFormat(4, 32), as_stored=True)
-INT8 = WeightsConfig(torch.float32, WeightFormat(8), as_stored=True)
+INT4 = WeightsConfig(torch.float32, WEIGHT_FORMATS["int4"], as_stored=True)
+INT8 = WeightsConfig(torch.float32, WEIGHT_FORMATS["int8"], as_stored=True)
 CPU = torch.device("cpu")
 MIXED: Formats = {
     "model.layers.0.self_attn.v_proj": (8, 32),
@@ -115,7 +119,7 @@ def test_formats_may_differ_from_module_to_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kept", [AS_STORED, INT4, INT8], ids=["as stored", "int4", "int8"])
 def test_every_backend_computes_the_same_model(backend: str, kept: WeightsConfig, tmp_path: Path) -> None:
     """But that some round activations."""
-    write_mlx(wide_llama(), tmp_path, 4, 64, MIXED)
+    write_mlx(wide_llama(), tmp_path, 4, 64, MIXED if kept is AS_STORED else None)
     computed = (loaded(tmp_path, kept, ops=ops) for ops in (BACKENDS[backend](), ReferenceOps(), RoundedInputs()))
     got, *ways = (torch.cat([logits(model, ids) for ids in SHORT_TEXTS]) for model in computed)
     assert min(relative_difference(got, expected) for expected in ways) < 1e-5
@@ -146,7 +150,7 @@ def test_greedy_text_of_a_checkpoint_of_mlx(tmp_path: Path) -> None:
 
 def test_a_part_of_a_larger_model_is_found_by_its_own_names(tmp_path: Path) -> None:
     theirs = write_mlx(wide_llama(), tmp_path, 4, 64, {"language_model.lm_head": (8, 32)})
-    head = quantize_weight(theirs.lm_head.weight.detach(), 8, 32)
+    head = quantize_as_mlx(theirs.lm_head.weight.detach(), 8, 32)
 
     def moved(tensors: dict[str, torch.Tensor]) -> None:
         for name in [*tensors]:
@@ -220,60 +224,82 @@ def test_logits_of_a_model_quantized_while_it_is_read(name: str, kept: WeightsCo
     theirs = save_random_model(name, tmp_path)
     assert kept.format is not None
     ours = loaded(tmp_path, kept)
-    assert ours.weight_format == f"int{kept.format.bits}"
+    assert ours.weight_format == {"int4": "Q5_0", "int8": "Q8_0"}[kept.format.name], "rows of fewer than 256 columns"
     assert_same_logits(ours, round_weights(theirs, kept.format))
 
 
-def test_rows_that_groups_do_not_divide_are_kept_in_8_bits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_rows_of_whole_blocks_get_4_bits_and_the_sensitive_ones_more(tmp_path: Path) -> None:
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.hidden_size = config.intermediate_size = 256
+    theirs = random_model(config)
+    theirs.save_pretrained(tmp_path)
+    ours = loaded(tmp_path, INT4)
+    assert ours.weight_format == "Q4_K"
+    assert INT4.format is not None
+    assert_same_logits(ours, round_weights(theirs, INT4.format))
+    stored = Safetensors(tmp_path, torch.float32, CPU)
+    with quantized.open_quantized_weights(stored, tmp_path, INT4, CPU, layers=3) as weights:
+        found = {
+            name: get_format(weights.matrix(name, tuple(p.shape)))
+            for name, p in theirs.named_parameters()
+            if p.dim() == 2
+        }
+    sensitive = {name for name, format in found.items() if format == "Q6_K"}
+    assert sensitive == {
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.2.self_attn.v_proj.weight",
+        "model.layers.2.mlp.down_proj.weight",
+    }
+    usual = {name: found[name] for name in found.keys() - sensitive}
+    assert {format for name, format in usual.items() if "o_proj" not in name} == {"Q4_K"}
+    assert {format for name, format in usual.items() if "o_proj" in name} == {"Q5_0"}, "rows of 64 columns"
+
+
+def test_rows_of_no_whole_blocks_are_not_quantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = copy.deepcopy(CONFIGS["llama"])
     config.intermediate_size = 87
     theirs = random_model(config)
     theirs.save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO):
         ours = loaded(tmp_path, INT4)
-    assert_same_logits(ours, round_weights(theirs, WeightFormat(4, 32)))
-    assert caplog.messages == ["matrices of 87 columns get 8 bits, as 87 is not a multiple of the group size 32"]
-    assert_same_logits(
-        loaded(tmp_path, INT8), round_weights(LlamaForCausalLM.from_pretrained(tmp_path), WeightFormat(8))
-    )
+    assert INT4.format is not None
+    assert_same_logits(ours, round_weights(theirs, INT4.format))
+    assert caplog.messages == ["matrices of 87 columns are not quantized: they are not whole blocks of 32"]
 
 
 def test_memory_of_a_quantized_model(tmp_path: Path) -> None:
     theirs = save_random_model("qwen2_tied", tmp_path).bfloat16()
     theirs.save_pretrained(tmp_path)
-    matrices = [p for p in theirs.parameters() if p.dim() == 2]
-    numbers = sum(p.numel() for p in matrices)
-    others = sum(p.numel() for p in theirs.parameters()) - numbers
-    scales = {
-        4: 2 * 2 * numbers // 32,
-        8: 2 * 4 * sum(len(p) for p in matrices),
-    }  # and offsets, which plain torch reads
-    for kept, bits in ((INT4, 4), (INT8, 8)):
-        assert loaded(tmp_path, kept).weight_bytes == numbers * bits // 8 + scales[bits] + 4 * others
+    numbers = sum(p.numel() for p in theirs.parameters() if p.dim() == 2)
+    others = sum(p.numel() for p in theirs.parameters() if p.dim() == 1)
+    assert loaded(tmp_path, INT8).weight_bytes == numbers * 34 // 32 + 4 * others
 
 
 def test_a_gguf_file_is_quantized_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     theirs = wide_llama()
     driver = Driver(write_gguf(theirs, tmp_path / "a.gguf"), weights="int4", dtype="float32", kernels="reference")
-    assert driver.core.model.weight_format == "int4"
-    assert_same_logits(driver.core.model, round_weights(theirs, WeightFormat(4, 32)))
+    assert driver.core.model.weight_format == "Q5_0"
+    assert INT4.format is not None
+    assert_same_logits(driver.core.model, round_weights(theirs, INT4.format))
 
 
-def test_numbers_of_as_many_bits_stay_what_they_are(tmp_path: Path) -> None:
+def test_numbers_of_fewer_bits_stay_what_they_are(tmp_path: Path) -> None:
     theirs = write_mlx(wide_llama(), tmp_path, 4, 64)
-    assert_same_logits(loaded(tmp_path, INT4), theirs)
+    for kept in (INT4, INT8):
+        assert_same_logits(loaded(tmp_path, kept), theirs)
 
 
-def test_numbers_of_other_bits_are_rounded_once_more(tmp_path: Path) -> None:
-    theirs = write_mlx(wide_llama(), tmp_path, 4, 64)
+def test_numbers_of_more_bits_are_rounded_once_more(tmp_path: Path) -> None:
+    theirs = write_mlx(wide_llama(), tmp_path, 8, 64)
     stored = MLXWeights(tmp_path, torch.float32, CPU, as_stored=True)
-    with quantized.open_quantized_weights(stored, tmp_path, INT8, CPU, layers=3) as weights:
-        found = weights.matrix("model.layers.0.mlp.down_proj.weight", (64, 128))
-    assert isinstance(found, QuantizedTensor)
-    assert (found.bits, found.group) == (8, 128)
-    expected = symmetric_rounded(theirs.model.layers[0].mlp.down_proj.weight.detach().numpy(), 8)
-    torch.testing.assert_close(dequantize(found), torch.from_numpy(expected), rtol=0, atol=1e-6)
+    with quantized.open_quantized_weights(stored, tmp_path, INT4, CPU, layers=3) as weights:
+        found = weights.matrix("model.layers.0.mlp.up_proj.weight", (128, 64))
+    assert isinstance(found, BlockTensor)
+    assert found.format == FORMATS["Q5_0"]
+    expected = theirs.model.layers[0].mlp.up_proj.weight.detach()
+    assert (dequantize_weight(found) - expected).abs().max() < expected.abs().max() / 16
 
 
 def test_what_cannot_be_quantized_is_reported(tmp_path: Path) -> None:
@@ -281,7 +307,9 @@ def test_what_cannot_be_quantized_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"only the lean decoder can quantize weights: give --weights auto"):
         loaded(tmp_path, INT8, impl="transformers")
     changed(tmp_path, lambda tensors: tensors["model.layers.0.self_attn.k_proj.weight"].fill_(torch.nan))
-    with pytest.raises(ModelError, match=r"k_proj\.weight': the weight has numbers that are NaN or infinite, .*; give"):
+    with pytest.raises(
+        ModelError, match=r"k_proj\.weight': the weight has numbers that are NaN, infinite or beyond .*; give"
+    ):
         loaded(tmp_path, INT4)
 
 
@@ -292,7 +320,7 @@ def test_a_long_quantization_is_logged(
     monkeypatch.setattr(quantized, "LOG_INTERVAL", -1.0)
     with caplog.at_level(logging.INFO):
         loaded(tmp_path, INT4)
-    assert caplog.messages[-1] == "quantizing the weights to 4 bits: layer 3 of 3"
+    assert caplog.messages[-1] == "quantizing the weights to int4: layer 3 of 3"
 
 
 def test_a_terminal_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +331,7 @@ def test_a_terminal_shows_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     save_random_model("llama", tmp_path)
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     loaded(tmp_path, INT4)
-    assert "quantizing the weights to 4 bits" in terminal.getvalue()
+    assert "quantizing the weights to int4" in terminal.getvalue()
 
 
 def test_one_tensor_at_a_time_is_wider_than_it_will_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,19 +339,19 @@ def test_one_tensor_at_a_time_is_wider_than_it_will_be(tmp_path: Path, monkeypat
     save_random_model("llama", tmp_path)
     alive: list[Any] = []
 
-    def watched(weight: torch.Tensor, bits: int, group: int) -> Any:
+    def watched(weight: torch.Tensor, format: str) -> Any:
         assert all(reference() is None for reference in alive)
         alive.append(weakref.ref(weight))
-        return quantize_symmetric(weight, bits, group)
+        return quantize_blocks(weight, format)
 
-    monkeypatch.setattr(quantized, "quantize_symmetric", watched)
+    monkeypatch.setattr(quantized, "quantize_blocks", watched)
     loaded(tmp_path, INT4)
-    assert len(alive) == 3 * 7 + 1, "seven matrices a layer, and lm_head"
+    assert len(alive) == 3 * 7 + 2, "seven matrices a layer, the embedding, and lm_head"
 
 
 def test_the_engine_says_what_weights_are_kept_in(tmp_path: Path) -> None:
     write_mlx(wide_llama(), tmp_path, 4, 64)
-    for weights, expected in (("auto", "int4"), ("int8", "int8"), ("bf16", "bfloat16")):
+    for weights, expected in (("auto", "int4"), ("int8", "int4"), ("bf16", "bfloat16")):
         assert (
             make_engine_info(Driver(tmp_path, weights=weights, dtype="float32").engine).settings["weights"] == expected
         )

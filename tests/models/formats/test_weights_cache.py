@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.reference.backend import ReferenceOps
-from kernels.weights.quantization import quantize_symmetric
+from kernels.weights.quantizers import quantize_blocks
+from server.engine.device import WEIGHT_FORMATS as FORMATS
 from server.models.base import Model
 from server.models.errors import ModelError
 from server.models.files.atomic_directory import PREFIX
@@ -26,13 +27,12 @@ from server.models.formats.checksum import checksum
 from server.models.formats.weights_cache import CachedWeightsWriter, get_cache_folder, open_cached_weights
 from server.models.load import load_model
 from server.models.no_cache import NoCacheAttention
-from server.models.weights import WeightFormat, WeightsConfig
+from server.models.weights import WeightsConfig
 from tests.models.gguf_files import gguf_model, write_gguf
 from tests.models.mlx_files import write_mlx
 from tests.models.random_models import CONFIGS, random_model, save_random_model
 
 CPU = torch.device("cpu")
-FORMATS = {"int4": WeightFormat(4, 32), "int8": WeightFormat(8)}
 
 
 @pytest.fixture
@@ -66,11 +66,11 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """Shapes of what was quantized."""
     seen: list[torch.Size] = []
 
-    def watched(weight: torch.Tensor, bits: int, group: int | None) -> Any:
+    def watched(weight: torch.Tensor, format: str) -> Any:
         seen.append(weight.shape)
-        return quantize_symmetric(weight, bits, group)
+        return quantize_blocks(weight, format)
 
-    monkeypatch.setattr(quantized, "quantize_symmetric", watched)
+    monkeypatch.setattr(quantized, "quantize_blocks", watched)
     return seen
 
 
@@ -98,7 +98,7 @@ def test_the_second_start_quantizes_nothing(
 
 
 def test_every_kind_of_checkpoint(tmp_path: Path, home: Path, rounds: list[torch.Size]) -> None:
-    """Rows that groups do not divide, which are kept in 8 bits; experts; what MLX had quantized otherwise."""
+    """Rows that are no whole blocks, which are not quantized; experts; what MLX had quantized otherwise."""
     config = CONFIGS["llama"].__class__(**(CONFIGS["llama"].to_dict() | {"intermediate_size": 87}))
     random_model(config).save_pretrained(tmp_path / "odd")
     save_random_model("mixtral", tmp_path / "mixtral")
@@ -182,11 +182,11 @@ def test_a_changed_checkpoint_is_quantized_anew(
 def test_a_checkpoint_that_changes_meanwhile_is_not_kept(
     checkpoint: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def changing(weight: torch.Tensor, bits: int, group: int | None) -> Any:
+    def changing(weight: torch.Tensor, format: str) -> Any:
         (checkpoint / "model.safetensors").touch()
-        return quantize_symmetric(weight, bits, group)
+        return quantize_blocks(weight, format)
 
-    monkeypatch.setattr(quantized, "quantize_symmetric", changing)
+    monkeypatch.setattr(quantized, "quantize_blocks", changing)
     loaded(checkpoint, home)
     assert not home.exists()
 
@@ -257,7 +257,7 @@ def test_a_full_disk_is_reported_once_and_leaves_nothing(
 
 def test_two_servers_may_start_at_once(checkpoint: Path, home: Path) -> None:
     folder = get_cache_folder(home, checkpoint, FORMATS["int4"])
-    weight = quantize_symmetric(torch.randn(6, 64), 4, 32)
+    weight = quantize_blocks(torch.randn(6, 64), "Q5_0")
     drafts = [CachedWeightsWriter(folder), CachedWeightsWriter(folder)]
     for draft in drafts:
         draft.put("a", weight)
@@ -269,7 +269,8 @@ def test_two_servers_may_start_at_once(checkpoint: Path, home: Path) -> None:
         assert stored is not None
         got = stored.get("a")
         assert got is not None
-        assert all(torch.equal(getattr(got, part), getattr(weight, part)) for part in ("numbers", "scale", "offset"))
+        assert got.format == weight.format
+        assert torch.equal(got.blocks, weight.blocks)
         assert stored.get("b") is None
     assert [path for path in home.iterdir() if path != folder.parent] == []
 
@@ -364,7 +365,7 @@ def _of_another(folder: Path) -> None:
 
 
 def _one_more(folder: Path) -> None:
-    save_file({"model.layers.0.input_layernorm.weight.int8": torch.zeros(3)}, folder / "extra.safetensors")
+    save_file({"model.layers.0.input_layernorm.weight.Q8_0": torch.zeros(3)}, folder / "extra.safetensors")
     (folder / "README").touch()
 
 

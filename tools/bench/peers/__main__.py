@@ -11,7 +11,9 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from server.profiling.running import sigterm_as_ctrl_c
+from server.profiling.running import RunError, sigterm_as_ctrl_c
+from tools.bench.peers.gguf_files import OUR_KV_MIB, measure_files
+from tools.bench.peers.gguf_files import as_text as files_as_text
 from tools.bench.peers.measure import measure_decoding, measure_servers
 from tools.bench.peers.report import PeerReport, as_json, as_text, read_measurements
 from tools.bench.peers.servers import prepare_kvmux, prepare_llama_cpp, prepare_vllm
@@ -20,6 +22,7 @@ from tools.bench.table.documents import BENCHMARKS, update_section
 from tools.bench.table.models import QWEN, cache_folder, make_model, peers_folder
 from tools.peers.installer import Installer, InstallError, parse_folder
 from tools.peers.programs import ServerProgram
+from tools.real_models import REAL_MODELS
 from tools.status_line import status_line
 
 DESCRIPTION = """\
@@ -28,6 +31,7 @@ and measures them and `kvmux serve` over HTTP: one at a time, by turns, with the
 Qwen2.5-0.5B's shape with random weights, in bfloat16. Beside each figure stands its share of the machine's limit,
 measured just before. What is installed is kept for the next time."""
 
+GGUF_ROWS = "gguf"
 MARKED = "make bench-peers"  # the section of the document
 FAILED, INTERRUPTED = 2, 130  # exit statuses
 
@@ -44,9 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add(
         "--rows",
         nargs="+",
-        choices=WORKLOADS,
+        choices=(*WORKLOADS, GGUF_ROWS),
         default=list(DEFAULT_WORKLOADS),
-        help=f"workloads of `kvmux bench` (default: {' '.join(DEFAULT_WORKLOADS)})",
+        help=f"workloads of `kvmux bench` (default: {' '.join(DEFAULT_WORKLOADS)}); or {GGUF_ROWS}: the real models of "
+        "`make models`, beside llama.cpp",
     )
     add("--turns", type=int, default=2, help="times that each server is started and measured (default: 2)")
     add(
@@ -67,12 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--turns and --decode-turns should be at least 0, and one of them at least 1")
     if options.docs and (set(options.peers) < PEERS.keys() or not set(DEFAULT_WORKLOADS) <= set(options.rows)):
         parser.error("--docs: the document shows all servers and rows; leave --peers and --rows out")
+    if GGUF_ROWS in options.rows and len(options.rows) > 1:
+        parser.error(f"--rows: {GGUF_ROWS} has tables of its own; give it alone")
     with sigterm_as_ctrl_c(), status_line() as show_status:
         try:
+            if GGUF_ROWS in options.rows:
+                print(measure_real_models(options, show_status))
+                return 0
             report = run(options, show_status)
             if options.docs and report.complete:
                 update_section(options.docs / BENCHMARKS, MARKED, as_text(report))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RunError, InstallError) as error:
             print(f"make bench-peers: {error}", file=sys.stderr)
             return FAILED
         except KeyboardInterrupt:  # also SIGTERM; the started processes have ended by now
@@ -81,6 +91,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(as_json(report), indent=2) + "\n")
     return 0 if report.complete else INTERRUPTED
+
+
+def measure_real_models(options: argparse.Namespace, show_status: Callable[[str], None]) -> str:
+    """Return the tables of real GGUF files on kvmux and llama.cpp. Raises OSError, RunError and InstallError."""
+    files = [model.path for model in REAL_MODELS.values() if model.path.exists()]
+    if not files:
+        raise OSError("there is no real model: `make models` fetches them")
+    installer = Installer(options.folder / "llama.cpp", shlex.split(options.pip_args), show_status)
+    programs: dict[str, Callable[[Path], ServerProgram]] = {
+        "kvmux": lambda file: prepare_kvmux(file, f"{OUR_KV_MIB}MiB"),
+        "llama.cpp": lambda file: prepare_llama_cpp(file, installer),
+    }
+    reports = list(measure_files(files, programs, options.turns, show_status))
+    return files_as_text(reports, [make(files[-1]) for make in programs.values()])
 
 
 def run(options: argparse.Namespace, show_status: Callable[[str], None]) -> PeerReport:

@@ -25,9 +25,11 @@ TCMALLOC = "libtcmalloc_minimal.so.4"  # vLLM advises to load it before its own 
 LIBRARY_FOLDERS = (Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib"))
 
 
-def prepare_kvmux(model: Path) -> ServerProgram:
+def prepare_kvmux(model: Path, kv_memory: str = f"{KV_GIB}GiB") -> ServerProgram:
+    """Return kvmux's server with a model: a directory or a GGUF file."""
+
     def make_command(needs: ServerNeeds, port: int) -> StartCommand:
-        flags = ["--model", str(model), "--kv-memory", f"{KV_GIB}GiB", "--max-seq-len", str(needs.tokens)]
+        flags = ["--model", str(model), "--kv-memory", kv_memory, "--max-seq-len", str(needs.tokens)]
         seats = ["--max-num-seqs", str(needs.streams), "--port", str(port), "--log-level", "warning"]
         return StartCommand([sys.executable, "-m", "server", "serve", *flags, *seats])
 
@@ -35,9 +37,13 @@ def prepare_kvmux(model: Path) -> ServerProgram:
 
 
 def prepare_llama_cpp(model: Path, installer: Installer) -> ServerProgram:
-    """Return llama.cpp's server, installed if it is not there, with the model converted. Raises InstallError."""
+    """Return llama.cpp's server, installed if it is not there, with a GGUF file or a model that is converted to one.
+
+    Raises InstallError.
+    """
     installer.ensure(install_llama_cpp, INSTALLED_VERSION)
-    file, threads = convert_model(installer, model, "bf16", PRE_TOKENIZER), str(os.cpu_count() or 1)
+    file = convert_model(installer, model, "bf16", PRE_TOKENIZER) if model.is_dir() else model
+    threads = str(os.cpu_count() or 1)
 
     def make_command(needs: ServerNeeds, port: int) -> StartCommand:
         program = str(find_program(installer.folder, "llama-server"))

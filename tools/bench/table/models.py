@@ -20,7 +20,9 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from kernels.weights.block_formats import FORMATS
 from server.engine.device import WEIGHT_FORMATS
+from server.models.formats.quantized import choose_block_format
 
 LEARNT_VOCAB_SIZE = 16_384  # tokens that are trained; larger vocabularies are filled up with invented words
 MAX_TRAINING_FILES = 700  # files of the standard library that the tokenizer is trained on
@@ -73,9 +75,12 @@ class ModelShape:
         shapes = [shape for _, shape in self.matrices()]
         if weights not in WEIGHT_FORMATS:
             return BFLOAT16_BYTES * sum(out * width for out, width in shapes)
-        bits, group = WEIGHT_FORMATS[weights]
-        scales = [4 * out if group is None else BFLOAT16_BYTES * out * width // group for out, width in shapes]
-        return sum(out * width * bits // 8 for out, width in shapes) + sum(scales)
+        format, total = WEIGHT_FORMATS[weights], 0
+        for name, (out, width) in self.matrices():
+            chosen = choose_block_format(format, f"{name}.weight", width, self.layers)
+            block = FORMATS[chosen] if chosen else None
+            total += out * (width // block.columns * block.nbytes if block else width * BFLOAT16_BYTES)
+        return total
 
     def config(self) -> dict[str, Any]:
         """Return the contents of config.json."""
