@@ -71,8 +71,7 @@ void pack(const Tensor& packed, const Tensor& weight) {
   });
 }
 
-// Packs the numbers of a `kernels.weights.quantization.QuantizedTensor`, which have 4 or 8 bits, of a weight with or without
-// offsets.
+// Packs the numbers of a `kernels.weights.quantization.QuantizedTensor`, which have 4 or 8 bits.
 void pack_integers(const Tensor& packed, const Tensor& numbers, int64_t bits) {
   expect("linear", "numbers", numbers, only(at::kByte), {SOME, SOME});
   TORCH_CHECK_VALUE(bits == 4 || bits == 8, "linear: a weight of ", bits, " bits a number");
