@@ -269,7 +269,7 @@ class Settings(BaseSettings):
     weights: Weights = Field(
         "auto",
         description="format of the weights in memory; auto: as in the checkpoint if that is quantized, else in "
-        "the dtype of activations (`dtype`); int8 costs little quality, int4 much on small models",
+        "the dtype of activations (`dtype`); int8 costs hardly any quality, int4 as much as a Q4_K_M file",
     )
     weights_cache: str | None = Field(
         None,

@@ -30,7 +30,6 @@ from kernels.selfcheck.check_memory import find_memory_fault
 from kernels.tracing import Tracer, trace_ops
 from server.engine.core import Core
 from server.engine.device import (
-    WEIGHT_COSTS,
     choose_device,
     choose_dtype,
     choose_max_batched_tokens,
@@ -205,8 +204,6 @@ def _load_model(
     settings: Settings, directory: Path, ops: Ops, dtype: torch.dtype, device: torch.device, max_seq_len: int
 ) -> Model:
     """Load the model, and set the number of torch's CPU threads by its size. Raises SettingsError if loading fails."""
-    if settings.weights in WEIGHT_COSTS:
-        log.warning(WEIGHT_COSTS[settings.weights])
     if settings.threads is not None:  # applies to loading, too
         torch.set_num_threads(settings.threads)
     with _translate_oom_errors("the model", "use a smaller model, or a smaller format of its weights (--weights)"):

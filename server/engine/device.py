@@ -28,14 +28,6 @@ WEIGHT_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.floa
 WEIGHT_FORMATS = {
     each.name: each for each in (WeightFormat("int8", "Q8_0", "Q8_0"), WeightFormat("int4", "Q4_K", "Q6_K"))
 }
-WEIGHT_COSTS = {  # what a format costs on real models, for the log; the figures are those of docs/guide/models.md
-    "int8": "weights are quantized to int8, which costs little quality: perplexity of Qwen2.5-Coder-0.5B is 6.43 as in "
-    "bfloat16, and log-probabilities differ by 0.13 nats on average; models of 1.5 billion parameters and more were "
-    "not measured",
-    "int4": "weights are quantized to int4, which costs quality: perplexity of Qwen2.5-Coder-0.5B is 30 % higher, of "
-    "SmolLM2-135M 31 %, of Gemma 3 270M 80 %; models of 1.5 billion parameters and more were not measured; int8 costs "
-    "little",
-}
 
 
 def choose_device(name: str) -> Device:

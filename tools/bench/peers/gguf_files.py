@@ -161,11 +161,12 @@ def _measure_turn(servers: Mapping[tuple[str, int], StartedServer], report: File
 
 def as_text(reports: Sequence[FileReport], programs: Sequence[ServerProgram]) -> str:
     """Return the tables in GitHub's Markdown."""
-    turns = len(reports[0].bandwidths)
+    bandwidths = [each / 1e9 for report in reports for each in report.bandwidths]
     lines = [
-        f"{read_processor_name()}, {psutil.cpu_count()} processors, both servers up, medians of {turns} turns; the "
-        "interval has the median of the ratios with 95 % from six turns on. In brackets: the share of a plain read "
-        "of the bytes of a step.",
+        f"{read_processor_name()}, {psutil.cpu_count()} processors, both servers up, medians of "
+        f"{len(reports[0].bandwidths)} turns; the interval has the median of the ratios with 95 % from six turns on. "
+        "In brackets: the share of a plain read of the bytes of a step. The memory was read at "
+        f"{min(bandwidths):.1f} to {max(bandwidths):.1f} GB/s.",
         "",
         "| file | work | kvmux | llama.cpp | times as fast |",
         "|---|---|---:|---:|---:|",
