@@ -22,6 +22,7 @@ from tests.kernels.block_weights import draw_weight
 from tests.models.random_models import CONFIGS, byte_tokenizer, random_model
 
 ARCHITECTURES = {"mistral": "llama", "gemma3_text": "gemma3"}  # by model_type; others have the same name
+PERMUTED = ("llama", "smollm3")  # architectures whose rows of q and k the converter reorders
 KEPT = (Type.F32, Type.F16, Type.BF16)
 
 
@@ -49,15 +50,17 @@ def write_gguf(
     kind: Type | Callable[[str], Type] = Type.F32,
     *,
     rng: random.Random | None = None,
+    split_max_tensors: int = 0,
     **metadata: Any,
 ) -> Path:
     """`kind`: the type of matrices, or what it is by their names; those that the gguf package cannot write are random.
 
+    `split_max_tensors`: most tensors of a part; 0: one file.
     `metadata`: further keys, a dot being written as two underscores; None leaves one out.
     """
     config = model.config
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(file, architecture)
+    writer = gguf.GGUFWriter(file, architecture, split_max_tensors=split_max_tensors)
     _add_shape(writer, config)
     _add_rope(writer, model, architecture)
     add_byte_level(writer, byte_tokenizer(config.vocab_size))
@@ -158,9 +161,9 @@ def _add_tensors(
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         data = tensor.numpy()
-        if architecture == "llama" and "q_proj" in name:
+        if architecture in PERMUTED and "q_proj" in name:
             data = _permuted(data, model.config.num_attention_heads)
-        if architecture == "llama" and "k_proj" in name:
+        if architecture in PERMUTED and "k_proj" in name:
             data = _permuted(data, model.config.num_key_value_heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             data = data + 1

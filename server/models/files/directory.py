@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from server.models.errors import ModelError
 from server.models.files import hub
 from server.models.files.links import check_links
-from server.models.formats.gguf_directory import ensure_unpacked, find_own_link
+from server.models.formats.gguf_directory import ensure_unpacked, find_own_links
 from server.models.formats.gguf_file import SUFFIX
 
 if TYPE_CHECKING:
@@ -36,19 +36,21 @@ def locate(model: str, revision: str | None = None, *, allow_symlinks: bool = Fa
     embedded model is not checked.
     """
     on_hub = _is_on_hub(model)
-    directory = hub.fetch_model(model, revision) if on_hub else _resolve_local(model)
+    directory = _resolve(hub.fetch_model(model, revision) if on_hub else _expand_path(model))
     if not _is_model(directory):
+        if on_hub and not any(directory.glob("*.json")):
+            raise ModelError(f"{model} has no model but perhaps GGUF files: name the type of one, as {model}:Q4_K_M")
         if files := sorted(directory.glob(f"*{SUFFIX}")):
             raise ModelError(f"{model!r} is a directory with GGUF files: name one of them, such as {files[0]}")
         raise ModelError(
             f"no model at {model!r}: give a directory with config.json, tokenizer.json and *.safetensors, "
-            f"a {SUFFIX} file, a name on the Hugging Face hub (owner/name), "
+            f"a {SUFFIX} file, a name on the Hugging Face hub (owner/name, or owner/name:Q4_K_M for a GGUF file), "
             f"or an embedded model ({', '.join(EMBEDDED)})"
         )
     if revision is not None and not on_hub:
         raise ModelError(f"revision {revision!r} is only for models on the hub, and {model} is on this machine")
     if not allow_symlinks and directory not in EMBEDDED.values():
-        check_links(directory, made_here=find_own_link(directory))
+        check_links(directory, made_here=find_own_links(directory))
     return directory
 
 
@@ -61,11 +63,12 @@ def _is_model(directory: Path) -> bool:
 
 def _is_on_hub(model: str) -> bool:
     path = _expand_path(model)
-    return not path.exists() and path.suffix != SUFFIX and hub.NAME.fullmatch(model) is not None
+    match = hub.NAME.fullmatch(model)
+    return not path.exists() and match is not None and (path.suffix != SUFFIX or match["file"] is not None)
 
 
-def _resolve_local(model: str) -> Path:
-    path = _expand_path(model)
+def _resolve(path: Path) -> Path:
+    """Return the directory of a model, unpacked if `path` is a GGUF file."""
     return ensure_unpacked(path) if path.suffix == SUFFIX and not path.is_dir() else path
 
 

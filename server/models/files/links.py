@@ -7,7 +7,7 @@ file names in the indices of weights. The directory itself may be a link, as the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from server.models.config_file import read_json
@@ -17,10 +17,10 @@ TEMPLATES = "additional_chat_templates"
 INDICES = "*.index.json"
 
 
-def check_links(directory: Path, *, made_here: Path | None) -> None:
+def check_links(directory: Path, *, made_here: Sequence[Path]) -> None:
     """Raise ModelError for a link that leads out of the directory, and for an entry that is no file or directory.
 
-    Links to the blobs of the same model in Hugging Face's cache are allowed, and `made_here`, a link that kvmux made
+    Links to the blobs of the same model in Hugging Face's cache are allowed, and `made_here`, links that kvmux made
     itself.
     """
     try:
@@ -28,7 +28,7 @@ def check_links(directory: Path, *, made_here: Path | None) -> None:
         allowed = [root, *_blobs(root)]
         for path in _iter_entries(root):
             if path.is_symlink():
-                _check_link(path, allowed if path != made_here else [Path("/")])
+                _check_link(path, allowed if path not in made_here else [Path("/")])
             elif not path.is_file() and not path.is_dir():
                 raise ModelError(f"{path} is neither a file nor a directory: take it out of the model's directory")
         for index in root.glob(INDICES):

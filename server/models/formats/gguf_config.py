@@ -63,6 +63,7 @@ _GEMMA = GGUFArchitecture(
 # by the file's general.architecture: how llama.cpp writes that architecture
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture("LlamaForCausalLM", permuted=True),  # Mistral, too
+    "smollm3": GGUFArchitecture("SmolLM3ForCausalLM", permuted=True),
     "qwen2": GGUFArchitecture("Qwen2ForCausalLM"),
     "qwen3": GGUFArchitecture("Qwen3ForCausalLM"),
     "phi3": GGUFArchitecture("Phi3ForCausalLM", names=TENSOR_NAMES | _PHI_NAMES),
@@ -81,7 +82,7 @@ class GGUFMetadata:
     """Reads a GGUF file's metadata by keys without the prefix, which is the architecture's name."""
 
     def __init__(self, header: GGUFHeader) -> None:
-        """Wrap a header. Raises ModelError for an unknown architecture, a split file, or a mixture of experts."""
+        """Wrap a header. Raises ModelError for an unknown architecture, or a mixture of experts."""
         self.header = header
         self.architecture = str(header.metadata.get("general.architecture"))
         if self.architecture not in ARCHITECTURES:
@@ -90,8 +91,6 @@ class GGUFMetadata:
                 f"GGUF files can be of {', '.join(ARCHITECTURES)}"
             )
         self.arch_spec = ARCHITECTURES[self.architecture]
-        if header.metadata.get("split.count", 1) not in (0, 1):
-            raise ModelError(f"{header.file} is one part of several: join them with `llama-gguf-split --merge`")
         if self.get("expert_count"):
             raise ModelError(f"{header.file} has experts, which are read from Hugging Face directories only")
 

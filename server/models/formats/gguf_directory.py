@@ -1,7 +1,7 @@
 """Unpacks a GGUF file's config and tokenizer into a directory like those of Hugging Face. Imports no torch.
 
 The directory is made once, in the user's cache, by the first process that needs it. A link in it leads to the GGUF
-file, from which the weights are read; all other readers need not know GGUF.
+file, or one to each of its parts, from which the weights are read; all other readers need not know GGUF.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from server.models.config import parse_config
 from server.models.errors import ModelError
 from server.models.files.atomic_directory import AtomicDirectory
 from server.models.files.user_cache import user_cache_dir
-from server.models.formats.gguf_file import SUFFIX, read_header
+from server.models.formats.gguf_file import PART, SUFFIX, list_parts, read_header
 
 FORMAT = "1"  # version of the unpacked files; change it to have all files unpacked again
 FOLDER = "gguf"  # name of the folder in the user's cache with the directories of all unpacked files
 LINK = f"model{SUFFIX}"  # name of the link to the GGUF file in its unpacked directory
+PART_LINKS = f"model-*{SUFFIX}"  # those of the links to its parts
 
 
 def ensure_unpacked(file: Path) -> Path:
@@ -42,31 +43,37 @@ def ensure_unpacked(file: Path) -> Path:
 
 
 def find_gguf_file(directory: Path) -> Path | None:
-    """Return the link to the GGUF file from which a directory was unpacked; None for other directories."""
-    link = directory / LINK
-    return link if link.is_symlink() else None
+    """Return the link to the GGUF file, or to its first part, in a directory made of it; None for other directories."""
+    return next((link for link in _list_links(directory) if link.is_symlink()), None)
 
 
-def find_own_link(directory: Path) -> Path | None:
-    """Return the link to the GGUF file in a directory that this module made; None for other directories."""
+def find_own_links(directory: Path) -> list[Path]:
+    """Return the links to GGUF files in a directory that this module made; [] for other directories."""
     try:
         folder = (user_cache_dir() / FOLDER).resolve()
     except ModelError:  # this user has no cache directory
-        return None
+        return []
     root = directory.resolve()
-    return root / LINK if root.parent.parent == folder else None
+    return _list_links(root) if root.parent.parent == folder else []
+
+
+def _list_links(directory: Path) -> list[Path]:
+    return [directory / LINK, *sorted(directory.glob(PART_LINKS))]
 
 
 def _get_directory(file: Path) -> Path:
-    """Return the directory for a GGUF file in its present state. Raises ModelError if it is no readable file."""
-    try:
-        status = file.stat()
-    except OSError as error:
-        raise ModelError(f"cannot read {file}: {error.strerror}") from None
-    if not stat.S_ISREG(status.st_mode):  # a pipe, for example: opening it would block for ever
-        raise ModelError(f"cannot read {file}: it is not a file")
-    parts = (FORMAT, str(file.resolve()), str(status.st_size), str(status.st_mtime_ns))
-    return user_cache_dir() / FOLDER / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16] / file.stem
+    """Return the directory for a GGUF file in its present state. Raises ModelError if a part is no readable file."""
+    words = [FORMAT]
+    for part in list_parts(file):
+        try:
+            status = part.stat()
+        except OSError as error:
+            raise ModelError(f"cannot read {part}: {error.strerror}") from None
+        if not stat.S_ISREG(status.st_mode):  # a pipe, for example: opening it would block for ever
+            raise ModelError(f"cannot read {part}: it is not a file")
+        words += [str(part.resolve()), str(status.st_size), str(status.st_mtime_ns)]
+    name = PART.sub(r"\g<name>", file.name).removesuffix(SUFFIX)
+    return user_cache_dir() / FOLDER / hashlib.sha256("\0".join(words).encode()).hexdigest()[:16] / name
 
 
 def _unpack(file: Path, directory: Path) -> None:
@@ -99,5 +106,8 @@ def _unpack(file: Path, directory: Path) -> None:
         ):
             text = json.dumps(values, indent=2, ensure_ascii=False)
             (scratch.path / f"{name}.json").write_text(text, encoding="utf-8")
-        (scratch.path / LINK).symlink_to(file.resolve())
+        parts = list_parts(file)
+        for i, part in enumerate(parts, 1):
+            name = LINK if len(parts) == 1 else f"model-{i:05}-of-{len(parts):05}{SUFFIX}"
+            (scratch.path / name).symlink_to(part.resolve())
         scratch.publish(directory)

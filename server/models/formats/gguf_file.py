@@ -1,5 +1,7 @@
 """Reads the header of a GGUF file: its metadata, and the shape, type and offset of each tensor. Imports no numpy.
 
+A model may be in several files, NAME-00001-of-00003.gguf and so on, of which the first has the metadata.
+
 The gguf package, which gguf_weights.py uses to dequantize weights, has a reader, too. But it keeps several numpy
 arrays for every string, which for Llama 3's vocabulary takes 20 s and 770 MB (0.4 s with this module); and API
 processes do not import numpy.
@@ -8,6 +10,7 @@ processes do not import numpy.
 from __future__ import annotations
 
 import mmap
+import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any, NamedTuple
 from server.models.errors import ModelError
 
 SUFFIX = ".gguf"
+PART = re.compile(rf"(?P<name>.+)-\d{{5}}-of-(?P<count>\d{{5}}){re.escape(SUFFIX)}")
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes: tensors begin at multiples of this if the file has no general.alignment
 FLOAT32 = 0  # GGML's tensor type F32
@@ -36,12 +40,13 @@ class TensorInfo(NamedTuple):
     shape: tuple[int, ...]  # sizes in torch's order: the last dimension is contiguous
     type: int  # one of gguf.GGMLQuantizationType
     offset: int  # bytes from the start of the file
+    file: Path  # that has its bytes
 
 
 class GGUFHeader(NamedTuple):
-    """The contents of a GGUF file except for the weights."""
+    """The contents of a GGUF file, or of all parts of one, except for the weights."""
 
-    file: Path
+    file: Path  # the first part
     metadata: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
 
@@ -50,16 +55,48 @@ class GGUFHeader(NamedTuple):
         tensor = self.tensors[name]
         if tensor.type != FLOAT32 or tensor.shape != (count,):
             raise ModelError(f"{self.file}: tensor {name!r} should be {count} numbers of type F32")
-        with self.file.open("rb") as opened:
+        with tensor.file.open("rb") as opened:
             opened.seek(min(tensor.offset, 2**62))
             data = opened.read(4 * count)
         if len(data) < 4 * count:
-            raise ModelError(f"{self.file} is cut off before the end of tensor {name!r}: fetch it again")
+            raise ModelError(f"{tensor.file} is cut off before the end of tensor {name!r}: fetch it again")
         return list(struct.unpack(f"<{count}f", data))
 
 
+def list_parts(file: Path) -> list[Path]:
+    """Return all parts of the model that a GGUF file belongs to, in order, whether they exist or not."""
+    match = PART.fullmatch(file.name)
+    if match is None or not int(match["count"]):
+        return [file]
+    return [
+        file.with_name(f"{match['name']}-{i:05}-of-{match['count']}{SUFFIX}") for i in range(1, int(match["count"]) + 1)
+    ]
+
+
 def read_header(file: Path) -> GGUFHeader:
-    """Return the header of a GGUF file. Raises ModelError if the file is unreadable, damaged or no GGUF file."""
+    """Return the header of a GGUF file, with the tensors of all parts of its model.
+
+    Raises ModelError if a part is missing, unreadable, damaged or no GGUF file.
+    """
+    first, *others = list_parts(file)
+    header = _read_header(first)
+    parts = header.metadata.get("split.count", 1) or 1
+    if parts != 1 + len(others):
+        raise ModelError(
+            f"{first} is one part of {parts}: keep the names of all parts as they were, such as "
+            f"NAME-00001-of-{parts:05}{SUFFIX}, in one directory"
+        )
+    tensors = {**header.tensors}
+    for other in others:
+        for name, info in _read_header(other).tensors.items():
+            if name in tensors:
+                raise ModelError(f"{other} and {tensors[name].file} both have a tensor {name!r}: fetch them again")
+            tensors[name] = info
+    return header._replace(tensors=tensors)
+
+
+def _read_header(file: Path) -> GGUFHeader:
+    """Return the header of one file. Raises ModelError if the file is unreadable, damaged or no GGUF file."""
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse_header(file, data)
@@ -72,7 +109,7 @@ def read_header(file: Path) -> GGUFHeader:
 
 
 def _parse_header(file: Path, data: mmap.mmap) -> GGUFHeader:
-    cursor = _Cursor(data)
+    cursor = _Cursor(data, file)
     if data[:4] != b"GGUF":
         raise ModelError(f"{file} is not a GGUF file")
     cursor.position = 4
@@ -108,8 +145,8 @@ def _read_named(cursor: _Cursor, count: int, read: Callable[[], Any]) -> dict[st
 class _Cursor:
     """A position in a GGUF file's bytes, from which values are read one after another."""
 
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data = data
+    def __init__(self, data: mmap.mmap, file: Path) -> None:
+        self._data, self._file = data, file
         self._elements = 0  # number of elements in all arrays read so far
         self.position = 0
 
@@ -135,7 +172,7 @@ class _Cursor:
         if count > MAX_DIMENSIONS:
             raise ValueError(f"a tensor has {count} dimensions, more than {MAX_DIMENSIONS}")
         dimensions = [self.read_scalar("Q") for _ in range(count)]
-        return TensorInfo(tuple(reversed(dimensions)), self.read_scalar("I"), self.read_scalar("Q"))
+        return TensorInfo(tuple(reversed(dimensions)), self.read_scalar("I"), self.read_scalar("Q"), self._file)
 
     def _read_array(self) -> list[Any]:
         kind, count = self.read_scalar("I"), self.read_scalar("Q")

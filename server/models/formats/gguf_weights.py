@@ -44,10 +44,11 @@ class GGUFWeights:
         Raises ModelError if the file is truncated, or has tensors of a type that cannot be read.
         """
         header = read_header(file)
-        self._file = file.resolve()
-        self._file_size = self._file.stat().st_size
+        self._file = header.file.resolve()
         self._keys = GGUFMetadata(header)
-        self._tensors = header.tensors
+        # The user knows the files themselves, not the links to them in the cache.
+        files = {tensor.file: tensor.file.resolve() for tensor in header.tensors.values()}
+        self._tensors = {name: tensor._replace(file=files[tensor.file]) for name, tensor in header.tensors.items()}
         self._dtype, self._device = dtype, device
         self._kept_formats = kept_formats
         for name, tensor in self._tensors.items():
@@ -87,7 +88,9 @@ class GGUFWeights:
         return found
 
     def describe(self, name: str) -> str:
-        return f"{self._file}: tensor {self._get_stored_name(name)!r}"
+        stored = self._get_stored_name(name)
+        info = self._tensors.get(stored or "")
+        return f"{info.file if info else self._file}: tensor {stored!r}"
 
     def _get_stored_name(self, name: str) -> str | None:
         """Return a tensor's name in the GGUF file; None if the architecture has no such tensor."""
@@ -105,7 +108,7 @@ class GGUFWeights:
 
     def _read_tensor(self, tensor: TensorInfo) -> Tensor | BlockTensor:
         kind = gguf.GGMLQuantizationType(tensor.type)
-        data = map_bytes(self._file, tensor.offset, _compute_nbytes(tensor))
+        data = map_bytes(tensor.file, tensor.offset, _compute_nbytes(tensor))
         if kind in _TORCH_DTYPES:
             return data.view(_TORCH_DTYPES[kind]).view(tensor.shape)
         rows = data.view(*tensor.shape[:-1], -1)
@@ -120,23 +123,25 @@ class GGUFWeights:
                 gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
         except (ValueError, KeyError, NotImplementedError):
             raise ModelError(
-                f"{self._file}: tensor {name!r} is of type {_type_name(tensor.type)}, which cannot be read; "
+                f"{tensor.file}: tensor {name!r} is of type {_type_name(tensor.type)}, which cannot be read; "
                 "take a file in F32, F16, BF16, Q8_0, Q4_0 or a K-quant"
             ) from None
         if tensor.shape and tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
             raise ModelError(
-                f"{self._file}: tensor {name!r} of type {kind.name} has rows of {tensor.shape[-1]} numbers, not "
+                f"{tensor.file}: tensor {name!r} of type {kind.name} has rows of {tensor.shape[-1]} numbers, not "
                 "a multiple of the type's block size: fetch the file again"
             )
-        if tensor.offset + _compute_nbytes(tensor) > self._file_size:
-            raise ModelError(f"{self._file} is cut off before the end of tensor {name!r}: fetch it again")
+        if tensor.offset + _compute_nbytes(tensor) > tensor.file.stat().st_size:
+            raise ModelError(f"{tensor.file} is cut off before the end of tensor {name!r}: fetch it again")
 
     def _check_no_overlap(self) -> None:
         """Raise ModelError if two tensors share bytes."""
-        ordered = sorted((tensor.offset, _compute_nbytes(tensor), name) for name, tensor in self._tensors.items())
-        for (start, size, name), (following, _, other) in pairwise(ordered):
-            if start + size > following:
-                raise ModelError(f"{self._file}: tensors {name!r} and {other!r} overlap: fetch the file again")
+        ordered = sorted(
+            (tensor.file, tensor.offset, _compute_nbytes(tensor), name) for name, tensor in self._tensors.items()
+        )
+        for (file, start, size, name), (next_file, following, _, other) in pairwise(ordered):
+            if file == next_file and start + size > following:
+                raise ModelError(f"{file}: tensors {name!r} and {other!r} overlap: fetch the file again")
 
 
 def _compute_nbytes(tensor: TensorInfo) -> int:

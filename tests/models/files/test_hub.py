@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from gguf import GGMLQuantizationType as Type
 
 from config.settings import load_settings
 from server.models.errors import ModelError
@@ -158,6 +159,38 @@ def test_a_model_is_fetched_once_and_only_what_is_needed(hub: Hub, tmp_path: Pat
     fetched = len([line for line in hub.asked if "/resolve/" in line])
     assert _locate(tmp_path / "home", hub.url, "acme/tiny") == (0, first)
     assert len([line for line in hub.asked if "/resolve/" in line]) == fetched
+
+
+def test_a_gguf_file_is_fetched_by_its_type_or_name(hub: Hub, tmp_path: Path) -> None:
+    theirs, folder = gguf_model("llama"), hub.files / "gguf"
+    folder.mkdir()
+    write_gguf(theirs, hub.files / "tiny-Q8_0.gguf", Type.Q8_0)
+    write_gguf(theirs, folder / "tiny-Q4_0.gguf", Type.Q4_0, split_max_tensors=12)
+    (hub.files / "mmproj-tiny-Q8_0.gguf").write_text("of images")
+    (hub.files / "tiny-UD-Q4_0_4_4.gguf").write_text("another type")
+    models = [("acme/tiny:q8_0", None), ("acme/tiny:tiny-Q8_0.gguf", None), ("acme/tiny:Q4_0", None)]
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    found = _locate_all(tmp_path / "home", hub.url, models, **environment)
+    assert [status for status, _ in found] == [0, 0, 0], found
+    places = [Path(place) for _, place in found]
+    assert places[0] == places[1]
+    assert [place.name for place in places[1:]] == ["tiny-Q8_0", "tiny-Q4_0"]
+    assert len(list(places[2].glob("model-*.gguf"))) > 2
+    fetched = {line.rsplit("/", 1)[1] for line in hub.asked if line.startswith("GET") and "/resolve/" in line}
+    assert fetched == {path.name for path in hub.files.rglob("tiny-Q*.gguf")} | {"tiny-UD-Q4_0_4_4.gguf"}
+    assert _locate_all(tmp_path / "home", hub.url, models, HF_HUB_OFFLINE="1", **environment) == found
+
+
+def test_a_gguf_file_that_is_not_there_or_not_the_only_one_is_told(hub: Hub, tmp_path: Path) -> None:
+    for name in ("tiny-Q8_0.gguf", "other-Q8_0.gguf"):
+        (hub.files / name).write_text("GGUF")
+    models = [("acme/tiny:Q8_0", None), ("acme/tiny:Q2_K", None)]
+    several, none = _locate_all(tmp_path / "home", hub.url, models)
+    assert several == (
+        2,
+        "acme/tiny has several GGUF files of Q8_0: give the name of one, as acme/tiny:other-Q8_0.gguf, tiny-Q8_0.gguf",
+    )
+    assert none == (2, "acme/tiny has no GGUF file of Q2_K: look up its files on the hub, and give acme/tiny:TYPE")
 
 
 def test_without_the_network_what_was_fetched_is_found(hub: Hub, tmp_path: Path) -> None:

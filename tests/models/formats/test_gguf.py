@@ -98,6 +98,43 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert_same_logits(served(write_gguf(theirs, tmp_path / "a.gguf")), theirs)
 
 
+def test_every_fourth_layer_of_smollm3_has_no_rope(tmp_path: Path) -> None:
+    theirs = gguf_model("smollm3", num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0], layer_types=["full_attention"] * 4)
+    assert_same_logits(served(write_gguf(theirs, tmp_path / "a.gguf")), theirs)
+
+
+@pytest.mark.parametrize("named", [1, 2])
+def test_a_model_in_several_parts_is_one(named: int, tmp_path: Path) -> None:
+    """Whichever part is named, and also if the parts are links, as in the hub's cache."""
+    theirs = gguf_model("llama")
+    (tmp_path / "real").mkdir()
+    write_gguf(theirs, tmp_path / "real" / "a.gguf", split_max_tensors=12)
+    parts = sorted((tmp_path / "real").glob("a-*.gguf"))
+    assert len(parts) > 2
+    for i, part in enumerate(parts):
+        part.rename(tmp_path / "real" / f"blob{i}")
+        (tmp_path / part.name).symlink_to(tmp_path / "real" / f"blob{i}")
+    directory = locate(str(tmp_path / parts[named - 1].name))
+    assert directory.name == "a"
+    assert locate(str(tmp_path / parts[-1].name)) == directory
+    assert_same_logits(served(tmp_path / parts[named - 1].name), theirs)
+
+
+def test_a_missing_or_cut_off_part_is_told(tmp_path: Path) -> None:
+    write_gguf(gguf_model("llama"), tmp_path / "a.gguf", split_max_tensors=12)
+    first, *_, last = sorted(tmp_path.glob("a-*.gguf"))
+    content = last.read_bytes()
+    last.unlink()
+    with pytest.raises(ModelError, match=rf"cannot read .*{last.name}: No such file"):
+        locate(str(first))
+    last.write_bytes(content[:-100])
+    with pytest.raises(SettingsError, match=rf"{last.name} is cut off before the end of tensor"):
+        Driver(first)
+    last.write_bytes(first.read_bytes())
+    with pytest.raises(ModelError, match=rf"{last.name} and .*{first.name} both have a tensor"):
+        locate(str(first))
+
+
 @pytest.mark.parametrize("kind", TYPES[1:])
 @pytest.mark.parametrize("name", ["llama", "phi3", "qwen3", "gemma3"])
 def test_logits_equal_those_of_the_dequantized_model(name: str, kind: Type, tmp_path: Path) -> None:
@@ -244,13 +281,13 @@ def test_models_of_another_scale(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general__architecture": "mamba"}, "architecture 'mamba'; GGUF files can be of llama, qwen2, qwen3, phi3"),
+        ({"general__architecture": "mamba"}, "architecture 'mamba'; GGUF files can be of llama, smollm3, qwen2, qwen3"),
         ({"llama__context_length": None}, r"llama\.context_length is missing"),
         ({"llama__attention__head_count_kv": [2, 1, 2]}, r"head_count_kv differs from layer to layer"),
         ({"llama__attention__value_length": 8}, "value vectors are not as long as key vectors"),
         ({"llama__expert_count": 8}, "has experts"),
         ({"llama__rope__scaling__type": "spiral"}, "RoPE scaling 'spiral' is not known"),
-        ({"split__count": 3}, "one part of several: join them"),
+        ({"split__count": 3}, "one part of 3: keep the names of all parts as they were, such as NAME-00001-of-00003"),
         (
             {"tokenizer__ggml__pre": "unheard-of"},
             r"tokenizer\.ggml\.pre\) 'unheard-of' is not known: it should be one of gpt-2",
