@@ -26,6 +26,7 @@ def format_banner(url: str, settings: Settings, ready: Mapping[str, Any]) -> str
 kvmux {get_version()} serves {ready["model"]} on {url}{everywhere}
 
   model       {ready["dtype"]} on {ready["device"]}; prompt and completion up to {ready["max_seq_len"]:,} tokens
+  weights     {_format_weights(ready["weight_formats"])}
   kernels     {ready["kernels"]}
   KV memory   {kv_memory}, shared by these strategies; each alone has room for
 {_format_strategies(ready["strategies"], settings.default_strategy)}
@@ -35,6 +36,14 @@ Try it:
   curl {url}{path} -H 'Content-Type: application/json' \\
     -d {shown}
 {_format_page(url, settings)}"""
+
+
+def _format_weights(formats: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the formats, each with at least a hundredth of the bytes, the bytes of all and the bits of a parameter."""
+    size = sum(usage["nbytes"] for usage in formats.values())
+    bits = 8 * size / sum(usage["parameters"] for usage in formats.values())
+    shown = ", ".join(name for name, usage in formats.items() if 100 * usage["nbytes"] >= size)
+    return f"{shown}; {ByteSize(size).human_readable(separator=' ')}, {bits:.1f} bits a parameter"
 
 
 def _make_first_request(settings: Settings) -> tuple[str, dict[str, Any]]:

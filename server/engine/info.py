@@ -69,7 +69,8 @@ def get_effective_settings(engine: Engine) -> dict[str, Any]:
         "model_impl": core.model.impl,
         "device": engine.device.name,
         "dtype": _format_dtype(core.model.dtype),
-        "weights": core.model.weight_format,
+        "weights": next(iter(core.model.weight_formats)),
+        "weight_formats": {name: usage._asdict() for name, usage in core.model.weight_formats.items()},
         "kernels": engine.kernels.backend,
         "threads": torch.get_num_threads(),
         "kv_memory_bytes": arena.pages * arena.page_bytes,
@@ -91,7 +92,7 @@ def summarize_engine(engine: Engine) -> dict[str, Any]:
     return {
         **{
             name: get_effective_settings(engine)[name]
-            for name in ("model", "device", "dtype", "kv_memory_bytes", "max_seq_len")
+            for name in ("model", "device", "dtype", "weight_formats", "kv_memory_bytes", "max_seq_len")
         },
         "kernels": engine.kernels.description,
         "strategies": [

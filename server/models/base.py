@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,13 @@ from torch import Tensor
 from kernels.ops import Attention
 from kernels.types import LayerSpec
 from server.models.config import ModelInfo
+
+
+class WeightUsage(NamedTuple):
+    """The weights that a model has in one format."""
+
+    parameters: int
+    nbytes: int  # with scales
 
 
 class Model(Protocol):
@@ -44,8 +51,8 @@ class Model(Protocol):
         ...
 
     @property
-    def weight_format(self) -> str:
-        """The format of most weights, such as "float32" or "int4"."""
+    def weight_formats(self) -> Mapping[str, WeightUsage]:
+        """How many weights there are in each format, such as "float32" or "Q4_K", that with most of them first."""
         ...
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:

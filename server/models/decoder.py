@@ -6,7 +6,7 @@ All arithmetic is done by `Ops`; keys and values are stored and read only by the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache, partial
 from typing import Literal
 
@@ -20,7 +20,7 @@ from kernels.types import LayerSpec
 from kernels.weights.block_formats import BlockTensor
 from kernels.weights.quantization import QuantizedTensor
 from kernels.weights.stored import ConcatenatedWeight, dequantize_weight, get_format
-from server.models.base import ForwardStepMixin
+from server.models.base import ForwardStepMixin, WeightUsage
 from server.models.config import ModelConfig
 from server.models.layers import load_embedding_and_head, load_layer, load_norm
 from server.models.rope import compute_rope_tables
@@ -63,14 +63,15 @@ class Decoder(ForwardStepMixin):
         return sum(weight.nbytes for weight in self._weights())
 
     @property
-    def weight_format(self) -> str:
-        """The format of most weights, such as "float32" or "int4"."""
-        counts: Counter[str] = Counter()
+    def weight_formats(self) -> Mapping[str, WeightUsage]:
+        """How many weights there are in each format, such as "float32" or "Q4_K", that with most of them first."""
+        counts, sizes = Counter[str](), Counter[str]()
         for weight in self._weights():
             for part in weight.parts if isinstance(weight, PackedWeight | ConcatenatedWeight) else (weight,):
                 name = part.format if isinstance(part, PackedWeight) else get_format(part)
                 counts[name] += part.shape.numel()
-        return counts.most_common(1)[0][0]
+                sizes[name] += part.nbytes
+        return {name: WeightUsage(count, sizes[name]) for name, count in counts.most_common()}
 
     def _weights(self) -> Iterable[Weight]:
         """Return all weights; tied weights occur once."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from kernels.ops import Attention
 from kernels.types import LayerSpec
-from server.models.base import ForwardStepMixin
+from server.models.base import ForwardStepMixin, WeightUsage
 from server.models.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelInfo, read_eos_ids
 from server.models.config_file import check_counts, read_json, shorten_repr
 from server.models.errors import ModelError
@@ -66,8 +66,9 @@ class TransformersModel(ForwardStepMixin):
         return sum(p.nbytes for p in self._model.parameters())
 
     @property
-    def weight_format(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+    def weight_formats(self) -> Mapping[str, WeightUsage]:
+        count = sum(p.numel() for p in self._model.parameters())
+        return {str(self.dtype).removeprefix("torch."): WeightUsage(count, self.weight_bytes)}
 
     def forward(self, ids: Tensor, attention: Attention) -> Tensor:
         """Compute logits [K, V] float32 of ids [N] int64, for rows `attention.logit_index`."""

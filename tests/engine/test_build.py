@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -173,17 +172,6 @@ def test_auto_takes_the_checkpoints_type_where_the_device_is_fast_at_it(
     assert choose_weight_format(Settings(weights="bf16"), expected) == WeightsConfig(torch.bfloat16)
     quantized = choose_weight_format(Settings(weights="int4", weights_cache="off"), expected)
     assert quantized == WeightsConfig(expected, WeightFormat("int4", "Q4_K", "Q6_K"), as_stored=True)
-
-
-@pytest.mark.parametrize(("weights", "warns"), [("auto", False), ("bf16", False), ("int8", True), ("int4", True)])
-def test_the_start_says_once_what_quantized_weights_cost(
-    tiny: Path, caplog: pytest.LogCaptureFixture, weights: str, warns: bool
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        Driver(tiny, weights=weights, kernels="reference")
-    told = [message for message in caplog.messages if "weights are quantized to" in message]
-    assert len(told) == warns
-    assert all(f"to {weights}, which costs" in message and "Qwen2.5-Coder-0.5B" in message for message in told)
 
 
 def test_quantized_weights_wait_in_the_users_cache_or_where_told(

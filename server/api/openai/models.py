@@ -38,7 +38,19 @@ def router(client: EngineClient, *, list_strategies: bool) -> APIRouter:
 def _describe_model(hello: Hello, model: str, created: int) -> dict[str, Any]:
     strategy = find_strategy(hello, model)
     described = {"id": model, "object": "model", "created": created, "owned_by": "kvmux"}
-    described |= {"root": hello.model, "max_model_len": hello.max_seq_len}
+    described |= {"root": hello.model, "max_model_len": hello.max_seq_len, "weights": _describe_weights(hello)}
     if strategy is not None:
         described["kv_cache"] = {"instance": strategy.name, "kind": strategy.kind}
     return described
+
+
+def _describe_weights(hello: Hello) -> dict[str, Any]:
+    """Return the number of parameters, the bytes and bits of a parameter, and the bytes by format, most used first."""
+    parameters = sum(usage.parameters for usage in hello.weight_formats.values())
+    size = sum(usage.nbytes for usage in hello.weight_formats.values())
+    return {
+        "parameters": parameters,
+        "bytes": size,
+        "bits_per_parameter": round(8 * size / parameters, 2) if parameters else None,
+        "bytes_by_format": {name: usage.nbytes for name, usage in hello.weight_formats.items()},
+    }

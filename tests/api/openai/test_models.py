@@ -21,6 +21,12 @@ def test_models(engine: FakeEngine, openai_client: openai.OpenAI) -> None:
     assert [model.id for model in models] == ["tiny", "tiny:paged", "tiny:short"]
     assert models[2].to_dict()["kv_cache"] == {"instance": "short", "kind": "ring"}
     assert models[0].to_dict()["max_model_len"] == 256
+    assert models[0].to_dict()["weights"] == {
+        "parameters": 1000,
+        "bytes": 615,
+        "bits_per_parameter": 4.92,
+        "bytes_by_format": {"Q4_K": 450, "Q6_K": 165},
+    }
     assert openai_client.models.retrieve("tiny:short") == models[2]
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         openai_client.models.retrieve("some/other")
