@@ -251,7 +251,7 @@ class Strategy(msgspec.Struct, frozen=True):
     hash_root: bytes = b""
 
 
-class WeightUsage(msgspec.Struct, frozen=True):
+class WeightsOfFormat(msgspec.Struct, frozen=True):
     """The weights that the model has in one format."""
 
     parameters: int
@@ -267,7 +267,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     vocab_size: int
     strategies: list[Strategy]
     system_fingerprint: str = ""  # the field of this name in responses; it changes with model, code or settings
-    weight_formats: dict[str, WeightUsage] = {}  # how many weights there are in each format
+    weight_formats: dict[str, WeightsOfFormat] = {}  # how many weights there are in each format
 
 
 class Admitted(msgspec.Struct, tag=True, frozen=True):
