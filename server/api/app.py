@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -38,7 +37,6 @@ from server.text.tokenizer import TokenizerBase, read_tokenizer_info
 from server.ui.files import mount_ui
 from server.version import get_version
 
-ENGINE_POLL_INTERVAL = 0.1  # seconds between two checks whether there is an engine
 # Switches off FastAPI's own telemetry: it would add a span around ours, and record the messages of exceptions, which
 # may quote prompts. Versions of FastAPI without telemetry ignore this.
 NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
@@ -63,9 +61,7 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         async with client, observations, tokenizer:
-            starting = asyncio.create_task(start_checker(client, tokenizer))
             yield
-            starting.cancel()
         if tracing is not None:
             tracing.close()
 
@@ -90,13 +86,6 @@ def create_app(
     if settings.ui:
         mount_ui(app)
     return app
-
-
-async def start_checker(client: EngineClient, tokenizer: TokenizerBase) -> None:
-    """Start the process that checks grammars once there is an engine, which would be ready later otherwise."""
-    while client.hello is None:
-        await asyncio.sleep(ENGINE_POLL_INTERVAL)
-    await tokenizer.start_checker()
 
 
 def add_docs_page(app: FastAPI) -> None:

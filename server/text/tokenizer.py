@@ -60,10 +60,6 @@ class TokenizerBase(Vocabulary, ABC):
         """Return the Lark grammar of a constraint. Raises TextRefused if it is wrong or takes too long to compile."""
         return (await self.answer(CheckGrammar(constraint.kind, constraint.text))).text
 
-    async def start_checker(self) -> None:
-        """Start the process that checks grammars, if there is one, so that the first grammar does not wait for it."""
-        return None
-
     async def __aenter__(self: Self) -> Self:
         return self
 

@@ -4,8 +4,7 @@ There are three queues, each with one process that answers one call at a time:
 
     short     for calls of little text; its process always runs. A call that takes long is sent to the long queue.
     long      for all other texts, so that they delay only one another; its process ends after a while without calls.
-    grammar   for the grammars, schemas and regular expressions of clients; its process runs from the first on, or
-              from `start_checker`.
+    grammar   for the grammars, schemas and regular expressions of clients; its process runs from the first on.
 
 Only the last two refuse a call for its time, its memory or a crash. Limits of time are of CPU time.
 Knows neither HTTP nor the engine.
@@ -114,9 +113,6 @@ class SandboxedTokenizer(TokenizerBase):
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.gather(self._short.close(), self._long.close(), self._grammars.close())
-
-    async def start_checker(self) -> None:
-        await self._grammars.start()
 
     async def answer(self, call: Call) -> Encoded:
         """Return the ids, the text or both that `call` (Encode, EncodeChat, Infill, Decode, CheckGrammar) asks for.
@@ -239,12 +235,6 @@ class CallQueue:
         if self._process is not None:
             await self._process.connect()
 
-    async def start(self) -> None:
-        """Start the process if none runs, without a call; this does not wait until it has loaded."""
-        if self._process is None:
-            with contextlib.suppress(TextUnavailable):
-                await self._start_process()
-
     async def run_call(self, request: bytes) -> Answer:
         """Return the answer to a call, which is given as the bytes of one frame.
 
@@ -341,7 +331,10 @@ class CallQueue:
     async def _prepare_next(self) -> None:
         """Start a process for the next call or, with `linger`, set the timer that ends an idle one."""
         if self._linger is None:
-            return await self.start()
+            if self._process is None:
+                with contextlib.suppress(TextUnavailable):
+                    await self._start_process()  # without waiting until it has loaded
+            return
         if self._idle is not None:
             self._idle.cancel()
         self._idle = asyncio.get_running_loop().call_later(self._linger, self._end_if_idle)

@@ -393,7 +393,7 @@ def test_grammars_find_a_process_that_has_loaded(tmp_path: Path) -> None:
     short = CallLimits(0.1, 64 * MIB)  # less than loading takes: about half a second
 
     async def use(tokenizer: SandboxedTokenizer) -> None:
-        await tokenizer.start_checker()
+        assert await tokenizer.check_grammar(Constraint("regex", "word 7", ""))
         for number in range(2):
             child = the_child("grammars")
             assert await tokenizer.check_grammar(Constraint("regex", f"word {number}", ""))
