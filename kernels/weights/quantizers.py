@@ -43,7 +43,7 @@ def quantize_blocks(weight: Tensor, name: str) -> BlockTensor:
             raise ValueError(
                 "the weight has numbers that are NaN, infinite or beyond float16, which cannot be quantized"
             )
-        parts.append(QUANTIZERS[name](wide.view(-1, format.columns)).view(len(rows), -1))
+        parts.append(QUANTIZERS[name](wide.reshape(-1, format.columns)).view(len(rows), -1))
     return BlockTensor(concatenate(parts), format)
 
 

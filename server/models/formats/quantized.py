@@ -61,8 +61,8 @@ def open_quantized_weights(
 def choose_block_format(format: WeightFormat, name: str, width: int, layers: int) -> str | None:
     """Return the block format of a matrix by its name and the number of its columns; None: it is not quantized.
 
-    The embedding and the head are sensitive, and what writes to the residual stream or is not averaged, in the first
-    and last eighth of the layers and in every third one between: as in llama.cpp's Q4_K_M (`use_more_bits`).
+    Sensitive are the embedding, the head, and the projections v and down of the first and the last eighth of the layers
+    and of every third one between, as in llama.cpp's Q4_K_M (`use_more_bits`).
     """
     match = _SENSITIVE.search(name)
     layer, eighth = int(match[1]) if match else 0, layers // 8
