@@ -29,6 +29,13 @@ ConstraintName = Literal["json", "regex", "choice", "grammar", "tools"]
 ConstraintRefusal = Literal["invalid", "too_large", "timeout", "memory", "crash", "unavailable", "failed"]
 
 
+class WeightUsage(NamedTuple):
+    """The weights that a model has in one format."""
+
+    parameters: int
+    nbytes: int  # with scales
+
+
 @dataclass(frozen=True)
 class StepPart:
     """The numbers of rows and tokens that a step computes for one strategy instance."""

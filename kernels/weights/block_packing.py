@@ -55,7 +55,15 @@ def _unpack_bits(blocks: Tensor, field: BitField, columns: int) -> Tensor:
     return (stored >> shifts).bitwise_and_((1 << field.bits) - 1).flatten(1)
 
 
-def pack_bits(numbers: Tensor, field: BitField) -> Tensor:
+def pack_numbers(numbers: Tensor, format: BlockFormat) -> Tensor:
+    """Return the bytes of numbers, uint8 [n, columns]: their fields, in the order in which a block has them."""
+    fields = [(format.low, numbers)]
+    if format.high is not None:
+        fields.append((format.high, numbers >> format.low.bits))
+    return torch.cat([_pack_bits(bits, field) for field, bits in sorted(fields, key=lambda each: each[0].start)], 1)
+
+
+def _pack_bits(numbers: Tensor, field: BitField) -> Tensor:
     """Return the bytes of a field, uint8 [n, bytes], that has `field.bits` bits of each number, uint8 [n, columns]."""
     shifts = torch.arange(0, 8, field.bits, dtype=torch.uint8, device=numbers.device)[:, None]
     parts = numbers.bitwise_and((1 << field.bits) - 1).reshape(len(numbers), -1, 8 // field.bits, field.run) << shifts
@@ -126,8 +134,3 @@ _MULTIPLES = {  # formats of 256 columns -> the integers by which the scale and 
     "Q6_K": _multiples_of_q6_k,
     "IQ4_XS": _multiples_of_iq4_xs,
 }
-
-
-def pack_numbers(numbers: Tensor, format: BlockFormat) -> tuple[Tensor, Tensor | None]:
-    """Return the bytes of the low and of the high field of numbers, uint8 [n, columns]."""
-    return pack_bits(numbers, format.low), format.high and pack_bits(numbers >> format.low.bits, format.high)

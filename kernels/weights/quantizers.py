@@ -56,9 +56,7 @@ def _quantize_q8_0(x: Tensor) -> Tensor:
 
 def _quantize_q5_0(x: Tensor) -> Tensor:
     scale = _search_scale(x[:, None], 16)[:, 0].half()  # [n, 1]
-    low, high = pack_numbers(_round_symmetric(x, scale.float(), 16), FORMATS["Q5_0"])
-    assert high is not None
-    return torch.cat((_as_bytes(scale), high, low), 1)
+    return torch.cat((_as_bytes(scale), pack_numbers(_round_symmetric(x, scale.float(), 16), FORMATS["Q5_0"])), 1)
 
 
 def _quantize_q6_k(x: Tensor) -> Tensor:
@@ -68,9 +66,8 @@ def _quantize_q6_k(x: Tensor) -> Tensor:
     scale = (peak / -128).half()  # the largest in size becomes -128
     multiples = _divide(wanted, scale.float()).round_().clamp_(-128, 127)
     numbers = _round_symmetric(grouped, (multiples * scale.float())[..., None], 32).flatten(1)
-    low, high = pack_numbers(numbers, FORMATS["Q6_K"])
-    assert high is not None
-    return torch.cat((low, high, multiples.to(torch.int8).view(torch.uint8), _as_bytes(scale)), 1)
+    packed = pack_numbers(numbers, FORMATS["Q6_K"])
+    return torch.cat((packed, multiples.to(torch.int8).view(torch.uint8), _as_bytes(scale)), 1)
 
 
 def _quantize_q4_k(x: Tensor) -> Tensor:
@@ -78,9 +75,9 @@ def _quantize_q4_k(x: Tensor) -> Tensor:
     wanted = _search_scale_and_offset(grouped, 15)  # value = scale * number - offset
     halves = [(each.amax(1, keepdim=True) / 63).half() for each in wanted]  # [n, 1, 1]
     multiples, numbers = _round_multiples(grouped, wanted, [each.float() for each in halves])
-    low, _ = pack_numbers(numbers.flatten(1), FORMATS["Q4_K"])
     packed = pack_multiples_of_q4_k(*(each[..., 0].to(torch.uint8) for each in multiples))
-    return torch.cat((*(_as_bytes(each[..., 0]) for each in halves), packed, low), 1)
+    packed_numbers = pack_numbers(numbers.flatten(1), FORMATS["Q4_K"])
+    return torch.cat((*(_as_bytes(each[..., 0]) for each in halves), packed, packed_numbers), 1)
 
 
 def _round_multiples(x: Tensor, wanted: Sequence[Tensor], units: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,13 +12,7 @@ from torch import Tensor
 from kernels.ops import Attention
 from kernels.types import LayerSpec
 from server.models.config import ModelInfo
-
-
-class WeightUsage(NamedTuple):
-    """The weights that a model has in one format."""
-
-    parameters: int
-    nbytes: int  # with scales
+from server.records import WeightUsage
 
 
 class Model(Protocol):

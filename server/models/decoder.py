@@ -20,11 +20,12 @@ from kernels.types import LayerSpec
 from kernels.weights.block_formats import BlockTensor
 from kernels.weights.quantization import QuantizedTensor
 from kernels.weights.stored import ConcatenatedWeight, dequantize_weight, get_format
-from server.models.base import ForwardStepMixin, WeightUsage
+from server.models.base import ForwardStepMixin
 from server.models.config import ModelConfig
 from server.models.layers import load_embedding_and_head, load_layer, load_norm
 from server.models.rope import compute_rope_tables
 from server.models.weights import Weights
+from server.records import WeightUsage
 
 
 class Decoder(ForwardStepMixin):

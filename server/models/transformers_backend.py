@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 from kernels.ops import Attention
 from kernels.types import LayerSpec
-from server.models.base import ForwardStepMixin, WeightUsage
+from server.models.base import ForwardStepMixin
 from server.models.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelInfo, read_eos_ids
 from server.models.config_file import check_counts, read_json, shorten_repr
 from server.models.errors import ModelError
 from server.models.no_cache import NoCacheAttention
+from server.records import WeightUsage
 
 ATTN_IMPLEMENTATION = "kvmux"  # the name under which the attention is registered with transformers
 MAX_MESSAGE_LENGTH = 300  # maximum number of characters of transformers' error messages that are shown

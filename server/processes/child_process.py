@@ -36,7 +36,7 @@ from config.errors import SettingsError, format_error
 from config.settings import Settings
 from server.logs import configure_logging
 from server.processes.heartbeat import Heartbeat
-from server.processes.prctl import die_with_parent, set_process_name
+from server.processes.linux import die_with_parent, set_process_name
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from config.errors import SettingsError
 from config.settings import Settings
 from server.engine.build import Engine, build_engine
 from server.engine.info import compute_fingerprint, summarize_engine
-from server.engine.ipc.messages import Hello, Strategy, WeightsOfFormat
+from server.engine.ipc.messages import Hello, Strategy
 from server.engine.ipc.server import EngineServer
 from server.engine.live.routing import find_block_naming
 from server.engine.loop import Loop
@@ -16,7 +16,7 @@ from server.engine.profiling.capture import Capture
 from server.metrics.registry import Metrics
 from server.processes.child_process import STOP_SIGNAL
 from server.processes.heartbeat import EngineStatus
-from server.processes.prctl import return_freed_memory
+from server.processes.linux import return_freed_memory
 
 
 def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: int = 0) -> None:
@@ -48,7 +48,7 @@ def make_hello(engine: Engine) -> Hello:
         engine.core.model.info.vocab_size,
         [_describe_strategy(engine, name) for name in engine.settings.strategies],
         compute_fingerprint(engine),
-        {name: WeightsOfFormat(*usage) for name, usage in engine.core.model.weight_formats.items()},
+        dict(engine.core.model.weight_formats),
     )
 
 

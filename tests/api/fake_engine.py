@@ -29,11 +29,11 @@ from server.engine.ipc.messages import (
     ToEngine,
     TokenLogprob,
     Tokens,
-    WeightsOfFormat,
 )
 from server.engine.ipc.observations import ObservedCounts
 from server.engine.ipc.server import EngineServer, WorkerDisconnected
 from server.metrics.exposition import FamilyShape, Series, Snapshot
+from server.records import WeightUsage
 from tests.patience import PATIENCE
 
 T = TypeVar("T", bound="ToEngine | WorkerDisconnected")
@@ -46,7 +46,7 @@ HELLO = Hello(
     vocab_size=320,
     strategies=[Strategy("paged", "paged"), Strategy("short", "ring")],
     system_fingerprint="fp_of_the_fake",
-    weight_formats={"Q4_K": WeightsOfFormat(800, 450), "Q6_K": WeightsOfFormat(200, 165)},
+    weight_formats={"Q4_K": WeightUsage(800, 450), "Q6_K": WeightUsage(200, 165)},
 )
 
 

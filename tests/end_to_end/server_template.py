@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from server.cli import main as cli
-from server.processes.prctl import die_with_parent
+from server.processes.linux import die_with_parent
 from server.processes.supervisor import Supervisor, Targets
 from tests.processes.forked_children import FORK
 

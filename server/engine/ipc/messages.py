@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from server.records import ConstraintName, ConstraintRefusal, RequestRecord
+from server.records import ConstraintName, ConstraintRefusal, RequestRecord, WeightUsage
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -251,13 +251,6 @@ class Strategy(msgspec.Struct, frozen=True):
     hash_root: bytes = b""
 
 
-class WeightsOfFormat(msgspec.Struct, frozen=True):
-    """The weights that the model has in one format."""
-
-    parameters: int
-    nbytes: int
-
-
 class Hello(msgspec.Struct, tag=True, frozen=True):
     """First message on every connection: the engine is ready; the fields tell what it serves."""
 
@@ -267,7 +260,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     vocab_size: int
     strategies: list[Strategy]
     system_fingerprint: str = ""  # the field of this name in responses; it changes with model, code or settings
-    weight_formats: dict[str, WeightsOfFormat] = {}  # how many weights there are in each format
+    weight_formats: dict[str, WeightUsage] = {}  # how many weights there are in each format
 
 
 class Admitted(msgspec.Struct, tag=True, frozen=True):

@@ -38,7 +38,7 @@ def _choose_gguf_file(repo: str, directory: Path, wanted: str) -> Path:
     """Return the file whose name is `wanted`, or has it as a word: the first part, if it is in several."""
     word = re.compile(rf"(^|[-._/]){re.escape(wanted.removesuffix(SUFFIX))}([-./]|$)", re.IGNORECASE)
     there = sorted(path for path in directory.rglob(f"*{SUFFIX}") if word.search(str(path.relative_to(directory))))
-    firsts = {parts[0]: None for path in there if (parts := list_parts(path))}
+    firsts = dict.fromkeys(list_parts(path)[0] for path in there)
     if len(firsts) == 1:
         return next(iter(firsts))
     if firsts:

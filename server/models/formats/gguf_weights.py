@@ -108,7 +108,7 @@ class GGUFWeights:
 
     def _read_tensor(self, tensor: TensorInfo) -> Tensor | BlockTensor:
         kind = gguf.GGMLQuantizationType(tensor.type)
-        data = map_bytes(tensor.file, tensor.offset, _compute_nbytes(tensor))
+        data = map_bytes(tensor.file, tensor.offset, compute_nbytes(tensor))
         if kind in _TORCH_DTYPES:
             return data.view(_TORCH_DTYPES[kind]).view(tensor.shape)
         rows = data.view(*tensor.shape[:-1], -1)
@@ -131,20 +131,20 @@ class GGUFWeights:
                 f"{tensor.file}: tensor {name!r} of type {kind.name} has rows of {tensor.shape[-1]} numbers, not "
                 "a multiple of the type's block size: fetch the file again"
             )
-        if tensor.offset + _compute_nbytes(tensor) > tensor.file.stat().st_size:
+        if tensor.offset + compute_nbytes(tensor) > tensor.file.stat().st_size:
             raise ModelError(f"{tensor.file} is cut off before the end of tensor {name!r}: fetch it again")
 
     def _check_no_overlap(self) -> None:
         """Raise ModelError if two tensors share bytes."""
         ordered = sorted(
-            (tensor.file, tensor.offset, _compute_nbytes(tensor), name) for name, tensor in self._tensors.items()
+            (tensor.file, tensor.offset, compute_nbytes(tensor), name) for name, tensor in self._tensors.items()
         )
         for (file, start, size, name), (next_file, following, _, other) in pairwise(ordered):
             if file == next_file and start + size > following:
                 raise ModelError(f"{file}: tensors {name!r} and {other!r} overlap: fetch the file again")
 
 
-def _compute_nbytes(tensor: TensorInfo) -> int:
+def compute_nbytes(tensor: TensorInfo) -> int:
     """Return the number of bytes that a tensor takes in the file."""
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(tensor.type)]
     return prod(tensor.shape) // block * size

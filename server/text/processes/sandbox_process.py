@@ -24,7 +24,7 @@ import msgspec
 
 from config.errors import SettingsError
 from server.processes.framing import FrameDecoder, encode_frame
-from server.processes.prctl import die_with_parent, return_freed_memory
+from server.processes.linux import die_with_parent, return_freed_memory
 from server.text.encoder import Encoder
 from server.text.errors import TextRefused, shorten_message, wrap_tokenizer_error
 from server.text.processes.messages import (

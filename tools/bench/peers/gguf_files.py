@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import gguf
 import psutil
 
 from server.engine.device import choose_threads
 from server.models.formats.gguf_file import GGUFHeader, read_header
+from server.models.formats.gguf_weights import compute_nbytes
 from server.profiling.background_load import BUSY_THRESHOLD, Neighbours
 from server.profiling.machine import measure_bandwidth
 from server.profiling.running import run_bench
@@ -95,11 +94,7 @@ def measure_files(
 
 def count_step_bytes(header: GGUFHeader) -> int:
     """Return the bytes of all tensors but an embedding of its own, of which a step reads a row a stream."""
-    sizes = {
-        name: prod(info.shape) // gguf.GGML_QUANT_SIZES[kind][0] * gguf.GGML_QUANT_SIZES[kind][1]
-        for name, info in header.tensors.items()
-        for kind in (gguf.GGMLQuantizationType(info.type),)
-    }
+    sizes = {name: compute_nbytes(tensor) for name, tensor in header.tensors.items()}
     if "output.weight" in sizes:
         del sizes["token_embd.weight"]
     return sum(sizes.values())
