@@ -141,11 +141,11 @@ class CpuOps(ReferenceOps):
 
     def mlp(self, weights: GatedMLP, h: Tensor) -> Tensor:
         up, down = weights.gate_up, weights.down
-        if not isinstance(up, PackedMatrix) or not isinstance(down, PackedMatrix) or weights.activation != "silu":
+        if not isinstance(up, PackedMatrix) or not isinstance(down, PackedMatrix):
             return super().mlp(weights, h)
         going_up = up.tensors, up.layout, weights.gate_up_bias
         going_down = down.tensors, down.layout, weights.down_bias
-        out: Tensor = self._library.mlp(h, *going_up, *going_down)
+        out: Tensor = self._library.mlp(h, *going_up, *going_down, weights.activation == "gelu_tanh")
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

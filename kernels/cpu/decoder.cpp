@@ -90,7 +90,7 @@ class Layers : public torch::CustomClassHolder {
   std::vector<double> seconds() const { return {seconds_.begin(), seconds_.end()}; }
 
  private:
-  enum Shape { Q_HEADS, KV_HEADS, HEAD_DIM, MODEL_WINDOW };
+  enum Shape { Q_HEADS, KV_HEADS, HEAD_DIM, MODEL_WINDOW, GELU };
   enum Number : size_t { BLOCK_SIZE, SINKS, RING, NUM_DECODE, MAX_Q, MAX_KV, WINDOW, NUMBERS };
   enum AddressTensor : size_t { TABLE, TABLE_ROW, Q_START, START, WINDOW_START, TENSORS };
 
@@ -144,6 +144,7 @@ void Layers::add(const c10::Dict<std::string, Tensor>& tensors, const std::vecto
       .kv_heads = shape[KV_HEADS],
       .head_dim = shape[HEAD_DIM],
       .model_window = shape[MODEL_WINDOW],
+      .gelu = shape[GELU] != 0,
       .eps = static_cast<float>(numbers[0]),
       .scores = {static_cast<float>(numbers[1]), static_cast<float>(numbers[2])},
   };

@@ -24,7 +24,7 @@ TIMED_OPS = ("qkv_proj_rope", "write_kv", "attend", "o_proj_add_norm", "mlp")
 
 
 class CpuDecoderLayers(DecoderLayers):
-    """Layers that C++ runs in one call: with packed weights, and a dense feed-forward gated by SiLU (`supports`)."""
+    """Layers that C++ runs in one call: with packed weights, and a dense, gated feed-forward (`supports`)."""
 
     def __init__(self, layers: Sequence[DecoderLayer], dtype: torch.dtype, library: Any) -> None:
         """Pass the layers to C++, for activations of `dtype`; `library` is a namespace of torch.classes."""
@@ -38,9 +38,9 @@ class CpuDecoderLayers(DecoderLayers):
 
     @staticmethod
     def supports(layer: DecoderLayer) -> bool:
-        """Return whether C++ can run a layer: with packed weights, and a dense feed-forward gated by SiLU."""
+        """Return whether C++ can run a layer: with packed weights, and a dense feed-forward gated by SiLU or GELU."""
         attn, mlp, spec = layer.attention, layer.mlp, layer.spec
-        if not isinstance(mlp, GatedMLP) or mlp.activation != "silu":
+        if not isinstance(mlp, GatedMLP):
             return False
         packed = all(isinstance(weight, PackedMatrix) for weight in (attn.qkv, attn.o, mlp.gate_up, mlp.down))
         return packed and spec.head_dim == spec.v_head_dim <= MAX_DIM
@@ -66,7 +66,10 @@ class CpuDecoderLayers(DecoderLayers):
             {name: tensor for name, tensor in tensors.items() if tensor is not None},
             [list(weight.tensors) for weight in weights],
             [list(weight.layout) for weight in weights],
-            [spec.num_q_heads, spec.num_kv_heads, spec.head_dim, NO_WINDOW if spec.window is None else spec.window],
+            [
+                *(spec.num_q_heads, spec.num_kv_heads, spec.head_dim),
+                *(NO_WINDOW if spec.window is None else spec.window, int(mlp.activation == "gelu_tanh")),
+            ],
             [attn.eps, spec.scale, spec.softcap or 0.0],
         )
 

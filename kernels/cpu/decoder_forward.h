@@ -290,6 +290,10 @@ class DecoderForward : public ForwardStep {
     });
   }
 
+  static void gate_row(const Layer& l, const X* gate, const X* up, X* to, int64_t n) {
+    l.gelu ? gelu_tanh_mul_row(gate, up, to, n) : silu_mul_row(gate, up, to, n);
+  }
+
   // Computes activation(gate) * up for two panels, from the sums of the gate's panels and of the up projection's, and
   // packs the result as input of the down projection.
   void gate_panels(const Layer& l, const float* gates, const float* ups, int64_t size, int64_t panel) const {
@@ -303,7 +307,7 @@ class DecoderForward : public ForwardStep {
         X* const to = gated + (row - first) * PART;
         store_pair(gates + row * PANEL, size, gate_bias, to, PART);
         store_pair(ups + row * PANEL, size, up_bias, up, PART);
-        silu_mul_row(to, up, to, PART);
+        gate_row(l, to, up, to, PART);
       }
       for (int64_t row = first; row < last; ++row)
         l.down.weight->pack(b_.gated_input, n_, gated + (row - first) * PART, row, panel * PANEL, PART);
@@ -344,7 +348,7 @@ class DecoderForward : public ForwardStep {
     X* const line = b_.lines + member * b_.line;
     team.share(member, n_, [&](int64_t row) {
       const X* const gate = b_.gate_up + row * 2 * f;
-      silu_mul_row(gate, gate + f, line, f);
+      gate_row(l, gate, gate + f, line, f);
       l.down.weight->pack_row(b_.gated_input, n_, line, row);
     });
   }

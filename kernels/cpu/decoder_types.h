@@ -26,6 +26,7 @@ struct Layer {
   // Tensors that the model does not have are undefined.
   at::Tensor norm, q_norm, k_norm, cos, sin, post_norm, next_norm, mlp_post_norm, sink_logits;
   int64_t q_heads, kv_heads, head_dim, model_window;
+  bool gelu;  // whether the feed-forward is gated by GELU (its approximation by tanh), not by SiLU
   float eps;
   Scores scores;
 

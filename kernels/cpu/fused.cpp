@@ -55,9 +55,9 @@ std::tuple<Tensor, Tensor> o_proj_add_norm(const Tensor& x, const Tensor& mixed,
 }
 
 Tensor mlp(const Tensor& h, TensorList gate_up, IntArrayRef gate_up_format, const Maybe& gate_up_bias, TensorList down,
-           IntArrayRef down_format, const Maybe& down_bias) {
-  const Tensor gated = silu_mul(linear(h, PackedWeight(gate_up, gate_up_format), gate_up_bias));
-  return linear(gated, PackedWeight(down, down_format), down_bias);
+           IntArrayRef down_format, const Maybe& down_bias, bool gelu) {
+  const Tensor both = linear(h, PackedWeight(gate_up, gate_up_format), gate_up_bias);
+  return linear(gated(both, gelu), PackedWeight(down, down_format), down_bias);
 }
 
 }  // namespace
@@ -75,6 +75,6 @@ TORCH_LIBRARY_FRAGMENT(KVMUX_LIBRARY, library) {
       &kvmux::o_proj_add_norm);
   library.def(
       "mlp(Tensor h, Tensor[] gate_up, int[] gate_up_format, Tensor? gate_up_bias, Tensor[] down, "
-      "int[] down_format, Tensor? down_bias) -> Tensor",
+      "int[] down_format, Tensor? down_bias, bool gelu) -> Tensor",
       &kvmux::mlp);
 }

@@ -51,7 +51,7 @@ class Int8Gemm {
   // blocks, which are read in order, some KiB on. (In loops, as GCC removes calls of lambdas and functions that do
   // nothing but prefetch.)
   template <int N>
-  static constexpr int64_t AHEAD = N == PANELS ? 4096 : (N == 1 ? 4 : 1) * PANELS * BYTES;
+  static constexpr int64_t AHEAD = N == PANELS ? 8192 : (N == 1 ? 4 : 1) * PANELS * BYTES;
 
   const uint8_t* tiles_of(int64_t panel) const { return w_.numbers + P::panel(panel, k_) / P::TILE * BYTES; }
 
@@ -76,6 +76,15 @@ class Int8Gemm {
         unroll<V>([&](auto v) { found.offset[v] *= Raw(load(w_.small_offset + small + v * W)); });
     }
     return found;
+  }
+
+  // Prefetches the scales of a unit: those of the panels that follow, as each panel has only a few lines of them.
+  inline __attribute__((always_inline)) void prefetch_scales(int64_t panel, int64_t u) const {
+    const int64_t at = w_.place(panel, u), small = w_.small_place(panel, u, 0);
+    __builtin_prefetch(w_.scale + at, 0, L2);
+    if constexpr (F::OFFSETS) __builtin_prefetch(w_.offset + at, 0, L2);
+    if constexpr (F::TWO_LEVELS) __builtin_prefetch(w_.small + small, 0, L2);
+    if constexpr (F::TWO_LEVELS && F::OFFSETS) __builtin_prefetch(w_.small_offset + small, 0, L2);
   }
 
   static int32_t sum_of(const Int8Rows::Unit& x, int64_t part) {
@@ -140,6 +149,7 @@ class Int8Gemm {
       unroll<N>([&](auto n) {
         const uint8_t* const unit = w + unit_at(u) + n * BYTES;
         for (int64_t i = 0; i < UNIT_BYTES; i += LINE) __builtin_prefetch(unit + i + AHEAD<N>, 0, L2);
+        prefetch_scales(panel + n + N, u);
         add_unit<R>(
             first, u, [&](auto q, int64_t v) { return load_quad<F, q>(unit, v * W); },
             [&](int64_t part) { return scales(panel + n, u, part); }, total[n]);

@@ -85,7 +85,9 @@ Tensor rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor&
   return y;
 }
 
-Tensor silu_mul(const Tensor& gate_up) {
+Tensor silu_mul(const Tensor& gate_up) { return gated(gate_up, /*gelu=*/false); }
+
+Tensor gated(const Tensor& gate_up, bool gelu) {
   expect("silu_mul", "gate_up", gate_up, FLOATS, {ANY, SOME});
   const int64_t f = gate_up.size(1) / 2;
   TORCH_CHECK_VALUE(gate_up.size(1) == 2 * f, "silu_mul: gate_up must be two halves of one width, and is ",
@@ -98,7 +100,7 @@ Tensor silu_mul(const Tensor& gate_up) {
     parallel_over_rows(gate_up.size(0), f, [&](int64_t begin, int64_t end) {
       for (int64_t n = begin; n < end; ++n) {
         const T* gate = from + n * gate_up.stride(0);
-        silu_mul_row(gate, gate + f, to + n * f, f);
+        gelu ? gelu_tanh_mul_row(gate, gate + f, to + n * f, f) : silu_mul_row(gate, gate + f, to + n * f, f);
       }
     });
   });

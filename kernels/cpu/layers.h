@@ -91,4 +91,15 @@ void silu_mul_row(const T* gate, const T* up, T* y, int64_t f) {
   combine_row(gate, up, y, f, [&](Vec g, Vec u) { return g / (one + g.neg().exp_u20()) * u; });
 }
 
+// y = gelu(gate) * up with the approximation by tanh: x (1 + tanh(z)) / 2 = x / (1 + exp(-2 z)).
+template <typename T>
+void gelu_tanh_mul_row(const T* gate, const T* up, T* y, int64_t f) {
+  constexpr float TWICE = 1.5957691216057308f;  // 2 sqrt(2 / pi)
+  const Vec one(1.f), minus_twice(-TWICE), minus_cubed(-TWICE * 0.044715f);
+  combine_row(gate, up, y, f, [&](Vec g, Vec u) {
+    const Vec minus_2z = g * (minus_twice + minus_cubed * (g * g));
+    return g / (one + minus_2z.exp_u20()) * u;
+  });
+}
+
 }  // namespace kvmux

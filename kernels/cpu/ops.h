@@ -41,5 +41,6 @@ std::tuple<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& x, const at::T
                                                 double eps);
 at::Tensor rope(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& positions);
 at::Tensor silu_mul(const at::Tensor& gate_up);
+at::Tensor gated(const at::Tensor& gate_up, bool gelu);  // silu or gelu (by tanh) of the first half, times the second
 
 }  // namespace kvmux

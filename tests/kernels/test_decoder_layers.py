@@ -84,7 +84,7 @@ def layer(dtype: torch.dtype, i: int, bits: Bits) -> DecoderLayer:
     )
     up = weight(dtype, 2 * inner, WIDTH, bits=bits, parts=(inner, inner))
     down = weight(dtype, WIDTH, inner, bits=bits)
-    fed = GatedMLP(up, None, down, None, "silu")
+    fed = GatedMLP(up, None, down, None, ("silu", "gelu_tanh")[i])
     if i == 0:
         return DecoderLayer(SPECS[0], around, fed, None)
     biases, q_norm, k_norm = torch.randn(2 * inner).to(dtype), *torch.rand(2, DIM).to(dtype).unbind()
