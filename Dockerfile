@@ -23,7 +23,7 @@ WORKDIR /src
 COPY pyproject.toml ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     export PIP_EXTRA_INDEX_URL="$EXTRA_INDEX" \
- && pip install --upgrade "setuptools>=77" wheel \
+ && pip install --upgrade "setuptools>=77" wheel ninja \
  && python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
     print(*p['dependencies'], *(d for e in '$EXTRAS'.split() for d in p['optional-dependencies'][e]), sep='\n')" \
     > /tmp/requirements.txt \
@@ -31,7 +31,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 COPY . .
 # Machines that run the image may have other instructions than the one that builds it.
-RUN ALL_INSTRUCTION_SETS=1 pip install --no-build-isolation --no-deps .
+RUN INSTRUCTION_SETS=all pip install --no-build-isolation --no-deps .
 
 # ---------------------------------------------------------------- load: locust, which sends load to a server over HTTP
 FROM python:${PYTHON}-slim AS load

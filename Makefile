@@ -150,15 +150,23 @@ $(VENV)/.torch:
 	done; \
 	[ -n "$$python" ] || { echo "no Python 3.11 to 3.14 found; name one: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 1; }; \
 	echo "$$python -m venv $(VENV)"; $$python -m venv $(VENV)
-	$(PIP_INSTALL) --upgrade pip "setuptools>=77" wheel
+	$(PIP_INSTALL) --upgrade pip "setuptools>=77" wheel ninja
 	$(PIP_INSTALL) "$(TORCH)"
 	@touch $@
 
 $(VENV)/.base: $(VENV)/.torch $(INPUTS)
-	@echo "Installing; compiling the C++ kernels takes minutes (about five on two cores), this time only."
+	@echo "Installing; compiling the C++ kernels takes minutes (about three on two cores), this time only."
 	$(PIP_INSTALL) --no-build-isolation --editable .
 	@$(TELL_KERNELS)
 	@touch $@
+
+# Further libraries, for slower instructions of this machine: only tests run them.
+$(VENV)/.kernels: $(VENV)/.base
+	@echo "Compiling the C++ kernels for this machine's other instruction sets, which only tests run."
+	INSTRUCTION_SETS=usable $(PY) setup.py --quiet build_ext --inplace
+	@touch $@
+
+$(VENV)/.with-test $(VENV)/.with-test,check: $(VENV)/.kernels
 
 # The dependencies of extras, "test" or "test,check". The project is installed already, so pip does not build it again.
 $(VENV)/.with-%: $(VENV)/.base

@@ -1,7 +1,8 @@
 """Builds the C++ kernels, if there is a compiler and torch to build them against; without them the server runs, slower.
 
-Everything else about the package stands in pyproject.toml. There is one library for each instruction set that this
-machine can run; with ALL_INSTRUCTION_SETS=1 in the environment for each that the compiler knows, for other machines.
+Everything else about the package stands in pyproject.toml. A library is built for the fastest instruction set that this
+machine can run; with INSTRUCTION_SETS=usable in the environment for each that it can run, as the tests do, and with
+INSTRUCTION_SETS=all for each that the compiler knows, for other machines.
 """
 
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import setup
+from setuptools.errors import CompileError
 
 SOURCES = Path("kernels/cpu")
 FLAGS = [
@@ -50,16 +52,12 @@ def kernels() -> dict[str, Any]:
         return {}
     machine = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
     known = INSTRUCTION_SETS.get(machine, {})
-    if os.environ.get("ALL_INSTRUCTION_SETS") != "1":
+    if (which := os.environ.get("INSTRUCTION_SETS", "best")) != "all":
         usable = runpy.run_path(str(SOURCES / "instruction_sets.py"))["usable_instruction_sets"]()
-        known = {name: flags for name, flags in known.items() if name in usable}
+        known = {name: known[name] for name in (usable[:1] if which == "best" else usable) if name in known}
     mac = sys.platform == "darwin"  # whose compiler has no OpenMP: one thread
 
     class Build(BuildExtension):  # type: ignore[misc]
-        def finalize_options(self) -> None:
-            super().finalize_options()
-            self.parallel = self.parallel or os.cpu_count()  # an editable installation forgets what was said before
-
         def run(self) -> None:
             try:
                 super().run()
@@ -67,10 +65,13 @@ def kernels() -> dict[str, Any]:
                 print(f"kvmux: the C++ kernels were not built ({error}); plain torch is used instead", file=sys.stderr)
 
         def build_extension(self, ext: Any) -> None:
-            """Build a library with objects of its own: the same sources are compiled for others at the same time."""
+            """Build a library, with objects of its own: the same sources are compiled for others, too."""
             apart = copy(self)
             apart.build_temp = str(Path(self.build_temp) / ext.name)
-            super(Build, apart).build_extension(ext)
+            try:
+                super(Build, apart).build_extension(ext)
+            except RuntimeError as error:  # of ninja; setuptools goes on without a library only after its own
+                raise CompileError(str(error)) from error
 
     return {
         "ext_modules": [
@@ -84,7 +85,7 @@ def kernels() -> dict[str, Any]:
             )
             for name, flags in known.items()
         ],
-        "cmdclass": {"build_ext": Build.with_options(no_python_abi_suffix=True, use_ninja=False)},
+        "cmdclass": {"build_ext": Build.with_options(no_python_abi_suffix=True)},
     }
 
 
