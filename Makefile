@@ -43,7 +43,7 @@ TELL_KERNELS = ls kernels/cpu/*.so >/dev/null 2>&1 || echo "The C++ kernels were
  The server runs without them, slower." >&2
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-rest test-fast test-real test-metal prometheus chromium test-slow test-clients test-ray test-kvpress check check-metal format models bench bench-peers validate compare load fuzz chaos soak clean
+.PHONY: help install serve test test-rest test-fast test-real test-metal prometheus chromium test-slow test-clients test-ray test-kvpress check check-metal format models bench bench-peers bench-types validate compare load fuzz chaos soak clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1	\2/p' Makefile | expand -t 20
@@ -109,6 +109,9 @@ bench: $(VENV)/.base  ## measure every figure that has a goal (ARGS="--rows deco
 
 bench-peers: $(VENV)/.base  ## install llama.cpp and vLLM by themselves, and measure them beside kvmux (ARGS=--help)
 	$(PY) -m tools.bench.peers --pip-args="$(PIP_ARGS)" $(ARGS)
+
+bench-types: $(VENV)/.base  ## measure a model in every type of GGUF file (ARGS="FILE.gguf"; see --help)
+	$(PY) -m tools.bench.peers.gguf_types --pip-args="$(PIP_ARGS)" $(ARGS)
 
 validate: $(VENV)/.with-validate  ## compare the results of every strategy with llama.cpp's (ARGS=--help)
 	$(PY) -m tools.validation --pip-args="$(PIP_ARGS)" $(ARGS)

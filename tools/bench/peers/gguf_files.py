@@ -113,12 +113,12 @@ def _start(
     server = started.enter_context(run_program(program, ServerNeeds(streams, CONTEXT)))
     report.ready_seconds.setdefault(program.name, server.ready_seconds)
     if program.name not in report.memory:
-        run_bench(server.url, _make_flags(program.name, WORKLOADS[0]), TIMEOUT)
-        report.memory[program.name] = _measure_memory(server) - _count_kv_bytes(program.name, header)
+        run_bench(server.url, make_flags(program.name, WORKLOADS[0]), TIMEOUT)
+        report.memory[program.name] = measure_memory(server) - _count_kv_bytes(program.name, header)
     return server
 
 
-def _measure_memory(server: StartedServer) -> int:
+def measure_memory(server: StartedServer) -> int:
     """Return the proportional set size of all processes of a server, in bytes."""
     return sum(each.memory_full_info().pss for each in list_family(server.process))
 
@@ -134,7 +134,7 @@ def _count_kv_bytes(name: str, header: GGUFHeader) -> int:
     return int(CONTEXT * metadata[f"{prefix}.block_count"] * kv_heads * head_dim * 2 * 2)  # float16
 
 
-def _make_flags(name: str, work: FileWorkload) -> list[str]:
+def make_flags(name: str, work: FileWorkload) -> list[str]:
     """Return the flags of `kvmux bench`."""
     sizes = ["--prompt-tokens", work.prompt_tokens, "--max-tokens", work.max_tokens, "--requests", work.requests]
     flags = [*map(str, sizes), "--concurrency", str(work.streams), "--rounds", "1"]
@@ -148,7 +148,7 @@ def _measure_turn(servers: Mapping[tuple[str, int], StartedServer], report: File
     for work in WORKLOADS:
         for name in (OURS, THEIRS) if turn % 2 == 0 else (THEIRS, OURS):
             server = servers.get((name, work.streams)) or servers[name, 8]
-            (found,) = run_bench(server.url, _make_flags(name, work), TIMEOUT)
+            (found,) = run_bench(server.url, make_flags(name, work), TIMEOUT)
             report.values.setdefault((name, work.what), []).append(work.compute(found))
     used = sum(server.cpu_seconds() for server in servers.values()) - before
     report.background_load = max(report.background_load, neighbours.compute_share(used))

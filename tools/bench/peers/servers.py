@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from server.version import get_version
@@ -25,13 +26,13 @@ TCMALLOC = "libtcmalloc_minimal.so.4"  # vLLM advises to load it before its own 
 LIBRARY_FOLDERS = (Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/local/lib"))
 
 
-def prepare_kvmux(model: Path, kv_memory: str = f"{KV_GIB}GiB") -> ServerProgram:
+def prepare_kvmux(model: Path, kv_memory: str = f"{KV_GIB}GiB", more_flags: Sequence[str] = ()) -> ServerProgram:
     """Return kvmux's server with a model: a directory or a GGUF file."""
 
     def make_command(needs: ServerNeeds, port: int) -> StartCommand:
         flags = ["--model", str(model), "--kv-memory", kv_memory, "--max-seq-len", str(needs.tokens)]
         seats = ["--max-num-seqs", str(needs.streams), "--port", str(port), "--log-level", "warning"]
-        return StartCommand([sys.executable, "-m", "server", "serve", *flags, *seats])
+        return StartCommand([sys.executable, "-m", "server", "serve", *flags, *seats, *more_flags])
 
     return ServerProgram("kvmux", f"kvmux {get_version()}", "/ready", make_command)
 
