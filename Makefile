@@ -166,7 +166,7 @@ $(VENV)/.base: $(VENV)/.torch $(INPUTS)
 # Further libraries, for slower instructions of this machine: only tests run them.
 $(VENV)/.kernels: $(VENV)/.base
 	@echo "Compiling the C++ kernels for this machine's other instruction sets, which only tests run."
-	INSTRUCTION_SETS=usable $(PY) setup.py --quiet build_ext --inplace
+	INSTRUCTION_SETS=others $(PY) setup.py --quiet build_ext --inplace >$(VENV)/kernels.log
 	@touch $@
 
 $(VENV)/.with-test $(VENV)/.with-test,check: $(VENV)/.kernels

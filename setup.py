@@ -1,8 +1,8 @@
 """Builds the C++ kernels, if there is a compiler and torch to build them against; without them the server runs, slower.
 
 Everything else about the package stands in pyproject.toml. A library is built for the fastest instruction set that this
-machine can run; with INSTRUCTION_SETS=usable in the environment for each that it can run, as the tests do, and with
-INSTRUCTION_SETS=all for each that the compiler knows, for other machines.
+machine can run; with INSTRUCTION_SETS=others in the environment for those that it can run as well, as tests do, and
+with INSTRUCTION_SETS=all for each that the compiler knows, for other machines.
 """
 
 import os
@@ -54,7 +54,7 @@ def kernels() -> dict[str, Any]:
     known = INSTRUCTION_SETS.get(machine, {})
     if (which := os.environ.get("INSTRUCTION_SETS", "best")) != "all":
         usable = runpy.run_path(str(SOURCES / "instruction_sets.py"))["usable_instruction_sets"]()
-        known = {name: known[name] for name in (usable[:1] if which == "best" else usable) if name in known}
+        known = {name: known[name] for name in (usable[1:] if which == "others" else usable[:1]) if name in known}
     mac = sys.platform == "darwin"  # whose compiler has no OpenMP: one thread
 
     class Build(BuildExtension):  # type: ignore[misc]

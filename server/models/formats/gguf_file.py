@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ PART = re.compile(rf"(?P<name>.+)-\d{{5}}-of-(?P<count>\d{{5}}){re.escape(SUFFIX
 VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes: tensors begin at multiples of this if the file has no general.alignment
 FLOAT32 = 0  # GGML's tensor type F32
+TOKENIZER = "tokenizer."  # the names of what describes the tokenizer begin with this
 STRING, ARRAY = 8, 9  # type numbers of metadata values that are strings and arrays; SCALARS has the others
 # Bounds far beyond any model: a header of this size takes a few hundred megabytes as Python objects.
 MAX_HEADER_BYTES = 1 << 26
@@ -73,13 +74,14 @@ def list_parts(file: Path) -> list[Path]:
     ]
 
 
-def read_header(file: Path) -> GGUFHeader:
+def read_header(file: Path, *, vocabulary: bool = True) -> GGUFHeader:
     """Return the header of a GGUF file, with the tensors of all parts of its model.
 
-    Raises ModelError if a part is missing, unreadable, damaged or no GGUF file.
+    Without `vocabulary` the arrays of the tokenizer are passed over, and None is in their place: they take most of the
+    time and memory. Raises ModelError if a part is missing, unreadable, damaged or no GGUF file.
     """
     first, *others = list_parts(file)
-    header = _read_header(first)
+    header = _read_header(first, vocabulary=vocabulary)
     parts = header.metadata.get("split.count", 1) or 1
     if parts != 1 + len(others):
         raise ModelError(
@@ -88,18 +90,18 @@ def read_header(file: Path) -> GGUFHeader:
         )
     tensors = {**header.tensors}
     for other in others:
-        for name, info in _read_header(other).tensors.items():
+        for name, info in _read_header(other, vocabulary=False).tensors.items():
             if name in tensors:
                 raise ModelError(f"{other} and {tensors[name].file} both have a tensor {name!r}: fetch them again")
             tensors[name] = info
     return header._replace(tensors=tensors)
 
 
-def _read_header(file: Path) -> GGUFHeader:
+def _read_header(file: Path, *, vocabulary: bool) -> GGUFHeader:
     """Return the header of one file. Raises ModelError if the file is unreadable, damaged or no GGUF file."""
     try:
         with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse_header(file, data)
+            return _parse_header(file, data, vocabulary=vocabulary)
     except OSError as error:
         raise ModelError(f"cannot read {file}: {error.strerror}") from None
     except KeyError as error:
@@ -108,7 +110,7 @@ def _read_header(file: Path) -> GGUFHeader:
         raise ModelError(f"{file} is damaged or cut off: fetch it again ({error})") from None
 
 
-def _parse_header(file: Path, data: mmap.mmap) -> GGUFHeader:
+def _parse_header(file: Path, data: mmap.mmap, *, vocabulary: bool) -> GGUFHeader:
     cursor = _Cursor(data, file)
     if data[:4] != b"GGUF":
         raise ModelError(f"{file} is not a GGUF file")
@@ -117,8 +119,15 @@ def _parse_header(file: Path, data: mmap.mmap) -> GGUFHeader:
     if version not in VERSIONS:
         raise ModelError(f"{file} is GGUF of version {version}; versions {VERSIONS}, little-endian, can be read")
     tensor_count, entries = cursor.read_scalar("Q"), cursor.read_scalar("Q")
-    metadata = _read_named(cursor, entries, lambda: cursor.read_value(cursor.read_scalar("I")))
-    found = _read_named(cursor, tensor_count, cursor.read_tensor_info)
+
+    def read_value(name: str) -> Any:
+        kind = cursor.read_scalar("I")
+        if kind == ARRAY and name.startswith(TOKENIZER) and not vocabulary:
+            return cursor.skip_array()
+        return cursor.read_value(kind)
+
+    metadata = _read_named(cursor, entries, read_value)
+    found = _read_named(cursor, tensor_count, lambda _: cursor.read_tensor_info())
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if type(alignment) is not int or not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         raise ValueError(f"general.alignment is not a power of two from 8 to {MAX_ALIGNMENT}")
@@ -128,8 +137,8 @@ def _parse_header(file: Path, data: mmap.mmap) -> GGUFHeader:
     return GGUFHeader(file, metadata, {name: t._replace(offset=start + t.offset) for name, t in found.items()})
 
 
-def _read_named(cursor: _Cursor, count: int, read: Callable[[], Any]) -> dict[str, Any]:
-    """Return `count` entries by name; each entry is stored as its name, then a value that `read` reads.
+def _read_named(cursor: _Cursor, count: int, read: Callable[[str], Any]) -> dict[str, Any]:
+    """Return `count` entries by name; each is stored as its name, then a value, which `read` reads, given the name.
 
     Raises ValueError if two have the same name.
     """
@@ -138,7 +147,7 @@ def _read_named(cursor: _Cursor, count: int, read: Callable[[], Any]) -> dict[st
         name = cursor.read_string()
         if name in found:
             raise ValueError(f"{name[:80]!r} occurs twice")
-        found[name] = read()
+        found[name] = read(name)
     return found
 
 
@@ -164,7 +173,7 @@ class _Cursor:
     def read_value(self, kind: int) -> Any:
         if kind == STRING:
             return self.read_string()
-        return self._read_array() if kind == ARRAY else self.read_scalar(SCALARS[kind])
+        return self.read_array() if kind == ARRAY else self.read_scalar(SCALARS[kind])
 
     def read_tensor_info(self) -> TensorInfo:
         """Read a tensor's entry; its offset is in bytes from the first tensor, not yet from the start of the file."""
@@ -174,34 +183,47 @@ class _Cursor:
         dimensions = [self.read_scalar("Q") for _ in range(count)]
         return TensorInfo(tuple(reversed(dimensions)), self.read_scalar("I"), self.read_scalar("Q"), self._file)
 
-    def _read_array(self) -> list[Any]:
-        kind, count = self.read_scalar("I"), self.read_scalar("Q")
-        self._check_bounds(count)  # each element has at least one byte: a wrong count must not fill memory
-        self._elements += count
-        if self._elements > MAX_ARRAY_ELEMENTS:
-            raise ValueError(f"its arrays have more than {MAX_ARRAY_ELEMENTS} elements")
+    def read_array(self) -> list[Any]:
+        kind, count = self._begin_array()
         if kind == STRING:
-            return self._read_strings(count)
-        if kind == ARRAY:
-            raise ValueError("its metadata has an array of arrays, which is not supported")
+            return [self._data[begin:end].decode(errors="replace") for begin, end in self._iter_strings(count)]
         layout = f"<{count}{SCALARS[kind]}"
         values = list(struct.unpack_from(layout, self._data, self.position))
         self.position += struct.calcsize(layout)
         return values
 
-    def _read_strings(self, count: int) -> list[str]:
-        """Read as many strings: a vocabulary, which takes most of the time of reading a header."""
+    def skip_array(self) -> None:
+        """Move behind an array, with the checks of reading it."""
+        kind, count = self._begin_array()
+        if kind == STRING:
+            for _ in self._iter_strings(count):
+                pass
+        else:
+            self._check_bounds(size := struct.calcsize(f"<{count}{SCALARS[kind]}"))
+            self.position += size
+
+    def _begin_array(self) -> tuple[int, int]:
+        """Read the type of an array's elements and their number."""
+        kind, count = self.read_scalar("I"), self.read_scalar("Q")
+        self._check_bounds(count)  # each element has at least one byte: a wrong count must not fill memory
+        self._elements += count
+        if self._elements > MAX_ARRAY_ELEMENTS:
+            raise ValueError(f"its arrays have more than {MAX_ARRAY_ELEMENTS} elements")
+        if kind == ARRAY:
+            raise ValueError("its metadata has an array of arrays, which is not supported")
+        return kind, count
+
+    def _iter_strings(self, count: int) -> Iterator[tuple[int, int]]:
+        """Move behind as many strings, and yield where each begins and ends: most of the work of reading a header."""
         data, end, unpack_from = self._data, self.position, struct.Struct("<Q").unpack_from
         limit = min(len(data), MAX_HEADER_BYTES)
-        found = []
         for _ in range(count):
             (length,) = unpack_from(data, end)
             begin, end = end + 8, end + 8 + length
             if end > limit:
                 self._check_bounds(end - self.position)
-            found.append(data[begin:end])
+            yield begin, end
         self.position = end
-        return [string.decode(errors="replace") for string in found]
 
     def _check_bounds(self, length: int) -> None:
         if self.position + length > len(self._data):

@@ -43,7 +43,7 @@ class GGUFWeights:
 
         Raises ModelError if the file is truncated, or has tensors of a type that cannot be read.
         """
-        header = read_header(file)
+        header = read_header(file, vocabulary=False)
         self._file = header.file.resolve()
         self._keys = GGUFMetadata(header)
         # The user knows the files themselves, not the links to them in the cache.

@@ -236,6 +236,10 @@ def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
     assert {name: (t.shape, t.type, t.offset) for name, t in ours.tensors.items()} == {
         t.name: (tuple(t.shape.tolist()[::-1]), t.tensor_type, t.data_offset) for t in theirs.tensors
     }
+    skipped = {name for name in fields if name.startswith("tokenizer.") and isinstance(fields[name], list)}
+    assert "tokenizer.ggml.token_type" in skipped
+    expected = fields | dict.fromkeys(skipped)
+    assert read_header(file, vocabulary=False) == ours._replace(metadata=expected)
 
 
 # ---------------------------------------------------------------- what is unpacked
@@ -327,8 +331,9 @@ def test_a_file_cut_off_before_the_weights_is_refused(share: float, tmp_path: Pa
     file = write_gguf(gguf_model("llama"), tmp_path / "a.gguf")
     weights = min(tensor.offset for tensor in read_header(file).tensors.values())
     file.write_bytes(file.read_bytes()[: int(weights * share)])
-    with pytest.raises(ModelError, match=r"a\.gguf is damaged or cut off: fetch it again"):
-        locate(str(file))
+    for vocabulary in (True, False):
+        with pytest.raises(ModelError, match=r"a\.gguf is damaged or cut off: fetch it again"):
+            read_header(file, vocabulary=vocabulary)
 
 
 def test_a_file_cut_off_within_the_weights_is_refused(tmp_path: Path) -> None:

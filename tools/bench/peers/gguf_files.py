@@ -78,7 +78,7 @@ def measure_files(
 ) -> Iterator[FileReport]:
     """Yield the report of each file; `programs` make the servers OURS and THEIRS. Raises OSError and RunError."""
     for file in files:
-        header = read_header(file)
+        header = read_header(file, vocabulary=False)
         report = FileReport(file, count_step_bytes(header))
         with ExitStack() as started:
             servers = {

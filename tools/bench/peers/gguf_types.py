@@ -101,7 +101,7 @@ def measure_types(
         with _serve(as_float32, ("--dtype", "float32")) as (_, base):
             texts = _cut_texts(base)
             expected = _predict(base, texts)
-        parameters = sum(math.prod(tensor.shape) for tensor in read_header(file).tensors.values())
+        parameters = sum(math.prod(tensor.shape) for tensor in read_header(file, vocabulary=False).tensors.values())
         servers = []
         for name in types:
             quantized = _quantize(installer, as_float32, name)
