@@ -34,7 +34,6 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
         loop = Loop(engine, server, Metrics, restarts, status.beat, capture.count_step)
         signal.signal(STOP_SIGNAL, lambda *_: loop.stop())
         status.send({"ready": summarize_engine(engine)})
-        engine.core.grammars.load()  # now rather than earlier, so that the server is ready sooner
         return_freed_memory()
         loop.run()
 

@@ -22,6 +22,7 @@ from server.engine.grammar.compiled import CompiledGrammar
 from server.engine.grammar.meter import GrammarMeter
 from server.engine.grammar.state import GrammarState
 from server.grammar.matcher import TokenTable, compile_grammar, make_limits
+from server.processes.linux import return_freed_memory
 from server.text.errors import GrammarError
 from server.text.processes.messages import VocabularyData
 from server.text.vocabulary import Vocabulary
@@ -61,13 +62,13 @@ class GrammarCompiler:
     def __init__(self, load_vocabulary: Callable[[], VocabularyData], vocab_size: int) -> None:
         """Compile for a model with `vocab_size` logits.
 
-        `load_vocabulary` is called in the thread, when `load` is called or the first grammar comes.
+        `load_vocabulary` is called in the thread, when the first grammar comes.
         """
         self.meter = GrammarMeter()
         self._load_vocabulary = load_vocabulary
         self._vocab_size = vocab_size
         self._thread: threading.Thread | None = None
-        self._tasks: SimpleQueue[CompileTask | None] = SimpleQueue()  # None: load the tokens, and compile nothing
+        self._tasks: SimpleQueue[CompileTask] = SimpleQueue()
         self._results: SimpleQueue[CompileResult] = SimpleQueue()
         self._pending: set[str] = set()  # grammars that will be cached when they are compiled
         self._cache: OrderedDict[str, CompiledGrammar | Failure] = OrderedDict()  # the latest at the end
@@ -75,11 +76,6 @@ class GrammarCompiler:
         # Set by the thread when it has loaded the tokens
         self._table: TokenTable | None = None
         self._tokenizer: LLTokenizer | None = None
-
-    def load(self) -> None:
-        """Begin to load the model's tokens, for which the first grammar would wait otherwise; return at once."""
-        self._start_thread()
-        self._tasks.put(None)
 
     def prepare(self, grammar: str) -> bool:
         """Return whether a grammar, in Lark, is compiled or has failed; if it is not, start to compile it."""
@@ -158,18 +154,13 @@ class GrammarCompiler:
     # ---------------------------------------------------------------- the thread
     def _run(self) -> None:
         while True:
-            if (task := self._tasks.get()) is not None:
-                self._results.put(self._compile(task))
-                continue
-            try:
-                self._get_tokenizer()
-            except Exception:  # the first grammar tries again
-                log.exception("the model's tokens could not be loaded for grammars")
+            self._results.put(self._compile(self._tasks.get()))
 
     def _get_tokenizer(self) -> LLTokenizer:
         if self._tokenizer is None:
             self._table = TokenTable(Vocabulary(self._load_vocabulary()))
             self._tokenizer = self._table.make_tokenizer()
+            return_freed_memory()
         return self._tokenizer
 
     def _compile(self, task: CompileTask) -> CompileResult:

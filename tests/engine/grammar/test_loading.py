@@ -1,4 +1,4 @@
-"""The compiler loads the model's tokens before the first grammar comes."""
+"""The compiler loads the model's tokens when the first grammar comes."""
 
 from __future__ import annotations
 
@@ -42,26 +42,22 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_tokens_are_loaded_once_and_without_a_grammar(data: VocabularyData) -> None:
+def test_tokens_are_loaded_once(data: VocabularyData) -> None:
     loads = CountedLoads(data, failures=0)
     compiler = GrammarCompiler(loads, len(data.tokens))
-    compiler.load()
-    wait_until(lambda: loads.count == 1)
     wait_until(lambda: compiler.prepare(GRAMMAR))
-    compiler.load()
     wait_until(lambda: compiler.prepare(write_lark("regex", "b+")))
     assert compiler.make_state(GRAMMAR)
     assert loads.count == 1
 
 
 def test_a_grammar_tries_again_if_loading_failed(data: VocabularyData, caplog: pytest.LogCaptureFixture) -> None:
-    loads = CountedLoads(data, failures=2)
+    loads = CountedLoads(data, failures=1)
     compiler = GrammarCompiler(loads, len(data.tokens))
-    compiler.load()
     wait_until(lambda: compiler.prepare(GRAMMAR))
-    assert "could not be loaded for grammars" in caplog.text
+    assert "could not be compiled" in caplog.text
     with pytest.raises(CompilationFailed):
         compiler.make_state(GRAMMAR)
     wait_until(lambda: compiler.prepare(GRAMMAR))
     assert compiler.make_state(GRAMMAR)
-    assert loads.count == 3
+    assert loads.count == 2

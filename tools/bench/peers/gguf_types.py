@@ -40,7 +40,7 @@ from tools.validation.predictions import FloatArray
 
 TYPES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "IQ4_XS", "Q3_K_M", "Q2_K")
 DOCUMENT, MARK = Path("guide") / "gguf_types.md", "make bench-types"
-PROSE = Path(__file__).parents[3] / "docs" / "guide" / "textbook.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "guide"  # the prose whose tokens are predicted
 KV_MIB, WINDOW, WINDOWS, PREDICTED = 128, 512, 4, 256  # of each text, so many windows; their last tokens are predicted
 SPEED = WORKLOADS[0]
 
@@ -142,7 +142,8 @@ def _serve(file: Path, flags: Sequence[str] = ()) -> Iterator[tuple[StartedServe
 def _cut_texts(server: KvmuxServer) -> list[list[int]]:
     """Return windows of prose and of code, as tokens."""
     windows = []
-    for text in (PROSE.read_text(), inspect.getsource(argparse)):
+    prose = "".join(file.read_text() for file in sorted(GUIDE.glob("*.md")) if file.name != DOCUMENT.name)
+    for text in (prose, inspect.getsource(argparse)):
         ids, plain = server.tokenize(text, add_special=True), server.tokenize(text, add_special=False)
         begin = ids[: len(ids) - len(plain)]
         step = WINDOW - len(begin)
