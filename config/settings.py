@@ -334,6 +334,13 @@ class Settings(BaseSettings):
         le=MAX_TIMEOUT,
         description="maximum number of seconds in which nothing of a request's body arrives; then it is answered 408",
     )
+    keep_alive_timeout: Duration = Field(
+        120.0,
+        gt=0,
+        le=MAX_TIMEOUT,
+        description="number of seconds that a connection stays open without a request; should be longer than clients "
+        "keep theirs (Go 90 s), so that none is closed while a client uses it again",
+    )
     queue_timeout: Duration | None = Field(
         None,
         gt=0,

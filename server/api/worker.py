@@ -37,8 +37,6 @@ from server.text.tokenizer import TokenizerBase
 
 log = logging.getLogger(__name__)
 
-# Seconds to keep an idle connection: longer than clients do, so that none is closed while a client reuses it
-KEEP_ALIVE = 75
 MAX_OPEN_FILES = 65_536
 SHUTDOWN_GRACE = 3  # seconds after drain_seconds to send the last errors; the supervisor waits a little longer
 
@@ -97,7 +95,7 @@ class ApiServer(uvicorn.Server):
             log_config=None,  # logging is configured already
             access_log=False,
             server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
+            timeout_keep_alive=math.ceil(settings.keep_alive_timeout),
             timeout_graceful_shutdown=math.ceil(settings.drain_seconds) + SHUTDOWN_GRACE,
         )
         super().__init__(config)

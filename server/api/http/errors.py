@@ -31,6 +31,7 @@ STATUS_HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     408: NO_RETRY_HEADERS,
     409: NO_RETRY_HEADERS,
+    415: {"Accept-Encoding": "identity"},  # RFC 9110, 15.5.16
     429: RETRY_HEADERS,
     503: RETRY_HEADERS,
     504: NO_RETRY_HEADERS,

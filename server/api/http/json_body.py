@@ -9,10 +9,11 @@ must be JSON, too, but their numbers may be out of range. Knows neither HTTP nor
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 from urllib.parse import quote
 
 import msgspec
@@ -53,6 +54,12 @@ class DecodedIds:
         return self.ids
 
 
+# An escape in a string, and whether it is half of a surrogate pair without the other half
+_ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)"
+)
+
+
 class TooManyValues(Exception):
     """The JSON has too many values to be decoded: in `field`, or in the whole object if `field` is None."""
 
@@ -80,6 +87,7 @@ def decode(data: bytes, fields: Mapping[str, ReadAs]) -> Any:
     Raises TooManyValues for more than MAX_VALUES values or MAX_MEMBERS members, and msgspec.DecodeError,
     UnicodeDecodeError or RecursionError for what is not JSON.
     """
+    data = data.removeprefix(codecs.BOM_UTF8)
     _check_utf8(data)
     try:
         found = _decode_members(data)
@@ -100,6 +108,11 @@ def decode(data: bytes, fields: Mapping[str, ReadAs]) -> Any:
                 raise TooManyValues(f"has too many values: a request may have at most {MAX_VALUES}; send less", name)
             values[name] = msgspec.json.decode(raw)
     return values
+
+
+def replace_half_pairs(data: bytes) -> bytes:
+    """Return JSON with U+FFFD for half surrogate pairs: clients that cut a text within an emoji write them."""
+    return _ESCAPES.sub(lambda found: rb"\ufffd" if found["half"] else found[0], data)
 
 
 def count_values(data: Buffer) -> int:
@@ -250,12 +263,16 @@ class Body(BaseModel):
     path_prefix: ClassVar[str] = ""  # path of the object in a request's body, such as "messages."
     known_fields: ClassVar[tuple[str, ...]] = ()  # names of its members in JSON
     no_effect_fields: ClassVar[frozenset[str]] = frozenset()  # of its fields
+    integer_fields: ClassVar[frozenset[str]] = frozenset()  # those that take a whole number written as 4.0, too
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         fields = get_read_modes(cls)
         cls.known_fields = tuple(fields)
         cls.no_effect_fields = frozenset(name for name, how in fields.items() if how is ReadAs.IGNORED)
+        cls.integer_fields = frozenset(
+            field.alias or name for name, field in cls.model_fields.items() if _is_integer(field.annotation)
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -264,10 +281,15 @@ class Body(BaseModel):
         limit_members(MAX_MEMBERS)(values)
         if not isinstance(values, dict):
             return values
-        present = {key: value for key, value in values.items() if value is not None}
+        present = {key: cls._read_number(key, value) for key, value in values.items() if value is not None}
         return get_field_notes(info.context).filter_fields(
             present, cls.path_prefix, cls.known_fields, cls.no_effect_fields
         )
+
+    @classmethod
+    def _read_number(cls, name: str, value: Any) -> Any:
+        """Return a whole number for an integer written as 4.0: JSON has one kind of numbers, and so have Lua and R."""
+        return int(value) if type(value) is float and name in cls.integer_fields and value.is_integer() else value
 
 
 def get_read_modes(body: type[Body] | None) -> dict[str, ReadAs]:
@@ -278,3 +300,9 @@ def get_read_modes(body: type[Body] | None) -> dict[str, ReadAs]:
 
 def _get_read_mode(field: FieldInfo) -> ReadAs:
     return next((mark for mark in field.metadata if isinstance(mark, ReadAs)), ReadAs.VALUE)
+
+
+def _is_integer(annotation: Any) -> bool:
+    """Return whether a field takes integers and no other numbers."""
+    kinds = {annotation, *get_args(annotation)}
+    return int in kinds and float not in kinds

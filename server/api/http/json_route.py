@@ -16,7 +16,15 @@ from fastapi.routing import APIRoute
 from pydantic import ValidationError
 
 from server.api.http.errors import ApiError, make_body_error
-from server.api.http.json_body import Body, FieldNotes, ReadAs, TooManyValues, decode, get_read_modes
+from server.api.http.json_body import (
+    Body,
+    FieldNotes,
+    ReadAs,
+    TooManyValues,
+    decode,
+    get_read_modes,
+    replace_half_pairs,
+)
 from server.api.http.middleware import release_body
 
 LARGE_BODY_BYTES = 2**20  # a body of more bytes takes several milliseconds to decode
@@ -86,7 +94,7 @@ class JsonRequest(Request):
         that is not JSON or does not fit the model.
         """
         if self.headers.get("content-encoding", "identity").lower() != "identity":
-            raise ApiError(400, "compressed bodies are not supported; send the body without Content-Encoding")
+            raise ApiError(415, "compressed bodies are not supported; send the body without Content-Encoding")
         await self.body()
         assert self._received is not None, "it was read"
         received, self._received = self._received, b""
@@ -115,4 +123,6 @@ class JsonRequest(Request):
         except UnicodeDecodeError:
             raise ApiError(400, "the body is not UTF-8") from None
         except msgspec.DecodeError as error:
+            if len(body) <= LARGE_BODY_BYTES and (mended := replace_half_pairs(body)) != body:
+                return self._decode(mended)
             raise ApiError(400, f"the body is not JSON: {error}") from None

@@ -22,14 +22,15 @@ from server.api.openai.generation_job import (
     make_job,
     make_sampling,
     may_be_unbounded,
+    resolve_max_tokens,
 )
 from server.api.openai.logprobs import ChatLogprobs, make_chat_logprobs
 from server.api.openai.request_models import (
-    INT64,
     MAX_NAME_LENGTH,
     SESSION_ID,
     GenerationRequest,
     LongList,
+    MaxTokens,
     Unsupported,
     allow_only,
 )
@@ -54,7 +55,14 @@ from server.api.openai.responses import (
     set_prompt_fields,
 )
 from server.api.openai.structured.check import check_constraint, check_content, check_readable, get_constraint
-from server.api.openai.tools.definitions import Tool, ToolChoice, ToolChoiceField, check_choice, get_schemas
+from server.api.openai.tools.definitions import (
+    Tool,
+    ToolChoice,
+    ToolChoiceField,
+    adapt_schemas,
+    check_choice,
+    get_schemas,
+)
 from server.api.openai.tools.message_format import MessageFormat, MessageParsing
 from server.grammar.constraint import Constraint
 from server.text.tokenizer import truncate_prompt
@@ -66,9 +74,9 @@ class ChatRequest(GenerationRequest, Rendering):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=0, lt=INT64, description="the older name of max_completion_tokens")
-    max_completion_tokens: int | None = Field(
-        None, ge=0, lt=INT64, description="most tokens to generate; default: as many as fit the context"
+    max_tokens: MaxTokens = Field(None, description="the older name of max_completion_tokens")
+    max_completion_tokens: MaxTokens = Field(
+        None, description="most tokens to generate; default and -1: as many as fit the context"
     )
     logprobs: bool = False
     top_logprobs: int | None = Field(
@@ -173,9 +181,7 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
     if constraint is not None and parsing is not None:
         await check_readable(serving, constraint, parsing, encoded.text)
     prompt = PromptTokens(truncate_prompt(encoded.ids, body.truncate_prompt_tokens), encoded.text)
-    max_tokens = (
-        max(1, hello.max_seq_len - len(prompt.ids)) if body.requested_max_tokens is None else body.requested_max_tokens
-    )
+    max_tokens = resolve_max_tokens(body.requested_max_tokens, [prompt], hello)
     check_prompt(prompt.ids, max_tokens, hello, unbounded=may_be_unbounded(hello, body, hints))
     sampling = make_sampling(
         body,
@@ -200,7 +206,7 @@ async def make_grammar(serving: Serving, body: ChatRequest, constraint: Constrai
     reasoning = "over" if body.continue_final_message else format.find_reasoning_state(prompt)
     if constraint is not None and kind == "content" and reasoning == "over":
         return await check_constraint(serving, constraint)
-    schemas = get_schemas(body.callable_tools)
+    schemas = adapt_schemas(body.callable_tools)
     frame = format.make_grammar(MessageOutline(kind, schemas, body.may_call_several, reasoning))
     if frame is None:
         return None

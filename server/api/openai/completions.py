@@ -33,15 +33,16 @@ from server.api.openai.generation_job import (
     make_job,
     make_sampling,
     may_be_unbounded,
+    resolve_max_tokens,
 )
 from server.api.openai.logprobs import CompletionLogprobs, concat_logprobs, format_token_id, make_completion_logprobs
 from server.api.openai.request_models import (
-    INT64,
     MAX_NAME_LENGTH,
     SESSION_ID,
     GenerationRequest,
     Ignored,
     LongList,
+    MaxTokens,
     Prompt,
 )
 from server.api.openai.response_models import CompletionChoice, CompletionResponse
@@ -99,7 +100,9 @@ class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     prompt: Prompts = Field(description="a text or token ids, or a list of either")
-    max_tokens: int = Field(16, ge=0, lt=INT64, description="most tokens to generate; 0: only compute the prompt")
+    max_tokens: MaxTokens = Field(
+        16, description="most tokens to generate; 0: only compute the prompt, -1: as many as fit the context"
+    )
     best_of: int | None = Field(
         None, ge=1, le=128, description="number of choices to generate; the n likeliest of them are returned"
     )
@@ -165,16 +168,17 @@ async def make_completion_job(
         serving.limits.check_length(prompt, "prompt", context)
     serving.limits.check_total_length(body.prompt, "prompt", TOTAL_PROMPTS_FACTOR)
     prompts = [await encode_prompt(serving.tokenizer, prompt, body) for prompt in body.prompt]
+    max_tokens = resolve_max_tokens(body.max_tokens, prompts, hello)
     for each in prompts:
-        check_prompt(each.ids, body.max_tokens, hello, unbounded=may_be_unbounded(hello, body, hints))
-    sampling = _make_completion_sampling(body, hello, choices)
+        check_prompt(each.ids, max_tokens, hello, unbounded=may_be_unbounded(hello, body, hints))
+    sampling = _make_completion_sampling(body, hello, choices, max_tokens)
     conversations = [make_conversation_key(hints, body, get_prompt_beginning(prompt)) for prompt in body.prompt]
     constraint = get_constraint(body.iter_constraints())
     grammar = None if constraint is None else await check_constraint(serving, constraint)
     return make_job("cmpl", body, prompts, sampling, choices, hints, conversations, grammar)
 
 
-def _make_completion_sampling(body: CompletionRequest, hello: Hello, choices: int) -> SamplingParams:
+def _make_completion_sampling(body: CompletionRequest, hello: Hello, choices: int, max_tokens: int) -> SamplingParams:
     """Return the sampling parameters of each prompt's first choice.
 
     The engine also computes log-probabilities of choices that `best_of` compares, and of prompts echoed with logprobs.
@@ -184,7 +188,7 @@ def _make_completion_sampling(body: CompletionRequest, hello: Hello, choices: in
     return make_sampling(
         body,
         hello,
-        max_tokens=body.max_tokens,
+        max_tokens=max_tokens,
         logprobs=compared if body.logprobs is None else body.logprobs,
         prompt_logprobs=max(of_prompt, default=None),
     )

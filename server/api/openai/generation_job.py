@@ -264,6 +264,11 @@ def check_prompt(prompt: Sequence[int], max_tokens: int, hello: Hello, *, unboun
     check_ids(prompt, hello, "prompt")  # checked last: it takes long for more ids than fit the context
 
 
+def resolve_max_tokens(requested: int | None, prompts: Sequence[PromptTokens], hello: Hello) -> int:
+    """Return the most tokens of each text; without a request, as many as fit the context behind the longest prompt."""
+    return requested if requested is not None else max(1, hello.max_seq_len - max(len(each.ids) for each in prompts))
+
+
 def may_be_unbounded(hello: Hello, body: GenerationRequest, hints: StrategyHints) -> bool:
     """Return whether a request's text may become longer than the context; if it names no strategy, under any one."""
     name = body.kv_cache or hints.header or hints.alias

@@ -27,13 +27,21 @@ from server.api.http.json_body import Body, DecodedIds, ReadAs, limit_members
 from server.api.openai.structured.models import StructuredRequest
 from server.engine.ipc.messages import SamplingParams
 
-INT64 = 2**63
+INT64, UINT64 = 2**63, 2**64
+RANDOM_SEED = -1  # as in vLLM and llama.cpp
+NO_LIMIT = -1  # as a number of tokens, as in llama.cpp: as many as fit the context
 MAX_NAME_LENGTH = 128  # most characters of an instance's name; longer ones are not looked up
 SESSION_ID = "name of the conversation: a roll-out serves all of its requests under one KV-cache strategy instance"
 
 
-def _wrap_in_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def _read_stop(value: Any) -> Any:
+    """Return a list of stop strings without empty ones, which would end nothing."""
+    strings = [value] if isinstance(value, str) else value
+    return [each for each in strings if each != ""] if isinstance(strings, list) else strings
+
+
+def _read_no_limit(value: int | None) -> int | None:
+    return None if value == NO_LIMIT else value
 
 
 def _check_text_or_ids(value: Any) -> Any:
@@ -87,8 +95,9 @@ Unsupported = Annotated[Any, allow_only()]  # refused with any value, as ignorin
 AllowedTokens = Annotated[LongList[int], AfterValidator(_check_not_empty)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
-    LongList[StopString], BeforeValidator(_wrap_in_list, json_schema_input_type=StopString | list[StopString])
+    LongList[StopString], BeforeValidator(_read_stop, json_schema_input_type=StopString | list[StopString])
 ]
+MaxTokens = Annotated[int | None, Field(ge=NO_LIMIT, lt=INT64), AfterValidator(_read_no_limit)]  # None: no limit
 LogitBias = Annotated[
     dict[int, Annotated[float, Field(ge=-100, le=100)]],
     BeforeValidator(_parse_token_id_keys, json_schema_input_type=dict[str, float]),
@@ -142,7 +151,7 @@ class SamplingRequest(Body):
         default_factory=list, description="only these tokens are drawn; default: all"
     )
     seed: int | None = Field(
-        None, ge=-INT64, lt=INT64, description="seed of choice 0; choice i has seed + i; default: random"
+        None, ge=-INT64, lt=UINT64, description="seed of choice 0; choice i has seed + i; default and -1: random"
     )
     n: int = Field(1, ge=1, le=128, description="number of choices")
     stop: Stop = Field(default_factory=list, description="strings, each of which ends the text")
@@ -172,7 +181,7 @@ class SamplingRequest(Body):
             top_k=max(0, self.top_k),
             top_p=self.top_p,
             min_p=self.min_p,
-            seed=(secrets.randbits(63) if self.seed is None else self.seed) % INT64,
+            seed=(secrets.randbits(63) if self.seed in (None, RANDOM_SEED) else self.seed) % INT64,
             ignore_eos=self.ignore_eos,
             min_tokens=self.min_tokens,
             stop_token_ids=tuple(self.stop_token_ids),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -30,7 +31,6 @@ from server.listening import listen
 from server.models.files.directory import resolve_model_settings
 from server.version import get_version
 
-KEEP_ALIVE = 75  # seconds that the proxy keeps an idle connection, as in server/api/worker.py
 PROBE_TIMEOUT = 10.0  # seconds until the head of a running cluster has to accept a connection
 READY_TIMEOUT = 60.0  # seconds until the API processes have to know the replicas
 # Ray's processes let all others of the machine go first (15), unless its raylet finds this variable
@@ -104,7 +104,9 @@ def _connect(address: str) -> None:
 
 def _deploy(settings: Settings, scale: Scale, proxies: str) -> str:
     """Deploy the application and wait until it is ready; return its URL. Raises SettingsError if it cannot start."""
-    http = HTTPOptions(host=settings.host, port=settings.port, keep_alive_timeout_s=KEEP_ALIVE)
+    http = HTTPOptions(
+        host=settings.host, port=settings.port, keep_alive_timeout_s=math.ceil(settings.keep_alive_timeout)
+    )
     serve.start(proxy_location=proxies, http_options=http, logging_config=QUIET)
     try:
         serve.run(build_application(settings, scale), name=APPLICATION_NAME, route_prefix="/")

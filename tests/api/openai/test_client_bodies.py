@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+import gzip
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,3 +179,100 @@ def test_guidellms_bodies(engine: FakeEngine, http: httpx.Client, encode: Encode
         assert last["usage"]["completion_tokens"] == len(encode("hello world"))
         assert "x-ignored-fields" not in answer.headers
     assert [submit.sampling.max_tokens for submit in engine.all(Submit)] == [11, 11]
+
+
+# ---------------------------------------------------------------- values as other servers take them
+TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [  # what is sent, and the body that means the same
+    ({"top_k": 40.0, "max_tokens": 4.0, "seed": 1.0}, {"top_k": 40, "max_tokens": 4, "seed": 1}),
+    ({"stop": "", "seed": 1}, {"stop": [], "seed": 1}),
+    ({"stop": ["a", ""], "seed": 1}, {"stop": ["a"], "seed": 1}),
+    ({"stop": None, "seed": 1}, {"seed": 1}),
+    ({"seed": 2**64 - 1}, {"seed": 2**63 - 1}),
+]
+
+
+@pytest.mark.parametrize(("sent", "same"), TAKEN)
+def test_values_that_clients_send(
+    engine: FakeEngine, http: httpx.Client, path: str, sent: dict[str, Any], same: dict[str, Any]
+) -> None:
+    for body in (sent, same):
+        assert ask(http, path, **body).is_success
+    first, second = engine.all(Submit)
+    assert first.sampling == second.sampling
+
+
+def test_a_seed_of_minus_one_is_random(engine: FakeEngine, http: httpx.Client, path: str) -> None:
+    for _ in range(4):
+        assert ask(http, path, seed=-1).is_success
+    assert len({submit.sampling.seed for submit in engine.all(Submit)}) == 4
+
+
+CHAT_TOKENS = ("/v1/chat/completions", "max_completion_tokens")
+
+
+@pytest.mark.parametrize(("path", "name"), [*((path, "max_tokens") for path in PATHS), CHAT_TOKENS])
+def test_minus_one_tokens_are_as_many_as_fit(engine: FakeEngine, http: httpx.Client, path: str, name: str) -> None:
+    assert ask(http, path, **{name: -1}).is_success
+    (submit,) = engine.all(Submit)
+    assert submit.sampling.max_tokens == 256 - len(submit.prompt)
+
+
+def test_several_prompts_share_what_fits_behind_the_longest(engine: FakeEngine, http: httpx.Client) -> None:
+    assert ask(http, "/v1/completions", prompt=[[5] * 10, [5] * 200], max_tokens=-1).is_success
+    assert [submit.sampling.max_tokens for submit in engine.all(Submit)] == [56, 56]
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"type": "json_schema", "schema": SCHEMA}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),
+    ({"type": "json_object", "schema": SCHEMA}, {"type": "json_schema", "json_schema": {"schema": SCHEMA}}),
+    ({"type": "json_object", "schema": {}}, {"type": "json_object"}),
+]
+
+
+@pytest.mark.parametrize(("sent", "same"), FORMS)
+def test_forms_of_response_formats(
+    engine: FakeEngine, http: httpx.Client, path: str, sent: dict[str, Any], same: dict[str, Any]
+) -> None:
+    for form in (sent, same):
+        assert ask(http, path, response_format=form).is_success
+    first, second = engine.all(Submit)
+    assert first.grammar == second.grammar is not None
+
+
+# ---------------------------------------------------------------- what clients do to JSON
+HALVES = {
+    r"\ud83d": 1,
+    r"\ude00": 1,
+    r"\ude00\ud83d": 2,
+    r"\uD83Db": 1,
+    r"\\ud83d": 0,
+    r"\ud83d\ude00": 0,
+    r"\\\ud83d": 1,
+}
+
+
+@pytest.mark.parametrize(("written", "halves"), HALVES.items())
+def test_half_a_surrogate_pair_is_a_replacement_character(
+    engine: FakeEngine, http: httpx.Client, encode: Encode, written: str, halves: int
+) -> None:
+    raw = f'{{"prompt": "caf\u00e9 {written}", "add_special_tokens": false}}'.encode()
+    answer = http.post("/v1/completions", content=raw, headers={"Content-Type": "application/json"})
+    assert answer.is_success, answer.text
+    text = json.loads(raw)["prompt"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert text.count("\ufffd") == halves
+    (submit,) = engine.all(Submit)
+    assert submit.prompt == encode(text)
+
+
+def test_a_byte_order_mark_before_json_is_ignored(engine: FakeEngine, http: httpx.Client) -> None:
+    raw = codecs.BOM_UTF8 + b'{"prompt": "x"}'
+    assert http.post("/v1/completions", content=raw, headers={"Content-Type": "application/json"}).is_success
+    assert engine.all(Submit)
+
+
+def test_a_compressed_body_is_answered_with_what_is_accepted(http: httpx.Client) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    answer = http.post("/v1/completions", content=gzip.compress(b'{"prompt": "x"}'), headers=headers)
+    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+    assert "without Content-Encoding" in error_of(answer)["message"]

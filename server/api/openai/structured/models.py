@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, model_validator
 
 from config.wording import format_value
-from server.api.http.json_body import Body, ReadAs
+from server.api.http.json_body import Body, ReadAs, get_field_notes
 from server.grammar.constraint import (
     ANY_JSON,
     BOUNDED_WHITESPACE,
@@ -22,13 +22,13 @@ from server.grammar.constraint import (
     constrain_to_choices,
     constrain_to_schema,
 )
+from server.grammar.json_schema import adapt_schema
 
-MAX_SCHEMA_DEPTH = 128  # most objects and arrays within each other in a schema; llguidance reads hardly more
 MAX_CHOICES = 2**15  # most texts of which one is chosen
 
 
-def _parse_schema(value: Any) -> Any:
-    """Return a JSON schema, which may also be sent as text, as to vLLM."""
+def _parse_schema(value: Any, info: ValidationInfo) -> Any:
+    """Return a JSON schema as llguidance reads it; it may also be sent as text, as to vLLM."""
     if isinstance(value, str):
         try:
             value = msgspec.json.decode(value)  # as bodies are read: without half surrogate pairs, and NaN
@@ -36,19 +36,7 @@ def _parse_schema(value: Any) -> Any:
             raise ValueError("should be a JSON schema: an object, or its text") from None
     if not isinstance(value, dict | bool):
         raise ValueError(f"should be a JSON schema, not {format_value(value)}")
-    _check_depth(value)
-    return value
-
-
-def _check_depth(schema: Any) -> None:
-    """Raise ValueError for a schema that is nested too deeply to be written as JSON, however full the stack is."""
-    level: list[Any] = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH + 1):
-        level = [each for each in level if isinstance(each, dict | list)]
-        if not level:
-            return
-        level = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
-    raise ValueError("the schema is nested too deeply; move parts of it into $defs")
+    return adapt_schema(value, get_field_notes(info.context).note_ignored)
 
 
 def _check_choices(choices: list[str]) -> list[str]:
@@ -79,19 +67,28 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="what the text is")
     json_schema: JsonSchemaFormat | None = Field(None, description="only with the type json_schema")
+    schema_: Schema | None = Field(
+        None, alias="schema", description="llama.cpp's place of the schema; not with the type text"
+    )
 
     @model_validator(mode="after")
     def _check_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            given = "without" if self.json_schema is None else "with"
-            raise ValueError(f"the type {self.type} cannot be {given} json_schema")
+        schemas = {"json_schema": self.json_schema, "schema": self.schema_}
+        given = [name for name, schema in schemas.items() if schema is not None]
+        if self.type == "json_schema" and len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise ValueError(f"the type json_schema should have one of json_schema and schema, not {found}")
+        if given and (self.type == "text" or (self.type == "json_object" and "json_schema" in given)):
+            raise ValueError(f"the type {self.type} cannot be with {given[0]}")
         return self
 
     def make_constraint(self) -> Constraint | None:
         """Return the constraint of the text; None: it is any text."""
         if self.type == "text":
             return None
-        schema = JSON_OBJECT if self.json_schema is None else self.json_schema.schema_
+        schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
+        if self.type == "json_object" and schema in (None, {}, True):
+            schema = JSON_OBJECT
         return constrain_to_schema(ANY_JSON if schema is None else schema, "response_format")
 
 

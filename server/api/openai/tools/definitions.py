@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, PlainValidator, PrivateAttr, model_validator
 
 from config.wording import format_value
+from server.api.http.errors import ApiError
 from server.api.http.json_body import Body
 from server.api.openai.request_models import Ignored, LongList
+from server.grammar.json_schema import adapt_schema
 
 MAX_DESCRIPTION_LENGTH = 2**17  # characters; the context of most models has room for less
 TOOL_NAME = r"^[A-Za-z0-9_./:-]{1,128}$"
@@ -18,6 +20,7 @@ TOOL_NAME = r"^[A-Za-z0-9_./:-]{1,128}$"
 
 def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of an object of arguments. Raises ValueError for another schema, and a malformed one."""
+    schema = _drop_nulls(schema)
     if (kind := schema.get("type", "object")) != "object":
         raise ValueError(f'should be the JSON schema of an object, with "type": "object", not {format_value(kind)}')
     if not isinstance(properties := schema.get("properties", {}), dict):
@@ -25,6 +28,16 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(required := schema.get("required", []), list):
         raise ValueError(f"required should be a list of names, not {format_value(required)}")
     return schema
+
+
+def _drop_nulls(schema: Any) -> Any:
+    """Return a schema without null for `properties` and `required`: so Go, C# and Java write what is empty."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: value for key, value in schema.items() if value is not None or key not in ("properties", "required")}
+    if isinstance(properties := kept.get("properties"), dict):
+        kept["properties"] = {name: _drop_nulls(each) for name, each in properties.items()}
+    return kept | ({"items": _drop_nulls(kept["items"])} if "items" in kept else {})
 
 
 def check_tool_type(tool: Any) -> None:
@@ -60,7 +73,9 @@ class Tool(Body):
         tool = handler(value)
         if isinstance(value, dict):
             written = {key: member for key, member in value.items() if member is not None and key != "cache_control"}
-            written["function"] = {key: member for key, member in value["function"].items() if member is not None}
+            function = {key: member for key, member in value["function"].items() if member is not None}
+            adapted = {"parameters": tool.function.parameters} if "parameters" in function else {}
+            written["function"] = function | adapted
             tool._written = written
         return tool
 
@@ -140,6 +155,14 @@ def check_choice(choice: ToolChoice | None, tools: Sequence[Tool]) -> None:
     names = [tool.function.name for tool in tools]
     if unknown := (choice.names or frozenset()) - set(names):
         raise ValueError(f"{format_value(min(unknown))} is none of the tools, which are {', '.join(names[:16])}")
+
+
+def adapt_schemas(tools: Sequence[Tool]) -> Mapping[str, Mapping[str, Any]]:
+    """Return the schemas of all tools as a grammar reads them, by name. Raises ApiError if one cannot be read."""
+    try:
+        return {name: adapt_schema(schema) for name, schema in get_schemas(tools).items()}
+    except ValueError as error:
+        raise ApiError(400, f"tools: {error}", param="tools") from None
 
 
 def get_schemas(tools: Sequence[Tool]) -> Mapping[str, Mapping[str, Any]]:
