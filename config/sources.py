@@ -80,9 +80,11 @@ def _has_path(values: Any, path: tuple[str | int, ...]) -> bool:
 def read_file(file: Path) -> dict[str, Any]:
     """Return the contents of a settings file. Raises SettingsError if it cannot be read or is not TOML."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"the settings file {file} is not UTF-8: save it as UTF-8 in your editor") from None
     except (ValueError, RecursionError) as error:  # ValueError: not TOML, not UTF-8, or a number with too many digits
         raise SettingsError(f"{file} is not TOML: {error}") from None
 

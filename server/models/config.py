@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from server.models.config_file import check_config, read_json, shorten_repr
+import msgspec
+
+from server.models.config_file import check_config, find_stored_dtype, read_json, read_loosely, shorten_repr
 from server.models.errors import ModelError, UnknownModelError
 from server.models.families import FAMILIES, ModelFamily, MoENames, RawConfig
 
@@ -149,11 +151,14 @@ def load_config(directory: Path) -> ModelConfig:
     """Read config.json and generation_config.json. Raises ModelError for a model that `Decoder` cannot compute."""
     file = directory / "config.json"
     config = parse_config(read_json(file), file)
-    return replace(config, eos_ids=read_eos_ids(directory, config.vocab_size))
+    dtype = config.dtype or find_stored_dtype(directory)
+    return replace(config, eos_ids=read_eos_ids(directory, config.vocab_size), dtype=dtype)
 
 
 def parse_config(raw: RawConfig, file: Path) -> ModelConfig:
-    """Return the model that the JSON object of config.json describes, without eos_ids; `file` is named in errors.
+    """Return the model that the JSON object of config.json describes; `file` is named in errors.
+
+    What other files say is missing: eos_ids, and a dtype that config.json does not have, which is "".
 
     Raises ModelError for invalid values, and UnknownModelError for valid ones that the decoder does not support.
     """
@@ -162,7 +167,7 @@ def parse_config(raw: RawConfig, file: Path) -> ModelConfig:
     if family is None:
         raise UnknownModelError(f"{file} describes a {architecture}; the decoder knows {', '.join(FAMILIES)}")
     text = raw.get("text_config")  # multimodal models have their decoder's config in text_config
-    raw = {**family.defaults, **raw, **(text if isinstance(text, dict) else {})}
+    raw = read_loosely({**family.defaults, **raw, **(text if isinstance(text, dict) else {})})
     check_config(raw, file)
     _check_supported(raw, file)
     activation = raw.get(family.activation_key) or raw.get("hidden_act") or "silu"
@@ -191,7 +196,7 @@ def parse_config(raw: RawConfig, file: Path) -> ModelConfig:
         mlp_bias=bool(raw.get("mlp_bias", False)),
         layers=_parse_layers(raw, family, head_dim, file),
         eos_ids=frozenset(),
-        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        dtype=raw.get("dtype") or raw.get("torch_dtype") or "",
         scale=(raw.get("query_pre_attn_scalar") or head_dim) ** -0.5,
         activation=ACTIVATIONS[activation],
         qk_norm=family.qk_norm,
@@ -337,14 +342,49 @@ def warn_invalid_eos_ids(directory: Path, vocab_size: int) -> None:
 
 
 def _read_raw_eos_ids(directory: Path) -> list[Any]:
-    """Return eos_token_id as a list: that of generation_config.json, which often has more ids, or of config.json."""
+    """Return eos_token_id as a list: that of generation_config.json, which often has more ids, or of config.json.
+
+    The tokenizer's own is one of them: fine-tunes end a turn with it and leave the ids of the model they were made of.
+    """
     path = directory / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
-    eos = generation.get("eos_token_id", read_json(directory / "config.json").get("eos_token_id"))
+    eos = generation.get("eos_token_id")
+    eos = read_json(directory / "config.json").get("eos_token_id") if eos is None else eos
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(i, int | float) for i in ids):
         raise ModelError(f"{directory}: eos_token_id is {shorten_repr(eos)}, and should be a number or several")
-    return ids
+    own = _find_tokenizer_end(directory)
+    return ids if own is None or own in ids else [*ids, own]
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    """The part of tokenizer.json that is read here: the vocabulary is passed over, as it takes long to decode."""
+
+    added_tokens: list[_AddedToken] = []
+
+
+def _find_tokenizer_end(directory: Path) -> int | None:
+    """Return the id of eos_token in tokenizer_config.json; None if there is none among the added tokens."""
+    path = directory / "tokenizer_config.json"
+    config = read_json(path) if path.is_file() else {}
+    end = config.get("eos_token")
+    content = end.get("content") if isinstance(end, dict) else end
+    if not isinstance(content, str):
+        return None
+    decoder = config.get("added_tokens_decoder")
+    for id, token in decoder.items() if isinstance(decoder, dict) else ():
+        if isinstance(token, dict) and token.get("content") == content and id.isdecimal():
+            return int(id)
+    try:
+        added = msgspec.json.decode((directory / "tokenizer.json").read_bytes(), type=_TokenizerFile).added_tokens
+    except (OSError, msgspec.DecodeError):  # whoever loads the tokenizer says what is wrong
+        return None
+    return next((token.id for token in added if token.content == content), None)
 
 
 def _is_token(end: Any, vocab_size: int) -> bool:

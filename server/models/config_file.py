@@ -6,9 +6,11 @@ The meaning of the keys is in config.py, the defaults of each family in families
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
@@ -16,6 +18,8 @@ from config.wording import explain_problem
 from server.models.errors import ModelError, first_line
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # by the names in safetensors files
+MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as in the format's own library
 MAX_VALUE_LENGTH = 80  # maximum number of characters of a value that an error message shows
 # Bounds far beyond any model: config.json cannot make the server build gigabytes of lists before weights are checked.
 MAX_LAYERS = 10_000
@@ -100,6 +104,26 @@ class ConfigFile(_Strict):
     norm_topk_prob: bool | None = None
     dtype: Dtype | None = None
     torch_dtype: Dtype | None = None
+
+
+def read_loosely(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json without what says nothing: a window of 0 tokens, and dtypes that are none here."""
+    read = {**raw, "sliding_window": raw.get("sliding_window") or None}
+    for key in ("dtype", "torch_dtype"):
+        if isinstance(value := raw.get(key), str):
+            value = value.removeprefix("torch.")
+            read[key] = value if value in get_args(Dtype) else None
+    return read
+
+
+def find_stored_dtype(directory: Path) -> str:
+    """Return the dtype of most tensors in a directory's first safetensors file; "float32" if there is no such file."""
+    counts: Counter[str] = Counter()
+    for file in sorted(directory.glob("*.safetensors"))[:1]:
+        with suppress(OSError, ValueError, AttributeError, RecursionError), file.open("rb") as opened:
+            header = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), MAX_HEADER_BYTES)))
+            counts.update(str(entry.get("dtype")) for entry in header.values())
+    return next((STORED_DTYPES[name] for name, _ in counts.most_common() if name in STORED_DTYPES), "float32")
 
 
 def check_config(raw: Mapping[str, Any], file: Path) -> None:

@@ -5,6 +5,7 @@ Checks names and shapes. Does not compute attention or positions.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,11 @@ from kernels.ops import AttentionWeights, DecoderLayer, GatedMLP, Ops, RopeTable
 from kernels.types import LayerSpec
 from kernels.weights.stored import ConcatenatedWeight, dequantize_weight
 from server.models.config import Dim, MixtureOfExperts, ModelConfig, Rope
-from server.models.weights import Matrix, Weights
+from server.models.weights import Matrix, Shape, Weights
+
+log = logging.getLogger(__name__)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # names of tensors
 
 
 @dataclass(frozen=True)
@@ -55,12 +60,22 @@ def load_norm(config: ModelConfig, weights: Weights, name: str, width: Dim) -> T
 
 
 def load_embedding_and_head(config: ModelConfig, weights: Weights, ops: Ops) -> tuple[Weight, Weight]:
-    """Return the embedding and lm_head, the same object if they are tied. Raises ModelError if one is missing."""
-    embedding, shape = "model.embed_tokens.weight", (config.vocab_dim, config.hidden_dim)
-    if config.tie_embeddings:
-        tied = ops.pack(weights.matrix(embedding, shape))
+    """Return the embedding and lm_head, the same object if they are tied. Raises ModelError if one is missing.
+
+    A head of its own counts, even if the configuration ties it to the embedding: so do transformers and vLLM.
+    """
+    shape = (config.vocab_dim, config.hidden_dim)
+    if config.tie_embeddings and not _has_own_head(weights, shape):
+        tied = ops.pack(weights.matrix(EMBEDDING, shape))
         return tied, tied
-    return weights.embedding(embedding, shape), ops.pack(weights.matrix("lm_head.weight", shape))
+    return weights.embedding(EMBEDDING, shape), ops.pack(weights.matrix(HEAD, shape))
+
+
+def _has_own_head(weights: Weights, shape: Shape) -> bool:
+    if HEAD not in weights or torch.equal(weights.get(HEAD, shape), weights.get(EMBEDDING, shape)):
+        return False
+    log.warning("%s differs from the embedding and is used, although config.json ties them", weights.describe(HEAD))
+    return True
 
 
 def load_layer(

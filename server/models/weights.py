@@ -23,14 +23,18 @@ from server.models.errors import ModelError, first_line
 from server.models.formats.mmap import map_bytes, read_bytes
 
 MAX_NAME_LENGTH = 255  # characters of a file name: the limit of file systems
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SAFETENSORS_DTYPES = {  # torch dtypes by their safetensors names: FLOAT_DTYPES and the integers of quantized weights
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
+    "F64": torch.float64,
     "U8": torch.uint8,
     "U32": torch.uint32,
 }
+
+WHOLE = "model.safetensors"  # the name of a file with all weights
+HEAD = "lm_head."  # with which the names of the head's tensors begin
 
 Matrix = StoredWeight  # [out, in]
 # An expected shape; its `Dim`s name the keys of config.json from which it comes, for error messages
@@ -205,12 +209,14 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _find_tensors(directory: Path) -> dict[str, _TensorInfo]:
-    """Return every tensor of a directory by name; if several files have one of that name, the index decides.
+    """Return every tensor of a directory by name: of the one whole file, or of shards, for which the index decides.
 
     Raises ModelError if there is no safetensors file, or if the index does not decide between two files.
     """
-    index = _read_weight_map(directory)
+    whole = directory / WHOLE
+    index = {} if whole.is_file() else _read_weight_map(directory)
     files = {directory / Path(name).name for name in index.values()} or set(directory.glob("*.safetensors"))
+    files = {whole} if whole in files else files  # as transformers does, whatever lies beside it
     if not files:
         raise ModelError(f"{directory} has no *.safetensors file")
     found: dict[str, _TensorInfo] = {}
@@ -234,9 +240,9 @@ def _find_root_prefix(names: Iterable[str]) -> str:
 
 def _strip_root_prefix(name: str, root: str) -> str:
     """Return a tensor's name as text-only models have it: "model." in place of `root`."""
-    if name.startswith(root):
+    if name.startswith(root) and not name.startswith(HEAD):
         return "model." + name.removeprefix(root)
-    before, head, part = name.rpartition("lm_head.")
+    before, head, part = name.rpartition(HEAD)
     return head + part if before.endswith(".") else name
 
 

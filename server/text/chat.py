@@ -274,7 +274,7 @@ def _read_sources(directory: Path) -> dict[str, str]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")  # a byte order mark is no part of the prompt
     except ValueError:
         raise SettingsError(f"model: {file} is not UTF-8") from None
 

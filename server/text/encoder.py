@@ -13,9 +13,10 @@ import msgspec
 import tokenizers
 
 from config.errors import SettingsError
+from server.text.added_tokens import add_tokens
 from server.text.chat import ChatTemplate
 from server.text.errors import InfillError, wrap_tokenizer_error
-from server.text.model_files import SPECIAL_TOKEN_NAMES, convert_library_errors, get_token_text, read_json_object
+from server.text.model_files import convert_library_errors, explain_missing_tokenizer
 from server.text.processes.messages import Call, CheckGrammar, Decode, Encode, EncodeChat, Encoded, Infill
 from server.text.vocabulary import Vocabulary, extract_vocabulary
 
@@ -99,12 +100,11 @@ class Encoder:
         """Load the tokenizer of a model's directory. Raises SettingsError if there is none, or it cannot be used."""
         file = directory / "tokenizer.json"
         if not file.is_file():
-            raise SettingsError(f"model: {directory} has no tokenizer.json; is it the directory of a model?")
+            raise SettingsError(f"model: {directory} has no tokenizer.json{explain_missing_tokenizer(directory)}")
         chat = ChatTemplate.from_directory(directory)
         with convert_library_errors(f"model: {file} is not a tokenizer this server can read"):
             backend = tokenizers.Tokenizer.from_file(str(file))
-            for name in ("tokenizer_config.json", "special_tokens_map.json"):
-                _mark_special_tokens(backend, directory / name)
+            add_tokens(backend, directory)
             return cls(backend, chat)
 
     def answer(self, call: Call) -> Encoded:
@@ -150,22 +150,3 @@ class Encoder:
             **call.variables,
         )
         return Encoded(self.encode(text, add_special_tokens=call.add_special_tokens), text)
-
-
-def _mark_special_tokens(backend: tokenizers.Tokenizer, file: Path) -> None:
-    """Mark the tokens as special that `file` names as such: some tokenizer.json do not mark them.
-
-    Raises SettingsError for a file of an unexpected form.
-    """
-    config = read_json_object(file)
-    further, added = config.get("additional_special_tokens") or [], config.get("added_tokens_decoder") or {}
-    if not isinstance(further, list):
-        raise SettingsError(f"model: {file}: additional_special_tokens should be a list of tokens")
-    if not isinstance(added, dict) or not all(isinstance(token, dict) for token in added.values()):
-        raise SettingsError(f"model: {file}: added_tokens_decoder should have an object for each id")
-    named = [*(config.get(name) for name in SPECIAL_TOKEN_NAMES), *further]
-    named += [token for token in added.values() if token.get("special")]
-    special = {content for token in named if (content := get_token_text(token)) is not None}
-    # Only tokens that the tokenizer has: the others would be added to it.
-    known = sorted(content for content in special if backend.token_to_id(content) is not None)
-    backend.add_special_tokens(known)

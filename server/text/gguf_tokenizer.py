@@ -7,6 +7,7 @@ Reads no files.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,17 +15,37 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from config.errors import SettingsError
 
+log = logging.getLogger(__name__)
+
+DEFAULT = "default"  # the name of llama.cpp's own pre-tokenizer, which is taken if a file names none
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4  # GGUF's types of tokens; 5 is unused, 6 is a byte
 MAX_TOKEN_LENGTH = 2048  # most characters of a token; the work for one is proportional to its length squared
 SPACE = "\u2581"  # SentencePiece's
 PREFIX = "tokenizer.ggml."
-END_TOKENS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+# Tokens that end a text or a turn, whatever the file calls them, as in llama.cpp. Those of TAGS may be common text.
+MARKS = frozenset(
+    {
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<turn|>",
+    }
+    | {"<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|tool_response>", "<end_of_utterance>", "[e~["}
+    | {"<\uff5cend\u2581of\u2581sentence\uff5c>"}
+)
+TAGS = frozenset(["</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"])
+SENTENCE_PIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # those of files that do not say
 
 
 class PreTokenizer(NamedTuple):
     """How a pre-tokenizer splits text before byte pairs are merged."""
 
-    regex: str | None = None  # None: GPT-2's
+    regex: str | None = None  # None: GPT-2's, unless there are `splits`
+    splits: tuple[str, ...] = ()  # expressions, each of which splits the pieces that those before it have left
     digits: bool = False  # whether each digit is a piece of its own
     ignore_merges: bool = False  # whether a piece that is in the vocabulary becomes one token without merges
     nfc: bool = False  # whether Unicode is normalized to NFC
@@ -46,6 +67,34 @@ _QWEN2 = PreTokenizer(_CONTRACTIONS + "|" + _WORDS + r"|\p{N}" + _PUNCTUATION)
 _TEKKEN = PreTokenizer(_CASED.replace("{end}", "") + r"|\p{N}" + _PATHS, ignore_merges=True, bos=True)
 _GPT4O = PreTokenizer(_CASED.replace("{end}", _CONTRACTIONS + "?") + r"|\p{N}{1,3}" + _PATHS)
 _GPT2, _DIGITS = PreTokenizer(), PreTokenizer(digits=True)
+_CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_LLM = PreTokenizer(
+    splits=(
+        r"[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _CJK,
+        r"\p{N}+",
+    )
+)
+_DEEPSEEK_CODER = PreTokenizer(splits=(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}"))
+_DEEPSEEK3 = PreTokenizer(
+    splits=(
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
+_DEFAULT = PreTokenizer(
+    splits=(
+        r"[\p{P}\$\+<=>\^~\|]+",
+        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+        r"\p{N}+",
+        r"[0-9][0-9][0-9]",
+    )
+)
 
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {  # by tokenizer.ggml.pre
     **dict.fromkeys(("gpt-2", "mpt", "olmo", "jais", "phi-2", "exaone4"), _GPT2),
@@ -56,6 +105,10 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {  # by tokenizer.ggml.pre
     "qwen2": _QWEN2._replace(nfc=True),
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4"), _GPT4O),
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
+    "deepseek-v3": _DEEPSEEK3,
+    "default": _DEFAULT,
 }
 
 
@@ -85,6 +138,8 @@ def make_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, An
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         if (token := vocabulary.get_special_token(key)) is not None:
             config[f"{name}_token"] = token
+    if (end := config.get("eos_token")) is not None:  # with its id, so that nobody has to search the vocabulary for it
+        config["added_tokens_decoder"] = {str(vocabulary.get_token_id("eos")): {"content": end, "special": True}}
     if (template := metadata.get("tokenizer.chat_template")) is not None:
         if not isinstance(template, str):
             raise SettingsError("tokenizer.chat_template should be a string")
@@ -97,12 +152,12 @@ def find_end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
     """Return the ids of tokens that end a text or a turn.
 
     These are the values of eos_token_id, eot_token_id and eom_token_id in the file, even if they are not valid ids
-    (-1), and the control tokens with a text in END_TOKENS.
+    (-1), and the tokens that `is_end` knows.
     """
     vocabulary = _Vocabulary(metadata)
-    named = [id for end in ("eos", "eot", "eom") if (id := vocabulary.get(f"{end}_token_id")) is not None]
-    control = (i for i, kind in enumerate(vocabulary.types) if kind == CONTROL)
-    return [*named, *(i for i in control if vocabulary.tokens[i] in END_TOKENS and i not in named)]
+    named = [id for end in ("eos", "eot", "eom") if (id := vocabulary.get_token_id(end)) is not None]
+    known = {id for id in named if type(id) is int}
+    return [*named, *(i for i in range(len(vocabulary.tokens)) if vocabulary.is_end(i) and i not in known)]
 
 
 class _Vocabulary:
@@ -136,9 +191,19 @@ class _Vocabulary:
             raise SettingsError(f"{PREFIX}{key} should be a list of values of type {kind.__name__}")
         return values
 
+    def get_token_id(self, key: str) -> Any:
+        """Return what the file has as the id of the token with a role such as "bos"; None if it names none."""
+        default = SENTENCE_PIECE_IDS.get(key) if self.get("model") == "llama" else None
+        return self.get(f"{key}_token_id", default)
+
+    def is_end(self, index: int) -> bool:
+        """Return whether a token ends a text or a turn by its name."""
+        token, kind = self.tokens[index], self.types[index]
+        return (token in MARKS and kind in (NORMAL, CONTROL, USER_DEFINED)) or (token in TAGS and kind == CONTROL)
+
     def get_special_token(self, key: str) -> str | None:
         """Return the token with a role such as "bos"; None if the file names none."""
-        index = self.get(f"{key}_token_id")
+        index = self.get_token_id(key)
         if isinstance(index, str | list):
             raise SettingsError(f"{PREFIX}{key}_token_id should be the number of a token")
         return self.tokens[index] if type(index) is int and 0 <= index < len(self.tokens) else None
@@ -161,7 +226,9 @@ def _make_bpe(ids: Mapping[str, int], merges: list[tuple[str, str]], **options: 
 
 # ---------------------------------------------------------------- byte pairs
 def _find_pre_tokenizer(vocabulary: _Vocabulary) -> PreTokenizer:
-    name = vocabulary.get("pre")
+    name = vocabulary.get("pre", DEFAULT)
+    if name == DEFAULT:
+        log.warning("the GGUF file does not say how its tokenizer splits text: a newer file of the model may be better")
     if name not in PRE_TOKENIZERS:
         raise SettingsError(
             f"the pre-tokenizer ({PREFIX}pre) {name!r} is not known: it should be one of {', '.join(PRE_TOKENIZERS)}; "
@@ -176,8 +243,9 @@ def _make_byte_level(vocabulary: _Vocabulary, pre_tokenizer: PreTokenizer) -> To
     if pre_tokenizer.nfc:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre_tokenizer.digits else []
-    steps += [pre_tokenizers.Split(Regex(pre_tokenizer.regex), "isolated")] if pre_tokenizer.regex else []
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre_tokenizer.regex is None))
+    splits = (pre_tokenizer.regex,) if pre_tokenizer.regex else pre_tokenizer.splits
+    steps += [pre_tokenizers.Split(Regex(each), "isolated") for each in splits]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splits))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -222,8 +290,8 @@ def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
     """Add the control tokens, which have no text, and the user-defined tokens, which have; neither are ever split."""
     named = {vocabulary.get_special_token(key) for key in ("bos", "eos", "eot", "eom", "unknown", "padding")}
     control, defined = [], []
-    for token, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
-        if kind in (CONTROL, UNKNOWN) or token in named:
+    for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
+        if kind in (CONTROL, UNKNOWN) or token in named or vocabulary.is_end(index):
             control.append(AddedToken(token, normalized=False, special=True))
         elif kind == USER_DEFINED and token.strip(SPACE):  # runs of spaces are not added: merges make them
             defined.append(AddedToken(token, normalized=False, special=False))

@@ -11,6 +11,7 @@ from typing import Any
 from config.errors import SettingsError
 from server.text.errors import MAX_REASON_LENGTH, is_tokenizers_error
 
+OLD_FILES = ("tokenizer.model", "vocab.json", "spiece.model")  # of tokenizers without a tokenizer.json
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -58,3 +59,11 @@ def read_special_tokens(directory: Path) -> dict[str, str]:
     if "added_tokens_decoder" not in config:  # old models: special_tokens_map.json takes precedence
         config |= read_json_object(directory / "special_tokens_map.json")
     return {name: content for name in SPECIAL_TOKEN_NAMES if (content := get_token_text(config.get(name))) is not None}
+
+
+def explain_missing_tokenizer(directory: Path) -> str:
+    """Return the rest of a sentence on a directory without tokenizer.json: how to get one."""
+    if any((directory / name).is_file() for name in OLD_FILES):
+        convert = f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained({str(directory)!r})"
+        return f", but a tokenizer in an older form: transformers writes one with {convert}"
+    return "; is it the directory of a model?"

@@ -122,7 +122,7 @@ def tensor_cases(source: Path, random: Random, most: int) -> Iterator[Case]:
             if tuple((new := change(tensors[name])).shape) != tuple(tensors[name].shape):
                 yield Case(f"{name}: {told} {list(new.shape)}", partial(_replace, name, change), "refused")
         yield Case(f"{name}: missing", partial(_replace, name, lambda _: None), "refused")
-        for dtype in (torch.int32, torch.float64, torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int64):
+        for dtype in (torch.int32, torch.bool, torch.uint8, torch.float8_e4m3fn, torch.int64):
             if dtype != tensors[name].dtype:
                 yield Case(f"{name}: {dtype}", partial(_replace, name, partial(_as, dtype)), "refused")
         if tensors[name].is_floating_point():
@@ -130,7 +130,8 @@ def tensor_cases(source: Path, random: Random, most: int) -> Iterator[Case]:
 
 
 def _number_cases(name: str, tensor: Tensor) -> Iterator[Case]:
-    yield Case(f"{name}: float16", partial(_replace, name, partial(_as, torch.float16)))
+    for dtype in (torch.float16, torch.float64):
+        yield Case(f"{name}: {dtype}", partial(_replace, name, partial(_as, dtype)))
     for number in (NAN, INFINITY, -INFINITY):
         expected: Expected = "refused" if tensor.dim() == 1 else "any"
         yield Case(f"{name}: one {number}", partial(_replace, name, partial(_with_one, number)), expected, finite=False)
@@ -195,7 +196,7 @@ def header_cases(source: Path, random: Random) -> Iterator[Case]:
                     yield Case(case, partial(write, _safetensors(text, data[8 + size :])), "refused")
         double = json.dumps(header)[:-1] + f', "{name}": {json.dumps(header[name] | {"shape": [1]})}}}'
         yield Case(f"{name}: twice", partial(write, _safetensors(double.encode(), data[8 + size :])), "refused")
-        yield Case(f"{name}: in two files", partial(_copy_tensor, name, "other.safetensors"), "refused")
+        yield Case(f"{name}: in two files", partial(_copy_tensor, name, "other.safetensors"), "same")
     yield from (
         Case(f"bytes {i}", partial(_flip, "model.safetensors", Random(random.random()), size)) for i in range(9)
     )
@@ -209,13 +210,13 @@ FIELDS: Mapping[str, tuple[Any, ...]] = {
 
 
 def index_cases(source: Path) -> Iterator[Case]:
-    """An index beside the file."""
+    """An index beside one file of shards, and beside the whole file, where it does not count."""
     names = list(load_file(source / "model.safetensors"))
-    right = dict.fromkeys(names, "model.safetensors")
+    right = dict.fromkeys(names, SHARD)
     indexes: dict[str, tuple[Any, Expected]] = {
         "right": ({"weight_map": right}, "same"),
         "a file that is missing": ({"weight_map": right | {names[0]: "missing.safetensors"}}, "refused"),
-        "a tensor that is missing": ({"weight_map": right | {"nonesuch": "model.safetensors"}}, "same"),
+        "a tensor that is missing": ({"weight_map": right | {"nonesuch": SHARD}}, "same"),
         "out of the folder": ({"weight_map": right | {names[0]: "../../../etc/passwd"}}, "refused"),
         "no name": ({"weight_map": dict.fromkeys(names, "")}, "refused"),
         "NUL": ({"weight_map": dict.fromkeys(names, "a\0b")}, "refused"),
@@ -226,10 +227,19 @@ def index_cases(source: Path) -> Iterator[Case]:
         "nothing": ({}, "refused"),
         "no object": ([], "refused"),
     }
-    name = "model.safetensors.index.json"
     for told, (index, expected) in indexes.items():
-        yield Case(f"index: {told}", partial(_write, name, json.dumps(index).encode()), expected)
-    yield Case("index: no JSON", partial(_write, name, b"{"), "refused")
+        yield Case(f"index: {told}", partial(_write_index, json.dumps(index).encode()), expected)
+        same: Expected = "refused" if told == "out of the folder" else "same"
+        yield Case(f"no index: {told}", partial(_write, INDEX, json.dumps(index).encode()), same)
+    yield Case("index: no JSON", partial(_write_index, b"{"), "refused")
+
+
+SHARD, INDEX = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
+
+
+def _write_index(text: bytes, directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / SHARD)
+    _write(INDEX, text, directory)
 
 
 def _safetensors(header: bytes, rest: bytes) -> bytes:

@@ -233,7 +233,7 @@ def test_bos_and_eos_are_added_where_the_file_says_so(tmp_path: Path) -> None:
     [
         ({}, "has no vocabulary"),
         ({"tokens": ["a"], "model": "t5"}, "of kind 't5'"),
-        ({"tokens": ["a"], "model": "gpt2"}, r"\(tokenizer\.ggml\.pre\) None is not known"),
+        ({"tokens": ["a"], "model": "gpt2", "pre": "x"}, r"\(tokenizer\.ggml\.pre\) 'x' is not known"),
         ({"tokens": ["a", "b"], "model": "llama", "scores": [0.0]}, "2 tokens, 2 types and 1 scores"),
         ({"tokens": ["a"], "model": "gpt2", "pre": "gpt-2", "merges": ["a b"]}, "merges do not fit its vocabulary"),
     ],

@@ -35,7 +35,7 @@ from server.models.weights import Safetensors, WeightFormat
 
 log = logging.getLogger(__name__)
 
-VERSION = "3"  # of the cached files: change it when their format or the rounding of weights changes
+VERSION = "4"  # of the cached files: change it when their format or the rounding of weights changes
 SHARD = 1 << 28  # bytes of matrices that are collected in memory before they are written to a file
 CHECKSUMS = "checksums.json"  # name of the file that has the checksum of each tensor
 ADVICE = "give --weights-cache another folder, or off"

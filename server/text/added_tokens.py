@@ -1,0 +1,80 @@
+"""Adds the tokens to a tokenizer that only the files beside tokenizer.json have, and marks special ones.
+
+Fine-tunes name tokens in tokenizer_config.json, and old models in added_tokens.json, without writing them into
+tokenizer.json. transformers adds them, in the order of their ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from config.errors import SettingsError
+from config.wording import format_value
+from server.text.model_files import SPECIAL_TOKEN_NAMES, get_token_text, read_json_object
+
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+
+
+def add_tokens(backend: tokenizers.Tokenizer, directory: Path) -> None:
+    """Add what the files of a model's directory name.
+
+    Raises SettingsError for a file of an unexpected form, and for a token that would get another id than it has there.
+    """
+    file = directory / "tokenizer_config.json"
+    config = read_json_object(file)
+    decoder = config.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, dict) or not all(isinstance(token, dict) for token in decoder.values()):
+        raise SettingsError(f"model: {file}: added_tokens_decoder should have an object for each id")
+    if decoder:
+        _add_listed(backend, [(_read_id(id, file), token) for id, token in decoder.items()], file)
+    else:  # old models
+        older = directory / "added_tokens.json"
+        listed = [(_read_id(id, older), {"content": content}) for content, id in read_json_object(older).items()]
+        _add_listed(backend, listed, older)
+    special = [get_token_text(token) for token in decoder.values() if token.get("special")]
+    backend.add_special_tokens([*filter(None, special), *_list_special_tokens(config, file)])
+    older = directory / "special_tokens_map.json"
+    backend.encode_special_tokens = bool(config.get("split_special_tokens"))
+    # If the other file takes precedence, tokens that the tokenizer does not have are not added
+    named = _list_special_tokens(read_json_object(older), older)
+    backend.add_special_tokens([each for each in named if not decoder or backend.token_to_id(each) is not None])
+
+
+def _add_listed(backend: tokenizers.Tokenizer, listed: Sequence[tuple[int, Mapping[str, Any]]], file: Path) -> None:
+    """Add the tokens of a list that the tokenizer would split. Raises SettingsError if one gets another id."""
+    whole = {added.content for added in backend.get_added_tokens_decoder().values()}
+    for id, token in sorted(listed, key=lambda each: each[0]):
+        content = get_token_text(token)
+        if not content or content in whole:
+            continue
+        is_new = backend.token_to_id(content) is None
+        added = tokenizers.AddedToken(content, **{flag: bool(token[flag]) for flag in FLAGS if flag in token})
+        if token.get("special"):
+            backend.add_special_tokens([added])
+        else:
+            backend.add_tokens([added])
+        if is_new and (got := backend.token_to_id(content)) != id:
+            raise SettingsError(
+                f"model: {file}: the token {format_value(content)} should have the id {id} and would get {got}: this "
+                "file and tokenizer.json do not belong together"
+            )
+
+
+def _read_id(id: Any, file: Path) -> int:
+    try:
+        return int(id)
+    except (TypeError, ValueError):
+        raise SettingsError(f"model: {file}: {format_value(id)} should be the id of a token") from None
+
+
+def _list_special_tokens(config: Mapping[str, Any], file: Path) -> list[str]:
+    """Return the texts of the special tokens that a file names. Raises SettingsError for an unexpected form."""
+    further = config.get("additional_special_tokens") or []
+    if not isinstance(further, list):
+        raise SettingsError(f"model: {file}: additional_special_tokens should be a list of tokens")
+    named = [*(config.get(name) for name in SPECIAL_TOKEN_NAMES), *further]
+    return [content for token in named if (content := get_token_text(token)) is not None]
