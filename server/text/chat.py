@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from server.text.tool_parsers.formats import find_tool_format
 MAX_PROMPT_LENGTH = 2**25  # characters
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 COMMON_ROLES = frozenset({"user", "assistant"})  # roles that every chat template accepts
+SYSTEM_ROLES = frozenset({"system", "developer"})
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "model"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # message keys for reasoning; templates read the first two
 # Added to the text of the final message before rendering; its last space shows whether the template strips the text
@@ -112,8 +115,33 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt as `render` does. Raises ChatTemplateError also for what the template would leave out.
 
+        Messages that the template refuses are tried in a plainer form: agents send several system messages, which Qwen
+        3.5's template and later ones refuse, and answers that were cut before they had any content.
+        """
+        options: dict[str, Any] = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "documents": documents,
+            **variables,
+        }
+        try:
+            return self._render_all(messages, max_length, options)
+        except TextTooLong:
+            raise
+        except ChatTemplateError as error:
+            if (plainer := _simplify(messages)) == [*messages]:
+                raise
+            with suppress(ChatTemplateError):
+                return self._render_all(plainer, max_length, options)
+            raise error from None
+
+    def _render_all(self, messages: Sequence[Message], max_length: int, options: Mapping[str, Any]) -> str:
+        """Return the prompt. Raises ChatTemplateError for messages that the template refuses or leaves out.
+
         Left-out roles are found by rendering messages with marks, as many templates accept roles that they do not name.
         """
+        tools, documents = options["tools"], options["documents"]
         template = self._get_template(with_tools=tools is not None)
         places = (("tools", tools, template.takes_tools), ("documents", documents, "documents" in template.variables))
         for name, given, has_place in places:
@@ -124,13 +152,6 @@ class ChatTemplate:
                 )
         known = COMMON_ROLES | template.compared_texts
         unnamed = {message["role"]: place for place, message in enumerate(messages) if message["role"] not in known}
-        options: dict[str, Any] = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-            "documents": documents,
-            **variables,
-        }
         try:
             text = self.render(messages, max_length, **options)
         except TextTooLong:
@@ -321,6 +342,22 @@ def _append_mark(content: Any, mark: str) -> Any:
         case [*before, {"text": str(text)} as last]:
             return [*before, last | {"text": text + mark}]
     return None
+
+
+def _simplify(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in which those of system and developer at the beginning are one, and none lacks a content."""
+    leading = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
+    contents = (message.get("content") or "" for message in leading)
+    texts = [text if isinstance(text, str) else _join_parts(text) for text in contents]
+    first = [{**leading[0], "role": "system", "content": "\n\n".join(filter(None, texts))}] if leading else []
+    return [*first, *map(_simplify_message, messages[len(leading) :])]
+
+
+def _simplify_message(message: Message) -> Message:
+    """Return a message with the role system instead of developer, and an empty content if it has nothing else."""
+    role = "system" if message["role"] in SYSTEM_ROLES else message["role"]
+    empty = message.get("content") is None and not message.get("tool_calls")
+    return {**message, "role": role} | ({"content": ""} if empty else {})
 
 
 def _quote_roles(roles: Iterable[str]) -> str:

@@ -128,7 +128,7 @@ KNOWN_ROLES = {  # by template: it leaves other roles out, or has words of its o
 
 @pytest.mark.parametrize("content", ["Two", [TEXT, TEXT]], ids=str)
 @pytest.mark.parametrize("template", KNOWN_ROLES)
-@pytest.mark.parametrize("role", ["system", "developer", "assistant", "tool", "asistant"])
+@pytest.mark.parametrize("role", ["system", "assistant", "tool", "asistant"])
 def test_a_role_that_the_template_leaves_out_is_refused(template: str, role: str, content: Any) -> None:
     chat = ChatTemplate({"default": TEMPLATES[template]}, {"bos_token": "<s>", "eos_token": "</s>"})
     messages: Messages = [{"role": "user", "content": "One?"}, {"role": role, "content": content}]
@@ -138,6 +138,52 @@ def test_a_role_that_the_template_leaves_out_is_refused(template: str, role: str
     else:
         with pytest.raises(ChatTemplateError, match=f'"{role}"'):
             chat.render_strict(messages)
+
+
+# As Qwen's templates from 3.5 on do it
+ONE_SYSTEM_MESSAGE = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}
+{{- raise_exception('System message must be at the beginning.') }}{% elif m.role not in ['system', 'user'] %}
+{{- raise_exception('Unexpected message role.') }}{% endif %}{{ m.role + ':' + m.content + '|' }}{% endfor %}"""
+SYSTEM, DEVELOPER, USER = ({"role": role, "content": role[0]} for role in ("system", "developer", "user"))
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([SYSTEM, USER], "system:s|user:u|"),
+        ([SYSTEM, SYSTEM, USER], "system:s\n\ns|user:u|"),
+        ([DEVELOPER, USER], "system:d|user:u|"),
+        ([SYSTEM, DEVELOPER | {"content": [TEXT]}, USER], "system:s\n\nA line.|user:u|"),
+        ([SYSTEM, SYSTEM | {"content": ""}, USER], "system:s|user:u|"),
+        ([SYSTEM | {"content": None}, SYSTEM, USER], "system:s|user:u|"),
+        ([USER, DEVELOPER], None),
+        ([SYSTEM, USER, SYSTEM], None),
+    ],
+)
+def test_system_messages_are_merged_where_the_template_takes_one(messages: Messages, prompt: str | None) -> None:
+    chat = ChatTemplate({"default": ONE_SYSTEM_MESSAGE}, {})
+    if prompt is None:
+        with pytest.raises(ChatTemplateError, match=r"at the beginning|Unexpected message role"):
+            chat.render_strict(messages)
+    else:
+        assert chat.render_strict(messages) == prompt
+
+
+@pytest.mark.parametrize("template", KNOWN_ROLES)
+def test_a_developers_message_is_the_systems_where_the_template_has_none(template: str) -> None:
+    chat = ChatTemplate({"default": TEMPLATES[template]}, {"bos_token": "<s>", "eos_token": "</s>"})
+    assert chat.render_strict([DEVELOPER, USER]) == chat.render([DEVELOPER | {"role": "system"}, USER])
+
+
+def test_a_template_that_takes_all_messages_gets_them_as_they_are() -> None:
+    chat = ChatTemplate({"default": "{% for m in messages %}{{ m.role + ':' + m.content + '|' }}{% endfor %}"}, {})
+    assert chat.render_strict([SYSTEM, DEVELOPER, USER, SYSTEM]) == "system:s|developer:d|user:u|system:s|"
+
+
+def test_an_answer_without_content_has_an_empty_one() -> None:
+    chat = ChatTemplate({"default": "{% for m in messages %}{{ m.role + ':' + m.content + '|' }}{% endfor %}"}, {})
+    cut: Messages = [USER, {"role": "assistant", "content": None, "reasoning_content": "Hm"}, USER]
+    assert chat.render_strict(cut) == "user:u|assistant:|user:u|"
 
 
 @pytest.mark.parametrize("template", ["llama3", "qwen3", "smollm3"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from server.text.tool_parsers.source import NotACall
@@ -18,6 +20,8 @@ _JSON_TYPES: tuple[tuple[type, str], ...] = (
     (list, "array"),
     (dict, "object"),
 )
+MAX_PYTHON_LENGTH = 2**16  # characters of a value in Python's form; Python's parser takes much memory for long ones
+_TRAILING_COMMA = re.compile(r'(?P<string>"(?:[^"\\]|\\.)*")|,(?P<end>\s*[}\]])')
 _ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 _NAME = re.compile(r"[A-Za-z0-9_./:-]{1,128}")
 
@@ -71,10 +75,34 @@ def convert_value(text: str, types: set[str]) -> Any:
     try:
         value = _PYTHON_WORDS[text.strip()] if text.strip() in _PYTHON_WORDS else load_json(text)
     except NotACall:
-        return text
+        return text if not types or "string" in types else _load_loosely(text, types)
     if not types or _get_type(value) in types or (_get_type(value) == "integer" and "number" in types):
         return value
     return text if "string" in types else value
+
+
+def _load_loosely(text: str, types: set[str]) -> Any:
+    """Return the object or array that a text in Python's form, or with a comma too many, stands for; else the text."""
+    for load in (_load_python, _load_without_trailing_commas):
+        with suppress(NotACall):
+            value = load(text)
+            if _get_type(value) in types & {"object", "array"}:
+                return value
+    return text
+
+
+def _load_python(text: str) -> Any:
+    if len(text) > MAX_PYTHON_LENGTH:
+        raise NotACall
+    try:
+        value = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        raise NotACall from None
+    return load_json(dump_json(value))
+
+
+def _load_without_trailing_commas(text: str) -> Any:
+    return load_json(_TRAILING_COMMA.sub(lambda found: found["string"] or found["end"], text))
 
 
 def convert_quoted_text(text: str, key: str, schema: Mapping[str, Any]) -> Any:

@@ -6,17 +6,37 @@ of the message or the calls after it, and outputs of calls become messages of th
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ModelWrapValidatorHandler, PlainValidator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    PlainValidator,
+    ValidationInfo,
+    model_validator,
+)
 
 from config.wording import format_value
 from server.api.http.errors import Location
-from server.api.http.json_body import Body, PathError
+from server.api.http.json_body import Body, PathError, get_field_notes
 from server.api.openai.request_models import INT64, GenerationRequest, Ignored, Unsupported, allow_only
 from server.api.openai.tools.definitions import TOOL_NAME, check_tool_type
 
 ROLES = ("user", "assistant", "system", "developer")
+# Types of tools that are no functions, or how their dated types begin
+OTHER_TOOLS = (
+    *("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp", "tool_search"),
+    *("local_shell", "shell", "custom", "apply_patch", "namespace"),
+)
+ANSWERS = tuple(f"{kind}_output" for kind in ("function_call", "custom_tool_call", "local_shell_call", "shell_call"))
+# Types of items that have nothing a model reads
+WITHOUT_TEXT = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call"),
+    *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response", "tool_search_call"),
+)
 TEXT_TYPES = ("input_text", "output_text", "text")  # types of parts of a message that are text
 
 
@@ -39,6 +59,17 @@ class ResponseTool(Body):
         """Return the tool in the form of a chat."""
         function = self.model_dump(exclude={"type"}, exclude_none=True)
         return {"type": "function", "function": function}
+
+
+def _skip_other_tools(value: Any, info: ValidationInfo) -> Any:
+    """Return the list without tools that a model cannot call: those that OpenAI's servers run, and free text."""
+    if not isinstance(value, list):
+        return value
+    kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in value]
+    for kind in kinds:
+        if isinstance(kind, str) and kind.startswith(OTHER_TOOLS):
+            get_field_notes(info.context).note_ignored(f"tools.{kind}")
+    return [tool for tool, kind in zip(value, kinds, strict=True) if not str(kind).startswith(OTHER_TOOLS)]
 
 
 class ReasoningOptions(Body):
@@ -75,16 +106,16 @@ class TextOptions(Body):
     verbosity: Ignored[str] = None
 
 
-def _check_input(value: Any) -> InputChat:
+def _check_input(value: Any, info: ValidationInfo) -> InputChat:
     """Return the messages that the input stands for."""
-    chat = InputChat()
+    chat, note_ignored = InputChat(), get_field_notes(info.context).note_ignored
     if isinstance(value, str):
-        chat.add({"role": "user", "content": value}, None)
+        chat.add({"role": "user", "content": value}, None, note_ignored)
         return chat
     if not isinstance(value, list) or not value:
         raise ValueError(f"should be a text, or a list of items, not {format_value(value)}")
     for index, item in enumerate(value):
-        chat.add(item, index)
+        chat.add(item, index, note_ignored)
     return chat
 
 
@@ -102,19 +133,28 @@ class InputChat:
         index = self._item_indices[message_index] if message_index < len(self._item_indices) else None
         return ("input",) if index is None else ("input", index)
 
-    def add(self, item: Any, index: int | None) -> None:
-        """Add the item of this index; None: it is the whole input. Raises PathError for one that is not supported."""
+    def add(self, item: Any, index: int | None, note_ignored: Callable[[str], None]) -> None:
+        """Add the item of this index; None: it is the whole input. Raises PathError for one that is not supported.
+
+        Calls of tools that are no functions are shown to the model as calls with the item's input or action.
+        """
         path = () if index is None else (index,)
         match item:
             case {"type": "function_call"}:
                 call_id, name, arguments = (_read_text(item, key, path) for key in ("call_id", "name", "arguments"))
-                self._call_ids.add(call_id)
-                calls = self._get_assistant(index).setdefault("tool_calls", [])
-                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
-            case {"type": "function_call_output"}:
+                self._add_call(call_id, name, arguments, index)
+            case {"type": "custom_tool_call"}:
+                call_id, name = (_read_text(item, key, path) for key in ("call_id", "name"))
+                self._add_call(call_id, name, json.dumps({"input": item.get("input")}), index)
+            case {"type": "local_shell_call" | "shell_call" as kind}:
+                name = kind.removesuffix("_call")
+                self._add_call(_read_text(item, "call_id", path), name, json.dumps(item.get("action")), index)
+            case {"type": str(kind)} if kind in ANSWERS:
                 message = self._start("tool", index)
                 message["tool_call_id"] = self._read_answered_call(item, path)
                 message["content"] = _read_content(item.get("output"), (*path, "output"))
+            case {"type": str(kind)} if kind in WITHOUT_TEXT:
+                note_ignored(f"input.{kind}")
             case {"type": "reasoning"}:
                 self._reasoning = _read_reasoning(item, path)
             case {"role": str(role)} if role in ROLES and item.get("type", "message") == "message":
@@ -128,6 +168,11 @@ class InputChat:
                 raise PathError((*path, "type"), f"items of the type {format_value(kind)} are not supported")
             case _:
                 raise PathError(path, f"should be a message or another item with a type, not {format_value(item)}")
+
+    def _add_call(self, call_id: str, name: str, arguments: str, index: int | None) -> None:
+        self._call_ids.add(call_id)
+        calls = self._get_assistant(index).setdefault("tool_calls", [])
+        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
     def _start(self, role: str, index: int | None) -> dict[str, Any]:
         self.messages.append({"role": role})
@@ -218,7 +263,7 @@ class ResponseRequest(GenerationRequest):
     max_output_tokens: int | None = Field(
         None, ge=1, lt=INT64, description="most tokens to generate; default: as many as fit the context"
     )
-    tools: list[ResponseTool] = Field(default_factory=list)
+    tools: Annotated[list[ResponseTool], BeforeValidator(_skip_other_tools)] = Field(default_factory=list)
     tool_choice: Annotated[Any, PlainValidator(_check_choice)] = None
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
@@ -241,6 +286,7 @@ class ResponseRequest(GenerationRequest):
     prompt: Unsupported = None
     include: Ignored[list[Any]] = None
     max_tool_calls: Ignored[int] = None
+    client_metadata: Ignored[dict[str, Any]] = None
 
     def make_chat_body(self) -> dict[str, Any]:
         """Return the body of the chat that the request stands for."""

@@ -186,7 +186,7 @@ def test_a_text_by_a_schema(qwen: ToolServer) -> None:
         ({"input": "x", "max_output_tokens": 20_000}, "max_output_tokens", "context"),
         ({"tools": [TOOL, TOOL | {"parameters": {"type": "string"}}]}, "tools[1].parameters", "schema of an object"),
         ({"tools": [TOOL, TOOL]}, "tools", "several functions"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]", "are not supported"),
+        ({"tools": [{"type": "functoin"}]}, "tools[0]", "are not supported"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "not supported"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier items"),
@@ -300,3 +300,44 @@ def test_an_error_names_the_item_among_others(qwen: ToolServer, rng: random.Rand
         response = qwen.http.post("/v1/responses", json={"input": items, "instructions": rng.choice([None, "x"])})
         assert response.status_code == 400, items
         assert error_of(response)["param"] == f"input[{place}].{where}", items
+
+
+# ---------------------------------------------------------------- what Codex sends
+OTHER_TOOLS: list[dict[str, Any]] = [
+    {"type": "web_search", "external_web_access": False},
+    {"type": "web_search_preview_2025_03_11"},
+    {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+    {"type": "namespace", "name": "mcp", "tools": []},
+    {"type": "image_generation"},
+    {"type": "local_shell"},
+]
+
+
+@pytest.mark.parametrize("tool", OTHER_TOOLS, ids=lambda tool: str(tool["type"]))
+def test_tools_that_a_model_cannot_call_are_skipped(qwen: ToolServer, tool: dict[str, Any]) -> None:
+    qwen.says("Hello.")
+    body = {"model": "tiny", "input": "Hi", "tools": [tool, TOOL], "client_metadata": {"x": "1"}}
+    answer = qwen.http.post("/v1/responses", json=body)
+    assert answer.is_success, answer.text
+    assert f"tools.{tool['type']}" in answer.headers["x-ignored-fields"]
+    assert [each["name"] for each in answer.json()["tools"]] == ["get_weather"]
+    assert "get_weather" in prompt_of(qwen)
+
+
+def test_items_of_other_tools_are_shown_or_dropped(qwen: ToolServer) -> None:
+    qwen.says("Hello.")
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi"},
+        {"type": "custom_tool_call", "call_id": "a", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "call_id": "a", "output": "patched"},
+        {"type": "local_shell_call", "call_id": "b", "action": {"type": "exec", "command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "b", "output": "a.txt"},
+        {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "q"}},
+        {"role": "user", "content": "Go on"},
+    ]
+    answer = qwen.http.post("/v1/responses", json={"model": "tiny", "input": items, "tools": [TOOL]})
+    assert answer.is_success, answer.text
+    assert answer.headers["x-ignored-fields"] == "input.web_search_call"
+    prompt = prompt_of(qwen)
+    for text in ("*** Begin", "patched", '"command": ["ls"]', "a.txt", "Go on"):
+        assert text in prompt
