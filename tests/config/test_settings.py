@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import pickle
 from pathlib import Path
 from typing import Any
@@ -228,8 +229,14 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         load_settings(tmp_path, {})
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(SettingsError, match="is not TOML"):
+    with pytest.raises(SettingsError, match="is not UTF-8: save it as UTF-8"):
         load_settings(binary, {})
+    marked = tmp_path / "marked.toml"
+    marked.write_bytes(codecs.BOM_UTF8 + b"port = 1234\r\n")
+    assert load_settings(marked, {}).port == 1234
+    marked.write_text("port = [")
+    with pytest.raises(SettingsError, match="is not TOML"):
+        load_settings(marked, {})
 
 
 @pytest.mark.parametrize("limits", [1, None, {"min_priority": "soon"}, {"min_priorty": 1}])
