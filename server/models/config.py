@@ -17,6 +17,7 @@ import msgspec
 from server.models.config_file import check_config, find_stored_dtype, read_json, read_loosely, shorten_repr
 from server.models.errors import ModelError, UnknownModelError
 from server.models.families import FAMILIES, ModelFamily, MoENames, RawConfig
+from server.text.model_files import get_token_text
 
 if TYPE_CHECKING:
     from kernels.ops import Activation
@@ -326,8 +327,13 @@ def _parse_experts(raw: RawConfig, experts: MoENames | None, file: Path) -> Mixt
 
 # ---------------------------------------------------------------- the ends of texts
 def read_eos_ids(directory: Path, vocab_size: int) -> frozenset[int]:
-    """Return the valid token ids in eos_token_id, which end a text. Raises ModelError if they are no numbers."""
-    return frozenset(end for end in _read_raw_eos_ids(directory) if _is_token(end, vocab_size))
+    """Return the valid token ids that end a text: those in eos_token_id, and the tokenizer's own.
+
+    Fine-tunes end a turn with the latter and leave the ids of the model they were made of. Raises ModelError if
+    eos_token_id has no numbers.
+    """
+    ends = [*_read_raw_eos_ids(directory), _find_tokenizer_end(directory)]
+    return frozenset(end for end in ends if _is_token(end, vocab_size))
 
 
 def warn_invalid_eos_ids(directory: Path, vocab_size: int) -> None:
@@ -342,10 +348,7 @@ def warn_invalid_eos_ids(directory: Path, vocab_size: int) -> None:
 
 
 def _read_raw_eos_ids(directory: Path) -> list[Any]:
-    """Return eos_token_id as a list: that of generation_config.json, which often has more ids, or of config.json.
-
-    The tokenizer's own is one of them: fine-tunes end a turn with it and leave the ids of the model they were made of.
-    """
+    """Return eos_token_id as a list: that of generation_config.json, which often has more ids, or of config.json."""
     path = directory / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     eos = generation.get("eos_token_id")
@@ -353,8 +356,7 @@ def _read_raw_eos_ids(directory: Path) -> list[Any]:
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if not all(isinstance(i, int | float) for i in ids):
         raise ModelError(f"{directory}: eos_token_id is {shorten_repr(eos)}, and should be a number or several")
-    own = _find_tokenizer_end(directory)
-    return ids if own is None or own in ids else [*ids, own]
+    return ids
 
 
 class _AddedToken(msgspec.Struct):
@@ -372,13 +374,11 @@ def _find_tokenizer_end(directory: Path) -> int | None:
     """Return the id of eos_token in tokenizer_config.json; None if there is none among the added tokens."""
     path = directory / "tokenizer_config.json"
     config = read_json(path) if path.is_file() else {}
-    end = config.get("eos_token")
-    content = end.get("content") if isinstance(end, dict) else end
-    if not isinstance(content, str):
+    if (content := get_token_text(config.get("eos_token"))) is None:
         return None
     decoder = config.get("added_tokens_decoder")
     for id, token in decoder.items() if isinstance(decoder, dict) else ():
-        if isinstance(token, dict) and token.get("content") == content and id.isdecimal():
+        if get_token_text(token) == content and id.isdecimal():
             return int(id)
     try:
         added = msgspec.json.decode((directory / "tokenizer.json").read_bytes(), type=_TokenizerFile).added_tokens

@@ -109,6 +109,8 @@ class JsonRequest(Request):
             body = model.model_validate(values, context=notes)
         except ValidationError as error:
             raise make_body_error(error, notes.suggestions) from None
+        except RecursionError:
+            raise _nested_too_deeply() from None
         self.scope["state"]["ignored_fields"] = notes.header_value
         return body
 
@@ -119,10 +121,14 @@ class JsonRequest(Request):
             what = "the body" if error.field is None else f"{error.field}:"
             raise ApiError(400, f"{what} {error.message}", param=error.field) from None
         except RecursionError:
-            raise ApiError(400, "the body is nested too deeply") from None
+            raise _nested_too_deeply() from None
         except UnicodeDecodeError:
             raise ApiError(400, "the body is not UTF-8") from None
         except msgspec.DecodeError as error:
             if len(body) <= LARGE_BODY_BYTES and (mended := replace_half_pairs(body)) != body:
                 return self._decode(mended)
             raise ApiError(400, f"the body is not JSON: {error}") from None
+
+
+def _nested_too_deeply() -> ApiError:
+    return ApiError(400, "the body is nested too deeply")

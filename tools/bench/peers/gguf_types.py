@@ -34,6 +34,7 @@ from tools.peers.installer import Installer, InstallError, parse_folder
 from tools.peers.llama_cpp import INSTALLED_VERSION, LLAMA_CPP, LLAMA_CPP_VERSION, find_program, install_llama_cpp
 from tools.peers.programs import ServerNeeds, StartedServer, run_program
 from tools.status_line import status_line
+from tools.validation.files import tokenize
 from tools.validation.gguf_files import write_float32
 from tools.validation.kvmux import KvmuxServer
 from tools.validation.predictions import FloatArray
@@ -144,7 +145,7 @@ def _cut_texts(server: KvmuxServer) -> list[list[int]]:
     windows = []
     prose = "".join(file.read_text() for file in sorted(GUIDE.glob("*.md")) if file.name != DOCUMENT.name)
     for text in (prose, inspect.getsource(argparse)):
-        ids, plain = server.tokenize(text, add_special=True), server.tokenize(text, add_special=False)
+        ids, plain = tokenize(server, text)
         begin = ids[: len(ids) - len(plain)]
         step = WINDOW - len(begin)
         windows += [[*begin, *plain[i * step : (i + 1) * step]] for i in range(WINDOWS)]
