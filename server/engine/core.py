@@ -159,7 +159,7 @@ class Core:
         with self.tracer.span("schedule"):
             scheduled, preempted, failed = self.scheduler.schedule()
         self._end_failed(failed)
-        self._end_stalled(scheduled)
+        self._end_stalled(scheduled, preempted)
         self._steps += bool(scheduled)
         timed = bool(scheduled and self.timing_interval) and self._steps % self.timing_interval == 0
         with self.tracer.record(OpTimer(self.model.device)) if timed else nullcontext() as op_timer:
@@ -353,10 +353,10 @@ class Core:
         for request, error in failed:
             self._fail([request], error.message, "strategy_failed")
 
-    def _end_stalled(self, scheduled: Sequence[Scheduled]) -> None:
-        """End requests that wait for a strategy at fault, before a step is computed that may free memory for them."""
-        scheduler, computed = self.scheduler, [s.request for s in scheduled]
-        self._end(self.isolation.find_stalled(scheduler.list_held_up(), computed, scheduler.list_untried()))
+    def _end_stalled(self, scheduled: Sequence[Scheduled], preempted: Sequence[Request]) -> None:
+        """End requests that wait for a strategy at fault, given a step that is to be computed."""
+        held_up = [*self.scheduler.list_held_up(), *preempted]
+        self._end(self.isolation.find_stalled(held_up, [s.request for s in scheduled]))
 
     def _end_quarantined(self) -> None:
         """End all requests of an instance that has been put in quarantine."""

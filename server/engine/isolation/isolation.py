@@ -214,13 +214,11 @@ class Isolation:
             self._new_quarantines[name] = error
 
     # ---------------------------------------------------------------- faults
-    def find_stalled(
-        self, candidates: Sequence[Request], computed: Sequence[Request], untried: Sequence[Request]
-    ) -> list[Ended]:
+    def find_stalled(self, candidates: Sequence[Request], computed: Sequence[Request]) -> list[Ended]:
         """Return requests that their strategies do not let go on, and note memory that is never freed."""
         ended = [
             Ended([request], error.message, "strategy_failed")
-            for request, error in self._watchdog.find_stalled(candidates, computed, untried)
+            for request, error in self._watchdog.find_stalled(candidates, computed)
         ]
         for error in self._watchdog.find_leaks():
             self._quarantine.begin(error.instance)

@@ -46,15 +46,11 @@ class ProgressWatchdog:
         self._leaks: dict[str, float] = {}  # by instance: since when it holds pages that no sequence uses
         self._steps = 0
 
-    def find_stalled(
-        self, candidates: Sequence[Request], computed: Collection[Request], untried: Collection[Request]
-    ) -> list[Stalled]:
-        """Return the requests that have waited too long for their strategy; called once per step.
+    def find_stalled(self, candidates: Sequence[Request], computed: Collection[Request]) -> list[Stalled]:
+        """Return the requests that have waited too long for their strategy; called once per step, when it is scheduled.
 
-        It is called when a step is scheduled and before it is computed, as that may free memory which no strategy has
-        been asked to use yet. `candidates` are the requests that only their strategies hold up, `computed` those with
-        a row in the step, `untried` those that may find memory in the next one. A request does not count as waiting
-        while a row of its instance is computed, as it may wait for that.
+        `candidates` are the requests that only their strategies hold up, `computed` those with a row in the step. A
+        request does not count as waiting while a row of its instance is computed, as it may wait for that.
         """
         busy = {request.cache for request in computed}
         idle = [request for request in candidates if request.cache not in busy]
@@ -67,28 +63,28 @@ class ProgressWatchdog:
         for request in idle:
             steps, since = before.get((request, request.cache), _Wait(0, now))
             self._waits[request, request.cache] = _Wait(steps + 1, since)
-            has_waited = steps >= MIN_STEPS and now - since >= self._timeout and request not in untried
+            has_waited = steps >= MIN_STEPS and now - since >= self._timeout
             if has_waited and (error := self._explain(request)) is not None:
                 stalled.append(Stalled(request, error))
         return stalled
 
     def _explain(self, request: Request) -> StrategyError | None:
-        """Return the strategy's fault; None if the request waits for memory that others hold."""
+        """Return the strategy's fault; None if the request waits for memory of the arena.
+
+        A call that is refused although the arena has room fails at once (GuardedCache). Room that is there now says
+        nothing of the last call: another strategy may have freed it since, to use other pages.
+        """
         cache = self._caches[request.cache.name]
         try:
-            if request.seat is None:
-                method, what = ("grow", "returned False") if request.num_preemptions else ("open", "returned no seat")
-            elif not cache.ready(request.seat):
+            if request.seat is not None and not cache.ready(request.seat):
                 return cache.make_fault("ready", f"a sequence was not ready for {self._timeout:g} seconds")
-            else:
-                method, what = "grow", "returned False"
         except StrategyError as error:
             return error
-        arena = cache.setup.arena
-        pages = -(-request.peak_bytes // arena.page_bytes)
-        if cache.draining or not arena.has_room_for_sequence(cache.name, pages):
+        if request.peak_bytes:
             return None
-        return cache.make_fault(method, f"it {what} for {self._timeout:g} seconds, although there is memory")
+        opens = request.seat is None and not request.num_preemptions
+        method, what = ("open", "returned no seat") if opens else ("grow", "returned False")
+        return cache.make_fault(method, f"it {what} for {self._timeout:g} seconds, and no sequence of it was computed")
 
     def find_leaks(self) -> list[StrategyError]:
         """Return an error for each instance that holds pages after all its sequences have ended; called once per step.

@@ -159,10 +159,6 @@ class Scheduler:
         """Return the requests that only their strategies may hold up: running ones, and those refused by open()."""
         return [*self.running, *self._refused]
 
-    def list_untried(self) -> list[Request]:
-        """Return the requests refused by open() that have not been tried again since memory may have become free."""
-        return [request for request in self._refused if request.refused_at != self._room_changes]
-
     def mark_room_changed(self) -> None:
         """Let waiting requests that found no room be tried again, as memory or a seat may have become free."""
         self._room_changes += 1

@@ -468,6 +468,8 @@ FAULTS: Mapping[str, Fault] = {
     "never ready": Fault("ready", ignoring("ready", False), "stalls"),
     "never grows": Fault("grow", ignoring("grow", False), "stalls"),
     "never opens": Fault("open", ignoring("open", None), "stalls"),
+    "never opens, with memory of its own": Fault("open", ignoring("open", None), "stalls", hook=True),
+    "never grows, with memory of its own": Fault("grow", ignoring("grow", False), "stalls", hook=True),
     "never frees": Fault("close", ignoring("close"), "leaks"),
     "usage never returns": Fault("usage", replaced("usage", _hang), "hangs"),
     "open never returns": Fault("open", replaced("open", _hang), "hangs"),
