@@ -28,9 +28,10 @@ from kernels.selfcheck.op_info import DTYPES
 from kernels.tracing import OpTimer, Tracer, trace_ops
 from kernels.weights.block_formats import FORMATS
 from server.cli.standard_streams import print_safely
-from server.engine.device import choose_device
+from server.engine.device import CORES, choose_device
 from server.models.errors import ModelError
 from server.models.formats.gguf_weights import count_weights
+from server.processes.cgroups import read_memory_limit
 from server.profiling.machine import measure_read_bandwidth
 
 REPORT = Path("kvmux-doctor.json")
@@ -97,10 +98,12 @@ def _describe_machine() -> Iterator[tuple[str, str]]:
     yield "processor", _read_processor_name()
     yield (
         "cores",
-        f"{psutil.cpu_count(logical=False)}, {psutil.cpu_count()} threads; torch uses {torch.get_num_threads()}",
+        f"{psutil.cpu_count(logical=False)}, {psutil.cpu_count()} threads; kvmux uses {CORES}",
     )
     yield "instruction sets", ", ".join(usable_instruction_sets()) or "none that kernels are built for"
     yield "memory", f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free"
+    if (limit := read_memory_limit()) is not None:
+        yield "memory limit", f"{limit.total / 2**30:.1f} GiB, {limit.free / 2**30:.1f} GiB free"
     yield "memory reads", f"{measure_read_bandwidth(torch.ones(PROBE_BYTES // 4)) / 1e9:.1f} GB/s"
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from config.errors import SettingsError
 from config.settings import Settings
+from server.processes.cgroups import count_processors
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,10 @@ def divide_machine(settings: Settings, per_node: int, gpus: float = 0.0) -> Sett
     A size or a number in the settings is for each replica and stays as it is. `gpus` is the number of GPUs of a
     replica: those with a whole GPU do not share its memory.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_sharing = per_node if not gpus else max(1, min(per_node, math.floor(1 / gpus)))
     changes: dict[str, Any] = {}
     if settings.kv_memory == "auto":
         changes["kv_memory_share"] = settings.kv_memory_share / num_sharing
     if settings.threads is None and per_node > 1:
-        changes["threads"] = max(1, cores // per_node)
+        changes["threads"] = max(1, count_processors() // per_node)
     return settings.model_copy(update=changes)

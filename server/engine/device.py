@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 
 import psutil
@@ -15,11 +14,13 @@ from kernels.device import EMULATED_DEVICES, Device, fast_half_dtypes, get_devic
 from server.models.errors import ModelError
 from server.models.files.user_cache import expand_user, user_cache_dir
 from server.models.weights import WeightFormat, WeightsConfig
+from server.processes.cgroups import count_processors, read_memory_limit
 from server.records import DeviceMemory
 
 log = logging.getLogger(__name__)
 
-CORES = torch.get_num_threads()  # torch's default number of threads, which respects OMP_NUM_THREADS
+# torch's default number of threads respects OMP_NUM_THREADS, but no quota
+CORES = min(torch.get_num_threads(), count_processors())
 SMALL_MODEL_BYTES = 16 << 20  # bytes; a model with weights of up to this size leaves one core to the API workers
 # Bytes that stay free on mps, for attention's scratch, command buffers and the allocator's rounding
 METAL_MARGIN = 256 << 20
@@ -109,10 +110,9 @@ def device_memory(device: torch.device) -> DeviceMemory:
     if device.type == "mps":
         used = torch.mps.driver_allocated_memory()
         return DeviceMemory(used, max(0, torch.mps.recommended_max_memory() - used))
-    machine = psutil.virtual_memory()
-    limit, used = _container_memory()
-    if limit < machine.total:
-        return DeviceMemory(used, min(limit - used, machine.available))
+    machine, limit = psutil.virtual_memory(), read_memory_limit()
+    if limit is not None and limit.total < machine.total:
+        return DeviceMemory(limit.used, min(limit.free, machine.available))
     return DeviceMemory(machine.total - machine.available, machine.available)
 
 
@@ -129,12 +129,3 @@ def limit_memory(device: torch.device) -> None:
     """Let torch allocate on mps no more memory than Metal recommends; by default torch allows 1.7 times as much."""
     if device.type == "mps":
         torch.mps.set_per_process_memory_fraction(1.0)
-
-
-def _container_memory() -> tuple[int, int]:
-    """Return the memory limit of the container (cgroup v2), which psutil does not see, and the bytes used of it."""
-    cgroup = Path("/sys/fs/cgroup")
-    try:
-        return int((cgroup / "memory.max").read_text()), int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # there is no such file, or it contains "max" (no limit)
-        return sys.maxsize, 0

@@ -25,6 +25,7 @@ from server.engine.info import (
 )
 from server.engine.ipc.messages import Inspect
 from server.metrics.registry import Metrics
+from server.processes.cgroups import MemoryLimit
 from server.records import KVTokens
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import random_prompt
@@ -141,7 +142,7 @@ def test_memory_of_the_machine() -> None:
 
 
 def test_memory_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_container_memory", lambda: (1000, 300))
+    monkeypatch.setattr(device, "read_memory_limit", lambda: MemoryLimit(1000, 300))
     assert device_memory(CPU) == (300, 700)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=5000, available=10))
     assert device_memory(CPU) == (300, 10), "the machine has less than the container may have"
