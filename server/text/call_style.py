@@ -1,9 +1,9 @@
 """The form in which a chat template takes an assistant's message with tool calls, found by rendering one.
 
 Most templates take arguments as an object, some as the JSON text that OpenAI's API has. Where the message has no text,
-most templates look whether there is a content, some whether it is null, and some want an empty text. Some have no place
-for calls, and get them as text. A template given the wrong form fails, leaves the calls out, or writes them as Python
-does. Knows neither requests nor any template.
+most templates look whether there is a content, some whether it is null, and some want an empty text. Some leave calls out
+beside a text, and get two messages. Some have no place for calls, and get them as text. A template given the wrong form
+fails, leaves the calls out, or writes them as Python does. Knows neither requests nor any template.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-NAME, KEY, VALUE, ANSWER = "probetool", "probekey", "probevalue", "probeanswer"
+NAME, KEY, VALUE, TEXT, ANSWER = "probetool", "probekey", "probevalue", "probetext", "probeanswer"
 ABSENT = object()  # stands for a message without the key
 CONTENTS = (ABSENT, None, "")
 
@@ -26,9 +26,16 @@ class CallStyle(NamedTuple):
     arguments_as_text: bool = False
     content: object = ABSENT  # the content of a message that has no text
     write: Write | None = None  # writes the calls into the content
+    splits: bool = False  # whether a message with text and calls becomes two
 
-    def apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return a message with tool calls, whose arguments are objects, in this form."""
+        if self.splits and message.get("content"):
+            text = {key: value for key, value in message.items() if key != "tool_calls"}
+            return [text, self._apply({"role": message["role"], "tool_calls": message["tool_calls"]})]
+        return [self._apply(message)]
+
+    def _apply(self, message: Mapping[str, Any]) -> dict[str, Any]:
         changed = dict(message)
         if self.write is not None:
             calls = [call["function"] for call in changed.pop("tool_calls")]
@@ -52,17 +59,22 @@ def find_call_style(render: Callable[..., str], write: Write | None) -> CallStyl
     """
     styles = [CallStyle(as_text, content) for as_text in (False, True) for content in CONTENTS]
     styles += [] if write is None else [CallStyle(write=write)]
-    return next((style for style in styles if _is_written(_render_probe(render, style))), CallStyle())
+    style = next((style for style in styles if _is_written(_render_probe(render, style))), CallStyle())
+    if _is_written(_render_probe(render, style, TEXT)):
+        return style
+    splitting = style._replace(splits=True)
+    return splitting if _is_written(_render_probe(render, splitting, TEXT)) else style
 
 
-def _render_probe(render: Callable[..., str], style: CallStyle) -> str:
+def _render_probe(render: Callable[..., str], style: CallStyle, text: str = "") -> str:
     function = {"name": NAME, "arguments": {KEY: VALUE}}
     call = {"id": "abcdef123", "type": "function", "function": function}
-    parameters = {"type": "object", "properties": {KEY: {"type": "string", "description": "a"}}, "required": []}
+    # Of other names than the call, as some templates write tools as Python does
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}, "required": []}
     tool = {"type": "function", "function": {"name": NAME, "description": "a", "parameters": parameters}}
     messages = [
         {"role": "user", "content": "question"},
-        style.apply({"role": "assistant", "tool_calls": [call]}),
+        *style.apply({"role": "assistant", "tool_calls": [call]} | ({"content": text} if text else {})),
         {"role": "tool", "tool_call_id": "abcdef123", "name": NAME, "content": ANSWER},
     ]
     # Without other variables: what a template compares with an undefined one takes its usual way

@@ -87,7 +87,7 @@ class ChatTemplate:
         if reserved := sorted(RESERVED & variables.keys()):
             raise ChatTemplateError(f"{', '.join(reserved)} cannot be given to the chat template as a variable")
         template = self._get_template(with_tools=tools is not None)
-        prepared = [template.prepare_message(message) for message in messages]
+        prepared = [each for message in messages for each in template.prepare_message(message)]
         template.add_tools(prepared, tools)
         continued = ""
         if continue_final_message:
@@ -215,11 +215,16 @@ class _Template:
         except Exception as error:  # bugs of jinja's compiler may raise any exception
             raise ChatTemplateError(f"the model's chat template is broken: {shorten_message(error)}") from None
 
-    def prepare_message(self, message: Message) -> dict[str, Any]:
-        """Return a message as the template sees it, without null values: templates only test whether a key exists."""
-        prepared = {key: value for key, value in message.items() if value is not None}
-        if prepared.get("tool_calls"):
-            prepared = self._call_style.apply(prepared)
+    def prepare_message(self, message: Message) -> list[dict[str, Any]]:
+        """Return a message as the template sees it, which may be two.
+
+        Null values are left out, as templates only test whether a key exists.
+        """
+        given = {key: value for key, value in message.items() if value is not None}
+        messages = self._call_style.apply(given) if given.get("tool_calls") else [given]
+        return [self._prepare_content(each) for each in messages]
+
+    def _prepare_content(self, prepared: dict[str, Any]) -> dict[str, Any]:
         if isinstance(parts := prepared.get("content"), list):
             text = _join_parts(parts)
             prepared["content"] = parts if self._reads_parts else text

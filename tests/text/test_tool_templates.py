@@ -260,6 +260,38 @@ def test_the_templates_own_calls_are_found(template: str, rendered: Rendered) ->
         assert parse(make(tools, None, schemas=schemas), pieces)[2] == calls
 
 
+def test_calls_beside_a_text_are_written(template: str, rendered: Rendered) -> None:
+    """Also by templates that write either; some leave out the text, with transformers, too."""
+    calls = CALLS[:1] if template in WITH_ONE_CALL_ONLY else CALLS
+    text = rendered.by_us([USER, said(calls, content="I look."), *answers(calls)], tools=TOOLS)
+    assert text is not None
+    assert "get_weather" in text.split(QUESTION)[-1]
+    if template in BY_US_ONLY:
+        assert "I look." in text
+
+
+@pytest.mark.parametrize("tools", ["", "{{ tools }}", "{% for tool in tools or [] %}{{ tool }}{% endfor %}"])
+@pytest.mark.parametrize("arguments", ["arguments", "arguments | tojson"])
+def test_a_template_that_writes_either_text_or_calls_gets_two_messages(tools: str, arguments: str) -> None:
+    """Whether it writes the tools as JSON or as Python does."""
+    source = tools + (
+        "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}"
+        "{% for c in m.tool_calls %}{{ '[' + c.function.name + ' ' + (c.function."
+        + arguments
+        + ") + ']' }}{% endfor %}"
+        "{% else %}{{ m.role[0] + ':' + m.content + '|' }}{% endif %}{% endfor %}"
+    )
+    template = ChatTemplate({"default": source}, {})
+    messages = [
+        {"role": "user", "content": "Hi"},
+        said([("get_time", {"zone": "CET"})], content="I look.", reasoning="R"),
+    ]
+    assert template.render(messages, tools=TOOLS).endswith('u:Hi|a:I look.|[get_time {"zone": "CET"}]')
+    for content in ({}, {"content": None}, {"content": ""}):
+        messages = [messages[0], said([("get_time", {"zone": "CET"})], **content)]
+        assert template.render(messages, tools=TOOLS).endswith('u:Hi|[get_time {"zone": "CET"}]')
+
+
 def test_thinking_can_be_switched_off(tmp_path: Path) -> None:
     """The prompt ends outside of the reasoning, so that the whole message is content."""
     ours = Rendered(directory(tmp_path), "qwen3").ours
