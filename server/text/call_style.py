@@ -1,9 +1,9 @@
 """The form in which a chat template takes an assistant's message with tool calls, found by rendering one.
 
 Most templates take arguments as an object, some as the JSON text that OpenAI's API has. Where the message has no text,
-most templates look whether there is a content, some whether it is null, and some want an empty text. Some leave calls out
-beside a text, and get two messages. Some have no place for calls, and get them as text. A template given the wrong form
-fails, leaves the calls out, or writes them as Python does. Knows neither requests nor any template.
+most templates look whether there is a content, some whether it is null, and some want an empty text. Some leave out
+calls beside a text, and get two messages. Some have no place for calls, and get them as text. A template given the
+wrong form fails, leaves the calls out, or writes them as Python does. Knows neither requests nor any template.
 """
 
 from __future__ import annotations

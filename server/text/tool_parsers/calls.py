@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from server.text.tool_parsers.source import NotACall, Reading, TextSource
@@ -98,6 +98,11 @@ class Calls:
         if self._parallel or not self.count:
             self._on_call(ToolCall(self._make_id(name, self.count), self.count, name, arguments))
         self.count += 1
+
+    def list_parameters(self, name: str, without: Collection[str]) -> set[str] | None:
+        """Return the names of a tool's parameters, but for some; None if its schema does not name any."""
+        properties = self.schemas.get(name, {}).get("properties")
+        return properties.keys() - without if isinstance(properties, Mapping) and properties else None
 
     def convert_quoted(self, name: str, key: str, value: Any) -> Any:
         """Return the value of a parameter of a tool whose texts are marked as such."""

@@ -379,7 +379,14 @@ def test_python_calls_after_reasoning() -> None:
         ("qwen3_coder", "<function=get_weather>\n<parameter=exact>\nTrue\n</parameter>\n</function>", [("get_weather", {"exact": True})]),  # noqa: E501
         ("qwen3_coder", "<function=get_weather>\n<parameter=days>\nmany\n</parameter>\n</function>", [("get_weather", {"days": "many"})]),  # noqa: E501
         ("qwen3_coder", "<function=f>\n<parameter=other>\n5\n</parameter>\n</function>", [("f", {"other": "5"})]),
-        ("qwen3_coder", "<function=f>\n<parameter=text>\na\n<parameter=b>\nc\n</function>", [("f", {"text": "a", "b": "c"})]),  # noqa: E501
+        ("qwen3_coder", "<function=get_weather>\n<parameter=days>\n1\n<parameter=city>\nc\n</function>", [("get_weather", {"days": 1, "city": "c"})]),  # noqa: E501
+        ("qwen3_coder", "<function=unknown>\n<parameter=a>\nb\n<parameter=c>\nd\n</function>", [("unknown", {"a": "b", "c": "d"})]),  # noqa: E501
+        ("qwen3_coder", "<function=f>\n<parameter=text>\n<parameter=b>\n\n<parameter=\n</parameter>\n</function>", [("f", {"text": "<parameter=b>\n\n<parameter="})]),  # noqa: E501
+        ("qwen3_coder", "<function=f>\n<parameter=text>\na\n<parameter=text>\nb\n</parameter>\n</function>", [("f", {"text": "a\n<parameter=text>\nb"})]),  # noqa: E501
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=text>\na\n</parameter>\n</tool_call>", [("f", {"text": "a"})]),  # noqa: E501
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=text>\na\n</tool_call>\n<tool_call>\n<function=f>\n</tool_call>", [("f", {"text": "a"}), ("f", {})]),  # noqa: E501
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n</minimax:tool_call>', [("f", {})]),
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": {"text": "a"}}\n{"name": "f", "arguments": {}}\n</tool_call>', [("f", {"text": "a"}), ("f", {})]),  # noqa: E501
         ("glm45", "<tool_call>f\n<arg_key>text</arg_key><arg_value>5</arg_value></tool_call>", [("f", {"text": "5"})]),
         ("kimi_k2", '<|tool_call_begin|>functions.f<|tool_call_argument_begin|>{}<|tool_call_end|>', [("f", {})]),
         ("cohere_command3", '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"text": "a"}},\n    {"tool_call_id": "1", "tool_name": "f", "parameters": {}}\n]<|END_ACTION|>', [("f", {"text": "a"}), ("f", {})]),  # noqa: E501

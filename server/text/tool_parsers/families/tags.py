@@ -22,6 +22,7 @@ TAG_FORMATS = (
         read_tagged(
             f'{_DSML}invoke name="NAME">ARGUMENTS{_DSML_END}invoke>',
             f'{_DSML}parameter name="KEY>VALUE{_DSML_END}parameter>',
+            outer=(f"{_DSML_END}function_calls>", f"{_DSML_END}tool_calls>"),
         ),
         begins=(f"{_DSML}function_calls>", f"{_DSML}tool_calls>"),
         ends=(f"{_DSML_END}function_calls>", f"{_DSML_END}tool_calls>"),
@@ -40,6 +41,7 @@ TAG_FORMATS = (
         read_tagged(
             f'{_GCML}invoke name="NAME">ARGUMENTS{_GCML_END}invoke>',
             f'{_GCML}parameter name="KEY>VALUE{_GCML_END}parameter>',
+            outer=(f"{_GCML_END}tool_calls>",),
         ),
         begins=(f"{_GCML}tool_calls>",),
         ends=(f"{_GCML_END}tool_calls>",),
@@ -56,6 +58,7 @@ TAG_FORMATS = (
         read_tagged(
             '<steptml:invoke name="NAME">ARGUMENTS</steptml:invoke>',
             '<steptml:parameter name="KEY">VALUE</steptml:parameter>',
+            outer=_STEP_ENDS,
         ),
         begins=(_STEP_CALLS, _STEP_CALL),
         inner=(_STEP_CALL, f"function{_STEP_SEP}"),
@@ -72,7 +75,11 @@ TAG_FORMATS = (
     ToolFormat(
         "minimax_m2",
         (("<minimax:tool_call>",), ("minimax:tool_call",)),
-        read_tagged('<invoke name="NAME">ARGUMENTS</invoke>', '<parameter name="KEY>VALUE</parameter>'),
+        read_tagged(
+            '<invoke name="NAME">ARGUMENTS</invoke>',
+            '<parameter name="KEY>VALUE</parameter>',
+            outer=("</minimax:tool_call>",),
+        ),
         begins=("<minimax:tool_call>",),
         ends=("</minimax:tool_call>",),
         bare=('<invoke name="',),
@@ -104,7 +111,11 @@ TAG_FORMATS = (
     ToolFormat(
         "dots",
         (("<dots_function_call>",),),
-        read_tagged('<invoke name="NAME">ARGUMENTS</invoke>', '<parameter name="KEY">VALUE</parameter>'),
+        read_tagged(
+            '<invoke name="NAME">ARGUMENTS</invoke>',
+            '<parameter name="KEY">VALUE</parameter>',
+            outer=("</dots_function_call>",),
+        ),
         begins=("<dots_function_call>",),
         ends=("</dots_function_call>",),
         bare=('<invoke name="',),
@@ -165,7 +176,9 @@ TAG_FORMATS = (
     ToolFormat(
         "seed_oss",
         (("<seed:tool_call>",), ("seed:tool_call",)),
-        read_tagged("<function=NAME>ARGUMENTS</function>", "<parameter=KEY>VALUE</parameter>"),
+        read_tagged(
+            "<function=NAME>ARGUMENTS</function>", "<parameter=KEY>VALUE</parameter>", outer=("</seed:tool_call>",)
+        ),
         begins=("<seed:tool_call>",),
         ends=("</seed:tool_call>",),
         bare=("<function=",),
@@ -178,7 +191,7 @@ TAG_FORMATS = (
     ToolFormat(
         "qwen3_coder",
         (("<function=", "<parameter="),),
-        read_tagged("<function=NAME>ARGUMENTS</function>", "<parameter=KEY>VALUE</parameter>"),
+        read_tagged("<function=NAME>ARGUMENTS</function>", "<parameter=KEY>VALUE</parameter>", outer=("</tool_call>",)),
         begins=("<tool_call>",),
         ends=("</tool_call>",),
         bare=("<function=",),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from server.text.tool_parsers.calls import Calls, Syntax
-from server.text.tool_parsers.source import MAX_HEAD, Reading, TextSource
+from server.text.tool_parsers.source import Reading, TextSource
 
 _WHITE_SPACE = (" ", "\n")
 _CDATA = ("<![CDATA[", "]]>")
@@ -21,42 +22,51 @@ class _Tags(NamedTuple):
     value: str  # before a value, after white space
     value_end: str
     closing: str
+    outer: tuple[str, ...]  # after the last call
     cdata: bool  # whether a value may be marked as CDATA of XML
 
     @property
-    def value_ends(self) -> tuple[str, ...]:
-        """Return the texts that end a value: its own, and what follows that at the start of a line."""
-        return self.value_end, f"\n{self.parameter}", f"\n{self.closing}"
+    def ends(self) -> tuple[str, ...]:
+        """Return the texts that end a call; all but the first are no part of it."""
+        return self.closing, *self.outer
 
 
-def read_tagged(call: str, parameter: str, *, cdata: bool = False) -> Syntax:
+def read_tagged(call: str, parameter: str, *, outer: tuple[str, ...] = (), cdata: bool = False) -> Syntax:
     """Return the reader of calls of a form such as <function=NAME>ARGUMENTS</function>.
 
     `parameter` is the form of an argument, such as <parameter=KEY>VALUE</parameter>. A space after NAME, or between KEY
-    and VALUE, stands for any white space. Models sometimes leave out the text that ends a value: the next parameter or
-    the end of the call, at the start of a line, ends it, too.
+    and VALUE, stands for any white space. Models sometimes leave out the text that ends a value or a call: the next of
+    the tool's parameters or the end of the call, at the start of a line, ends a value, too, and the texts `outer`, with
+    which the last call is followed, end a call.
     """
-    tags = _split_forms(call, parameter, cdata)
+    tags = _split_forms(call, parameter, outer, cdata)
 
     def read(source: TextSource, calls: Calls) -> Reading[None]:
         yield from source.skip_space()
         yield from source.expect(tags.opening)
-        head = yield from _read_up_to(source, tags.name_ends, (tags.parameter, tags.closing))
-        name = head.partition('"')[0].strip()  # further attributes may follow
+        head, end = yield from source.read_until(*tags.name_ends)
+        source.position -= len(end) if end in (tags.parameter, tags.closing) else 0
+        name = _clean(head)
         arguments: dict[str, Any] = {}
         yield from source.skip_space()
-        while (yield from source.expect(tags.parameter, tags.closing)) == tags.parameter:
+        while (found := (yield from source.expect(tags.parameter, *tags.ends))) == tags.parameter:
             key, _ = yield from source.read_until(tags.key_end)
-            key = key.partition('"')[0].strip()
-            value = yield from _read_value(source, tags)
+            key = _clean(key)
+            value = yield from _read_value(source, tags, calls.list_parameters(name, without={*arguments, key}))
             arguments[key] = calls.convert(name, key, value)
             yield from source.skip_space()
+        if found != tags.closing:
+            source.position -= len(found)
         calls.add(name, arguments)
 
     return read
 
 
-def _split_forms(call: str, parameter: str, cdata: bool) -> _Tags:
+def _clean(text: str) -> str:
+    return text.partition('"')[0].strip()  # further attributes may follow
+
+
+def _split_forms(call: str, parameter: str, outer: tuple[str, ...], cdata: bool) -> _Tags:
     """Return the texts between the places of the forms."""
     opening, _, rest = call.partition("NAME")
     name_end, _, closing = rest.partition("ARGUMENTS")
@@ -64,11 +74,14 @@ def _split_forms(call: str, parameter: str, cdata: bool) -> _Tags:
     key_end, _, value_end = rest.partition("VALUE")
     key_end, _, value = key_end.partition(" ")
     name_ends = (name_end,) if name_end != " " else (*_WHITE_SPACE, parameter_opening, closing)
-    return _Tags(opening, name_ends, parameter_opening, key_end, value, value_end, closing, cdata)
+    return _Tags(opening, name_ends, parameter_opening, key_end, value, value_end, closing, outer, cdata)
 
 
-def _read_value(source: TextSource, tags: _Tags) -> Reading[str]:
-    """Read a value and its end, without a line break after its opening tag and one before its closing tag."""
+def _read_value(source: TextSource, tags: _Tags, others: Collection[str] | None) -> Reading[str]:
+    """Read a value and its end, without a line break after its opening tag and one before its closing tag.
+
+    `others` are the parameters that may follow; None if any may.
+    """
     if tags.value:
         yield from source.skip_space()
         yield from source.expect(tags.value)
@@ -77,15 +90,22 @@ def _read_value(source: TextSource, tags: _Tags) -> Reading[str]:
         yield from source.skip_space()
         yield from source.expect(tags.value_end)
         return text
-    text = yield from _read_up_to(source, tags.value_ends, tags.value_ends[1:], limit=None)
+    text, left = "", (f"\n{tags.parameter}", *(f"\n{end}" for end in tags.ends))
+    while True:
+        part, end = yield from source.read_until(tags.value_end, *left, limit=None)
+        text += part
+        if end != left[0] or (yield from _is_parameter(source, tags, others)):
+            break
+        text += end
+    source.position -= len(end) if end in left else 0
     return text.removeprefix("\n").removesuffix("\n")
 
 
-def _read_up_to(
-    source: TextSource, ends: tuple[str, ...], left: tuple[str, ...], *, limit: int | None = MAX_HEAD
-) -> Reading[str]:
-    """Read up to one of these ends, and also the end itself unless it is among those that are `left` to be read."""
-    text, end = yield from source.read_until(*ends, limit=limit)
-    if end in left:
-        source.position -= len(end)
-    return text
+def _is_parameter(source: TextSource, tags: _Tags, others: Collection[str] | None) -> Reading[bool]:
+    """Return whether one of these parameters follows its opening text, and read nothing."""
+    if others is None:
+        return True
+    start = source.position
+    key, end = yield from source.read_until(tags.key_end, "\n", limit=None)
+    source.position = start
+    return end == tags.key_end and _clean(key) in others
