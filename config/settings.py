@@ -6,6 +6,7 @@ strategies: the options of an instance are checked by its kind, in the engine.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import unicodedata
@@ -57,6 +58,21 @@ def _split_words(value: Any) -> Any:
 
 MAX_DEPTH = 16  # maximum depth of tables within tables in a setting's value
 
+
+def _parse_object(value: Any) -> Any:
+    """Return the object of a JSON text; other values as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("should be an object in JSON, such as '{\"enable_thinking\": false}'")
+    return found
+
+
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_parse_object)]  # a flag has it as JSON
 StringList = Annotated[list[str] | None, NoDecode, BeforeValidator(_split_words)]
 
 
@@ -512,6 +528,16 @@ class Settings(BaseSettings):
         "auto",
         description="how the model marks its reasoning: a family's name, as in docs/guide/tools.md; auto: as its chat "
         "template shows; off: reasoning is a part of the content",
+    )
+    default_chat_template_kwargs: JsonObject = Field(
+        {},
+        description="variables of the chat template for requests that do not set them, such as "
+        '{"enable_thinking": false}',
+    )
+    split_special_tokens: bool = Field(
+        False,
+        description="read the texts of special tokens within messages, such as <|im_end|>, as texts like others: users "
+        "cannot end a turn; the chat template's own are special tokens all the same",
     )
     enable_tokenizer_info_endpoint: bool = Field(
         False, description="let GET /tokenizer_info return the tokenizer's configuration and the chat template"

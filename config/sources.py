@@ -20,7 +20,9 @@ log = logging.getLogger(__name__)
 
 ENV_PREFIX = "KVMUX_"
 ENV_FOREIGN = frozenset({"KVMUX_CONFIG"})  # environment variables that the command line reads and that are no settings
-ENV_JSON = frozenset({"KVMUX_STRATEGIES", "KVMUX_RULES", "KVMUX_ROLLOUTS", "KVMUX_KEY_LIMITS"})
+ENV_JSON = frozenset(
+    {"KVMUX_STRATEGIES", "KVMUX_RULES", "KVMUX_ROLLOUTS", "KVMUX_KEY_LIMITS", "KVMUX_DEFAULT_CHAT_TEMPLATE_KWARGS"}
+)
 # New names of renamed settings, by the old names, which users may still write.
 RENAMED = {"max_step_tokens": "max_num_batched_tokens", "max_waiting": "max_queued_requests"}
 # Prefix of the only environment variables that set one value in a table: KVMUX_STRATEGIES__<instance>__<option>.

@@ -32,6 +32,7 @@ from server.engine.ipc.socket_client import SocketClient
 from server.logs import hide_exception_messages
 from server.processes.child_process import STOP_SIGNAL
 from server.processes.heartbeat import WorkerHandles
+from server.text.processes.messages import ChatDefaults
 from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
 from server.text.tokenizer import TokenizerBase
 
@@ -56,7 +57,8 @@ def serve_worker(
     allow_many_connections()
     limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
     grammar_limits = CallLimits(settings.grammar_timeout, parse_bytes(settings.grammar_memory))
-    tokenizer = SandboxedTokenizer(Path(settings.model), limits, grammar_limits)
+    chat = ChatDefaults(settings.split_special_tokens, settings.default_chat_template_kwargs)
+    tokenizer = SandboxedTokenizer(Path(settings.model), limits, grammar_limits, chat=chat)
     if handles is None:
         ApiServer(settings, SocketClient(socket_path), tokenizer).run(sockets=[listening_socket])
         return

@@ -12,7 +12,7 @@ from pydantic import ByteSize
 
 from config.settings import Settings
 from server.models.files.directory import EMBEDDED
-from server.text.chat import has_chat_template
+from server.text.chat.template import has_chat_template
 from server.version import get_version
 
 

@@ -25,6 +25,8 @@ GROUPS = {
         "skip_model_name_validation",
         "tool_call_parser",
         "reasoning_parser",
+        "default_chat_template_kwargs",
+        "split_special_tokens",
         "model_impl",
         "device",
         "dtype",
@@ -96,6 +98,7 @@ METAVARS = {
     "grammar_memory": "SIZE",
     "weights_cache": "FOLDER",
     "rollouts_file": "FILE",
+    "default_chat_template_kwargs": "JSON",
 }
 
 
@@ -140,7 +143,8 @@ def is_scalar(annotation: Any) -> bool:
         return is_scalar(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
         return all(is_scalar(part) for part in get_args(annotation))
-    return get_origin(annotation) is Literal or annotation in (str, int, float, bool, list[str], type(None))
+    scalars = (str, int, float, bool, list[str], dict[str, Any], type(None))  # an object is written as JSON
+    return get_origin(annotation) is Literal or annotation in scalars
 
 
 def _metavar(name: str, field: FieldInfo) -> str:

@@ -6,6 +6,8 @@ take any time and memory; `processes/sandbox_process.py` sets limits. Knows neit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,10 +16,11 @@ import tokenizers
 
 from config.errors import SettingsError
 from server.text.added_tokens import add_tokens
-from server.text.chat import ChatTemplate
+from server.text.chat.special_texts import SpecialTexts
+from server.text.chat.template import RESERVED, ChatTemplate, Message
 from server.text.errors import InfillError, wrap_tokenizer_error
 from server.text.model_files import convert_library_errors, explain_missing_tokenizer
-from server.text.processes.messages import Call, CheckGrammar, Decode, Encode, EncodeChat, Encoded, Infill
+from server.text.processes.messages import Call, ChatDefaults, CheckGrammar, Decode, Encode, EncodeChat, Encoded, Infill
 from server.text.vocabulary import Vocabulary, extract_vocabulary
 
 if TYPE_CHECKING:
@@ -54,8 +57,8 @@ def make_infill_prompt(encoder: Encoder, prefix: str, suffix: str) -> list[int]:
     else:
         raise InfillError("the model has no tokens to fill in the middle: leave suffix out, or use a model for code")
     before = encoder.encode(prefix, add_special_tokens=False)
-    parts = marks | {PREFIX: before, SUFFIX: _encode_continuation(encoder, suffix)}
-    return _find_begin_tokens(encoder) + [token for part in form for token in parts[part]]
+    parts = marks | {PREFIX: before, SUFFIX: encode_continuation(encoder, suffix)}
+    return find_outer_tokens(encoder)[0] + [token for part in form for token in parts[part]]
 
 
 def _find_mark_ids(encoder: Encoder, form: tuple[str, ...]) -> dict[str, list[int]]:
@@ -65,13 +68,14 @@ def _find_mark_ids(encoder: Encoder, form: tuple[str, ...]) -> dict[str, list[in
     return ids if len(ids) == len(marks) else {}
 
 
-def _find_begin_tokens(encoder: Encoder) -> list[int]:
-    """Return the ids of the special tokens that the tokenizer puts before every text."""
+def find_outer_tokens(encoder: Encoder) -> tuple[list[int], list[int]]:
+    """Return the ids of the special tokens that the tokenizer puts before and after every text."""
     plain, whole = [encoder.encode("a", add_special_tokens=special) for special in (False, True)]
-    return whole[: next(i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain)]
+    start = next(i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain)
+    return whole[:start], whole[start + len(plain) :]
 
 
-def _encode_continuation(encoder: Encoder, text: str) -> list[int]:
+def encode_continuation(encoder: Encoder, text: str) -> list[int]:
     """Return the ids of a text that continues another, without the space that SentencePiece puts before a text."""
     ids, before = [encoder.encode(part, add_special_tokens=False) for part in (text, "\n")]
     if not before or not encoder.vocabulary.token_bytes(before[0]).startswith(b" "):
@@ -83,8 +87,18 @@ def _encode_continuation(encoder: Encoder, text: str) -> list[int]:
 class Encoder:
     """A model's tokenizer and chat templates. Switches off the truncation and padding of its `backend`."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, chat: ChatTemplate | None = None) -> None:
-        """Wrap a tokenizer. Raises SettingsError for a tokenizer whose decoder may take any time."""
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        chat: ChatTemplate | None = None,
+        defaults: ChatDefaults = ChatDefaults(),  # noqa: B008, as it is immutable
+    ) -> None:
+        """Wrap a tokenizer.
+
+        Raises SettingsError for a tokenizer whose decoder may take any time, and for reserved names of variables.
+        """
+        if reserved := sorted(RESERVED & defaults.default_chat_template_kwargs.keys()):
+            raise SettingsError(f"default_chat_template_kwargs: {', '.join(reserved)} cannot be a variable of its own")
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -93,10 +107,12 @@ class Encoder:
             extract_vocabulary(backend), template_source=self.chat_template.sources
         )
         self.vocabulary = Vocabulary(self.vocabulary_data)
+        self._default_variables = defaults.default_chat_template_kwargs
+        self._special_texts = SpecialTexts(backend) if defaults.split_special_tokens else None
         self._grammar_checker: GrammarChecker | None = None
 
     @classmethod
-    def from_directory(cls, directory: Path) -> Encoder:
+    def from_directory(cls, directory: Path, defaults: ChatDefaults = ChatDefaults()) -> Encoder:  # noqa: B008
         """Load the tokenizer of a model's directory. Raises SettingsError if there is none, or it cannot be used."""
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -105,7 +121,7 @@ class Encoder:
         with convert_library_errors(f"model: {file} is not a tokenizer this server can read"):
             backend = tokenizers.Tokenizer.from_file(str(file))
             add_tokens(backend, directory)
-            return cls(backend, chat)
+            return cls(backend, chat, defaults)
 
     def answer(self, call: Call) -> Encoded:
         """Return the ids or text that `call` (Encode, ...) asks for. Raises TextRefused if there are none."""
@@ -140,13 +156,25 @@ class Encoder:
         return self._grammar_checker
 
     def _encode_chat(self, call: EncodeChat) -> Encoded:
-        text = self.chat_template.render_strict(
-            call.messages,
-            call.max_length,
+        if self._special_texts is None:
+            text = self._render(call, call.messages, call.max_length)
+            return Encoded(self.encode(text, add_special_tokens=call.add_special_tokens), text)
+        marked = self._special_texts.mark(call.messages)
+        parts = marked.split(self._render(call, marked.messages, call.max_length + marked.num_added_characters))
+        ids = [
+            self.encode(parts[0], add_special_tokens=False),
+            *(encode_continuation(self, each) for each in parts[1:]),
+        ]
+        begin, end = find_outer_tokens(self) if call.add_special_tokens else ([], [])
+        return Encoded([*begin, *chain.from_iterable(ids), *end], "".join(parts))
+
+    def _render(self, call: EncodeChat, messages: Sequence[Message], max_length: int) -> str:
+        return self.chat_template.render_strict(
+            messages,
+            max_length,
             add_generation_prompt=call.add_generation_prompt,
             continue_final_message=call.continue_final_message,
             tools=call.tools,
             documents=call.documents,
-            **call.variables,
+            **self._default_variables | call.variables,
         )
-        return Encoded(self.encode(text, add_special_tokens=call.add_special_tokens), text)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import tokenizers
 
 from server.grammar.constraint import Constraint
-from server.text.chat import ChatTemplate
+from server.text.chat.template import ChatTemplate
 from server.text.encoder import Encoder
 from server.text.model_files import get_token_text, read_json_object, read_special_tokens
 from server.text.processes.messages import Call, CheckGrammar, Decode, Encode, EncodeChat, Encoded, Infill

@@ -18,7 +18,7 @@ import pytest
 from config.settings import Settings
 from server.api.worker import ApiServer
 from server.engine.ipc.socket_client import SocketClient
-from server.text.chat import ChatTemplate
+from server.text.chat.template import ChatTemplate
 from server.text.encoder import Encoder
 from server.text.tokenizer import Tokenizer, TokenizerBase
 from tests.api.fake_engine import FakeEngine, generates

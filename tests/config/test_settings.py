@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,16 @@ def test_sources_merge_key_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     settings = load_toml(tmp_path, '[strategies.ring]\nkind = "sliding_window"\nwindow = 256\nlimit = "50%"')
     ring = settings.strategies["ring"]
     assert (ring.kind, ring.limit, ring.options) == ("sliding_window", "50%", {"window": 512, "sinks": 4})
+
+
+def test_an_object_may_be_a_table_or_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kwargs = {"enable_thinking": False, "names": ["a"]}
+    toml = 'default_chat_template_kwargs = {enable_thinking = false, names = ["a"]}'
+    assert load_toml(tmp_path, toml).default_chat_template_kwargs == kwargs
+    text = json.dumps(kwargs)
+    assert load_settings(None, {"default_chat_template_kwargs": text}).default_chat_template_kwargs == kwargs
+    set_env(monkeypatch, {"KVMUX_DEFAULT_CHAT_TEMPLATE_KWARGS": text})
+    assert load_settings(None, {}).default_chat_template_kwargs == kwargs
 
 
 def test_tables_may_be_json_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +176,8 @@ def test_a_file_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
         ("drain_seconds = nan", "drain_seconds (from {file}): "),
         ("num_speculative_tokens = 17", "num_speculative_tokens (from {file}): should be 16 or less"),
         ("num_speculative_tokens = 3\nmax_speculative_tokens = 2", "num_speculative_tokens 3 is more than max_specul"),
+        *((f"default_chat_template_kwargs = '{text}'", "default_chat_template_kwargs (from {file}): should be an ob")
+          for text in ("x", "[1]", "", "[" * 10_000)),
         ("port = ", "{file} is not TOML: "),
     ],
 )  # fmt: skip
@@ -187,6 +200,7 @@ def test_mistakes_in_the_file(tmp_path: Path, toml: str, message: str) -> None:
         ({"KVMUX_API_KEYS": ""}, "api_keys (from the environment, KVMUX_API_KEYS): should be a word, or several"),
         ({"KVMUX_API_KEYS": "long-enough,"}, "api_keys (from the environment, KVMUX_API_KEYS): should be a word"),
         ({"KVMUX_RULES": "paged"}, "KVMUX_RULES is not JSON"),
+        ({"KVMUX_DEFAULT_CHAT_TEMPLATE_KWARGS": "x"}, "KVMUX_DEFAULT_CHAT_TEMPLATE_KWARGS is not JSON"),
         ({"KVMUX_STRATEGIES": "{"}, "KVMUX_STRATEGIES is not JSON"),
         ({"KVMUX_STRATEGIES": "[]"}, "strategies (from the environment, KVMUX_STRATEGIES): should be a table"),
         (

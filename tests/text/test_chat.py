@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from config.errors import SettingsError
 from server.models.formats.gguf_file import read_header
-from server.text.chat import ChatTemplate, ChatTemplateError
+from server.text.chat.template import ChatTemplate, ChatTemplateError
 from server.text.errors import TextTooLong
 from server.text.gguf_tokenizer import make_tokenizer
 from server.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from server.text.chat import ChatTemplate, ChatTemplateError
+from server.text.chat.template import ChatTemplate, ChatTemplateError
 from server.text.tool_parsers.formats import find_tool_format
 from server.text.tool_parsers.harmony import HarmonyParser
 from server.text.tool_parsers.message_parser import MessageParser

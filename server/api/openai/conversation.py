@@ -25,7 +25,7 @@ from server.api.http.errors import ApiError
 from server.api.http.json_body import MAX_VALUES, Body, FieldNotes, count_values, get_field_notes
 from server.api.openai.request_models import MAX_NAME_LENGTH, Ignored, LongList, Unsupported, allow_only
 from server.api.openai.tools.definitions import Tools
-from server.text.chat import RESERVED
+from server.text.chat.template import RESERVED
 from server.text.errors import TextRefused
 from server.text.processes.messages import EncodeChat, Encoded
 from server.text.tokenizer import TokenizerBase

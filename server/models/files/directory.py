@@ -24,7 +24,8 @@ EMBEDDED = {"tiny": Path(__file__).parents[1] / "tiny"}
 def resolve_model_settings(settings: Settings) -> Settings:
     """Return settings whose `model` is its directory, with model_name filled in. Raises ModelError as `locate` does."""
     directory = locate(settings.model, settings.revision, allow_symlinks=settings.allow_symlinks)
-    name = settings.model if _is_on_hub(settings.model) else directory.resolve().name
+    real = directory.resolve()
+    name = settings.model if _is_on_hub(settings.model) else hub.find_name(real) or real.name
     known = {"model": str(directory), "revision": None, "model_name": settings.model_name or name}
     return settings.model_copy(update=known)
 

@@ -34,6 +34,12 @@ def fetch_model(model: str, revision: str | None = None) -> Path:
     return _choose_gguf_file(repo, directory, file)
 
 
+def find_name(directory: Path) -> str | None:
+    """Return owner/name of a directory models--OWNER--NAME/snapshots/REVISION of the cache; None for others."""
+    kind, *names = directory.parent.parent.name.split("--")
+    return "/".join(names) if kind == "models" and names and directory.parent.name == "snapshots" else None
+
+
 def _choose_gguf_file(repo: str, directory: Path, wanted: str) -> Path:
     """Return the file whose name is `wanted`, or has it as a word: the first part, if it is in several."""
     word = re.compile(rf"(^|[-._/]){re.escape(wanted.removesuffix(SUFFIX))}([-./]|$)", re.IGNORECASE)

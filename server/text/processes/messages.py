@@ -25,6 +25,13 @@ class VocabularyData(msgspec.Struct, frozen=True):
 
 
 # ---------------------------------------------------------------- to the process
+class ChatDefaults(msgspec.Struct, frozen=True):
+    """How conversations become prompts: the settings of the same names, of which docs/reference/settings.md tells."""
+
+    split_special_tokens: bool = False
+    default_chat_template_kwargs: dict[str, Any] = {}  # a call's own variables have precedence
+
+
 class Start(msgspec.Struct, frozen=True):
     """The first message to the process: what it loads, and the limits of loading and of calls."""
 
@@ -35,6 +42,7 @@ class Start(msgspec.Struct, frozen=True):
     with_vocabulary: bool  # whether the process sends the vocabulary after loading
     stack: int = 0  # most bytes of the stack in calls; 0: as many as the system allows
     load_seconds: float = 120.0  # most CPU time of loading, in seconds
+    chat: ChatDefaults = ChatDefaults()
 
 
 class Encode(msgspec.Struct, frozen=True):

@@ -33,6 +33,7 @@ from server.text.processes.messages import (
     REFUSAL_ERRORS,
     Answer,
     Call,
+    ChatDefaults,
     CheckGrammar,
     EncodeChat,
     Encoded,
@@ -78,6 +79,7 @@ class SandboxedTokenizer(TokenizerBase):
         limits: CallLimits,
         grammar_limits: CallLimits = DEFAULT_GRAMMAR_LIMITS,
         *,
+        chat: ChatDefaults = ChatDefaults(),  # noqa: B008, as it is immutable
         linger: float = LINGER,
         stall_seconds: float = STALL_SECONDS,
     ) -> None:
@@ -89,7 +91,9 @@ class SandboxedTokenizer(TokenizerBase):
         path = str(directory.resolve())
         self._limits, self._grammar_limits = limits, grammar_limits
         short = CallLimits(min(SHORT_TIME, limits.seconds), min(SHORT_MEMORY, limits.memory))
-        first = TextProcess(_make_start_message(path, short, with_vocabulary=True), stall_seconds=stall_seconds)
+        first = TextProcess(
+            _make_start_message(path, short, with_vocabulary=True, chat=chat), stall_seconds=stall_seconds
+        )
         try:
             vocabulary = first.wait_for_vocabulary()
             super().__init__(vocabulary)
@@ -102,8 +106,8 @@ class SandboxedTokenizer(TokenizerBase):
             return CallQueue(start_process, MAX_QUEUED_CALLS, MAX_QUEUED_BYTES, process=process, linger=linger)
 
         tokens = msgspec.msgpack.encode(vocabulary)
-        self._short = make_queue(_make_start_message(path, short), process=first)
-        self._long = make_queue(_make_start_message(path, limits), linger=linger)
+        self._short = make_queue(_make_start_message(path, short, chat=chat), process=first)
+        self._long = make_queue(_make_start_message(path, limits, chat=chat), linger=linger)
         self._grammars = make_queue(_make_start_message(tokens, grammar_limits, stack=GRAMMAR_STACK))
         self._checks = GrammarCheckCache(self._check_grammar)
 
@@ -185,9 +189,14 @@ def serialize_call(call: Call) -> bytes:
 
 
 def _make_start_message(
-    source: str | bytes, limits: CallLimits, *, with_vocabulary: bool = False, stack: int = 0
+    source: str | bytes,
+    limits: CallLimits,
+    *,
+    with_vocabulary: bool = False,
+    stack: int = 0,
+    chat: ChatDefaults = ChatDefaults(),  # noqa: B008
 ) -> Start:
-    return Start(source, limits.seconds, limits.memory, LOAD_MEMORY, with_vocabulary, stack)
+    return Start(source, limits.seconds, limits.memory, LOAD_MEMORY, with_vocabulary, stack, chat=chat)
 
 
 def load_vocabulary(directory: Path) -> VocabularyData:

@@ -32,6 +32,7 @@ from server.text.processes.messages import (
     Answer,
     Broken,
     Call,
+    ChatDefaults,
     CheckGrammar,
     Encoded,
     ProcessMessage,
@@ -106,7 +107,7 @@ def load(start: Start) -> Loaded | Broken:
     """Return what answers calls, or Broken with the reason if the model's files or tokens cannot be used."""
     name = f"the tokenizer in {start.source}" if isinstance(start.source, str) else "the table of the tokens"
     try:
-        return load_encoder(start.source) if isinstance(start.source, str) else load_checker(start.source)
+        return load_encoder(start.source, start.chat) if isinstance(start.source, str) else load_checker(start.source)
     except SettingsError as error:
         return Broken(str(error))
     except MemoryError:
@@ -115,9 +116,9 @@ def load(start: Start) -> Loaded | Broken:
         return Broken(f"model: {name} cannot be read: {type(error).__name__}: {error}")
 
 
-def load_encoder(directory: str) -> Loaded:
+def load_encoder(directory: str, chat: ChatDefaults) -> Loaded:
     """Return the tokenizer of a model's directory."""
-    encoder = Encoder.from_directory(Path(directory))
+    encoder = Encoder.from_directory(Path(directory), chat)
     return Loaded(encoder.answer, encoder.vocabulary_data)
 
 

@@ -15,7 +15,7 @@ from server.api.openai.chat import ChatRequest
 from server.api.openai.completions import CompletionRequest
 from server.api.openai.conversation import PART_FIELDS, AssistantToolCall, Function, Message
 from server.engine.ipc.messages import Submit
-from server.text.chat import ChatTemplate
+from server.text.chat.template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from tests.api.conftest import ADMIN_TOKEN, running_api
 from tests.api.fake_engine import FakeEngine, generates

@@ -244,6 +244,11 @@ def test_names_clients_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     save_random_model("llama", tmp_path / "mine")
     settings = resolve_model_settings(load_settings(None, {"model": str(tmp_path / "mine")}))
     assert settings.model_names == ["mine"]
+    snapshot = tmp_path / "hub/models--acme--tiny-2.5/snapshots" / ("a" * 40)
+    save_random_model("llama", snapshot)
+    (tmp_path / "link").symlink_to(snapshot)
+    for path in (snapshot, tmp_path / "link"):
+        assert resolve_model_settings(load_settings(None, {"model": str(path)})).model_names == ["acme/tiny-2.5"]
     file = write_gguf(gguf_model("llama"), tmp_path / "yours.gguf")
     assert resolve_model_settings(load_settings(None, {"model": str(file)})).model_names == ["yours"]
     assert resolve_model_settings(load_settings(None, {})).model_names == ["tiny"]

@@ -24,7 +24,7 @@ from config.errors import SettingsError
 from server.grammar.constraint import Constraint
 from server.text.errors import GrammarError, TextLimitError, TextRefused, TextUnavailable, TokenizerError
 from server.text.processes import sandbox
-from server.text.processes.messages import Encode, EncodeChat, Start
+from server.text.processes.messages import ChatDefaults, Encode, EncodeChat, Start
 from server.text.processes.sandbox import CallLimits, CallQueue, SandboxedTokenizer
 from server.text.processes.text_process import MODULE, ProcessFailed, TextProcess, make_environment
 from server.text.tokenizer import Tokenizer, TokenizerBase
@@ -112,6 +112,18 @@ def test_the_same_as_in_this_process(tmp_path: Path, kind: str) -> None:
         assert False not in [found for found in theirs if isinstance(found, bool)]
 
     run(directory, WIDE, compare)
+
+
+def test_defaults_of_chats_count_for_short_and_long_ones(tmp_path: Path) -> None:
+    directory = save_tokenizer(tmp_path, byte_level(), "{{ messages[0].content }}{{ end }}</s>")
+
+    async def use(tokenizer: SandboxedTokenizer) -> None:
+        for content in ("</s>", "</s>" * 3000):
+            found = await tokenizer.encode_chat(EncodeChat([{"role": "user", "content": content}], 100_000))
+            assert found.text == f"{content}!</s>"
+            assert found.ids.count(1) == 1
+
+    run(directory, WIDE, use, chat=ChatDefaults(split_special_tokens=True, default_chat_template_kwargs={"end": "!"}))
 
 
 async def refusal(call: Coroutine[Any, Any, Any]) -> tuple[str, str, str | None]:
@@ -291,7 +303,7 @@ def test_it_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
 import asyncio, os, sys
 from pathlib import Path
 from server.text.processes import sandbox
-from server.text.processes.messages import EncodeChat
+from server.text.processes.messages import ChatDefaults, EncodeChat
 
 async def main():
     async with sandbox.SandboxedTokenizer(Path(sys.argv[1]), sandbox.CallLimits(1.0, 2**28)) as tokenizer:

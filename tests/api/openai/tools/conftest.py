@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from server.engine.ipc.messages import Submit
-from server.text.chat import ChatTemplate
+from server.text.chat.template import ChatTemplate
 from server.text.tokenizer import Tokenizer
 from server.text.vocabulary import Vocabulary
 from tests.api.conftest import running_api

@@ -19,8 +19,8 @@ import jinja2
 from jinja2.meta import find_undeclared_variables
 
 from config.errors import SettingsError
-from server.text.call_style import CallStyle, find_call_style
-from server.text.chat_environment import find_compared_texts, make_environment, reads_content_parts
+from server.text.chat.call_style import CallStyle, find_call_style
+from server.text.chat.environment import find_compared_texts, make_environment, reads_content_parts
 from server.text.errors import ChatTemplateError, TextTooLong, shorten_message
 from server.text.model_files import read_json_object, read_special_tokens
 from server.text.tool_parsers.formats import find_tool_format
