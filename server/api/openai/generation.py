@@ -16,6 +16,7 @@ import msgspec
 
 from server.api.http.errors import ApiError, make_engine_error
 from server.api.openai.generation_job import B, Job, Serving
+from server.api.openai.tools.message_format import MessageSplitter
 from server.engine.ipc.client import Stream
 from server.engine.ipc.messages import (
     Admitted,
@@ -32,7 +33,6 @@ from server.records import RequestRecord
 from server.text.output import Detokenizer, OutputText, OutputToken
 from server.text.tokenizer import TokenizerBase
 from server.text.tool_parsers.calls import ToolCall, merge_calls
-from server.text.tool_parsers.message_parser import MessageParser
 
 T = TypeVar("T")
 
@@ -122,7 +122,7 @@ class Generation(Generic[B]):
         self._deadlines = serving.deadlines
         self._stream: Stream
         self._outputs: list[OutputText] = []
-        self._parsers: list[MessageParser] = []  # by choice; empty if the texts are not split
+        self._splitters: list[MessageSplitter] = []  # by choice; empty if the texts are not split
         self._held_deltas: dict[int, OutputDelta] = {}  # by choice: tokens of which a parser has shown nothing yet
         self._choice_by_request_id = {submit.request_id: index for index, submit in enumerate(job.submits)}
         # By choice: log-probabilities of tokens whose text was not returned yet.
@@ -148,7 +148,9 @@ class Generation(Generic[B]):
         async with self._client.stream(self.job.submits) as self._stream:
             self.submit_time = time.monotonic()
             self._outputs = self._make_output_texts()
-            self._parsers = self._make_parsers()
+            if (parsing := self.job.parsing) is not None:
+                prompts = map(self.job.get_prompt, range(len(self.job.submits)))
+                self._splitters = [parsing.make_splitter(prompt.text) for prompt in prompts]
             with self._limit_time():
                 yield
 
@@ -165,10 +167,6 @@ class Generation(Generic[B]):
             )
             for submit in self.job.submits
         ]
-
-    def _make_parsers(self) -> list[MessageParser]:
-        parsing, choices = self.job.parsing, range(len(self.job.submits))
-        return [] if parsing is None else [parsing.make_parser(self.job.get_prompt(i).text) for i in choices]
 
     @contextlib.contextmanager
     def _limit_time(self) -> Iterator[None]:
@@ -205,6 +203,10 @@ class Generation(Generic[B]):
     @property
     def completion_tokens(self) -> int:
         return sum(output.num_tokens for output in self._outputs)
+
+    def get_reasoning_tokens(self, choice: int) -> int:
+        """Return how many tokens of a choice so far were reasoning."""
+        return self._splitters[choice].num_reasoning_tokens if self._splitters else 0
 
     @property
     def cached_tokens(self) -> int:
@@ -380,18 +382,17 @@ class Generation(Generic[B]):
         """
         if self.job.parsing is None:
             return delta
-        parser, ends = self._parsers[delta.choice], delta.finish_reason is not None
-        parts = [parser.push(delta.text), parser.finish()] if ends else [parser.push(delta.text)]
-        reasoning = "".join(part.reasoning for part in parts) if self.job.parsing.include_reasoning else ""
+        splitter, ends = self._splitters[delta.choice], delta.finish_reason is not None
+        part = splitter.push(delta.text, delta.tokens, ends=ends)
         if (held := self._held_deltas.pop(delta.choice, None)) is not None:
             held.tokens.extend(delta.tokens)
             held.logprobs.extend(delta.logprobs)
             delta = delta._replace(tokens=held.tokens, logprobs=held.logprobs)
         delta = delta._replace(
-            text="".join(part.content for part in parts),
-            reasoning=reasoning,
-            tool_calls=merge_calls(call for part in parts for call in part.tool_calls),
-            finish_reason="tool_calls" if delta.finish_reason == "stop" and parser.calls.count else delta.finish_reason,
+            text=part.content,
+            reasoning=part.reasoning,
+            tool_calls=part.tool_calls,
+            finish_reason="tool_calls" if delta.finish_reason == "stop" and splitter.has_calls else delta.finish_reason,
         )
         if ends or delta.text or delta.reasoning or delta.tool_calls:
             return delta

@@ -6,7 +6,7 @@ An endpoint gives a `Format`: two pure functions that make its response. Knows n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple
 
 import msgspec
@@ -22,6 +22,7 @@ from server.api.openai.response_models import (
     ChatAnswer,
     Choice,
     CompletionChoice,
+    CompletionTokensDetails,
     Explanation,
     GenerationResponse,
     KVCacheChoice,
@@ -155,17 +156,21 @@ def make_chunk_fields(delta: OutputDelta | None, generation: Generation[B]) -> d
 
 def _compute_usage(generation: Generation[B]) -> Usage:
     """Return the usage of all prompts and choices, up to now."""
-    return _make_usage(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens)
+    tokens = generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens
+    return _make_usage(generation, range(len(generation.job.submits)), *tokens)
 
 
 def _compute_usage_so_far(delta: OutputDelta, generation: Generation[B]) -> Usage:
     """Return the usage of one choice and its prompt, up to the end of the delta; as in vLLM."""
-    prompt = len(generation.job.get_prompt(delta.choice).ids)
-    return _make_usage(prompt, delta.num_tokens, generation.get_cached_tokens(delta.choice))
+    prompt, cached = len(generation.job.get_prompt(delta.choice).ids), generation.get_cached_tokens(delta.choice)
+    return _make_usage(generation, [delta.choice], prompt, delta.num_tokens, cached)
 
 
-def _make_usage(prompt: int, completion: int, cached: int) -> Usage:
-    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+def _make_usage(generation: Generation[B], choices: Iterable[int], prompt: int, completion: int, cached: int) -> Usage:
+    usage = Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+    if generation.job.parsing is not None and generation.job.parsing.format.reasoning is not None:
+        usage.completion_tokens_details = CompletionTokensDetails(sum(map(generation.get_reasoning_tokens, choices)))
+    return usage
 
 
 def _make_kv_cache_choice(generation: Generation[B]) -> KVCacheChoice:

@@ -57,8 +57,8 @@ class HarmonyParser(MessageParser):
             if self.calls.count > count:
                 return self.end_certain_call()
             self.budget -= max(self.source.position, self.source.furthest) - start
-            self.source.position = start + len(marker)
-            return self.add_text(marker)
+            self.source.position = start
+            return self.take_text(start + len(marker))
         channel = _CHANNEL.search(marker + header)
         is_reasoning = channel is not None and channel[1] == "analysis" and self.reasoning is not None
         self.switch("reasoning" if is_reasoning else "content")

@@ -57,6 +57,7 @@ class MessageParser:
             on_call=self._add_call,
         )
         self.channel: Channel = "reasoning" if reasoning_is_open else "content"
+        self.reasoning_spans: list[tuple[int, int]] = []  # first character and end of each part of the reasoning
         self._text: dict[Channel, list[str]] = {"content": [], "reasoning": []}
         self._calls: list[ToolCall] = []
         self._space = ""  # white space that belongs to the message only if text of the same channel follows
@@ -132,13 +133,12 @@ class MessageParser:
         while True:
             if (found := self.source.find(markers)) is not None and not self.source.may_become(found[0], markers):
                 at, marker = found
-                self.add_text(self.source.slice(self.source.position, at))
+                self.take_text(at)
                 self.source.position = at + len(marker)
                 return marker
             rest = self.source.slice(self.source.position)
             held = 0 if self.source.ended else measure_partial_marker(rest, markers)
-            self.add_text(rest[: len(rest) - held])
-            self.source.position += len(rest) - held
+            self.take_text(self.source.position + len(rest) - held)
             self.source.forget_read()
             if self.source.ended:
                 return None
@@ -154,8 +154,8 @@ class MessageParser:
             if self.calls.count > count:
                 return self.end_certain_call()
             self.budget -= max(self.source.position, self.source.furthest) - start
-            self.source.position = start + len(marker)
-            return self.add_text(marker)
+            self.source.position = start
+            return self.take_text(start + len(marker))
         self.switch("content")
         self._is_at_start = True
         while self.tools.ends:
@@ -187,6 +187,16 @@ class MessageParser:
         yield from (tools.read_bare or tools.read)(self.source, self.calls)
 
     # ------------------------------------------------------------ what was read
+    def take_text(self, end: int) -> None:
+        """Read text of the channel, up to an index of the source."""
+        start, self.source.position = self.source.position, end
+        if self.channel == "reasoning" and end > start:
+            first, behind = (self.source.num_forgotten + index for index in (start, end))
+            if self.reasoning_spans and self.reasoning_spans[-1][1] == first:
+                first, _ = self.reasoning_spans.pop()
+            self.reasoning_spans.append((first, behind))
+        self.add_text(self.source.slice(start, end))
+
     def add_text(self, text: str) -> None:
         """Add text of the channel, without white space at the beginning and the end of reasoning, and around calls."""
         if self._strips:

@@ -34,6 +34,7 @@ class TextSource:
 
     def __init__(self) -> None:
         self.position = 0
+        self.num_forgotten = 0  # number of characters before those that are kept
         self.furthest = 0  # up to where it was looked at
         self.kept = 0  # up to where it is a part of calls that are certain
         self.ended = False  # whether no more text follows
@@ -60,6 +61,7 @@ class TextSource:
     def forget_read(self) -> None:
         """Drop the text before the position, which becomes 0."""
         self._text = self._text[self.position :]
+        self.num_forgotten += self.position
         self.position = self.furthest = self.kept = 0
 
     def wait(self) -> Reading[None]:

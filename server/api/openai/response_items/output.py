@@ -203,7 +203,7 @@ class _ResponseWriter:
             "temperature": body.temperature,
             "top_p": body.top_p,
             "tools": [tool.model_dump() for tool in body.tools],
-            "tool_choice": body.tool_choice or ("auto" if body.tools else "none"),
+            "tool_choice": body.tool_choice or "auto",
             "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
@@ -215,15 +215,16 @@ class _ResponseWriter:
             "kv_cache": fields["kv_cache"],
         }
 
-    def _make_usage(self, usage: Usage) -> Json:
-        """Return the usage; how many tokens were reasoning is not known if some were."""
-        has_reasoning = any(item["type"] == "reasoning" for item in self._items)
+    @staticmethod
+    def _make_usage(usage: Usage) -> Json:
+        cached, details = usage.prompt_tokens_details.cached_tokens, usage.completion_tokens_details
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},  # writing costs nothing here
             "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": details.reasoning_tokens if details else 0},
             "total_tokens": usage.total_tokens,
-        } | ({} if has_reasoning else {"output_tokens_details": {"reasoning_tokens": 0}})
+        }
 
 
 def _find_status(finish_reason: str | None) -> str:

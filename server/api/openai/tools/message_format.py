@@ -5,17 +5,19 @@ The families' formats are chosen by settings, or by the model's chat templates. 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
 from config.errors import SettingsError
-from server.text.tool_parsers.calls import Schemas
+from server.text.output import OutputToken
+from server.text.tool_parsers.calls import Schemas, merge_calls
 from server.text.tool_parsers.formats import find_tool_format, list_tool_formats
 from server.text.tool_parsers.harmony import HarmonyParser
 from server.text.tool_parsers.message_grammar import MessageOutline, ReasoningState, make_message_grammar
-from server.text.tool_parsers.message_parser import MessageParser
+from server.text.tool_parsers.message_parser import MessageDelta, MessageParser
 from server.text.tool_parsers.reasoning import (
     HARMONY_MARKERS,
     ReasoningFormat,
@@ -128,6 +130,10 @@ class MessageParsing:
             calls_come_first=self.constrains_content,
         )
 
+    def make_splitter(self, prompt: str) -> MessageSplitter:
+        """Return what splits the message that follows the prompt."""
+        return MessageSplitter(self.make_parser(prompt), includes_reasoning=self.include_reasoning)
+
     def find_misread(self, contents: Iterable[str], prompt: str) -> str | None:
         """Return the first of these contents that a parser would not return unchanged; None if there is none.
 
@@ -151,3 +157,33 @@ class MessageParsing:
             return HARMONY_FINAL
         reasoning = self.format.reasoning
         return reasoning.closing[0] if reasoning is not None and reasoning.is_open(prompt) else ""
+
+
+class MessageSplitter:
+    """Splits one message as it arrives, and counts the tokens of its reasoning."""
+
+    def __init__(self, parser: MessageParser, *, includes_reasoning: bool) -> None:
+        """Split by `parser`; the reasoning is left out unless it `includes_reasoning`."""
+        self._parser = parser
+        self._includes_reasoning = includes_reasoning
+        self._offsets: list[int] = []  # of the tokens, in the text
+
+    def push(self, text: str, tokens: Sequence[OutputToken], *, ends: bool) -> MessageDelta:
+        """Add text, and the tokens that begin in it; return what is certain then: with `ends`, the whole rest."""
+        self._offsets += [token.offset for token in tokens] if self._parser.reasoning is not None else []
+        parts = [self._parser.push(text), self._parser.finish()] if ends else [self._parser.push(text)]
+        return MessageDelta(
+            "".join(part.content for part in parts),
+            "".join(part.reasoning for part in parts) if self._includes_reasoning else "",
+            merge_calls(call for part in parts for call in part.tool_calls),
+        )
+
+    @property
+    def has_calls(self) -> bool:
+        return self._parser.calls.count > 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The number of tokens so far that were reasoning, without the markers around it, as in vLLM."""
+        spans = self._parser.reasoning_spans
+        return sum(bisect_left(self._offsets, end) - bisect_left(self._offsets, start) for start, end in spans)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 from openai.types.responses import ToolChoiceAllowed
 from pydantic import BaseModel
@@ -46,6 +47,18 @@ def test_a_text(qwen: ToolServer) -> None:
     assert response.usage is not None
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
     assert "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>" in prompt_of(qwen)
+
+
+@pytest.mark.parametrize("text", ["Hello!", f"<think>Hm.</think>I look.\n{CALL}"])
+def test_every_field_is_as_openai_declares_it(qwen: ToolServer, text: str) -> None:
+    """By the validation of OpenAI's own client, which is off by default."""
+    qwen.says(text)
+    url = qwen.client.base_url
+    with openai.OpenAI(base_url=url, api_key="-", max_retries=0, _strict_response_validation=True) as strict:
+        response = strict.responses.create(model="tiny", input="Hi", tools=[TOOL])
+        assert response.usage is not None
+        assert (response.usage.output_tokens_details.reasoning_tokens > 0) == ("think" in text)
+        assert strict.responses.create(model="tiny", input="Hi").tool_choice == "auto"
 
 
 def test_a_call_and_its_output(qwen: ToolServer) -> None:

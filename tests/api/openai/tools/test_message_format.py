@@ -81,3 +81,51 @@ def test_reasoning_that_the_prompt_begins() -> None:
         (choice,) = server.client.chat.completions.create(model="tiny", messages=MESSAGES).choices
         message: Any = choice.message
         assert (message.reasoning, message.content) == ("Hm.", "Yes.")
+
+
+# ---------------------------------------------------------------- how many tokens were reasoning
+def count_tokens_between(server: ToolServer, text: str, opening: str, closing: str) -> int:
+    """Count the tokens that begin after one text and before another one, or the end; each character is a byte here."""
+    start = text.index(opening) + len(opening)
+    end = text.find(closing, start) if closing in text[start:] else len(text)
+    begins, length = [], 0
+    for token in server.encode(text):
+        begins.append(length)
+        length += len(server.decode([token]))
+    return sum(start <= at < end for at in begins)
+
+
+@pytest.mark.parametrize(
+    ("template", "opening", "closing", "text"),
+    [
+        ("qwen3", "<think>", "</think>", "<think>\nHm, hello <tool> world.\n</think>\n\nYes."),
+        ("qwen3", "<think>", "</think>", "<think>never </ends"),
+        ("deepseek_r1_distill", "", "</think>", "Hm.\n</think>\n\nYes."),
+        ("gpt_oss", "<|message|>", "<|end|>", "<|channel|>analysis<|message|>Hm hello.<|end|>"
+         "<|start|>assistant<|channel|>final<|message|>Yes."),
+    ],
+)  # fmt: skip
+def test_tokens_of_the_reasoning_are_counted(template: str, opening: str, closing: str, text: str) -> None:
+    with serving_tools(template) as server:
+        server.says(text, "length")
+        expected = count_tokens_between(server, text, opening, closing)
+        assert expected > 0
+        for fields in ({}, {"include_reasoning": False}):
+            usage = server.chat(**fields).json()["usage"]
+            assert usage["completion_tokens_details"] == {"reasoning_tokens": expected}
+        several = server.chat(n=3).json()["usage"]
+        assert several["completion_tokens_details"]["reasoning_tokens"] == 3 * expected
+        chunks = chunks_of(
+            server.chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+        )
+        counts = [chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in chunks]
+        assert counts == sorted(counts)
+        assert counts[-1] == expected
+
+
+def test_without_reasoning_no_token_is_counted(qwen: ToolServer) -> None:
+    qwen.says("Yes.")
+    assert qwen.chat().json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+    with serving_tools("qwen3", reasoning_parser="off") as server:
+        server.says("<think>Hm.</think>Yes.")
+        assert "completion_tokens_details" not in server.chat().json()["usage"]
