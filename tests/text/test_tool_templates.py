@@ -103,7 +103,7 @@ TOOLS: list[dict[str, Any]] = [
         },
     },
 ]
-CALLS = [("get_weather", {"city": 'Z\u00fcrich "a" <b>\n{x}', "days": 3}), ("get_time", {"zone": "CET"})]
+CALLS = [("get_weather", {"city": '\nZ\u00fcrich "a" <b>\n{x}\n', "days": 3}), ("get_time", {"zone": "CET"})]
 
 
 def call(number: int, name: str, arguments: Any) -> dict[str, Any]:

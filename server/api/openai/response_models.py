@@ -167,11 +167,13 @@ class ChatChunkChoice(Choice, kw_only=True):
 class ChatAnswer(GenerationResponse, kw_only=True):
     """A chat's response or chunk: with the prompt's fields outside of the choices, as in vLLM."""
 
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
 
 
 class ChatCompletion(ChatAnswer, kw_only=True):
+    prompt_token_ids: list[int] | UnsetType | None = None  # vLLM's clients read both without asking whether they exist
+    prompt_logprobs: PromptLogprobs | UnsetType | None = None
     choices: list[ChatChoice]
     object: Literal["chat.completion"] = "chat.completion"
 

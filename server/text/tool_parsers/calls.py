@@ -11,7 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from server.text.tool_parsers.source import NotACall, Reading, TextSource
-from server.text.tool_parsers.values import convert_quoted_text, convert_text, dump_json, is_tool_name, load_json
+from server.text.tool_parsers.values import (
+    convert_quoted_text,
+    convert_text,
+    convert_value,
+    dump_json,
+    is_tool_name,
+    load_json,
+)
 
 Schemas = Mapping[str, Mapping[str, Any]]  # by a tool's name, the JSON schema of its parameters
 ALPHANUMERIC = string.ascii_letters + string.digits
@@ -108,9 +115,9 @@ class Calls:
         """Return the value of a parameter of a tool whose texts are marked as such."""
         return convert_quoted_text(value, key, self.schemas.get(name, {})) if isinstance(value, str) else value
 
-    def convert(self, name: str, key: str, text: str) -> Any:
-        """Return the value that a text stands for as a parameter of a tool."""
-        return convert_text(text, key, self.schemas.get(name, {}))
+    def convert(self, name: str, key: str, text: str, *, is_json: bool = False) -> Any:
+        """Return the value that a text stands for as a parameter of a tool: by its schema, or as JSON."""
+        return convert_value(text, set()) if is_json else convert_text(text, key, self.schemas.get(name, {}))
 
 
 Syntax: TypeAlias = Callable[[TextSource, Calls], Reading[None]]  # a reader of calls

@@ -299,6 +299,7 @@ TAGGED = {  # values are text between tags
     "solar_open2",
     "step3",
 }
+OWN_LINES = {"qwen3_coder"}  # line breaks around values are no part of them
 PYTHONIC = {"lfm2", "llama4_pythonic", "olmo3"}  # names are those of Python
 GEMMA = {"gemma4", "functiongemma"}  # keys are bare
 ELEMENTS = {"minimax_m3"}  # keys are names of tags

@@ -177,7 +177,9 @@ TAG_FORMATS = (
         "seed_oss",
         (("<seed:tool_call>",), ("seed:tool_call",)),
         read_tagged(
-            "<function=NAME>ARGUMENTS</function>", "<parameter=KEY>VALUE</parameter>", outer=("</seed:tool_call>",)
+            "<function=NAME>ARGUMENTS</function>",
+            "<parameter=KEY>VALUE</parameter>",
+            outer=("</seed:tool_call>",),
         ),
         begins=("<seed:tool_call>",),
         ends=("</seed:tool_call>",),
@@ -191,7 +193,12 @@ TAG_FORMATS = (
     ToolFormat(
         "qwen3_coder",
         (("<function=", "<parameter="),),
-        read_tagged("<function=NAME>ARGUMENTS</function>", "<parameter=KEY>VALUE</parameter>", outer=("</tool_call>",)),
+        read_tagged(
+            "<function=NAME>ARGUMENTS</function>",
+            "<parameter=KEY>VALUE</parameter>",
+            outer=("</tool_call>",),
+            own_lines=True,
+        ),
         begins=("<tool_call>",),
         ends=("</tool_call>",),
         bare=("<function=",),

@@ -22,8 +22,9 @@ class _Tags(NamedTuple):
     value: str  # before a value, after white space
     value_end: str
     closing: str
-    outer: tuple[str, ...]  # after the last call
-    cdata: bool  # whether a value may be marked as CDATA of XML
+    outer: tuple[str, ...] = ()  # after the last call
+    cdata: bool = False  # whether a value may be marked as CDATA of XML
+    own_lines: bool = False  # whether a value stands on lines of its own
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -31,15 +32,19 @@ class _Tags(NamedTuple):
         return self.closing, *self.outer
 
 
-def read_tagged(call: str, parameter: str, *, outer: tuple[str, ...] = (), cdata: bool = False) -> Syntax:
+def read_tagged(
+    call: str, parameter: str, *, outer: tuple[str, ...] = (), cdata: bool = False, own_lines: bool = False
+) -> Syntax:
     """Return the reader of calls of a form such as <function=NAME>ARGUMENTS</function>.
 
     `parameter` is the form of an argument, such as <parameter=KEY>VALUE</parameter>. A space after NAME, or between KEY
-    and VALUE, stands for any white space. Models sometimes leave out the text that ends a value or a call: the next of
-    the tool's parameters or the end of the call, at the start of a line, ends a value, too, and the texts `outer`, with
-    which the last call is followed, end a call.
+    and VALUE, stands for any white space. With `own_lines` the line breaks around a value are no part of it. With an
+    attribute string="false" after KEY it is JSON, whatever the tool's schema says.
+
+    Models sometimes leave out the text that ends a value or a call: the next of the tool's parameters or the end of the
+    call, at the start of a line, ends a value, too, and the texts `outer`, which follow the last call, end a call.
     """
-    tags = _split_forms(call, parameter, outer, cdata)
+    tags = _split_forms(call, parameter)._replace(outer=outer, cdata=cdata, own_lines=own_lines)
 
     def read(source: TextSource, calls: Calls) -> Reading[None]:
         yield from source.skip_space()
@@ -50,10 +55,10 @@ def read_tagged(call: str, parameter: str, *, outer: tuple[str, ...] = (), cdata
         arguments: dict[str, Any] = {}
         yield from source.skip_space()
         while (found := (yield from source.expect(tags.parameter, *tags.ends))) == tags.parameter:
-            key, _ = yield from source.read_until(tags.key_end)
-            key = _clean(key)
+            head, _ = yield from source.read_until(tags.key_end)
+            key = _clean(head)
             value = yield from _read_value(source, tags, calls.list_parameters(name, without={*arguments, key}))
-            arguments[key] = calls.convert(name, key, value)
+            arguments[key] = calls.convert(name, key, value, is_json='string="false"' in head)
             yield from source.skip_space()
         if found != tags.closing:
             source.position -= len(found)
@@ -66,7 +71,7 @@ def _clean(text: str) -> str:
     return text.partition('"')[0].strip()  # further attributes may follow
 
 
-def _split_forms(call: str, parameter: str, outer: tuple[str, ...], cdata: bool) -> _Tags:
+def _split_forms(call: str, parameter: str) -> _Tags:
     """Return the texts between the places of the forms."""
     opening, _, rest = call.partition("NAME")
     name_end, _, closing = rest.partition("ARGUMENTS")
@@ -74,11 +79,11 @@ def _split_forms(call: str, parameter: str, outer: tuple[str, ...], cdata: bool)
     key_end, _, value_end = rest.partition("VALUE")
     key_end, _, value = key_end.partition(" ")
     name_ends = (name_end,) if name_end != " " else (*_WHITE_SPACE, parameter_opening, closing)
-    return _Tags(opening, name_ends, parameter_opening, key_end, value, value_end, closing, outer, cdata)
+    return _Tags(opening, name_ends, parameter_opening, key_end, value, value_end, closing)
 
 
 def _read_value(source: TextSource, tags: _Tags, others: Collection[str] | None) -> Reading[str]:
-    """Read a value and its end, without a line break after its opening tag and one before its closing tag.
+    """Read a value and its end.
 
     `others` are the parameters that may follow; None if any may.
     """
@@ -98,7 +103,7 @@ def _read_value(source: TextSource, tags: _Tags, others: Collection[str] | None)
             break
         text += end
     source.position -= len(end) if end in left else 0
-    return text.removeprefix("\n").removesuffix("\n")
+    return text.removeprefix("\n").removesuffix("\n") if tags.own_lines else text
 
 
 def _is_parameter(source: TextSource, tags: _Tags, others: Collection[str] | None) -> Reading[bool]:
