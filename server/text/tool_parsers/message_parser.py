@@ -151,11 +151,13 @@ class MessageParser:
         try:
             yield from self._read_call(self.tools, marker, start)
         except NotACall:
-            if self.calls.count > count:
-                return self.end_certain_call()
-            self.budget -= max(self.source.position, self.source.furthest) - start
-            self.source.position = start
-            return self.take_text(start + len(marker))
+            if self.calls.count == count:
+                self.budget -= max(self.source.position, self.source.furthest) - start
+                self.source.position = start
+                return self.take_text(start + len(marker))
+            self.end_certain_call()
+            if not self.tools.ends or (yield from self.source.accept(*self.tools.ends)) is None:
+                return None
         self.switch("content")
         self._is_at_start = True
         while self.tools.ends:

@@ -149,22 +149,28 @@ class TextSource:
         """Let what was read be a part of a call, whatever follows."""
         self.kept = self.position
 
-    def read_brackets_in_parts(self, take: Callable[[str], None]) -> Reading[None]:
+    def read_brackets_in_parts(self, take: Callable[[str], None], ends: tuple[str, ...] = ()) -> Reading[None]:
         """Read a JSON text as `read_brackets` does, but give it to `take` and keep it as it arrives.
 
-        Raises NotACall at a bracket that is wrong, and at the end of the text, after the part before it.
+        Raises NotACall at a bracket that is wrong, at the first of the texts `ends`, which JSON cannot have in it, and
+        at the end of the text, after the part before it.
         """
         scan, escape = BracketScan(_JSON_SIGNS), StringEscaper()
         scan.at, end = self.position, None
         while end is None:
+            marker = self.find(ends)
+            held = measure_partial_marker(self._text, ends) if marker is None and not self.ended else 0
+            behind = len(self._text) - held if marker is None else marker[0]
             try:
-                end = scan.find_end(self._text)
+                end = scan.find_end(self._text, behind)
             finally:
-                known = min(scan.at if end is not None or not scan.is_wrong else scan.at - 1, len(self._text))
+                known = min(scan.at if end is not None or not scan.is_wrong else scan.at - 1, behind)
                 take(escape.push(self._text[self.position : known]))
                 self.position = known
                 self.keep()
             if end is None:
+                if marker is not None:
+                    raise NotACall
                 yield from self.wait()
 
     def skip_to_closing(self, bracket: str) -> Reading[None]:
@@ -209,9 +215,13 @@ class BracketScan:
         self._quote = ""  # the quote that will end a string; empty outside of strings
         self.at = 0  # up to where the text was looked at
 
-    def find_end(self, text: str) -> int | None:
-        """Return the index after the closing bracket; None if it has not come yet. Raises NotACall for a wrong one."""
-        while (found := self._signs.search(text, self.at)) is not None:
+    def find_end(self, text: str, behind: int | None = None) -> int | None:
+        """Return the index after the closing bracket; None if it is not before `behind`, the end of the text if None.
+
+        Raises NotACall for a wrong bracket.
+        """
+        behind = len(text) if behind is None else behind
+        while (found := self._signs.search(text, self.at, behind)) is not None:
             sign, self.at = found[0], found.end()
             if sign == "\\":
                 self.at += 1  # the character after it, which may have yet to come, has no meaning
@@ -227,7 +237,7 @@ class BracketScan:
                 self._refuse()
             elif not self._open:
                 return self.at
-        self.at = max(self.at, len(text))
+        self.at = max(self.at, behind)
         return None
 
     def _refuse(self) -> NoReturn:

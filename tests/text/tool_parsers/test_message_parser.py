@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from server.text.tool_parsers.calls import merge_calls
 from server.text.tool_parsers.formats import TOOL_FORMATS, list_tool_formats
 from server.text.tool_parsers.message_parser import MAX_REREAD, MessageParser
 from server.text.tool_parsers.reasoning import list_reasoning_formats
@@ -351,6 +352,29 @@ def test_python_calls_after_reasoning() -> None:
 
 
 # ---------------------------------------------------------------- single formats
+@pytest.mark.parametrize(
+    ("family", "broken", "right"),
+    [
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}"
+         "<|tool_call_end|>", "<|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+         "<|tool_calls_section_end|>"),
+        ("deepseek_v31", "<\uff5ctool\u2581calls\u2581begin\uff5c><\uff5ctool\u2581call\u2581begin\uff5c>f"
+         "<\uff5ctool\u2581sep\uff5c>{}<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581call\u2581begin"
+         "\uff5c>f<\uff5ctool\u2581sep\uff5c>{}<\uff5ctool\u2581call\u2581end\uff5c><\uff5ctool\u2581calls\u2581end"
+         "\uff5c>"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("arguments", ['{"x": bad', '{"x": "a', '{"x": {', '{"x": "a\\'])
+def test_malformed_arguments_end_with_their_call(family: str, broken: str, right: str, arguments: str) -> None:
+    text = broken.replace("{}", arguments) + right.replace("{}", '{"text": "a"}')
+    for pieces in ([text], list(text)):
+        parser = make_parser(family)
+        parts = [*map(parser.push, pieces), parser.finish()]
+        calls = merge_calls(call for part in parts for call in part.tool_calls)
+        assert [(call.name, call.arguments) for call in calls] == [("f", arguments), ("f", '{"text": "a"}')]
+        assert not any(part.content for part in parts)
+
+
 @pytest.mark.parametrize(
     ("family", "text", "calls"),
     [

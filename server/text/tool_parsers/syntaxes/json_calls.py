@@ -159,13 +159,16 @@ def _read_named_object(source: TextSource, calls: Calls) -> Reading[None]:
     source.keep()
 
 
-def read_arguments(source: TextSource, calls: Calls, name: str) -> Reading[None]:
-    """Read the arguments of a call, a JSON object; for a name that is a tool's, they are passed on in parts."""
+def read_arguments(source: TextSource, calls: Calls, name: str, ends: tuple[str, ...] = ()) -> Reading[None]:
+    """Read the arguments of a call, a JSON object; for a name that is a tool's, they are passed on in parts.
+
+    Malformed ones end at the first of the texts `ends`.
+    """
     yield from source.skip_space()
     if name in calls.schemas and (yield from source.accept("{")) is not None:
         source.position -= 1
         calls.begin(name)
-        yield from source.read_brackets_in_parts(calls.extend)
+        yield from source.read_brackets_in_parts(calls.extend, ends)
     else:
         calls.add(name, load_json((yield from source.read_brackets())))
         source.keep()
@@ -203,7 +206,7 @@ def read_deepseek(source: TextSource, calls: Calls) -> Reading[None]:
         name, _ = yield from source.read_until("\n")
         yield from source.skip_space()
         yield from source.expect("```json", "```")
-    yield from read_arguments(source, calls, name.strip())
+    yield from read_arguments(source, calls, name.strip(), ("<\uff5ctool\u2581call\u2581end\uff5c>",))
     if is_block:
         yield from source.skip_space()
         yield from source.accept("```")
@@ -213,4 +216,4 @@ def read_kimi(source: TextSource, calls: Calls) -> Reading[None]:
     """Read a call of Kimi K2, whose id has the name in it: `functions.NAME:0`."""
     call_id, _ = yield from source.read_until("<|tool_call_argument_begin|>")
     name = call_id.strip().rpartition(":")[0] or call_id.strip()
-    yield from read_arguments(source, calls, name.removeprefix("functions."))
+    yield from read_arguments(source, calls, name.removeprefix("functions."), ("<|tool_call_end|>",))
