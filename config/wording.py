@@ -6,10 +6,11 @@ The only place where errors of pydantic become messages. Callers name the field,
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
 from datetime import date, time
 from typing import Any
 
+MAX_VALUES = 5  # of several that are wrong
 MAX_VALUE_LENGTH = 60  # maximum number of characters of a value in an error
 
 _NOUNS = {  # what a value should be, by the first word of pydantic's error type, such as int_parsing
@@ -98,6 +99,12 @@ def _measure(value: Any) -> str:
 
 
 # ---------------------------------------------------------------- values
+def format_values(values: Sequence[Any]) -> str:
+    """Return some values, and how many more there are, for an error message."""
+    shown = ", ".join(map(format_value, values[:MAX_VALUES]))
+    return shown if len(values) <= MAX_VALUES else f"{shown} and {len(values) - MAX_VALUES:,} more"
+
+
 def format_value(value: Any) -> str:
     """Return a value as JSON for an error message; an empty, nested or large value is only described by its type."""
     match value:

@@ -7,9 +7,12 @@ llguidance reads all numbers as float64, turns bounds of integers into int64, re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any
+
+from config.wording import format_value
 
 MAX_DEPTH = 128  # most objects and arrays within each other in a schema; llguidance reads hardly more
 # The formats that llguidance knows
@@ -27,28 +30,48 @@ OF_LISTS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
 OF_SCHEMAS = frozenset({"items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains"})
 MAY_BE_NULL = frozenset({"const", "default", "example", "examples"})  # members whose null is a value
 
+TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+
 Note = Callable[[str], None]
+
+
+class SchemaError(ValueError):
+    """A schema that cannot be read; the message begins with the keys of what is wrong in it."""
+
+    def __init__(self, problem: str, *path: str) -> None:
+        super().__init__(f"{'.'.join(path)}: {problem}" if path else problem)
+        self.problem, self.path = problem, path
+
+
+@contextmanager
+def _within(*keys: str) -> Iterator[None]:
+    """Put these keys before the path of a SchemaError."""
+    try:
+        yield
+    except SchemaError as error:
+        raise SchemaError(error.problem, *keys, *error.path) from None
 
 
 def adapt_schema(schema: Any, note_ignored: Note = lambda _: None) -> Any:
     """Return the adapted schema, an object or a boolean; `note_ignored` gets each format that has no effect.
 
     Bounds that float64 or int64 cannot hold are moved inwards, which leaves out a few numbers or those beyond 64 bits.
-    Raises ValueError for a schema that is nested too deeply, and for numbers that would not be written as they are.
+    Raises SchemaError for a schema that is nested too deeply or has a type that JSON does not have, and for numbers
+    that would not be written as they are.
     """
     check_depth(schema)
     return _adapt(schema, note_ignored)
 
 
 def check_depth(schema: Any) -> None:
-    """Raise ValueError for a schema that is nested too deeply to be written as JSON, however full the stack is."""
+    """Raise SchemaError for a schema that is nested too deeply to be written as JSON, however full the stack is."""
     level: list[Any] = [schema]
     for _ in range(MAX_DEPTH + 1):
         level = [each for each in level if isinstance(each, dict | list)]
         if not level:
             return
         level = [value for each in level for value in (each.values() if isinstance(each, dict) else each)]
-    raise ValueError("the schema is nested too deeply; move parts of it into $defs")
+    raise SchemaError("the schema is nested too deeply; move parts of it into $defs")
 
 
 def _adapt(schema: Any, note_ignored: Note) -> Any:
@@ -61,25 +84,38 @@ def _adapt(schema: Any, note_ignored: Note) -> Any:
         if key == "format" and isinstance(value, str) and value not in FORMATS:
             note_ignored(f"format: {value}")
             continue
-        if key in OF_NAMES and isinstance(value, dict):
-            value = {name: _adapt(each, note_ignored) for name, each in value.items()}
-        elif key in OF_LISTS | OF_SCHEMAS and isinstance(value, list):
-            value = [_adapt(each, note_ignored) for each in value]
-        elif key in OF_SCHEMAS:
-            value = _adapt(value, note_ignored)
-        elif key in ("const", "enum"):
-            _check_exact(value)
-        adapted[key] = value
+        with _within(key):
+            adapted[key] = _adapt_member(key, value, note_ignored)
     return adapted | _adapt_bounds(adapted)
 
 
+def _adapt_member(key: str, value: Any, note_ignored: Note) -> Any:
+    if key in OF_NAMES and isinstance(value, dict):
+        parts = {}
+        for name, each in value.items():
+            with _within(name):
+                parts[name] = _adapt(each, note_ignored)
+        return parts
+    if key in OF_LISTS | OF_SCHEMAS and isinstance(value, list):
+        return [_adapt(each, note_ignored) for each in value]
+    if key in OF_SCHEMAS:
+        return _adapt(value, note_ignored)
+    if key in ("const", "enum"):
+        _check_exact(value)
+    elif key == "type":
+        for name in value if isinstance(value, list) else [value]:
+            if not isinstance(name, str) or name not in TYPES:
+                raise SchemaError(f"{format_value(name)} is no type of JSON; the types are {', '.join(sorted(TYPES))}")
+    return value
+
+
 def _check_exact(value: Any) -> None:
-    """Raise ValueError for a value with a number that float64 cannot hold, so that another one would be written."""
+    """Raise SchemaError for a value with a number that float64 cannot hold, so that another one would be written."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             _check_exact(each)
     elif type(value) is int and (not _is_exact(value) or value == -(2**63)):  # of which llguidance takes the magnitude
-        raise ValueError(f"the number {value} has too many digits to be written exactly; make it a string")
+        raise SchemaError(f"the number {value} has too many digits to be written exactly; make it a string")
 
 
 def _is_exact(number: int) -> bool:
@@ -97,7 +133,7 @@ def _adapt_bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
     least = {key: _move_up(bound, whole=whole, beyond=key in EXCLUSIVE) for key, bound in lower.items()}
     most = {key: -_move_up(-bound, whole=whole, beyond=key in EXCLUSIVE) for key, bound in upper.items()}
     if lower and upper and max(least.values()) > min(most.values()) and max(lower.values()) <= min(upper.values()):
-        raise ValueError(
+        raise SchemaError(
             f"no number from {max(lower.values())} to {min(upper.values())} can be written exactly; make it a string"
         )
     if not most and any(bound >= LONGEST for bound in least.values()):
@@ -115,10 +151,10 @@ def _move_up(bound: float, *, whole: bool, beyond: bool) -> float:
     """Return the least bound from this one on, or beyond it, that llguidance holds.
 
     It writes `whole` numbers as they are, and others in 17 digits. Where float64 has gaps, it may take a number as
-    inclusive that is exclusive. Raises ValueError if there is none.
+    inclusive that is exclusive. Raises SchemaError if there is none.
     """
     if bound > MOST:
-        raise ValueError(f"a bound of {bound} is beyond 64 bits; make the number a string in the schema")
+        raise SchemaError(f"a bound of {bound} is beyond 64 bits; make the number a string in the schema")
     if bound < -MOST:
         return -MOST
     if abs(bound) < GAPS:

@@ -54,7 +54,13 @@ from server.api.openai.responses import (
     set_choice_fields,
     set_prompt_fields,
 )
-from server.api.openai.structured.check import check_constraint, check_content, check_readable, get_constraint
+from server.api.openai.structured.check import (
+    check_constraint,
+    check_content,
+    check_each_schema,
+    check_readable,
+    get_constraint,
+)
 from server.api.openai.tools.definitions import (
     Tool,
     ToolChoice,
@@ -210,9 +216,14 @@ async def make_grammar(serving: Serving, body: ChatRequest, constraint: Constrai
     frame = format.make_grammar(MessageOutline(kind, schemas, body.may_call_several, reasoning))
     if frame is None:
         return None
-    if constraint is None or kind in ("calls", "text with calls"):
-        return await check_constraint(serving, Constraint("lark", frame, "tools"))
-    return await check_content(serving, frame, constraint, frame_param="tools" if schemas else None)
+    try:
+        if constraint is None or kind in ("calls", "text with calls"):
+            return await check_constraint(serving, Constraint("lark", frame, "tools"))
+        return await check_content(serving, frame, constraint, frame_param="tools" if schemas else None)
+    except ApiError as error:
+        if error.param == "tools":
+            await check_each_schema(serving, schemas, error)
+        raise
 
 
 def choose_kind(body: ChatRequest, constraint: Constraint | None) -> MessageKind | None:

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from config.wording import format_value
+from config.wording import format_values
 from server.api.http.api_keys import LimitsByKey, get_tenant
 from server.api.http.errors import ApiError
 from server.api.openai.request_models import INT64, CacheRequest, GenerationRequest, SamplingRequest
@@ -240,8 +240,8 @@ def check_num_logprobs(sampling: SamplingParams, prompts: Sequence[PromptTokens]
 def check_ids(ids: Sequence[int], hello: Hello, param: str) -> None:
     """Raise ApiError for token ids outside of the model's vocabulary; `param` is their field in the body."""
     if ids and not 0 <= min(ids) <= max(ids) < hello.vocab_size:
-        wrong = min(ids) if min(ids) < 0 else max(ids)
-        message = f"{param}: token ids should be from 0 to {hello.vocab_size - 1}, not {format_value(wrong)}"
+        wrong = [token for token in ids if not 0 <= token < hello.vocab_size]
+        message = f"{param}: token ids should be from 0 to {hello.vocab_size - 1}, not {format_values(wrong)}"
         raise ApiError(400, message, param=param)
 
 

@@ -22,7 +22,7 @@ from pydantic import (
 
 from config.settings import MAX_DRAFT_TOKENS
 from config.units import Duration
-from config.wording import format_value
+from config.wording import format_value, format_values
 from server.api.http.json_body import Body, DecodedIds, ReadAs, limit_members
 from server.api.openai.structured.models import StructuredRequest
 from server.engine.ipc.messages import SamplingParams
@@ -60,7 +60,7 @@ def _parse_token_id_keys(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if wrong := [key for key in value if not (key.isascii() and key.isdigit() and len(key) < 10)]:
-        raise ValueError(f"should have token ids for keys, not {format_value(wrong[0])}")
+        raise ValueError(f"should have token ids for keys, not {format_values(wrong)}")
     return {int(key): bias for key, bias in value.items()}
 
 

@@ -107,6 +107,14 @@ def test_fields_of_the_prompt_are_sent_once(engine: FakeEngine, http: httpx.Clie
     assert [choice["token_ids"] for choice in whole["choices"]] == [encode("hi")] * 2
 
 
+def test_fields_of_the_prompt_that_were_not_asked_for_are_null(
+    engine: FakeEngine, openai_client: openai.OpenAI
+) -> None:
+    """So clients of vLLM read them; chunks do not have them."""
+    result: Any = openai_client.chat.completions.create(model="tiny", messages=MESSAGES)
+    assert (result.prompt_logprobs, result.prompt_token_ids) == (None, None)
+
+
 def test_the_first_chunk_has_the_fields_of_the_prompt_whichever_choice_comes_first(
     engine: FakeEngine, http: httpx.Client, encode: Encode
 ) -> None:

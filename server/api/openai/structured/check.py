@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from config.wording import format_value
 from server.api.http.errors import ApiError
 from server.api.openai.generation_job import Serving
 from server.api.openai.tools.message_format import MessageParsing
-from server.grammar.constraint import Constraint, ConstraintKind, constrain_content
+from server.grammar.constraint import Constraint, ConstraintKind, constrain_content, constrain_to_schema
 from server.records import ConstraintName, ConstraintRefusal
 from server.text.errors import TextRefused, TextUnavailable
 
@@ -63,6 +64,17 @@ async def check_constraint(serving: Serving, constraint: Constraint) -> str:
     grammar = await _check(serving, constraint)
     serving.counts.constraints[NAMES[constraint.kind]] += 1
     return grammar
+
+
+async def check_each_schema(serving: Serving, schemas: Mapping[str, Mapping[str, Any]], error: ApiError) -> None:
+    """Raise ApiError, which names the tool, if one of the schemas of all tools is the cause of an error."""
+    for name, schema in schemas.items() if find_reason(error.code) == "invalid" else ():
+        constraint = constrain_to_schema(schema, f"tools: parameters of {format_value(name)}")
+        try:
+            await serving.tokenizer.check_grammar(constraint)
+        except TextRefused as refused:
+            message, logged = f"{constraint.param}: {refused}", "tools: a schema cannot be used"
+            raise ApiError(400, message, param="tools", code=refused.code, log_message=logged) from None
 
 
 async def _check(serving: Serving, constraint: Constraint) -> str:

@@ -12,7 +12,7 @@ from config.wording import format_value
 from server.api.http.errors import ApiError
 from server.api.http.json_body import Body
 from server.api.openai.request_models import Ignored, LongList
-from server.grammar.json_schema import adapt_schema
+from server.grammar.json_schema import SchemaError, adapt_schema
 
 MAX_DESCRIPTION_LENGTH = 2**17  # characters; the context of most models has room for less
 TOOL_NAME = r"^[A-Za-z0-9_./:-]{1,128}$"
@@ -159,10 +159,13 @@ def check_choice(choice: ToolChoice | None, tools: Sequence[Tool]) -> None:
 
 def adapt_schemas(tools: Sequence[Tool]) -> Mapping[str, Mapping[str, Any]]:
     """Return the schemas of all tools as a grammar reads them, by name. Raises ApiError if one cannot be read."""
-    try:
-        return {name: adapt_schema(schema) for name, schema in get_schemas(tools).items()}
-    except ValueError as error:
-        raise ApiError(400, f"tools: {error}", param="tools") from None
+    adapted = {}
+    for name, schema in get_schemas(tools).items():
+        try:
+            adapted[name] = adapt_schema(schema)
+        except SchemaError as error:
+            raise ApiError(400, f"tools: parameters of {format_value(name)}: {error}", param="tools") from None
+    return adapted
 
 
 def get_schemas(tools: Sequence[Tool]) -> Mapping[str, Mapping[str, Any]]:

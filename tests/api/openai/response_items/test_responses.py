@@ -205,7 +205,7 @@ def test_a_text_by_a_schema(qwen: ToolServer) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the earlier items"),
         ({"n": 2}, "n", "not supported"),
         ({"background": True}, "background", "not supported"),
-        ({"text": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "text.format", "type"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "text.format.schema", "5 is no type"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
         ({"max_output_tokens": 0}, "max_output_tokens", "1"),
         ({"inptu": "x"}, "inptu", "did you mean input"),

@@ -17,6 +17,12 @@ from tests.api.openai.tools.tool_chats import (
 from tests.api.payloads import error_of
 
 
+def wrong(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with a parameter, a list of what this schema says."""
+    parameters = {"type": "object", "properties": {"x": {"type": "array", "items": schema}}}
+    return {"type": "function", "function": {"name": "wrong", "parameters": parameters}}
+
+
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
@@ -31,6 +37,9 @@ from tests.api.payloads import error_of
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters", "an object"),  # noqa: E501
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools[0].function.parameters", "schema of an object"),  # noqa: E501
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"required": 5}}}]}, "tools[0].function.parameters", "list of names"),  # noqa: E501
+        ({"tools": [TOOL, wrong({"type": "unknown"})], "tool_choice": "required"}, "tools", 'parameters of "wrong": properties.x.items.type: "unknown" is no type of JSON'),  # noqa: E501
+        ({"tools": [TOOL, wrong({"$ref": "#/$defs/none"})], "tool_choice": "required"}, "tools", 'of "wrong": '),
+        ({"tools": [TOOL, wrong({"pattern": "("})], "response_format": {"type": "json_object"}}, "tools", 'parameters of "wrong": '),  # noqa: E501
         ({"tool_choice": "sometimes"}, "tool_choice", "should be"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "should be"),
         ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}}, "tool_choice", "none of the tools"),
