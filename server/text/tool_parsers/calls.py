@@ -16,6 +16,7 @@ from server.text.tool_parsers.values import (
     convert_text,
     convert_value,
     dump_json,
+    fits_schema,
     is_tool_name,
     load_json,
 )
@@ -105,6 +106,11 @@ class Calls:
         if self._parallel or not self.count:
             self._on_call(ToolCall(self._make_id(name, self.count), self.count, name, arguments))
         self.count += 1
+
+    def fits(self, name: Any, arguments: Any) -> bool:
+        """Return whether these are the name of a tool and arguments whose keys and types its schema accepts."""
+        schema = self.schemas.get(name) if isinstance(name, str) else None
+        return schema is not None and fits_schema(arguments or {}, schema)
 
     def list_parameters(self, name: str, without: Collection[str]) -> set[str] | None:
         """Return the names of a tool's parameters, but for some; None if its schema does not name any."""

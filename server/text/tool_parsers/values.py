@@ -76,7 +76,7 @@ def convert_value(text: str, types: set[str]) -> Any:
         value = _PYTHON_WORDS[text.strip()] if text.strip() in _PYTHON_WORDS else load_json(text)
     except NotACall:
         return text if not types or "string" in types else _load_loosely(text, types)
-    if not types or _get_type(value) in types or (_get_type(value) == "integer" and "number" in types):
+    if _is_of(value, types):
         return value
     return text if "string" in types else value
 
@@ -111,6 +111,23 @@ def convert_quoted_text(text: str, key: str, schema: Mapping[str, Any]) -> Any:
     if isinstance(properties, Mapping) and "string" in find_types(properties.get(key), schema):
         return text
     return convert_text(text, key, schema)
+
+
+def fits_schema(arguments: Any, schema: Mapping[str, Any]) -> bool:
+    """Return whether arguments are an object with the keys and types of values that a tool's schema demands."""
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(arguments, dict) or not all(key in arguments for key in required):
+        return False
+    if schema.get("additionalProperties", True) is False and not arguments.keys() <= properties.keys():
+        return False
+    types = {key: find_types(properties[key], schema) for key in arguments.keys() & properties.keys()}
+    return all(_is_of(arguments[key], allowed) for key, allowed in types.items())
+
+
+def _is_of(value: Any, types: set[str]) -> bool:
+    """Return whether a value is of one of these JSON types; without types, of any."""
+    found = _get_type(value)
+    return not types or found in types or (found == "integer" and "number" in types)
 
 
 def _get_type(value: Any) -> str:

@@ -6,14 +6,15 @@ from server.text.tool_parsers.calls import make_kimi_id, make_mistral_id
 from server.text.tool_parsers.reasoning import HARMONY_MARKERS
 from server.text.tool_parsers.syntaxes.json_calls import (
     read_bare_json,
-    read_bare_or_fenced_json,
     read_deepseek,
     read_json,
+    read_json_objects,
     read_json_until,
     read_kimi,
     read_mistral,
     read_name_and_json,
     read_named_objects,
+    read_only_json,
 )
 from server.text.tool_parsers.tool_format import CallForm, ToolFormat, make_list_form
 
@@ -186,11 +187,12 @@ JSON_FORMATS = (
     ToolFormat(
         "hermes",
         (("<tool_call>",),),
-        read_json,
+        read_json_objects,
         begins=("<tool_call>",),
         ends=("</tool_call>",),
         bare=("```", "{"),
-        read_bare=read_bare_or_fenced_json,
+        read_bare=read_only_json,
+        bare_at_start=True,
         form=CallForm(f"<tool_call>\n{_OBJECT}\n</tool_call>"),
         aliases=("qwen25", "qwen3", "granite4", "ernie45", "trinity"),
     ),

@@ -25,24 +25,45 @@ def read_json(source: TextSource, calls: Calls) -> Reading[None]:
     yield from _read_objects(source, calls, only_known=False)
 
 
+def read_json_objects(source: TextSource, calls: Calls) -> Reading[None]:
+    """Read JSON objects with name and arguments, or lists of them, one after another."""
+    yield from read_json(source, calls)
+    yield from source.skip_space()
+    while source.slice(source.position, source.position + 1) == "{":
+        yield from read_json(source, calls)
+        yield from source.skip_space()
+
+
 def read_bare_json(source: TextSource, calls: Calls) -> Reading[None]:
     """Read what `read_json` does where no marker is before it; all names must be those of tools."""
     yield from source.expect_beginning(_FIRST_KEY, _BEFORE_FIRST_KEY)
     yield from _read_objects(source, calls, only_known=True)
 
 
-def read_bare_or_fenced_json(source: TextSource, calls: Calls) -> Reading[None]:
-    """Read what `read_bare_json` does, also in a Markdown block of code, in which Qwen2.5-Coder puts its calls."""
-    if (yield from source.accept("```json", "```")) is None:
-        return (yield from read_bare_json(source, calls))
-    following: str | None = "{"
-    while following == "{":  # a block may have several calls
+def read_only_json(source: TextSource, calls: Calls) -> Reading[None]:
+    """Read calls without a marker that are all of the rest of a message, also in one Markdown block of code.
+
+    Qwen2.5-Coder writes its calls so. Their names must be those of tools and their arguments fit the schemas: who asks
+    for JSON gets text.
+    """
+    is_fenced = (yield from source.accept("```json", "```")) is not None
+    yield from source.skip_space()
+    yield from source.expect_beginning(_FIRST_KEY, _BEFORE_FIRST_KEY)
+    found: list[tuple[Any, Any]] = []
+    while source.slice(source.position, source.position + 1) in ("{", "["):
+        value = load_json((yield from source.read_brackets()))
+        for each in value if isinstance(value, list) else [value]:
+            name, arguments = split_call(each)
+            if not _has_only_members_of_calls(each) or not calls.fits(name, arguments):
+                raise NotACall
+            found.append((name, arguments))
         yield from source.skip_space()
-        yield from read_bare_json(source, calls)
+    if is_fenced:
+        yield from source.expect("```")
         yield from source.skip_space()
-        following = yield from source.accept("```", "{")
-        source.position -= following == "{"
-    return None
+    if source.slice(source.position):
+        raise NotACall
+    calls.add_all(found)
 
 
 def read_json_until(closing: str) -> Syntax:
