@@ -327,6 +327,8 @@ class AuthenticationMiddleware:
         self._admin_token = admin_token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            _read_x_api_key(scope)
         refusal = self._find_refusal(scope) if scope["type"] == "http" else None
         app = self._app if refusal is None else make_error_response(Request(scope), refusal)
         await app(scope, receive, send)
@@ -359,6 +361,13 @@ class AuthenticationMiddleware:
             return True
         _, port = scope["server"]
         return bool((port == self._metrics_port) == (scope["path"] == METRICS_PATH))
+
+
+def _read_x_api_key(scope: Scope) -> None:
+    """Write the header X-Api-Key, in which Anthropic's clients send keys, as Authorization, unless both are there."""
+    headers = Headers(scope=scope)
+    if (key := headers.get("x-api-key")) is not None and "authorization" not in headers:
+        scope["headers"] = [*scope["headers"], (b"authorization", f"Bearer {key}".encode("latin-1"))]
 
 
 def _is_administration(scope: Scope) -> bool:

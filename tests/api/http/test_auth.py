@@ -57,6 +57,17 @@ def test_every_key_opens(guarded: Api, locked: httpx.Client, guarded_engine: Fak
     assert locked.get("/v1/models", headers={"authorization": f"bearer  {key}"}).status_code == 200
 
 
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_in_x_api_key_is_the_same_key(locked: httpx.Client, guarded_engine: FakeEngine, key: str) -> None:
+    """As Anthropic's clients send it; Authorization counts if both are there."""
+    body = {"model": "tiny", "prompt": "x"}
+    assert locked.post("/v1/completions", json=body, headers={"X-Api-Key": key}).status_code == 200
+    (submit,) = guarded_engine.all(Submit)
+    assert submit.caching.tenant == get_tenant(f"Bearer {key}")
+    for wrong in ({"X-Api-Key": "sk-wrong-secret"}, {"X-Api-Key": ""}, {"X-Api-Key": key, "Authorization": "Bearer x"}):
+        assert locked.post("/v1/completions", json=body, headers=wrong).status_code == 401
+
+
 WRONG = [
     None,
     "",
