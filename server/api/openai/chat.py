@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import APIRouter, Header, Response
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -26,6 +27,7 @@ from server.api.openai.generation_job import (
 )
 from server.api.openai.logprobs import ChatLogprobs, make_chat_logprobs
 from server.api.openai.request_models import (
+    INT64,
     MAX_NAME_LENGTH,
     SESSION_ID,
     GenerationRequest,
@@ -70,6 +72,7 @@ from server.api.openai.tools.definitions import (
     get_schemas,
 )
 from server.api.openai.tools.message_format import MessageFormat, MessageParsing
+from server.engine.ipc.messages import ThinkingBudget
 from server.grammar.constraint import Constraint
 from server.text.tokenizer import truncate_prompt
 from server.text.tool_parsers.calls import ToolCall
@@ -97,6 +100,9 @@ class ChatRequest(GenerationRequest, Rendering):
     )
     parallel_tool_calls: bool = Field(True, description="whether a message may have several tool calls")
     include_reasoning: bool = Field(True, description="return the model's reasoning, if it writes one")
+    thinking_token_budget: int | None = Field(
+        None, ge=0, lt=INT64, description="most tokens of reasoning, which is ended then; default: any number"
+    )
     functions: Annotated[list[Any], allow_only([], instead="use tools, which replace it")] = Field(default_factory=list)
     function_call: Annotated[Any, allow_only("none", "auto", instead="use tool_choice, which replaces it")] = "none"
     audio: Unsupported = None
@@ -196,8 +202,29 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
+    if body.thinking_token_budget is not None:
+        thinking = await make_thinking_budget(serving, body.thinking_token_budget, encoded.text)
+        sampling = msgspec.structs.replace(sampling, thinking=thinking)
     conversation = make_conversation_key(hints, body, get_chat_beginning(body.messages))
     return make_job("chatcmpl", body, [prompt], sampling, body.n, hints, [conversation], grammar, parsing)
+
+
+async def make_thinking_budget(serving: Serving, num_tokens: int, prompt: str) -> ThinkingBudget:
+    """Return the budget of the reasoning of messages that follow the prompt. Raises ApiError if it cannot be told."""
+    format = serving.message_format.reasoning
+    if format is None:
+        message = (
+            "the model's chat template shows no known way to mark reasoning; the setting reasoning_parser names one"
+        )
+        raise ApiError(400, f"thinking_token_budget: {message}", param="thinking_token_budget")
+    openings, ends, closing = [
+        [tuple(await serving.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        for texts in (format.openings, format.ends, [format.closing_text])
+    ]
+    if not format.harmony and any(len(marker) > 1 for marker in (*openings, *ends)):
+        message = "the model's markers of reasoning are several tokens each, so that it cannot be ended for certain"
+        raise ApiError(400, f"thinking_token_budget: {message}", param="thinking_token_budget")
+    return ThinkingBudget(num_tokens, format.is_open(prompt), tuple(openings), tuple(ends), closing[0])
 
 
 async def make_grammar(serving: Serving, body: ChatRequest, constraint: Constraint | None, prompt: str) -> str | None:

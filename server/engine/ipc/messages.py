@@ -13,6 +13,16 @@ import msgspec
 from server.records import ConstraintName, ConstraintRefusal, RequestRecord, WeightUsage
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True):
+    """The most tokens that a text may reason with. Markers are sequences of token ids."""
+
+    num_tokens: int
+    is_open: bool  # whether the prompt has begun the reasoning
+    openings: tuple[tuple[int, ...], ...]  # markers that begin it
+    ends: tuple[tuple[int, ...], ...]  # markers that end it
+    closing: tuple[int, ...]  # what is written to end it
+
+
 class SamplingParams(msgspec.Struct, frozen=True):
     """How tokens are drawn, and which log-probabilities are returned.
 
@@ -37,6 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     allowed_token_ids: bytes = (
         b""  # the only tokens that may be drawn, as 64-bit integers in this machine's byte order; empty: all tokens
     )
+    thinking: ThinkingBudget | None = None
     # Number of likeliest tokens returned with each drawn token's log-probability; None: no log-probabilities
     logprobs: int | None = None
     # number of likeliest tokens returned with each prompt token's log-probability; None: no log-probabilities

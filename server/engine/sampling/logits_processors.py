@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -70,6 +71,11 @@ def process_logits(
     if allowed_by_grammar is not None:
         logits.masked_fill_(torch.from_numpy(~allowed_by_grammar).to(logits.device), -torch.inf)
     return logits
+
+
+def allow_only(sampling: SamplingParams, token: int) -> SamplingParams:
+    """Return the parameters with which only this token can be drawn."""
+    return msgspec.structs.replace(sampling, allowed_token_ids=np.array([token], np.int64).tobytes())
 
 
 def get_allowed_token_ids(sampling: SamplingParams) -> NDArray[np.int64]:

@@ -25,9 +25,9 @@ from kernels import sampling as reference
 from kernels.sampling import Sample
 from server.engine.ipc.messages import PromptScores, TokenLogprob
 from server.engine.sampling.draw import NOTHING_ALLOWED, Draw, draw_tokens
-from server.engine.sampling.logits_processors import EMPTY_HISTORY, TokenHistory, has_penalties
+from server.engine.sampling.logits_processors import EMPTY_HISTORY, TokenHistory, allow_only, has_penalties
 from server.engine.sampling.logprobs import compute_logprobs, compute_row_logprobs
-from server.engine.scheduling.request import Request
+from server.engine.scheduling.request import ReasoningLimit, Request
 
 
 class SamplerInput(NamedTuple):
@@ -107,7 +107,8 @@ def make_draws(request: Request, eos_ids: Collection[int], draft: Sequence[int] 
     masks: Sequence[NDArray[np.bool_] | None] = [None] * (len(draft) + 1)
     if request.grammar is not None:
         masks = request.grammar.compute_masks(draft, request.get_end_token_ids(eos_ids), eos_ids)
-    return [_make_draw(request, eos_ids, draft[:accepted], mask) for accepted, mask in enumerate(masks)]
+    draws = [_make_draw(request, eos_ids, draft[:accepted], mask) for accepted, mask in enumerate(masks)]
+    return draws if request.thinking is None else _force_tokens(draws, request, request.thinking, draft)
 
 
 def _make_draw(
@@ -122,6 +123,17 @@ def _make_draw(
     if banned and allowed is not None and not _allows_others(allowed, banned):
         banned = ()  # the text is complete before min_tokens
     return Draw(sampling, len(request.tokens) + len(accepted), history, banned, allowed)
+
+
+def _force_tokens(
+    draws: Sequence[Draw], request: Request, thinking: ReasoningLimit, draft: Sequence[int]
+) -> list[Draw]:
+    """Return the draws, of which some can only be the token that ends the reasoning."""
+    forced = thinking.find_forced_tokens(request.tokens, request.num_prompt_tokens, draft)
+    return [
+        draw if token is None else draw._replace(sampling=allow_only(draw.sampling, token))
+        for draw, token in zip(draws, forced, strict=True)
+    ]
 
 
 def _allows_others(allowed: NDArray[np.bool_], banned: Collection[int]) -> bool:

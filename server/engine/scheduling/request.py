@@ -88,6 +88,13 @@ class OutputGrammar(Protocol):
         """Return an array of which tokens [V] may come after the output, and after each token of the draft."""
 
 
+class ReasoningLimit(Protocol):
+    """What ends the reasoning of a request's text."""
+
+    def find_forced_tokens(self, output: Sequence[int], first: int, draft: Sequence[int]) -> Sequence[int | None]:
+        """Return for the token after the output, and after each token of the draft, which one it has to be, if any."""
+
+
 @dataclass(slots=True)
 class RequestTimes:
     """When a request's events happened, in seconds of the monotonic clock; 0: not yet.
@@ -123,6 +130,7 @@ class Request:
     # All choices (n > 1) of the same prompt, this request included
     siblings: list[Request] = field(default_factory=list)
     proposer: DraftProposer | None = None  # proposes draft tokens; None: the request gets no drafts
+    thinking: ReasoningLimit | None = None  # None: the text may reason as long as it likes
     grammar: OutputGrammar | None = None  # what the text has to be; None: any text
     completes_grammar: bool = False  # whether the text has ended because nothing can follow it by the grammar
     due: float = 0.0  # sort key of the queue: when it arrived, by the monotonic clock, shifted by its priority

@@ -18,6 +18,7 @@ from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.isolation import Isolation
 from server.engine.rollouts.rollouts import Rollouts, find_conversation
 from server.engine.sampling.ngram_proposer import NgramProposer
+from server.engine.sampling.thinking import ThinkingLimiter
 from server.engine.scheduling.fallback import Fallbacks, set_fallback_of
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Scheduler
@@ -92,6 +93,8 @@ class RequestFactory:
         if name != chosen:
             set_fallback_of(request, chosen)
         request.check_allowed_tokens(self._eos_ids)
+        if message.sampling.thinking is not None:
+            request.thinking = ThinkingLimiter(message.sampling.thinking)
         if message.grammar is not None:
             request.grammar = self._make_grammar_state(message.grammar)
         # No drafts for a strategy whose state depends on how tokens are split into rows: they would change the text.

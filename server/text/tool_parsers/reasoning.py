@@ -14,6 +14,10 @@ KIMI_K3_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
 KIMI_K3_CONTENT = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
 HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 
+# What begins and ends reasoning in gpt-oss's format, and how a message goes on with its content after it
+HARMONY_REASONING, HARMONY_ENDS = ("<|channel|>analysis<|message|>",), ("<|end|>",)
+HARMONY_CONTENT = "<|end|><|start|>assistant<|channel|>final<|message|>"
+
 
 @dataclass(frozen=True)
 class ReasoningFormat:
@@ -33,6 +37,21 @@ class ReasoningFormat:
     def markers(self) -> tuple[str, ...]:
         """Return all markers; those that are special tokens must be in the text that is read."""
         return HARMONY_MARKERS if self.harmony else (*self.opening, *self.closing, *self.within)
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """Return the texts that begin reasoning, also in the middle of a message."""
+        return HARMONY_REASONING if self.harmony else self.opening
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Return the texts that end reasoning."""
+        return HARMONY_ENDS if self.harmony else self.closing
+
+    @property
+    def closing_text(self) -> str:
+        """Return the text after which a message that reasons goes on with its content."""
+        return HARMONY_CONTENT if self.harmony else self.closing[0]
 
     def is_open(self, prompt: str) -> bool:
         """Return whether a message that follows the prompt begins within the reasoning."""

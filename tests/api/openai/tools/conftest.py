@@ -72,10 +72,14 @@ class ToolServer:
 
 
 @contextmanager
-def serving_tools(template: str, **settings: Any) -> Iterator[ToolServer]:
-    """Serve a model with the chat template of this name, in whose vocabulary the markers are special tokens."""
+def serving_tools(template: str, tokens: Sequence[str] = (), **settings: Any) -> Iterator[ToolServer]:
+    """Serve a model with the chat template of this name, in whose vocabulary the markers are special tokens.
+
+    `tokens` are in it, too, and are not special.
+    """
     backend = byte_level()
     backend.add_special_tokens(SPECIAL)
+    backend.add_tokens([*tokens])
     file = TEMPLATES / f"{template}.jinja"
     sources = {"default": file.read_text()} if file.exists() else {"default": template}
     tokenizer = Tokenizer(backend, ChatTemplate(sources, {"bos_token": "<s>", "eos_token": "</s>"}))

@@ -129,3 +129,46 @@ def test_without_reasoning_no_token_is_counted(qwen: ToolServer) -> None:
     with serving_tools("qwen3", reasoning_parser="off") as server:
         server.says("<think>Hm.</think>Yes.")
         assert "completion_tokens_details" not in server.chat().json()["usage"]
+
+
+# ---------------------------------------------------------------- a budget of reasoning
+def test_the_budget_reaches_the_engine_in_the_models_tokens() -> None:
+    with serving_tools("qwen3", ["<think>", "</think>"]) as server:
+        server.says("<think>Hm.</think>Yes.")
+        assert server.chat(thinking_token_budget=5).status_code == 200
+        assert server.chat(thinking_token_budget=0, chat_template_kwargs={"enable_thinking": False}).status_code == 200
+        first, second = (submit.sampling.thinking for submit in server.engine.all(Submit))
+        assert first is not None
+        (opening,), (end,) = server.encode("<think>"), server.encode("</think>")
+        assert (first.num_tokens, first.is_open, first.closing) == (5, False, (end,))
+        assert (first.openings, first.ends) == (((opening,),), ((end,),))
+        assert second is not None
+        assert second.num_tokens == 0
+        server.chat()
+        assert server.engine.all(Submit)[-1].sampling.thinking is None
+
+
+def test_the_budget_of_gpt_oss() -> None:
+    with serving_tools("gpt_oss") as server:
+        server.says("<|channel|>final<|message|>Yes.")
+        assert server.chat(thinking_token_budget=5).status_code == 200
+        thinking = server.engine.all(Submit)[-1].sampling.thinking
+        assert thinking is not None
+        assert server.decode(thinking.closing) == "<|end|><|start|>assistant<|channel|>final<|message|>"
+        assert [*map(server.decode, thinking.openings)] == ["<|channel|>analysis<|message|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "budget", "words"),
+    [
+        ("qwen3", 5, "markers of reasoning are several tokens each"),
+        ("qwen3", -1, "0 or more"),
+        ("qwen3", "x", "a whole number"),
+        ("qwen25", 5, "no known way to mark reasoning"),
+    ],
+)
+def test_budgets_that_are_refused(template: str, budget: Any, words: str) -> None:
+    with serving_tools(template) as server:
+        response = server.chat(thinking_token_budget=budget)
+        assert (response.status_code, error_of(response)["param"]) == (400, "thinking_token_budget")
+        assert words in error_of(response)["message"]
