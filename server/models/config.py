@@ -12,12 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import msgspec
-
 from server.models.config_file import check_config, find_stored_dtype, read_json, read_loosely, shorten_repr
 from server.models.errors import ModelError, UnknownModelError
 from server.models.families import FAMILIES, ModelFamily, MoENames, RawConfig
-from server.text.model_files import get_token_text
+from server.models.files.end_tokens import read_eos_ids
 
 if TYPE_CHECKING:
     from kernels.ops import Activation
@@ -323,69 +321,3 @@ def _parse_experts(raw: RawConfig, experts: MoENames | None, file: Path) -> Mixt
         if experts.norm_topk_prob is None
         else experts.norm_topk_prob,
     )
-
-
-# ---------------------------------------------------------------- the ends of texts
-def read_eos_ids(directory: Path, vocab_size: int) -> frozenset[int]:
-    """Return the valid token ids that end a text: those in eos_token_id, and the tokenizer's own.
-
-    Fine-tunes end a turn with the latter and leave the ids of the model they were made of. Raises ModelError if
-    eos_token_id has no numbers.
-    """
-    ends = [*_read_raw_eos_ids(directory), _find_tokenizer_end(directory)]
-    return frozenset(end for end in ends if _is_token(end, vocab_size))
-
-
-def warn_invalid_eos_ids(directory: Path, vocab_size: int) -> None:
-    """Log a warning if eos_token_id has ids that are not tokens (-1, in broken fine-tunes): they are ignored."""
-    if strange := [end for end in _read_raw_eos_ids(directory) if not _is_token(end, vocab_size)]:
-        log.warning(
-            "%s: eos_token_id has %s, which are not in the vocabulary of %d tokens: they are ignored",
-            directory,
-            shorten_repr(strange),
-            vocab_size,
-        )
-
-
-def _read_raw_eos_ids(directory: Path) -> list[Any]:
-    """Return eos_token_id as a list: that of generation_config.json, which often has more ids, or of config.json."""
-    path = directory / "generation_config.json"
-    generation = read_json(path) if path.is_file() else {}
-    eos = generation.get("eos_token_id")
-    eos = read_json(directory / "config.json").get("eos_token_id") if eos is None else eos
-    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(i, int | float) for i in ids):
-        raise ModelError(f"{directory}: eos_token_id is {shorten_repr(eos)}, and should be a number or several")
-    return ids
-
-
-class _AddedToken(msgspec.Struct):
-    id: int
-    content: str
-
-
-class _TokenizerFile(msgspec.Struct):
-    """The part of tokenizer.json that is read here: the vocabulary is passed over, as it takes long to decode."""
-
-    added_tokens: list[_AddedToken] = []
-
-
-def _find_tokenizer_end(directory: Path) -> int | None:
-    """Return the id of eos_token in tokenizer_config.json; None if there is none among the added tokens."""
-    path = directory / "tokenizer_config.json"
-    config = read_json(path) if path.is_file() else {}
-    if (content := get_token_text(config.get("eos_token"))) is None:
-        return None
-    decoder = config.get("added_tokens_decoder")
-    for id, token in decoder.items() if isinstance(decoder, dict) else ():
-        if get_token_text(token) == content and id.isdecimal():
-            return int(id)
-    try:
-        added = msgspec.json.decode((directory / "tokenizer.json").read_bytes(), type=_TokenizerFile).added_tokens
-    except (OSError, msgspec.DecodeError):  # whoever loads the tokenizer says what is wrong
-        return None
-    return next((token.id for token in added if token.content == content), None)
-
-
-def _is_token(end: Any, vocab_size: int) -> bool:
-    return type(end) is int and 0 <= end < vocab_size

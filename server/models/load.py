@@ -11,9 +11,10 @@ import torch
 from config.settings import ModelImpl
 from kernels.ops import Ops
 from server.models.base import Model
-from server.models.config import ModelConfig, ModelInfo, load_config, warn_invalid_eos_ids
+from server.models.config import ModelConfig, ModelInfo, load_config
 from server.models.decoder import Decoder
 from server.models.errors import ModelError, UnknownModelError
+from server.models.files.end_tokens import warn_invalid_eos_ids
 from server.models.formats.gguf_directory import find_gguf_file
 from server.models.formats.mlx_weights import MLXWeights, is_mlx
 from server.models.formats.quantized import open_quantized_weights

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from kernels.ops import Attention
 from kernels.types import LayerSpec
 from server.models.base import ForwardStepMixin
-from server.models.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelInfo, read_eos_ids
+from server.models.config import FULL_ATTENTION, SLIDING_ATTENTION, ModelInfo
 from server.models.config_file import check_counts, read_json, shorten_repr
 from server.models.errors import ModelError
+from server.models.files.end_tokens import read_eos_ids
 from server.models.no_cache import NoCacheAttention
 from server.records import WeightUsage
 

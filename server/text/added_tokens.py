@@ -6,7 +6,7 @@ tokenizer.json. transformers adds them, in the order of their ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from config.errors import SettingsError
 from config.wording import format_value
 from server.text.model_files import SPECIAL_TOKEN_NAMES, get_token_text, read_json_object
 
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def add_tokens(backend: tokenizers.Tokenizer, directory: Path) -> None:
@@ -29,39 +29,46 @@ def add_tokens(backend: tokenizers.Tokenizer, directory: Path) -> None:
     decoder = config.get("added_tokens_decoder") or {}
     if not isinstance(decoder, dict) or not all(isinstance(token, dict) for token in decoder.values()):
         raise SettingsError(f"model: {file}: added_tokens_decoder should have an object for each id")
+    named, older_map = _list_special_tokens(config, file), directory / "special_tokens_map.json"
+    older_named = _list_special_tokens(read_json_object(older_map), older_map)
     if decoder:
         _add_listed(backend, [(_read_id(id, file), token) for id, token in decoder.items()], file)
+        # As the other file takes precedence, tokens of the older one that the tokenizer does not have are not added
+        older_named = [each for each in older_named if backend.token_to_id(each) is not None]
     else:  # old models
         older = directory / "added_tokens.json"
-        listed = [(_read_id(id, older), {"content": content}) for content, id in read_json_object(older).items()]
-        _add_listed(backend, listed, older)
-    special = [get_token_text(token) for token in decoder.values() if token.get("special")]
-    backend.add_special_tokens([*filter(None, special), *_list_special_tokens(config, file)])
-    older = directory / "special_tokens_map.json"
+        ids, special = read_json_object(older), {*named, *older_named}
+        _add_listed(
+            backend,
+            [(_read_id(id, older), {"content": content, "special": content in special}) for content, id in ids.items()],
+            older,
+        )
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
-    # If the other file takes precedence, tokens that the tokenizer does not have are not added
-    named = _list_special_tokens(read_json_object(older), older)
-    backend.add_special_tokens([each for each in named if not decoder or backend.token_to_id(each) is not None])
+    _mark_special(backend, [*named, *older_named])
 
 
 def _add_listed(backend: tokenizers.Tokenizer, listed: Sequence[tuple[int, Mapping[str, Any]]], file: Path) -> None:
-    """Add the tokens of a list that the tokenizer would split. Raises SettingsError if one gets another id."""
-    whole = {added.content for added in backend.get_added_tokens_decoder().values()}
+    """Add the tokens of a list; its flags take precedence. Raises SettingsError if one gets another id."""
     for id, token in sorted(listed, key=lambda each: each[0]):
         content = get_token_text(token)
-        if not content or content in whole:
+        if not content:
             continue
         is_new = backend.token_to_id(content) is None
-        added = tokenizers.AddedToken(content, **{flag: bool(token[flag]) for flag in FLAGS if flag in token})
-        if token.get("special"):
-            backend.add_special_tokens([added])
-        else:
-            backend.add_tokens([added])
+        flags = {flag: bool(token[flag]) for flag in FLAGS if flag in token}
+        backend.add_tokens([tokenizers.AddedToken(content, **flags)])
         if is_new and (got := backend.token_to_id(content)) != id:
             raise SettingsError(
                 f"model: {file}: the token {format_value(content)} should have the id {id} and would get {got}: this "
                 "file and tokenizer.json do not belong together"
             )
+
+
+def _mark_special(backend: tokenizers.Tokenizer, contents: Iterable[str]) -> None:
+    """Mark tokens as special, which keep their other flags; those that the tokenizer would split are added."""
+    for content in contents:
+        known = {each.content: each for each in backend.get_added_tokens_decoder().values()}.get(content)
+        flags = {} if known is None else {flag: getattr(known, flag) for flag in FLAGS}
+        backend.add_tokens([tokenizers.AddedToken(content, **flags | {"special": True})])
 
 
 def _read_id(id: Any, file: Path) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from server.models.load import read_model_info
 from server.models.no_cache import NoCacheAttention
@@ -123,3 +125,45 @@ def test_an_end_that_the_tokenizer_does_not_have_is_none(end: Any, tmp_path: Pat
     save_random_model("llama", tmp_path)
     change(tmp_path / "tokenizer_config.json", eos_token=end)
     assert read_model_info(tmp_path, "auto").eos_ids == {1}
+
+
+def draw_ends(rng: random.Random, directory: Path) -> None:
+    """Change a model's files so that they name its ends in ways that fine-tunes and conversions are known for."""
+    valid = [1, [1], [1, 5], [5], 3, [5, 3]]
+    config = rng.choice([{}, {"eos_token_id": None}, *({"eos_token_id": ids} for ids in valid)])
+    generation = rng.choice([None, {}, {"eos_token_id": None}, *({"eos_token_id": ids} for ids in valid)])
+    written = json.loads((directory / "config.json").read_text())
+    written.pop("eos_token_id", None)
+    (directory / "config.json").write_text(json.dumps(written | config))
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    if generation is not None:
+        change(directory / "generation_config.json", **generation)
+    ids = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab(with_added_tokens=True)
+    end = END | {"content": rng.choice(sorted(ids))}
+    tokens: dict[str, Any] = rng.choice(
+        [{}, {"eos_token": None}, {"eos_token": end["content"]}, {"eos_token": end | {"__type": "AddedToken"}}]
+    )
+    if rng.random() < 0.7:
+        tokens |= {"added_tokens_decoder": {str(ids[end["content"]]): end}}
+    (directory / "tokenizer_config.json").unlink(missing_ok=True)
+    change(directory / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", **tokens)
+
+
+def test_drawn_ends_are_those_of_transformers(tmp_path: Path, rng: random.Random) -> None:
+    """Of the model's or generation's configuration, as `generate` takes them, and the tokenizer's own."""
+    save_random_model("llama", tmp_path)
+    for _ in range(20):
+        draw_ends(rng, tmp_path)
+        generation = tmp_path / "generation_config.json"
+        ids = GenerationConfig.from_pretrained(tmp_path).eos_token_id if generation.exists() else None
+        ids = json.loads((tmp_path / "config.json").read_text()).get("eos_token_id") if ids is None else ids
+        expected = {*(ids if isinstance(ids, list) else [] if ids is None else [ids])}
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+        if (
+            tokenizer.eos_token in tokenizer.get_vocab()
+            and tokenizer.eos_token_id < read_model_info(tmp_path, "auto").vocab_size
+        ):
+            expected.add(tokenizer.eos_token_id)
+        assert read_model_info(tmp_path, "auto").eos_ids == expected, {
+            file.name: file.read_text() for file in tmp_path.glob("*config.json")
+        }

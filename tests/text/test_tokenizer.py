@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from transformers import AutoTokenizer
 
 from config.errors import SettingsError
@@ -47,6 +50,44 @@ def test_ids_and_text_as_in_transformers(tmp_path: Path, kind: str, config: dict
             assert ours.decode(ids, skip_special_tokens=skip) == decoded
         assert [ours.piece(token) for token in ids] == theirs.convert_ids_to_tokens(ids)
     assert ours.vocab_size == len(theirs)
+
+
+def draw_added_tokens(rng: random.Random, directory: Path, backend: tokenizers.Tokenizer) -> None:
+    """Write files beside tokenizer.json that add tokens to it, as fine-tunes and old models have them."""
+    words = rng.sample(["<|im_end|>", "<tool>", "hello", "[X]", "o w", "<\u2603>", "\u00e9\u00e9"], rng.randint(1, 5))
+    unknown = itertools.count(backend.get_vocab_size())
+    ids = {word: next(unknown) if (id := backend.token_to_id(word)) is None else id for word in words}
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if rng.random() < 0.3:
+        (directory / "added_tokens.json").write_text(json.dumps(ids))
+    else:
+        flags = ("lstrip", "rstrip", "single_word", "normalized", "special")
+        config["added_tokens_decoder"] = {
+            str(id): {"content": word} | {flag: rng.random() < 0.3 for flag in flags} for word, id in ids.items()
+        }
+    if rng.random() < 0.5:
+        config["eos_token"] = rng.choice(words)
+    if rng.random() < 0.5:
+        config["additional_special_tokens"] = rng.sample(words, rng.randint(1, len(words)))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drawn_added_tokens_are_read_as_in_transformers(tmp_path: Path, kind: str, rng: random.Random) -> None:
+    for number in range(20):
+        (path := tmp_path / str(number)).mkdir()
+        first = KINDS[kind]()
+        first.save(str(path / "tokenizer.json"))
+        draw_added_tokens(rng, path, first)
+        theirs, ours = AutoTokenizer.from_pretrained(path), Tokenizer.from_directory(path)
+        pieces = ["hello", " ", "<|im_end|>", "<tool>", "[X]", "o w", "<\u2603>", "\u00e9\u00e9", "</s>", "lazy", "  "]
+        for _ in range(10):
+            text = "".join(rng.choices(pieces, k=rng.randrange(8)))
+            expected = theirs(text, add_special_tokens=False)["input_ids"]
+            assert asyncio.run(ours.encode(text, add_special_tokens=False)) == expected, (
+                text,
+                (path / "tokenizer_config.json").read_text(),
+            )
 
 
 def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:

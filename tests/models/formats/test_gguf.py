@@ -23,9 +23,10 @@ from kernels.reference.backend import ReferenceOps
 from kernels.weights.block_formats import FORMATS, BlockTensor
 from kernels.weights.stored import dequantize_weight
 from server.models.base import Model
-from server.models.config import load_config, read_eos_ids
+from server.models.config import load_config
 from server.models.errors import ModelError
 from server.models.files.directory import locate
+from server.models.files.end_tokens import read_eos_ids
 from server.models.formats.gguf_directory import find_gguf_file
 from server.models.formats.gguf_file import read_header
 from server.models.formats.gguf_weights import GGUFWeights
