@@ -7,6 +7,7 @@ writer for what the parsers read.
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -301,3 +302,27 @@ def test_thinking_can_be_switched_off(tmp_path: Path) -> None:
     assert prompt.endswith("<think>\n\n</think>\n\n")
     assert not reasoning.is_open(prompt)
     assert ours.render([USER]).endswith("<|im_start|>assistant\n")
+
+
+def draw_instructions(rng: random.Random) -> list[dict[str, Any]]:
+    """Return what agents begin a conversation with: several messages of system and developer, some of them empty."""
+    roles = rng.choices(["system", "developer"], k=rng.randint(1, 3))
+    contents: list[Any] = [
+        rng.choice([f"Rule{number}.", [{"type": "text", "text": f"Rule{number}."}], "", None])
+        for number in range(len(roles))
+    ]
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+
+
+def test_drawn_instructions_reach_the_prompt(template: str, rendered: Rendered, rng: random.Random) -> None:
+    """All of them, in their order, wherever the template takes a system's message at all."""
+    takes_system = rendered.by_us([{"role": "system", "content": "Rule0."}, USER])
+    if takes_system is None or "Rule0." not in takes_system:
+        return
+    for _ in range(20):
+        instructions = draw_instructions(rng)
+        text = rendered.ours.render_strict([*instructions, USER, {"role": "assistant", "content": "Fine."}, USER])
+        written = [f"Rule{number}." for number, each in enumerate(instructions) if each["content"]]
+        assert [text.count(rule) for rule in written] == [1] * len(written), (instructions, text)
+        assert sorted(written, key=text.index) == written
+        assert "None" not in text

@@ -116,7 +116,8 @@ class ChatTemplate:
         """Return the prompt as `render` does. Raises ChatTemplateError also for what the template would leave out.
 
         Messages that the template refuses are tried in a plainer form: agents send several system messages, which Qwen
-        3.5's template and later ones refuse, and answers that were cut before they had any content.
+        3.5's template and later ones refuse, and answers that were cut before they had any content. So are system
+        messages of which the template writes only some, as those of DeepSeek and gpt-oss do.
         """
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
@@ -125,12 +126,13 @@ class ChatTemplate:
             "documents": documents,
             **variables,
         }
+        plainer = _simplify(messages)
         try:
-            return self._render_all(messages, max_length, options)
+            return self._render_all(plainer if self._drops_first(messages, options) else messages, max_length, options)
         except TextTooLong:
             raise
         except ChatTemplateError as error:
-            if (plainer := _simplify(messages)) == [*messages]:
+            if plainer == [*messages]:
                 raise
             with suppress(ChatTemplateError):
                 return self._render_all(plainer, max_length, options)
@@ -167,6 +169,20 @@ class ChatTemplate:
                 "out; send other roles"
             )
         return text
+
+    def _drops_first(self, messages: Sequence[Message], options: Mapping[str, Any]) -> bool:
+        """Return whether the template leaves out messages of the system or the developer at the beginning."""
+        leading = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
+        if [message["role"] for message in leading] in ([], ["system"]):
+            return False
+        marks = [f"messageends{number}x" for number in range(len(leading))]
+        contents = [_append_mark(each.get("content") or "", mark) for each, mark in zip(leading, marks, strict=True)]
+        marked = [{**each, "content": content} for each, content in zip(leading, contents, strict=True)]
+        try:
+            text = self.render([*marked, *messages[len(leading) :]], **options).lower()
+        except ChatTemplateError:  # whoever renders them as they are says why
+            return False
+        return not all(mark in text for mark, content in zip(marks, contents, strict=True) if content is not None)
 
     def _find_omitted_roles(
         self, messages: Sequence[Message], roles: Mapping[str, int], max_length: int, options: Mapping[str, Any]
