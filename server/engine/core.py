@@ -23,7 +23,7 @@ from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.isolation import Ended, Isolation
 from server.engine.kv_memory import KVMemory
 from server.engine.model_runner import ModelRunner, RequestsFailed, RowsComputed, StepOutput, run_step
-from server.engine.results import Event, StepResult
+from server.engine.results import Event, StepResult, report_progress
 from server.engine.rollouts.rollouts import Rollouts
 from server.engine.sampling.sampler import Sampler, SampleResult, SamplerInput, find_grammar_fault
 from server.engine.scheduling.fallback import Fallbacks
@@ -214,6 +214,7 @@ class Core:
         for request in [s.request for s in output.scheduled]:
             if request.num_cached_tokens is None:
                 events += self._record_admission(request)
+            events += report_progress(request)
             if (scores := output.sampled.prompt_logprobs.get(request)) is not None:
                 request.num_scored_tokens += len(scores.logprobs)
                 events.append(Event(request.key[0], scores))

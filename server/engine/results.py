@@ -1,11 +1,12 @@
-"""The results of a step of the engine: data only."""
+"""The results of a step of the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from server.engine.ipc.messages import FromEngine
+from server.engine.ipc.messages import FromEngine, Progress
+from server.engine.scheduling.request import Request
 from server.records import RequestRecord, StepReport
 
 
@@ -14,6 +15,14 @@ class Event(NamedTuple):
 
     worker: int
     message: FromEngine
+
+
+def report_progress(request: Request) -> list[Event]:
+    """Return the event that tells how much of a request's prompt is computed, if its client asked for it."""
+    if not request.reports_progress or request.num_output_tokens or request.seat is None:
+        return []
+    worker, request_id = request.key
+    return [Event(worker, Progress(request_id, min(request.seat.length, request.num_prompt_tokens)))]
 
 
 class StepResult(NamedTuple):

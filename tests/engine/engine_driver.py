@@ -26,6 +26,7 @@ from server.engine.ipc.messages import (
     Failed,
     FromEngine,
     Preempted,
+    Progress,
     PromptScores,
     SamplingParams,
     Submit,
@@ -56,6 +57,7 @@ class RequestEvents:
     first_step: int | None = None  # whose number the first word came in
     last_step: int | None = None
     preempted: int = 0  # times
+    progress: list[int] = field(default_factory=list)  # numbers of computed tokens of the prompt
     queued: float = field(default=0.0, compare=False)  # seconds, never twice the same
 
     @property
@@ -88,6 +90,10 @@ class RequestEvents:
                 self.admitted = msgspec.structs.replace(message, queue_seconds=0.0)
             case Preempted():
                 self.preempted += 1
+            case Progress(_, num_tokens):
+                assert self.admitted is not None, "progress before admission"
+                assert not self.tokens, "progress of the prompt after it"
+                self.progress.append(num_tokens)
             case PromptScores(_, scores):
                 assert self.admitted is not None, "scores before admission"
                 assert not self.tokens, "the prompt scored after it"
@@ -128,6 +134,7 @@ class Driver:
             "alias",
             "priority",
             "explain",
+            "reports_progress",
             "sibling_of",
             "speculation",
             "reference",

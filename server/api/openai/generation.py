@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -24,6 +24,7 @@ from server.engine.ipc.messages import (
     Explained,
     Failed,
     Preempted,
+    Progress,
     PromptScores,
     RequestEvent,
     TokenLogprob,
@@ -32,7 +33,7 @@ from server.engine.ipc.messages import (
 from server.records import RequestRecord
 from server.text.output import Detokenizer, OutputText, OutputToken
 from server.text.tokenizer import TokenizerBase
-from server.text.tool_parsers.calls import ToolCall, merge_calls
+from server.text.tool_parsers.calls import ToolCall
 
 T = TypeVar("T")
 
@@ -53,42 +54,10 @@ class OutputDelta(NamedTuple):
     record: RequestRecord | None = None  # only in a choice's last delta, if the request has `explain`
     # How far tokens of this delta, or of earlier ones, are from the reference, if the request has one
     comparison: Compared | None = None
+    progress: Progress | None = None  # how much of the prompt is computed; then the delta has nothing else
     num_tokens: int = 0  # number of its choice's tokens up to the end of this delta
     is_first: bool = False  # whether it is its choice's first delta
     is_first_of_all: bool = False  # whether it is the first delta of all choices
-
-
-def merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
-    """Merge deltas into one for each choice, in the order of choices."""
-    by_choice: dict[int, list[OutputDelta]] = {}
-    for delta in deltas:
-        by_choice.setdefault(delta.choice, []).append(delta)
-    return [
-        parts[-1]._replace(
-            text="".join(part.text for part in parts),
-            reasoning="".join(part.reasoning for part in parts),
-            tool_calls=_merge_calls_of(parts),
-            tokens=[token for part in parts for token in part.tokens],
-            logprobs=[score for part in parts for score in part.logprobs],
-            comparison=merge_comparisons([part.comparison for part in parts if part.comparison is not None]),
-            is_first=parts[0].is_first,
-            is_first_of_all=parts[0].is_first_of_all,
-        )
-        for _, parts in sorted(by_choice.items())
-    ]
-
-
-def _merge_calls_of(deltas: Sequence[OutputDelta]) -> tuple[ToolCall, ...]:
-    calls = [call for delta in deltas for call in delta.tool_calls]
-    return merge_calls(calls) if calls else ()
-
-
-def merge_comparisons(parts: Sequence[Compared]) -> Compared | None:
-    """Return one event with the tokens of all events of a choice; None if there is none."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
-    columns = {name: [value for part in parts for value in getattr(part, name)] for name in COMPARED_COLUMNS}
-    return msgspec.structs.replace(parts[-1], **columns)
 
 
 def cut_comparison(event: Compared, num_tokens: int) -> Compared:
@@ -204,6 +173,12 @@ class Generation(Generic[B]):
     def completion_tokens(self) -> int:
         return sum(output.num_tokens for output in self._outputs)
 
+    @property
+    def start_time(self) -> float:
+        """Return when the first request left the queue; before it has, when it entered it."""
+        admitted = self.first_admitted
+        return self.submit_time + (0 if admitted is None else admitted.queue_seconds)
+
     def get_reasoning_tokens(self, choice: int) -> int:
         """Return how many tokens of a choice so far were reasoning."""
         return self._splitters[choice].num_reasoning_tokens if self._splitters else 0
@@ -306,6 +281,8 @@ class Generation(Generic[B]):
                 self._last_deltas[index] = delta
                 return self._take_last(index)
             return [] if delta is None else self._take_ready([delta])
+        if isinstance(event, Progress):
+            return self._take_ready([OutputDelta(index, "", [], [], progress=event)])
         if isinstance(event, PromptScores):
             self._prompt_logprobs[index] += event.logprobs
             waiting, self._waiting_deltas = self._waiting_deltas, []

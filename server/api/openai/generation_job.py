@@ -117,6 +117,7 @@ def make_job(
             priority=body.priority,
             caching=caching,
             explain=body.explain,
+            reports_progress=body.stream and body.return_progress,
             speculation=speculation,
             sibling_of=f"{key}-{p}-0" if choice else None,
             conversation=conversation,

@@ -287,6 +287,10 @@ class GenerationRequest(SamplingRequest, StructuredRequest, CacheRequest, Withou
     speculative_config: SpeculativeConfig | None = Field(
         None, description="speculative decoding; default: as in the server's settings"
     )
+    timings_per_token: bool = Field(False, description="return the speed so far in each chunk, as llama.cpp's server")
+    return_progress: bool = Field(
+        False, description="begin a stream with chunks that tell how much of the prompt is computed, as in llama.cpp"
+    )
     request_id: str | None = Field(None, pattern=r"^[!-~]{1,128}$", description="becomes part of the response's id")
 
     @field_validator("stream_options")

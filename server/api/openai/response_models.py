@@ -26,6 +26,29 @@ class Usage(Struct):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of models whose reasoning is known
 
 
+class Timings(Struct):
+    """How fast prompt and output were computed, as llama.cpp's server writes it; times in milliseconds."""
+
+    cache_n: int
+    prompt_n: int  # without those in the cache
+    prompt_ms: float
+    prompt_per_token_ms: float
+    prompt_per_second: float
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float
+    predicted_per_second: float
+
+
+class PromptProgress(Struct):
+    """How many tokens of a prompt are computed, as llama.cpp's server writes it."""
+
+    total: int
+    cache: int
+    processed: int  # those in the cache included
+    time_ms: int
+
+
 class KVCacheChoice(Struct):
     """Extension of OpenAI's response: the instance that serves the request, why, and its number of cached tokens."""
 
@@ -104,6 +127,8 @@ class GenerationResponse(Struct, kw_only=True):
     system_fingerprint: str
     usage: Usage | UnsetType | None = UNSET
     kv_cache: KVCacheChoice | UnsetType = UNSET
+    timings: Timings | UnsetType = UNSET
+    prompt_progress: PromptProgress | UnsetType = UNSET
 
 
 class CompletionResponse(GenerationResponse, kw_only=True):

@@ -6,6 +6,7 @@ An endpoint gives a `Format`: two pure functions that make its response. Knows n
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple
 
@@ -15,7 +16,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.http.errors import ApiError, to_api_error
-from server.api.openai.generation import Generation, OutputDelta, merge_deltas
+from server.api.openai.generation import COMPARED_COLUMNS, Generation, OutputDelta
 from server.api.openai.generation_job import B
 from server.api.openai.logprobs import make_prompt_logprobs
 from server.api.openai.response_models import (
@@ -26,13 +27,16 @@ from server.api.openai.response_models import (
     Explanation,
     GenerationResponse,
     KVCacheChoice,
+    PromptProgress,
     PromptTokensDetails,
     ShadowFidelity,
+    Timings,
     TokenComparison,
     Usage,
 )
-from server.engine.ipc.messages import Compared
+from server.engine.ipc.messages import Compared, Progress
 from server.records import RequestRecord
+from server.text.tool_parsers.calls import ToolCall, merge_calls
 
 ENCODER = msgspec.json.Encoder()
 TEXT_PLACEHOLDER = "\0"  # stands for a chunk's text; occurs nowhere else in a chunk
@@ -71,7 +75,7 @@ def respond(generation: Generation[B], format: Format[B]) -> Response:
             headers = {"X-KV-Cache": admitted.instance}
             if generation.job.body.stream:
                 return await send_events(scope, send, headers, _iter_chunks(generation, format))
-            deltas = merge_deltas([delta async for together in generation.iter_deltas() for delta in together])
+            deltas = _merge_deltas([delta async for together in generation.iter_deltas() for delta in together])
 
         def write() -> bytes:
             return ENCODER.encode(format.make_response(deltas, generation))
@@ -80,6 +84,39 @@ def respond(generation: Generation[B], format: Format[B]) -> Response:
         await Response(content, headers=headers, media_type="application/json")(scope, receive, send)
 
     return WhileConnected(send_generation)
+
+
+def _merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
+    """Merge deltas into one for each choice, in the order of choices."""
+    by_choice: dict[int, list[OutputDelta]] = {}
+    for delta in deltas:
+        by_choice.setdefault(delta.choice, []).append(delta)
+    return [
+        parts[-1]._replace(
+            text="".join(part.text for part in parts),
+            reasoning="".join(part.reasoning for part in parts),
+            tool_calls=_merge_calls_of(parts),
+            tokens=[token for part in parts for token in part.tokens],
+            logprobs=[score for part in parts for score in part.logprobs],
+            comparison=_merge_comparisons([part.comparison for part in parts if part.comparison is not None]),
+            is_first=parts[0].is_first,
+            is_first_of_all=parts[0].is_first_of_all,
+        )
+        for _, parts in sorted(by_choice.items())
+    ]
+
+
+def _merge_calls_of(deltas: Sequence[OutputDelta]) -> tuple[ToolCall, ...]:
+    calls = [call for delta in deltas for call in delta.tool_calls]
+    return merge_calls(calls) if calls else ()
+
+
+def _merge_comparisons(parts: Sequence[Compared]) -> Compared | None:
+    """Return one event with the tokens of all events of a choice; None if there is none."""
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    columns = {name: [value for part in parts for value in getattr(part, name)] for name in COMPARED_COLUMNS}
+    return msgspec.structs.replace(parts[-1], **columns)
 
 
 async def _iter_chunks(generation: Generation[B], format: Format[B]) -> AsyncIterator[list[bytes]]:
@@ -110,6 +147,7 @@ class ChunkEncoder(Generic[B]):
         self._format = format
         body, sampling = generation.job.body, generation.job.submits[0].sampling
         has_more = body.return_token_ids or body.continuous_usage or body.kv_cache_reference is not None
+        has_more |= body.timings_per_token or body.return_progress
         self._wants_text_only = sampling.logprobs is None and not (has_more or format.has_state)
         self._text_surroundings: dict[int, tuple[bytes, bytes]] = {}  # by choice: JSON before and after the text
 
@@ -138,7 +176,9 @@ class ChunkEncoder(Generic[B]):
 def make_response_fields(generation: Generation[B]) -> dict[str, Any]:
     """Return the fields of a whole response except its choices."""
     kv_cache = _make_kv_cache_choice(generation)
-    return {**generation.job.common_fields, "usage": _compute_usage(generation), "kv_cache": kv_cache}
+    usage = _compute_usage(generation)
+    fields = {**generation.job.common_fields, "usage": usage, "kv_cache": kv_cache}
+    return fields | ({"timings": _compute_timings(generation, usage)} if generation.job.body.timings_per_token else {})
 
 
 def make_chunk_fields(delta: OutputDelta | None, generation: Generation[B]) -> dict[str, Any]:
@@ -151,6 +191,10 @@ def make_chunk_fields(delta: OutputDelta | None, generation: Generation[B]) -> d
         fields["usage"] = _compute_usage_so_far(delta, generation) if continuous else None
     if delta.is_first_of_all:
         fields["kv_cache"] = _make_kv_cache_choice(generation)
+    if generation.job.body.timings_per_token:
+        fields["timings"] = _compute_timings(generation, _compute_usage_so_far(delta, generation))
+    if delta.progress is not None:
+        fields["prompt_progress"] = _make_progress(delta.progress, delta.choice, generation)
     return fields
 
 
@@ -171,6 +215,25 @@ def _make_usage(generation: Generation[B], choices: Iterable[int], prompt: int, 
     if generation.job.parsing is not None and generation.job.parsing.format.reasoning is not None:
         usage.completion_tokens_details = CompletionTokensDetails(sum(map(generation.get_reasoning_tokens, choices)))
     return usage
+
+
+def _compute_timings(generation: Generation[B], usage: Usage) -> Timings:
+    """Return the speed of a generation up to now: of its prompt from its admission to its first token, and after it."""
+    cached = usage.prompt_tokens_details.cached_tokens
+    prompt, now = usage.prompt_tokens - cached, time.monotonic()
+    first = generation.first_token_time or now
+    prompt_ms, predicted_ms = 1000 * (first - generation.start_time), 1000 * (now - first)
+    rates = [(prompt, prompt_ms), (usage.completion_tokens, predicted_ms)]
+    (prompt_each, prompt_rate), (each, rate) = ((ms / n if n else 0.0, 1000 * n / ms if ms else 0.0) for n, ms in rates)
+    return Timings(
+        cached, prompt, prompt_ms, prompt_each, prompt_rate, usage.completion_tokens, predicted_ms, each, rate
+    )
+
+
+def _make_progress(progress: Progress, choice: int, generation: Generation[B]) -> PromptProgress:
+    total = len(generation.job.get_prompt(choice).ids)
+    time_ms = round(1000 * (time.monotonic() - generation.start_time))
+    return PromptProgress(total, generation.get_cached_tokens(choice), progress.num_tokens, time_ms)
 
 
 def _make_kv_cache_choice(generation: Generation[B]) -> KVCacheChoice:

@@ -97,6 +97,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True):
     reference: str | None = None
     # What the text has to be: a grammar in llguidance's Lark, checked before; None: any text
     grammar: str | None = None
+    reports_progress: bool = False  # whether Progress events tell how much of the prompt is computed
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
@@ -300,6 +301,13 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[tuple[int, float]]  # the likeliest tokens and their log-probabilities
 
 
+class Progress(msgspec.Struct, tag=True, frozen=True):
+    """So many tokens of the request's prompt are computed, or were in the cache."""
+
+    request_id: str
+    num_tokens: int
+
+
 class PromptScores(msgspec.Struct, tag=True, frozen=True):
     """Log-probabilities of the prompt's tokens from the second on, in order; a long prompt takes several messages."""
 
@@ -365,5 +373,5 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     created_at: float = 0.0
 
 
-RequestEvent = Admitted | Preempted | PromptScores | Tokens | Explained | Compared | Failed
+RequestEvent = Admitted | Preempted | Progress | PromptScores | Tokens | Explained | Compared | Failed
 FromEngine = Hello | RequestEvent | Answer

@@ -123,6 +123,7 @@ class Request:
     fallback_of: str | None = None  # the instance that was chosen, if a fallback of it serves the request
     # Instances under which the logits of the first token were not finite, before the request was moved to a fallback
     suspects: tuple[str, ...] = ()
+    reports_progress: bool = False  # whether the client is told how much of the prompt is computed
     explain: bool = False  # whether the client gets this request's RequestRecord when it ends
     rollout: str | None = None  # the roll-out that chose the instance or a shadow; None: none did
     conversation: str | None = None  # as in RequestRecord

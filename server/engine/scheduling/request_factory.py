@@ -86,6 +86,7 @@ class RequestFactory:
             priority=message.priority,
             caching=message.caching,
             explain=message.explain,
+            reports_progress=message.reports_progress,
             rollout=choice.rollout,
             conversation=find_conversation(message) if choice.is_counted else None,
             siblings=_find_siblings(worker, message, cache, requests),
