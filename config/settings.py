@@ -536,8 +536,8 @@ class Settings(BaseSettings):
     )
     split_special_tokens: bool = Field(
         False,
-        description="read the texts of special tokens within messages, such as <|im_end|>, as texts like others: users "
-        "cannot end a turn; the chat template's own are special tokens all the same",
+        description="read what a request says as text, even where it spells special tokens such as <|im_end|>, which "
+        "would end a turn; only those of the chat template count then",
     )
     enable_tokenizer_info_endpoint: bool = Field(
         False, description="let GET /tokenizer_info return the tokenizer's configuration and the chat template"

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence, Sized
 from datetime import date, time
 from typing import Any
 
-MAX_VALUES = 5  # of several that are wrong
+MAX_VALUES = 5  # most wrong values that a message shows
 MAX_VALUE_LENGTH = 60  # maximum number of characters of a value in an error
 
 _NOUNS = {  # what a value should be, by the first word of pydantic's error type, such as int_parsing

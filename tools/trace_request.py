@@ -33,15 +33,13 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from unittest import mock
 
 from config.settings import Settings, load_settings
-from config.sizes import parse_bytes
-from server.api.worker import ApiServer
+from server.api.worker import ApiServer, make_tokenizer
 from server.engine.ipc.messages import Submit
 from server.engine.ipc.socket_client import SocketClient
 from server.models.files.directory import resolve_model_settings
 from server.processes import engine
 from server.processes.child_process import STOP_SIGNAL
 from server.text.processes import sandbox_process, text_process
-from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("cache_strategies", "config", "kernels", "server")  # folders whose files count
@@ -172,9 +170,7 @@ class Client(threading.Thread):
 
     def _run_worker(self) -> None:
         settings = self._settings
-        limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
-        tokenizer = SandboxedTokenizer(Path(settings.model), limits)
-        worker = ApiServer(settings, SocketClient(self.socket_path), tokenizer)
+        worker = ApiServer(settings, SocketClient(self.socket_path), make_tokenizer(settings))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=worker.run, kwargs={"sockets": [listener]}, name="worker")
             thread.start()

@@ -55,16 +55,21 @@ def serve_worker(
     if not settings.log_prompts:
         hide_exception_messages()
     allow_many_connections()
-    limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
-    grammar_limits = CallLimits(settings.grammar_timeout, parse_bytes(settings.grammar_memory))
-    chat = ChatDefaults(settings.split_special_tokens, settings.default_chat_template_kwargs)
-    tokenizer = SandboxedTokenizer(Path(settings.model), limits, grammar_limits, chat=chat)
+    tokenizer = make_tokenizer(settings)
     if handles is None:
         ApiServer(settings, SocketClient(socket_path), tokenizer).run(sockets=[listening_socket])
         return
     client, metrics = SocketClient(socket_path, handles.recovery.estimate_seconds), handles.metrics_socket
     sockets = [listening_socket] if metrics is None else [listening_socket, metrics]
     ApiServer(settings, client, tokenizer, metrics, beat=handles.heartbeat.beat).run(sockets=sockets)
+
+
+def make_tokenizer(settings: Settings) -> SandboxedTokenizer:
+    """Return the tokenizer of the model in the directory `settings.model`. Raises SettingsError if there is none."""
+    limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
+    grammar_limits = CallLimits(settings.grammar_timeout, parse_bytes(settings.grammar_memory))
+    chat = ChatDefaults(settings.split_special_tokens, settings.default_chat_template_kwargs)
+    return SandboxedTokenizer(Path(settings.model), limits, grammar_limits, chat=chat)
 
 
 class ApiServer(uvicorn.Server):

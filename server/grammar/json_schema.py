@@ -91,13 +91,17 @@ def _adapt(schema: Any, note_ignored: Note) -> Any:
 
 def _adapt_member(key: str, value: Any, note_ignored: Note) -> Any:
     if key in OF_NAMES and isinstance(value, dict):
-        parts = {}
+        named = {}
         for name, each in value.items():
             with _within(name):
-                parts[name] = _adapt(each, note_ignored)
-        return parts
+                named[name] = _adapt(each, note_ignored)
+        return named
     if key in OF_LISTS | OF_SCHEMAS and isinstance(value, list):
-        return [_adapt(each, note_ignored) for each in value]
+        parts = []
+        for index, each in enumerate(value):
+            with _within(str(index)):
+                parts.append(_adapt(each, note_ignored))
+        return parts
     if key in OF_SCHEMAS:
         return _adapt(value, note_ignored)
     if key in ("const", "enum"):

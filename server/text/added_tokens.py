@@ -49,14 +49,15 @@ def add_tokens(backend: tokenizers.Tokenizer, directory: Path) -> None:
 
 def _add_listed(backend: tokenizers.Tokenizer, listed: Sequence[tuple[int, Mapping[str, Any]]], file: Path) -> None:
     """Add the tokens of a list; its flags take precedence. Raises SettingsError if one gets another id."""
-    for id, token in sorted(listed, key=lambda each: each[0]):
-        content = get_token_text(token)
-        if not content:
-            continue
-        is_new = backend.token_to_id(content) is None
-        flags = {flag: bool(token[flag]) for flag in FLAGS if flag in token}
-        backend.add_tokens([tokenizers.AddedToken(content, **flags)])
-        if is_new and (got := backend.token_to_id(content)) != id:
+    tokens = {
+        content: (id, {flag: bool(token[flag]) for flag in FLAGS if flag in token})
+        for id, token in sorted(listed, key=lambda each: each[0])
+        if (content := get_token_text(token))
+    }
+    new = {content: id for content, (id, _) in tokens.items() if backend.token_to_id(content) is None}
+    _add_changed(backend, {content: flags for content, (_, flags) in tokens.items()})
+    for content, id in new.items():
+        if (got := backend.token_to_id(content)) != id:
             raise SettingsError(
                 f"model: {file}: the token {format_value(content)} should have the id {id} and would get {got}: this "
                 "file and tokenizer.json do not belong together"
@@ -65,10 +66,27 @@ def _add_listed(backend: tokenizers.Tokenizer, listed: Sequence[tuple[int, Mappi
 
 def _mark_special(backend: tokenizers.Tokenizer, contents: Iterable[str]) -> None:
     """Mark tokens as special, which keep their other flags; those that the tokenizer would split are added."""
-    for content in contents:
-        known = {each.content: each for each in backend.get_added_tokens_decoder().values()}.get(content)
-        flags = {} if known is None else {flag: getattr(known, flag) for flag in FLAGS}
-        backend.add_tokens([tokenizers.AddedToken(content, **flags | {"special": True})])
+    known = _read_flags(backend)
+    _add_changed(backend, {content: known.get(content, {}) | {"special": True} for content in contents})
+
+
+def _add_changed(backend: tokenizers.Tokenizer, flags: Mapping[str, Mapping[str, bool]]) -> None:
+    """Add tokens with these flags, but for those that the tokenizer has with the same ones.
+
+    In one call, as each call takes time for all tokens of the tokenizer, of which Gemma has thousands.
+    """
+    known = _read_flags(backend)
+    tokens = [tokenizers.AddedToken(content, **each) for content, each in flags.items()]
+    backend.add_tokens([token for token in tokens if known.get(token.content) != _get_flags(token)])
+
+
+def _read_flags(backend: tokenizers.Tokenizer) -> dict[str, dict[str, bool]]:
+    """Return the flags of the tokens that the tokenizer does not split, by their texts."""
+    return {token.content: _get_flags(token) for token in backend.get_added_tokens_decoder().values()}
+
+
+def _get_flags(token: tokenizers.AddedToken) -> dict[str, bool]:
+    return {flag: getattr(token, flag) for flag in FLAGS}
 
 
 def _read_id(id: Any, file: Path) -> int:

@@ -7,6 +7,7 @@ take any time and memory; `processes/sandbox_process.py` sets limits. Knows neit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ import tokenizers
 from config.errors import SettingsError
 from server.text.added_tokens import add_tokens
 from server.text.chat.special_texts import SpecialTexts
-from server.text.chat.template import RESERVED, ChatTemplate, Message
+from server.text.chat.template import RESERVED, ChatTemplate
 from server.text.errors import InfillError, wrap_tokenizer_error
 from server.text.model_files import convert_library_errors, explain_missing_tokenizer
 from server.text.processes.messages import Call, ChatDefaults, CheckGrammar, Decode, Encode, EncodeChat, Encoded, Infill
@@ -57,8 +58,8 @@ def make_infill_prompt(encoder: Encoder, prefix: str, suffix: str) -> list[int]:
     else:
         raise InfillError("the model has no tokens to fill in the middle: leave suffix out, or use a model for code")
     before = encoder.encode(prefix, add_special_tokens=False)
-    parts = marks | {PREFIX: before, SUFFIX: encode_continuation(encoder, suffix)}
-    return find_outer_tokens(encoder)[0] + [token for part in form for token in parts[part]]
+    parts = marks | {PREFIX: before, SUFFIX: encoder.encode_continuations([suffix])[0]}
+    return encoder.outer_tokens[0] + [token for part in form for token in parts[part]]
 
 
 def _find_mark_ids(encoder: Encoder, form: tuple[str, ...]) -> dict[str, list[int]]:
@@ -66,22 +67,6 @@ def _find_mark_ids(encoder: Encoder, form: tuple[str, ...]) -> dict[str, list[in
     marks = [part for part in form if part not in (PREFIX, SUFFIX)]
     ids = {mark: [token] for mark in marks if (token := encoder.backend.token_to_id(mark)) is not None}
     return ids if len(ids) == len(marks) else {}
-
-
-def find_outer_tokens(encoder: Encoder) -> tuple[list[int], list[int]]:
-    """Return the ids of the special tokens that the tokenizer puts before and after every text."""
-    plain, whole = [encoder.encode("a", add_special_tokens=special) for special in (False, True)]
-    start = next(i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain)
-    return whole[:start], whole[start + len(plain) :]
-
-
-def encode_continuation(encoder: Encoder, text: str) -> list[int]:
-    """Return the ids of a text that continues another, without the space that SentencePiece puts before a text."""
-    ids, before = [encoder.encode(part, add_special_tokens=False) for part in (text, "\n")]
-    if not before or not encoder.vocabulary.token_bytes(before[0]).startswith(b" "):
-        return ids
-    behind = encoder.encode("\n" + text, add_special_tokens=False)
-    return behind[len(before) :] if behind[: len(before)] == before else ids
 
 
 class Encoder:
@@ -142,10 +127,37 @@ class Encoder:
 
         Raises TokenizerError if the library fails.
         """
-        try:  # in a batch of one, as `encode` of the library holds the GIL and so stops the event loop
-            return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def _encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        try:  # also of one text in a batch, as `encode` of the library holds the GIL and so stops the event loop
+            found = self.backend.encode_batch_fast([*texts], add_special_tokens=add_special_tokens)
         except BaseException as error:
             raise wrap_tokenizer_error(error) from None
+        return [each.ids for each in found]
+
+    def encode_continuations(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of texts that continue others, without the space that SentencePiece puts before a text."""
+        break_ids = self._line_break
+        if not break_ids or not self.vocabulary.token_bytes(break_ids[0]).startswith(b" "):
+            return self._encode_batch(texts, add_special_tokens=False)
+        behind = self._encode_batch([f"\n{text}" for text in texts], add_special_tokens=False)
+        cut = [ids[len(break_ids) :] if ids[: len(break_ids)] == break_ids else None for ids in behind]
+        return [
+            ids if ids is not None else self.encode(text, add_special_tokens=False)
+            for ids, text in zip(cut, texts, strict=True)
+        ]
+
+    @cached_property
+    def outer_tokens(self) -> tuple[list[int], list[int]]:
+        """The ids of the special tokens that the tokenizer puts before and after every text."""
+        plain, whole = [self.encode("a", add_special_tokens=special) for special in (False, True)]
+        start = next(i for i in range(len(whole) + 1) if whole[i : i + len(plain)] == plain)
+        return whole[:start], whole[start + len(plain) :]
+
+    @cached_property
+    def _line_break(self) -> list[int]:
+        return self.encode("\n", add_special_tokens=False)
 
     def _get_grammar_checker(self) -> GrammarChecker:
         """Return the checker of grammars, which is made at the first call: only few processes check any."""
@@ -157,21 +169,26 @@ class Encoder:
 
     def _encode_chat(self, call: EncodeChat) -> Encoded:
         if self._special_texts is None:
-            text = self._render(call, call.messages, call.max_length)
+            text = self._render(call)
             return Encoded(self.encode(text, add_special_tokens=call.add_special_tokens), text)
-        marked = self._special_texts.mark(call.messages)
-        parts = marked.split(self._render(call, marked.messages, call.max_length + marked.num_added_characters))
-        ids = [
-            self.encode(parts[0], add_special_tokens=False),
-            *(encode_continuation(self, each) for each in parts[1:]),
-        ]
-        begin, end = find_outer_tokens(self) if call.add_special_tokens else ([], [])
-        return Encoded([*begin, *chain.from_iterable(ids), *end], "".join(parts))
+        marker = self._special_texts.begin()
+        marked = msgspec.structs.replace(
+            call,
+            messages=marker.mark(call.messages),
+            tools=marker.mark(call.tools),
+            documents=marker.mark(call.documents),
+            variables=marker.mark(call.variables),
+        )
+        longest = call.max_length + marker.num_added_characters
+        first, *others = marker.split(self._render(msgspec.structs.replace(marked, max_length=longest)))
+        begin, end = self.outer_tokens if call.add_special_tokens else ([], [])
+        ids = [self.encode(first, add_special_tokens=False), *self.encode_continuations(others)]
+        return Encoded([*begin, *chain.from_iterable(ids), *end], "".join([first, *others]))
 
-    def _render(self, call: EncodeChat, messages: Sequence[Message], max_length: int) -> str:
+    def _render(self, call: EncodeChat) -> str:
         return self.chat_template.render_strict(
-            messages,
-            max_length,
+            call.messages,
+            call.max_length,
             add_generation_prompt=call.add_generation_prompt,
             continue_final_message=call.continue_final_message,
             tools=call.tools,

@@ -51,7 +51,7 @@ def test_messages_have_no_special_tokens(kind: str, rng: random.Random) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_without_special_tokens_are_encoded_as_ever(kind: str, rng: random.Random) -> None:
     splitting, usual = make(kind, split_special_tokens=True), make(kind)
-    content = "".join(rng.choices("helo w<>/\n", k=50)).replace("<s>", "").replace("</s>", "")
+    content = "".join(rng.choices("hels w<>/\n", k=50)).replace("<s>", "").replace("</s>", "")
     for special in (False, True):
         assert encode(splitting, content, add_special_tokens=special) == encode(
             usual, content, add_special_tokens=special
@@ -68,12 +68,30 @@ def test_special_tokens_around_the_whole_prompt() -> None:
     assert encode(encoder, "a</s>b", add_special_tokens=True)[0] == [BOS, *encode(encoder, "a</s>b")[0]]
 
 
-def test_parts_names_and_arguments_are_texts_and_roles_are_names() -> None:
-    encoder = make("byte_level", "{% for m in messages %}{{ m }}{% endfor %}", split_special_tokens=True)
-    message = {"role": "</s>", "name": "</s>", "content": [{"type": "text", "text": "</s>"}], "x": {"a": ["</s>", 1]}}
-    found = encoder.answer(EncodeChat([message], 10_000))
+def test_whatever_a_request_says_is_text() -> None:
+    encoder = make("byte_level", "{{ messages }}{{ tools }}{{ documents }}{{ x }}</s>", split_special_tokens=True)
+    message = {
+        "role": "user",
+        "name": "</s>",
+        "content": [{"type": "text", "text": "</s>"}],
+        "x": {"</s>": ["</s>", 1]},
+    }
+    tools = [{"function": {"description": "</s>"}}]
+    documents = [{"text": "</s>"}]
+    found = encoder.answer(EncodeChat([message], 10_000, tools=tools, documents=documents, variables={"x": "</s>"}))
     assert found.ids.count(EOS) == 1
-    assert found.text.count("</s>") == 4
+    assert found.text.count("</s>") == 8
+
+
+@pytest.mark.parametrize("parts", [["a</", "s>b"], ["<", "/", "s>"], ["</s", "></s>"], ["<s", ">", "</s>"]])
+def test_parts_that_a_template_joins_make_no_special_token(parts: list[str]) -> None:
+    joined = "{% for part in messages[0].content %}{{ part.text }}{% endfor %}"
+    splitting, usual = make("byte_level", joined, split_special_tokens=True), make("byte_level", joined)
+    content = [{"type": "text", "text": part} for part in parts]
+    ids, text = encode(splitting, content)
+    assert text == "".join(parts)
+    assert not {BOS, EOS} & {*ids}
+    assert {BOS, EOS} & {*encode(usual, content)[0]}
 
 
 def test_a_continued_message_and_the_limit_of_characters_are_those_of_the_text() -> None:

@@ -90,6 +90,21 @@ def test_drawn_added_tokens_are_read_as_in_transformers(tmp_path: Path, kind: st
             )
 
 
+def test_thousands_of_added_tokens_are_read(tmp_path: Path) -> None:
+    """As Gemma's are; if they were added one by one, this would take minutes."""
+    backend = byte_level()
+    backend.add_tokens([f"<unused{number}>" for number in range(6400)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    first = backend.token_to_id("<unused0>")
+    flags = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+    decoder = {str(first + number): {"content": f"<unused{number}>"} | flags for number in range(6400)}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    letter = backend.encode("a", add_special_tokens=False).ids
+    assert asyncio.run(tokenizer.encode("a<unused9>a")) == [BOS, *letter, first + 9, *letter]
+    assert tokenizer.decode([first, *letter]) == "a"
+
+
 def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
     backend = byte_level()
     backend.enable_truncation(4)

@@ -19,6 +19,7 @@ from server.api.openai.generation_job import (
     PromptTokens,
     RequestHeaders,
     Serving,
+    check_ids,
     check_prompt,
     make_job,
     make_sampling,
@@ -203,19 +204,24 @@ async def make_chat_job(serving: Serving, body: ChatRequest, headers: RequestHea
         prompt_logprobs=body.prompt_logprobs,
     )
     if body.thinking_token_budget is not None:
-        thinking = await make_thinking_budget(serving, body.thinking_token_budget, encoded.text)
+        thinking = await make_thinking_budget(serving, body, body.thinking_token_budget, encoded.text)
+        check_ids(thinking.closing, hello, "thinking_token_budget")
         sampling = msgspec.structs.replace(sampling, thinking=thinking)
     conversation = make_conversation_key(hints, body, get_chat_beginning(body.messages))
     return make_job("chatcmpl", body, [prompt], sampling, body.n, hints, [conversation], grammar, parsing)
 
 
-async def make_thinking_budget(serving: Serving, num_tokens: int, prompt: str) -> ThinkingBudget:
-    """Return the budget of the reasoning of messages that follow the prompt. Raises ApiError if it cannot be told."""
+async def make_thinking_budget(serving: Serving, body: ChatRequest, num_tokens: int, prompt: str) -> ThinkingBudget:
+    """Return the budget of the reasoning of messages that follow the prompt.
+
+    Raises ApiError if the model's markers of reasoning are not known, or are no tokens that can be forced.
+    """
     format = serving.message_format.reasoning
     if format is None:
-        message = (
-            "the model's chat template shows no known way to mark reasoning; the setting reasoning_parser names one"
-        )
+        message = "the chat template shows no known way to mark reasoning; the setting reasoning_parser names one"
+        raise ApiError(400, f"thinking_token_budget: {message}", param="thinking_token_budget")
+    if format.harmony and body.must_call:
+        message = "cannot be combined with a required tool call, as this model ends reasoning with its answer"
         raise ApiError(400, f"thinking_token_budget: {message}", param="thinking_token_budget")
     openings, ends, closing = [
         [tuple(await serving.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
@@ -224,7 +230,8 @@ async def make_thinking_budget(serving: Serving, num_tokens: int, prompt: str) -
     if not format.harmony and any(len(marker) > 1 for marker in (*openings, *ends)):
         message = "the model's markers of reasoning are several tokens each, so that it cannot be ended for certain"
         raise ApiError(400, f"thinking_token_budget: {message}", param="thinking_token_budget")
-    return ThinkingBudget(num_tokens, format.is_open(prompt), tuple(openings), tuple(ends), closing[0])
+    is_open = not body.continue_final_message and format.is_open(prompt)
+    return ThinkingBudget(num_tokens, is_open, tuple(openings), tuple(ends), closing[0])
 
 
 async def make_grammar(serving: Serving, body: ChatRequest, constraint: Constraint | None, prompt: str) -> str | None:

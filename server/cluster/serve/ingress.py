@@ -11,7 +11,6 @@ import logging
 import multiprocessing
 import re
 from collections.abc import Callable
-from pathlib import Path
 from time import monotonic
 from typing import Any
 from urllib.parse import quote
@@ -21,18 +20,17 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from config.settings import Settings
-from config.sizes import parse_bytes
 from server.api.app import create_app
 from server.api.http.errors import ApiError, make_error_response
 from server.api.http.middleware import API_PREFIX, PROFILE_PATH
 from server.api.ops.live import LiveState
 from server.api.ops.monitoring import Observations
+from server.api.worker import make_tokenizer
 from server.cluster.client import ClusterClient, ReplicaClient
 from server.cluster.hints import HintMaker
 from server.cluster.serve.ray_calls import HandleCalls
 from server.logs import configure_logging, hide_exception_messages
 from server.models.files.directory import resolve_model_settings
-from server.text.processes.sandbox import CallLimits, SandboxedTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +57,7 @@ class ClusterIngress:
             hide_exception_messages()
         self._settings = resolve_model_settings(settings)
         self._client = ClusterClient(HandleCalls(replicas), HintMaker(settings))
-        limits = CallLimits(settings.text_timeout, parse_bytes(settings.text_memory))
-        grammar_limits = CallLimits(settings.grammar_timeout, parse_bytes(settings.grammar_memory))
-        self._tokenizer = SandboxedTokenizer(Path(self._settings.model), limits, grammar_limits)
+        self._tokenizer = make_tokenizer(self._settings)
         self._observations = Observations(self._client)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:  # the name is Ray's

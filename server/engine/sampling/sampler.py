@@ -131,7 +131,7 @@ def _force_tokens(
     """Return the draws, of which some can only be the token that ends the reasoning."""
     forced = thinking.find_forced_tokens(request.tokens, request.num_prompt_tokens, draft)
     return [
-        draw if token is None else draw._replace(sampling=allow_only(draw.sampling, token))
+        draw if token is None else draw._replace(sampling=allow_only(draw.sampling, token), banned_token_ids=())
         for draw, token in zip(draws, forced, strict=True)
     ]
 

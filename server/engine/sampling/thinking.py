@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from server.engine.ipc.messages import ThinkingBudget
 
@@ -36,7 +35,7 @@ class ThinkingLimiter:
 
         The output are the tokens of `output` from index `first` on.
         """
-        for token in islice(output, first + self._num_read, None):
+        for token in output[first + self._num_read :]:
             self._state = self._follow(self._state, token)
             self._num_read += 1
         state, forced = self._state, [self._get_forced(self._state)]

@@ -79,8 +79,8 @@ def _find_tokenizer_end(directory: Path) -> int | None:
             return int(id)
     try:
         return _find_token(directory / "tokenizer.json", content)
-    except (OSError, msgspec.DecodeError):  # whoever loads the tokenizer says what is wrong
-        return None
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None  # whoever loads the tokenizer says what is wrong
 
 
 def _find_token(file: Path, content: str) -> int | None:

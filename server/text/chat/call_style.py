@@ -29,7 +29,7 @@ class CallStyle(NamedTuple):
     splits: bool = False  # whether a message with text and calls becomes two
 
     def apply(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return a message with tool calls, whose arguments are objects, in this form."""
+        """Return a message with tool calls, whose arguments are objects, in this form: as one message or two."""
         if self.splits and message.get("content"):
             text = {key: value for key, value in message.items() if key != "tool_calls"}
             return [text, self._apply({"role": message["role"], "tool_calls": message["tool_calls"]})]

@@ -21,20 +21,17 @@ from jinja2.meta import find_undeclared_variables
 from config.errors import SettingsError
 from server.text.chat.call_style import CallStyle, find_call_style
 from server.text.chat.environment import find_compared_texts, make_environment, reads_content_parts
+from server.text.chat.messages import END_MARK, SYSTEM_ROLES, Message, append_mark, join_parts, mark_end, simplify
 from server.text.errors import ChatTemplateError, TextTooLong, shorten_message
 from server.text.model_files import read_json_object, read_special_tokens
 from server.text.tool_parsers.formats import find_tool_format
 
 MAX_PROMPT_LENGTH = 2**25  # characters
+MAX_KNOWN_LEADING = 4  # messages of the system at the beginning, of which is remembered whether a template drops them
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 COMMON_ROLES = frozenset({"user", "assistant"})  # roles that every chat template accepts
-SYSTEM_ROLES = frozenset({"system", "developer"})
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "model"})
 REASONING = ("reasoning_content", "thinking", "reasoning")  # message keys for reasoning; templates read the first two
-# Added to the text of the final message before rendering; its last space shows whether the template strips the text
-END_MARK = "[the final message ends here] "
-
-Message = Mapping[str, Any]
 
 
 class ChatTemplate:
@@ -45,6 +42,8 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         self._environment = make_environment()
         self._compiled: dict[str, _Template] = {}
+        # By template, and role and whether there is a text of each message of the system at the beginning of a chat
+        self._dropping: dict[tuple[str, tuple[tuple[str, bool], ...]], bool] = {}
 
     @classmethod
     def from_directory(cls, directory: Path) -> ChatTemplate:
@@ -91,7 +90,7 @@ class ChatTemplate:
         template.add_tools(prepared, tools)
         continued = ""
         if continue_final_message:
-            continued, prepared[-1] = _mark_end(prepared[-1])
+            continued, prepared[-1] = mark_end(prepared[-1])
         context = {
             "messages": prepared,
             "tools": tools,
@@ -126,9 +125,11 @@ class ChatTemplate:
             "documents": documents,
             **variables,
         }
-        plainer = _simplify(messages)
+        plainer = simplify(messages)
         try:
-            return self._render_all(plainer if self._drops_first(messages, options) else messages, max_length, options)
+            return self._render_all(
+                plainer if self._drops_first(messages, max_length, options) else messages, max_length, options
+            )
         except TextTooLong:
             raise
         except ChatTemplateError as error:
@@ -170,16 +171,29 @@ class ChatTemplate:
             )
         return text
 
-    def _drops_first(self, messages: Sequence[Message], options: Mapping[str, Any]) -> bool:
+    def _drops_first(self, messages: Sequence[Message], max_length: int, options: Mapping[str, Any]) -> bool:
         """Return whether the template leaves out messages of the system or the developer at the beginning."""
         leading = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
         if [message["role"] for message in leading] in ([], ["system"]):
             return False
+        template = "tool_use" if options["tools"] is not None else "default"
+        known = template, tuple((message["role"], bool(message.get("content"))) for message in leading)
+        if known not in self._dropping:
+            if len(leading) > MAX_KNOWN_LEADING:
+                return self._try_first(leading, messages, max_length, options)
+            self._dropping[known] = self._try_first(leading, messages, max_length, options)
+        return self._dropping[known]
+
+    def _try_first(
+        self, leading: Sequence[Message], messages: Sequence[Message], max_length: int, options: Mapping[str, Any]
+    ) -> bool:
+        """Return whether one of the leading messages is left out, by rendering them with marks."""
         marks = [f"messageends{number}x" for number in range(len(leading))]
-        contents = [_append_mark(each.get("content") or "", mark) for each, mark in zip(leading, marks, strict=True)]
+        contents = [append_mark(each.get("content") or "", mark) for each, mark in zip(leading, marks, strict=True)]
         marked = [{**each, "content": content} for each, content in zip(leading, contents, strict=True)]
         try:
-            text = self.render([*marked, *messages[len(leading) :]], **options).lower()
+            longest = max_length + sum(map(len, marks))
+            text = self.render([*marked, *messages[len(leading) :]], longest, **options).lower()
         except ChatTemplateError:  # whoever renders them as they are says why
             return False
         return not all(mark in text for mark, content in zip(marks, contents, strict=True) if content is not None)
@@ -191,7 +205,7 @@ class ChatTemplate:
         marked = [*messages]
         marks: dict[str, str] = {}
         for number, (role, place) in enumerate(roles.items()):
-            if (content := _append_mark(messages[place].get("content"), mark := f"messageends{number}x")) is not None:
+            if (content := append_mark(messages[place].get("content"), mark := f"messageends{number}x")) is not None:
                 marks[role], marked[place] = mark, {**messages[place], "content": content}
         if not marks:
             return []
@@ -242,7 +256,7 @@ class _Template:
 
     def _prepare_content(self, prepared: dict[str, Any]) -> dict[str, Any]:
         if isinstance(parts := prepared.get("content"), list):
-            text = _join_parts(parts)
+            text = join_parts(parts)
             prepared["content"] = parts if self._reads_parts else text
         reasoning = next((prepared[name] for name in REASONING if name in prepared), None)
         return prepared if reasoning is None else {"thinking": reasoning} | prepared | {"reasoning_content": reasoning}
@@ -331,56 +345,7 @@ def _parse_sources(found: Any, file: Path) -> dict[str, str]:
     return sources
 
 
-# ---------------------------------------------------------------- messages
-def _join_parts(parts: list[Any]) -> str:
-    """Return the text of all parts, for templates that expect the content to be a string."""
-    texts = [text for part in parts if (text := _get_part_text(part)) is not None]
-    if len(texts) < len(parts):
-        raise ChatTemplateError('the parts of a message should be of the form {"type": "text", "text": "..."}')
-    return "\n".join(texts)
-
-
-def _get_part_text(part: Any) -> str | None:
-    match part:
-        case {"type": "text", "text": str(text)}:
-            return text
-    return None
-
-
-def _mark_end(message: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the text of the message that the model continues, and the message with a mark after that text."""
-    content: Any = message.get("content")
-    if (marked := _append_mark(content, END_MARK)) is not None:
-        return content if isinstance(content, str) else content[-1]["text"], message | {"content": marked}
-    raise ChatTemplateError("continue_final_message: the last message has no content to continue")
-
-
-def _append_mark(content: Any, mark: str) -> Any:
-    """Return a message's content with a mark after its text; None if it has no text."""
-    match content:
-        case str(text):
-            return text + mark
-        case [*before, {"text": str(text)} as last]:
-            return [*before, last | {"text": text + mark}]
-    return None
-
-
-def _simplify(messages: Sequence[Message]) -> list[Message]:
-    """Return messages in which those of system and developer at the beginning are one, and none lacks a content."""
-    leading = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
-    contents = (message.get("content") or "" for message in leading)
-    texts = [text if isinstance(text, str) else _join_parts(text) for text in contents]
-    first = [{**leading[0], "role": "system", "content": "\n\n".join(filter(None, texts))}] if leading else []
-    return [*first, *map(_simplify_message, messages[len(leading) :])]
-
-
-def _simplify_message(message: Message) -> Message:
-    """Return a message with the role system instead of developer, and an empty content if it has nothing else."""
-    role = "system" if message["role"] in SYSTEM_ROLES else message["role"]
-    empty = message.get("content") is None and not message.get("tool_calls")
-    return {**message, "role": role} | ({"content": ""} if empty else {})
-
-
+# ---------------------------------------------------------------- prompts
 def _quote_roles(roles: Iterable[str]) -> str:
     return ", ".join(f'"{role}"' for role in sorted(roles))
 

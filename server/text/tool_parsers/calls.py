@@ -108,11 +108,14 @@ class Calls:
         self.count += 1
 
     def fits(self, name: Any, arguments: Any) -> bool:
-        """Return whether these are the name of a tool and arguments whose keys and types its schema accepts."""
-        schema = self.schemas.get(name) if isinstance(name, str) else None
-        return schema is not None and fits_schema(arguments or {}, schema)
+        """Return whether these are the name of a tool and arguments whose keys and types its schema accepts.
 
-    def list_parameters(self, name: str, without: Collection[str]) -> set[str] | None:
+        Raises NotACall for what cannot be arguments.
+        """
+        schema = self.schemas.get(name) if isinstance(name, str) else None
+        return schema is not None and fits_schema(_read_arguments(arguments), schema)
+
+    def find_other_parameters(self, name: str, without: Collection[str]) -> set[str] | None:
         """Return the names of a tool's parameters, but for some; None if its schema does not name any."""
         properties = self.schemas.get(name, {}).get("properties")
         return properties.keys() - without if isinstance(properties, Mapping) and properties else None

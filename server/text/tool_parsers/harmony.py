@@ -57,7 +57,7 @@ class HarmonyParser(MessageParser):
             if self.calls.count > count:
                 return self.end_certain_call()
             self.budget -= max(self.source.position, self.source.furthest) - start
-            self.source.position = start
+            self.source.position = self.source.furthest = start
             return self.take_text(start + len(marker))
         channel = _CHANNEL.search(marker + header)
         is_reasoning = channel is not None and channel[1] == "analysis" and self.reasoning is not None

@@ -1,9 +1,9 @@
 """Splits the text of one message, as it arrives, into reasoning, content and tool calls.
 
-A tool call is passed on once it is certain. In formats with JSON that is when the arguments of a tool of the request
-begin, which follow in parts as they arrive; in others, when the call is complete. So the parts of a message do not
-depend on where its text was cut. What begins like a call and is none stays text, of which not a character is lost.
-Knows neither tokens nor requests.
+A tool call is passed on once it is certain. After a marker, in formats with JSON, that is when the arguments of a tool
+of the request begin, which follow in parts as they arrive; otherwise, when the call is complete. So the parts of a
+message do not depend on where its text was cut. What begins like a call and is none stays text, of which not a
+character is lost. Knows neither tokens nor requests.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class MessageParser:
             return ()
         if self.channel == "reasoning":
             return self.tools.begins
-        return (*self.tools.begins, *self.tools.bare)
+        return (*self.tools.begins, *(self.tools.bare if self._is_at_start or not self.tools.bare_at_start else ()))
 
     def read_text(self, markers: tuple[str, ...]) -> Reading[str | None]:
         """Read text of the message up to the first of these markers, and return it; None if the message ends."""
@@ -153,7 +153,7 @@ class MessageParser:
         except NotACall:
             if self.calls.count == count:
                 self.budget -= max(self.source.position, self.source.furthest) - start
-                self.source.position = start
+                self.source.position = self.source.furthest = start
                 return self.take_text(start + len(marker))
             self.end_certain_call()
             if not self.tools.ends or (yield from self.source.accept(*self.tools.ends)) is None:
@@ -169,7 +169,7 @@ class MessageParser:
     def end_certain_call(self) -> None:
         """End a call that goes on otherwise than calls do: what follows the last part of its arguments is text."""
         self.budget -= max(self.source.position, self.source.furthest) - self.source.kept
-        self.source.position = self.source.kept
+        self.source.position = self.source.furthest = self.source.kept
         self.switch("content")
         self._is_at_start = True
 

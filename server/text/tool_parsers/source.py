@@ -149,16 +149,19 @@ class TextSource:
         """Let what was read be a part of a call, whatever follows."""
         self.kept = self.position
 
-    def read_brackets_in_parts(self, take: Callable[[str], None], ends: tuple[str, ...] = ()) -> Reading[None]:
+    def read_brackets_in_parts(
+        self, take: Callable[[str], None], ends: tuple[str, ...] = (), following: tuple[str, ...] = ()
+    ) -> Reading[None]:
         """Read a JSON text as `read_brackets` does, but give it to `take` and keep it as it arrives.
 
-        Raises NotACall at a bracket that is wrong, at the first of the texts `ends`, which JSON cannot have in it, and
-        at the end of the text, after the part before it.
+        Raises NotACall, after the part before it, at a bracket that is wrong, at the first of the texts `ends`, and at
+        the end of the text. Within a string such a text counts only if the text then ends or goes on with one of those
+        `following`.
         """
         scan, escape = BracketScan(_JSON_SIGNS), StringEscaper()
-        scan.at, end = self.position, None
+        scan.at, end, searched = self.position, None, self.position
         while end is None:
-            marker = self.find(ends)
+            marker = find_first(self._text, ends, max(searched, self.position))
             held = measure_partial_marker(self._text, ends) if marker is None and not self.ended else 0
             behind = len(self._text) - held if marker is None else marker[0]
             try:
@@ -168,10 +171,20 @@ class TextSource:
                 take(escape.push(self._text[self.position : known]))
                 self.position = known
                 self.keep()
-            if end is None:
-                if marker is not None:
+            if end is None and marker is not None:
+                searched = marker[0] + len(marker[1])
+                if not scan.is_in_string or (yield from self._ends_or_has(searched, following)):
                     raise NotACall
+            elif end is None:
                 yield from self.wait()
+
+    def _ends_or_has(self, at: int, options: tuple[str, ...]) -> Reading[bool]:
+        """Return whether nothing but white space follows an index, or one of these texts after it; read nothing."""
+        while True:
+            start = at + len(self._text[at:]) - len(self._text[at:].lstrip())
+            if self.ended or not (start == len(self._text) or self.may_become(start, options)):
+                return start == len(self._text) or self.slice(start).startswith(options)
+            yield
 
     def skip_to_closing(self, bracket: str) -> Reading[None]:
         """Read up to the bracket that closes one that was opened before, and the bracket."""
@@ -214,6 +227,10 @@ class BracketScan:
         self.is_wrong = False  # whether the last bracket cannot be there
         self._quote = ""  # the quote that will end a string; empty outside of strings
         self.at = 0  # up to where the text was looked at
+
+    @property
+    def is_in_string(self) -> bool:
+        return bool(self._quote)
 
     def find_end(self, text: str, behind: int | None = None) -> int | None:
         """Return the index after the closing bracket; None if it is not before `behind`, the end of the text if None.

@@ -113,10 +113,10 @@ def convert_quoted_text(text: str, key: str, schema: Mapping[str, Any]) -> Any:
     return convert_text(text, key, schema)
 
 
-def fits_schema(arguments: Any, schema: Mapping[str, Any]) -> bool:
-    """Return whether arguments are an object with the keys and types of values that a tool's schema demands."""
+def fits_schema(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> bool:
+    """Return whether arguments have the keys and types of values that a tool's schema demands."""
     properties, required = schema.get("properties") or {}, schema.get("required") or []
-    if not isinstance(arguments, dict) or not all(key in arguments for key in required):
+    if not all(key in arguments for key in required):
         return False
     if schema.get("additionalProperties", True) is False and not arguments.keys() <= properties.keys():
         return False

@@ -66,6 +66,16 @@ def test_reasoning_that_the_text_begins(tiny: Path, reference: Reference) -> Non
     assert heard.tokens == close_after(reference, 3 + 4)
 
 
+def test_a_closing_token_that_may_not_be_drawn_yet_is_forced_all_the_same(tiny: Path, reference: Reference) -> None:
+    driver = Driver(tiny, max_seq_len=96)
+    expected = close_after(reference, 2)
+    limits = {"min_tokens": COUNT, "stop_token_ids": (CLOSING[1],), "ignore_eos": True}
+    heard = driver.submit("it", PROMPT, COUNT, thinking=budget(2), **limits)
+    driver.run()
+    assert (heard.failed, heard.finish_reason) == (None, "stop")
+    assert heard.tokens == expected[:4]
+
+
 def test_random_texts_are_read_as_token_by_token(rng: random.Random) -> None:
     """Whether it is asked after each token, for drafts, or once: no state but the output's counts."""
     for _ in range(200):

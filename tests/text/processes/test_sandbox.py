@@ -303,7 +303,7 @@ def test_it_ends_with_a_worker_that_is_killed(tmp_path: Path) -> None:
 import asyncio, os, sys
 from pathlib import Path
 from server.text.processes import sandbox
-from server.text.processes.messages import ChatDefaults, EncodeChat
+from server.text.processes.messages import EncodeChat
 
 async def main():
     async with sandbox.SandboxedTokenizer(Path(sys.argv[1]), sandbox.CallLimits(1.0, 2**28)) as tokenizer:

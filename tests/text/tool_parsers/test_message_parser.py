@@ -25,6 +25,7 @@ from tests.text.tool_parsers.writers import (
     SCHEMAS,
     TAGGED,
     WRITERS,
+    dump,
     make_parser,
     parse,
 )
@@ -377,6 +378,31 @@ def test_malformed_arguments_end_with_their_call(family: str, broken: str, right
 
 
 @pytest.mark.parametrize(
+    ("family", "before", "end"),
+    [
+        ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        ("deepseek_v31", "<\uff5ctool\u2581call\u2581begin\uff5c>f<\uff5ctool\u2581sep\uff5c>",
+         "<\uff5ctool\u2581call\u2581end\uff5c>"),
+    ],
+)  # fmt: skip
+def test_arguments_may_spell_the_end_of_a_call(family: str, before: str, end: str) -> None:
+    """In a string, unless the text goes on as it does after a call."""
+    begins = list_tool_formats()[family].begins[0]
+    value = {"text": f"a{end} b {end}c"}
+    text = f"{begins}{before}{dump(value)}{end}"
+    for pieces in ([text], list(text)):
+        assert parse(make_parser(family), pieces) == ("", "", [("f", value)])
+
+
+def test_a_call_is_found_after_an_answer_in_json() -> None:
+    """However many brackets the answer has, of which each might begin a call."""
+    answer = json.dumps({"type": "list", "items": [{"type": "x", "n": number} for number in range(3000)]})
+    call = '<tool_call>\n{"name": "f", "arguments": {"text": "a"}}\n</tool_call>'
+    content, _, calls = parse(make_parser("hermes"), [answer, "\n", call])
+    assert (content.strip(), calls) == (answer, [("f", {"text": "a"})])
+
+
+@pytest.mark.parametrize(
     ("family", "text", "calls"),
     [
         ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"text\\": 1}"}</tool_call>', [("f", {"text": 1})]),
@@ -415,7 +441,8 @@ def test_malformed_arguments_end_with_their_call(family: str, broken: str, right
         ("qwen3_coder", "<function=f>\n<parameter=text>\n<parameter=b>\n\n<parameter=\n</parameter>\n</function>", [("f", {"text": "<parameter=b>\n\n<parameter="})]),  # noqa: E501
         ("qwen3_coder", "<function=f>\n<parameter=text>\na\n<parameter=text>\nb\n</parameter>\n</function>", [("f", {"text": "a\n<parameter=text>\nb"})]),  # noqa: E501
         ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=text>\na\n</parameter>\n</tool_call>", [("f", {"text": "a"})]),  # noqa: E501
-        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=text>\na\n</tool_call>\n<tool_call>\n<function=f>\n</tool_call>", [("f", {"text": "a"}), ("f", {})]),  # noqa: E501
+        ("qwen3_coder", "<function=f>\n<parameter=text>\na\n</tool_call>\nb\n</parameter>\n</function>", [("f", {"text": "a\n</tool_call>\nb"})]),  # noqa: E501
+        ("hermes", '{"name": "f", "arguments": "{\\"text\\": \\"a\\"}"}', [("f", {"text": "a"})]),
         ("deepseek_v32", '<\uff5cDSML\uff5cfunction_calls><\uff5cDSML\uff5cinvoke name="f"><\uff5cDSML\uff5cparameter name="x" string="false">[1, 2]</\uff5cDSML\uff5cparameter><\uff5cDSML\uff5cparameter name="y" string="false">no</\uff5cDSML\uff5cparameter><\uff5cDSML\uff5cparameter name="z" string="true">5</\uff5cDSML\uff5cparameter></\uff5cDSML\uff5cinvoke>', [("f", {"x": [1, 2], "y": "no", "z": "5"})]),  # noqa: E501
         ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n</minimax:tool_call>', [("f", {})]),
         ("hermes", '<tool_call>\n{"name": "f", "arguments": {"text": "a"}}\n{"name": "f", "arguments": {}}\n</tool_call>', [("f", {"text": "a"}), ("f", {})]),  # noqa: E501

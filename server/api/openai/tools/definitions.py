@@ -25,7 +25,8 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f'should be the JSON schema of an object, with "type": "object", not {format_value(kind)}')
     if not isinstance(properties := schema.get("properties", {}), dict):
         raise ValueError(f"properties should be an object, not {format_value(properties)}")
-    if not isinstance(required := schema.get("required", []), list):
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         raise ValueError(f"required should be a list of names, not {format_value(required)}")
     return schema
 
@@ -164,7 +165,8 @@ def adapt_schemas(tools: Sequence[Tool]) -> Mapping[str, Mapping[str, Any]]:
         try:
             adapted[name] = adapt_schema(schema)
         except SchemaError as error:
-            raise ApiError(400, f"tools: parameters of {format_value(name)}: {error}", param="tools") from None
+            message, logged = f"tools: parameters of {format_value(name)}: {error}", "tools: a schema cannot be used"
+            raise ApiError(400, message, param="tools", log_message=logged) from None
     return adapted
 
 

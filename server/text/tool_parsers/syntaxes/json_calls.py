@@ -16,6 +16,10 @@ from server.text.tool_parsers.values import load_json
 # How a JSON object or a list goes on whose first object is a call, and the beginnings of such texts
 _FIRST_KEY = re.compile(r'(\[\s*)?\{\s*"(name|type|function|parameters|arguments)"')
 _BEFORE_FIRST_KEY = re.compile(r'(\[\s*)?(\{\s*("[a-z]*)?)?')
+_DEEPSEEK_CALL = "<\uff5ctool\u2581call\u2581begin\uff5c>"
+_DEEPSEEK_ENDS = ("<\uff5ctool\u2581call\u2581end\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>")
+_KIMI_CALL = "<|tool_call_begin|>"
+_KIMI_ENDS = ("<|tool_call_end|>", "<|tool_calls_section_end|>")
 _MEMBERS = frozenset({*NAMES, *ARGUMENTS, "type", "id"})  # of a call
 
 
@@ -26,7 +30,7 @@ def read_json(source: TextSource, calls: Calls) -> Reading[None]:
 
 
 def read_json_objects(source: TextSource, calls: Calls) -> Reading[None]:
-    """Read JSON objects with name and arguments, or lists of them, one after another."""
+    """Read a JSON object with name and arguments, or a list of them, and further objects after it."""
     yield from read_json(source, calls)
     yield from source.skip_space()
     while source.slice(source.position, source.position + 1) == "{":
@@ -49,6 +53,7 @@ def read_only_json(source: TextSource, calls: Calls) -> Reading[None]:
     is_fenced = (yield from source.accept("```json", "```")) is not None
     yield from source.skip_space()
     yield from source.expect_beginning(_FIRST_KEY, _BEFORE_FIRST_KEY)
+    yield from _expect_known_name(source, calls)
     found: list[tuple[Any, Any]] = []
     while source.slice(source.position, source.position + 1) in ("{", "["):
         value = load_json((yield from source.read_brackets()))
@@ -64,6 +69,18 @@ def read_only_json(source: TextSource, calls: Calls) -> Reading[None]:
     if source.slice(source.position):
         raise NotACall
     calls.add_all(found)
+
+
+def _expect_known_name(source: TextSource, calls: Calls) -> Reading[None]:
+    """Read nothing. Raises NotACall as soon as a JSON object shows a name that no tool has, before its end."""
+    start = source.position
+    try:
+        name = yield from _read_object_head(source, only_known=True)
+    except NotACall:  # a list, or arguments before the name
+        name = ""
+    source.position = start
+    if name and name not in calls.schemas:
+        raise NotACall
 
 
 def read_json_until(closing: str) -> Syntax:
@@ -180,16 +197,19 @@ def _read_named_object(source: TextSource, calls: Calls) -> Reading[None]:
     source.keep()
 
 
-def read_arguments(source: TextSource, calls: Calls, name: str, ends: tuple[str, ...] = ()) -> Reading[None]:
+def read_arguments(
+    source: TextSource, calls: Calls, name: str, ends: tuple[str, ...] = (), following: tuple[str, ...] = ()
+) -> Reading[None]:
     """Read the arguments of a call, a JSON object; for a name that is a tool's, they are passed on in parts.
 
-    Malformed ones end at the first of the texts `ends`.
+    Malformed ones end at the first of the texts `ends`, within a string only if the text then ends or goes on with
+    one of those `following`.
     """
     yield from source.skip_space()
     if name in calls.schemas and (yield from source.accept("{")) is not None:
         source.position -= 1
         calls.begin(name)
-        yield from source.read_brackets_in_parts(calls.extend, ends)
+        yield from source.read_brackets_in_parts(calls.extend, ends, following)
     else:
         calls.add(name, load_json((yield from source.read_brackets())))
         source.keep()
@@ -227,7 +247,7 @@ def read_deepseek(source: TextSource, calls: Calls) -> Reading[None]:
         name, _ = yield from source.read_until("\n")
         yield from source.skip_space()
         yield from source.expect("```json", "```")
-    yield from read_arguments(source, calls, name.strip(), ("<\uff5ctool\u2581call\u2581end\uff5c>",))
+    yield from read_arguments(source, calls, name.strip(), _DEEPSEEK_ENDS, (_DEEPSEEK_CALL, *_DEEPSEEK_ENDS))
     if is_block:
         yield from source.skip_space()
         yield from source.accept("```")
@@ -237,4 +257,4 @@ def read_kimi(source: TextSource, calls: Calls) -> Reading[None]:
     """Read a call of Kimi K2, whose id has the name in it: `functions.NAME:0`."""
     call_id, _ = yield from source.read_until("<|tool_call_argument_begin|>")
     name = call_id.strip().rpartition(":")[0] or call_id.strip()
-    yield from read_arguments(source, calls, name.removeprefix("functions."), ("<|tool_call_end|>",))
+    yield from read_arguments(source, calls, name.removeprefix("functions."), _KIMI_ENDS, (_KIMI_CALL, *_KIMI_ENDS))

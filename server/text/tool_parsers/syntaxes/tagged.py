@@ -42,7 +42,8 @@ def read_tagged(
     attribute string="false" after KEY it is JSON, whatever the tool's schema says.
 
     Models sometimes leave out the text that ends a value or a call: the next of the tool's parameters or the end of the
-    call, at the start of a line, ends a value, too, and the texts `outer`, which follow the last call, end a call.
+    call, at the start of a line, ends a value, too, and the texts `outer`, which follow the last call, end a call after
+    a value.
     """
     tags = _split_forms(call, parameter)._replace(outer=outer, cdata=cdata, own_lines=own_lines)
 
@@ -57,7 +58,7 @@ def read_tagged(
         while (found := (yield from source.expect(tags.parameter, *tags.ends))) == tags.parameter:
             head, _ = yield from source.read_until(tags.key_end)
             key = _clean(head)
-            value = yield from _read_value(source, tags, calls.list_parameters(name, without={*arguments, key}))
+            value = yield from _read_value(source, tags, calls.find_other_parameters(name, without={*arguments, key}))
             arguments[key] = calls.convert(name, key, value, is_json='string="false"' in head)
             yield from source.skip_space()
         if found != tags.closing:
@@ -83,7 +84,7 @@ def _split_forms(call: str, parameter: str) -> _Tags:
 
 
 def _read_value(source: TextSource, tags: _Tags, others: Collection[str] | None) -> Reading[str]:
-    """Read a value and its end.
+    """Read a value, and its own end; an end that begins what follows is left to be read.
 
     `others` are the parameters that may follow; None if any may.
     """
@@ -95,7 +96,7 @@ def _read_value(source: TextSource, tags: _Tags, others: Collection[str] | None)
         yield from source.skip_space()
         yield from source.expect(tags.value_end)
         return text
-    text, left = "", (f"\n{tags.parameter}", *(f"\n{end}" for end in tags.ends))
+    text, left = "", (f"\n{tags.parameter}", f"\n{tags.closing}")
     while True:
         part, end = yield from source.read_until(tags.value_end, *left, limit=None)
         text += part

@@ -158,6 +158,27 @@ def test_the_budget_of_gpt_oss() -> None:
         assert [*map(server.decode, thinking.openings)] == ["<|channel|>analysis<|message|>"]
 
 
+def test_a_budget_and_a_required_call_exclude_each_other_in_gpt_oss() -> None:
+    with serving_tools("gpt_oss") as server:
+        response = server.chat(thinking_token_budget=5, tools=[TOOL], tool_choice="required")
+        assert "required tool call" in error_of(response)["message"]
+        server.says("<|channel|>final<|message|>Yes.")
+        assert server.chat(thinking_token_budget=5, tools=[TOOL]).status_code == 200
+
+
+def test_a_continued_answer_has_no_reasoning_to_end() -> None:
+    with serving_tools("deepseek_r1_distill", ["<think>", "</think>"], reasoning_parser="deepseek_r1") as server:
+        server.says("more")
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well"}]
+        body = {"messages": messages, "add_generation_prompt": False, "continue_final_message": True}
+        assert server.chat(thinking_token_budget=5, **body).status_code == 200
+        server.chat(thinking_token_budget=5)
+        continued, new = (submit.sampling.thinking for submit in server.engine.all(Submit))
+        assert continued is not None
+        assert new is not None
+        assert (continued.is_open, new.is_open) == (False, True)
+
+
 @pytest.mark.parametrize(
     ("template", "budget", "words"),
     [

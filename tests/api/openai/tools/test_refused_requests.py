@@ -37,6 +37,8 @@ def wrong(schema: dict[str, Any]) -> dict[str, Any]:
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters", "an object"),  # noqa: E501
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools[0].function.parameters", "schema of an object"),  # noqa: E501
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"required": 5}}}]}, "tools[0].function.parameters", "list of names"),  # noqa: E501
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"required": [["x"]]}}}]}, "tools[0].function.parameters", "list of names"),  # noqa: E501
+        ({"tools": [TOOL, wrong({"anyOf": [{}, {"type": 5}]})], "tool_choice": "required"}, "tools", "properties.x.items.anyOf.1.type: 5 is no"),  # noqa: E501
         ({"tools": [TOOL, wrong({"type": "unknown"})], "tool_choice": "required"}, "tools", 'parameters of "wrong": properties.x.items.type: "unknown" is no type of JSON'),  # noqa: E501
         ({"tools": [TOOL, wrong({"$ref": "#/$defs/none"})], "tool_choice": "required"}, "tools", 'of "wrong": '),
         ({"tools": [TOOL, wrong({"pattern": "("})], "response_format": {"type": "json_object"}}, "tools", 'parameters of "wrong": '),  # noqa: E501
