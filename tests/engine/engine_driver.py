@@ -250,7 +250,9 @@ class Driver:
         return [request.key[1] for request in self.core.scheduler.waiting]
 
     def _hear(self, message: FromEngine) -> None:
-        assert isinstance(message, Admitted | Preempted | PromptScores | Tokens | Explained | Compared | Failed)
+        assert isinstance(
+            message, Admitted | Preempted | Progress | PromptScores | Tokens | Explained | Compared | Failed
+        )
         self.heard[message.request_id].hear(message, len(self.steps))
 
 

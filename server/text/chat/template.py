@@ -256,8 +256,9 @@ class _Template:
 
     def _prepare_content(self, prepared: dict[str, Any]) -> dict[str, Any]:
         if isinstance(parts := prepared.get("content"), list):
-            text = join_parts(parts)
-            prepared["content"] = parts if self._reads_parts else text
+            text = join_parts(parts)  # also for the system, whose message some templates write as it is
+            reads_parts = self._reads_parts and prepared["role"] not in SYSTEM_ROLES
+            prepared["content"] = parts if reads_parts else text
         reasoning = next((prepared[name] for name in REASONING if name in prepared), None)
         return prepared if reasoning is None else {"thinking": reasoning} | prepared | {"reasoning_content": reasoning}
 
