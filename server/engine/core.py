@@ -214,7 +214,7 @@ class Core:
         for request in [s.request for s in output.scheduled]:
             if request.num_cached_tokens is None:
                 events += self._record_admission(request)
-            events += report_progress(request)
+            events += report_progress(request) if request.reports_progress else ()
             if (scores := output.sampled.prompt_logprobs.get(request)) is not None:
                 request.num_scored_tokens += len(scores.logprobs)
                 events.append(Event(request.key[0], scores))

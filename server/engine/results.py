@@ -18,8 +18,8 @@ class Event(NamedTuple):
 
 
 def report_progress(request: Request) -> list[Event]:
-    """Return the event that tells how much of a request's prompt is computed, if its client asked for it."""
-    if not request.reports_progress or request.num_output_tokens or request.seat is None:
+    """Return the event that tells how much of a request's prompt is computed; none once it has an output."""
+    if request.num_output_tokens or request.seat is None:
         return []
     worker, request_id = request.key
     return [Event(worker, Progress(request_id, min(request.seat.length, request.num_prompt_tokens)))]
