@@ -44,12 +44,12 @@ class SchemaError(ValueError):
 
 
 @contextmanager
-def _within(*keys: str) -> Iterator[None]:
-    """Put these keys before the path of a SchemaError."""
+def _within(key: str) -> Iterator[None]:
+    """Put a key before the path of a SchemaError."""
     try:
         yield
     except SchemaError as error:
-        raise SchemaError(error.problem, *keys, *error.path) from None
+        raise SchemaError(error.problem, key, *error.path) from None
 
 
 def adapt_schema(schema: Any, note_ignored: Note = lambda _: None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,9 @@ from config.errors import SettingsError
 from config.settings import Settings
 from server.cluster.autoscaling import TARGET_KV_USAGE, TARGET_TOKENS, autoscaling_policy, choose_num_replicas
 from server.cluster.scale import Scale, divide_machine
+from server.processes.cgroups import count_processors
 
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+CORES = count_processors()  # within the quota of the container that the tests run in
 
 
 @pytest.mark.parametrize(

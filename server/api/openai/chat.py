@@ -219,19 +219,23 @@ async def make_thinking_budget(serving: Serving, body: ChatRequest, num_tokens: 
     format = serving.message_format.reasoning
     if format is None:
         message = "the chat template shows no known way to mark reasoning; the setting reasoning_parser names one"
-        raise ApiError(400, f"thinking_token_budget: {message}", param="thinking_token_budget")
+        raise _refuse_budget(message)
     if format.harmony and body.must_call:
         message = "cannot be combined with a required tool call, as this model ends reasoning with its answer"
-        raise ApiError(400, f"thinking_token_budget: {message}", param="thinking_token_budget")
+        raise _refuse_budget(message)
     openings, ends, closing = [
         [tuple(await serving.tokenizer.encode(text, add_special_tokens=False)) for text in texts]
         for texts in (format.openings, format.ends, [format.closing_text])
     ]
     if not format.harmony and any(len(marker) > 1 for marker in (*openings, *ends)):
         message = "the model's markers of reasoning are several tokens each, so that it cannot be ended for certain"
-        raise ApiError(400, f"thinking_token_budget: {message}", param="thinking_token_budget")
+        raise _refuse_budget(message)
     is_open = not body.continue_final_message and format.is_open(prompt)
     return ThinkingBudget(num_tokens, is_open, tuple(openings), tuple(ends), closing[0])
+
+
+def _refuse_budget(message: str) -> ApiError:
+    return ApiError(400, f"thinking_token_budget: {message}", param="thinking_token_budget")
 
 
 async def make_grammar(serving: Serving, body: ChatRequest, constraint: Constraint | None, prompt: str) -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from server.models.config_file import read_json
 from server.models.errors import ModelError
+from server.models.files.hub import find_name
 
 TEMPLATES = "additional_chat_templates"
 INDICES = "*.index.json"
@@ -59,9 +60,7 @@ def _check_link(link: Path, allowed: Iterable[Path]) -> None:
 
 def _blobs(root: Path) -> list[Path]:
     """Return the blobs folder of a directory models--OWNER--NAME/snapshots/REVISION; [] for other directories."""
-    entry = root.parent.parent
-    in_cache = root.parent.name == "snapshots" and entry.name.startswith("models--")
-    return [entry / "blobs"] if in_cache else []
+    return [] if find_name(root) is None else [root.parent.parent / "blobs"]
 
 
 def _check_index(index: Path) -> None:
