@@ -191,9 +191,15 @@ class Model:
         ids = {self.hash_of(prefix).prefix_id: prefix for prefix in self.list_cached()}
         salt, tokens = ids[top.id]
         first = tokens[: top.first_token + BLOCK]  # up to the first block of the node
+        before = self.list_cached()
+        dropped: set[Prefix] = {(salt, first)}
+        for each in before:  # not what follows after blocks that are gone: it is a tree of its own
+            if (each[0], each[1][:-BLOCK]) in dropped:
+                dropped.add(each)
+        pins = {pin_id for pin_id, prefix in self.pins.items() if prefix not in dropped}
         assert self.cache.drop_prefix(top.id) is not None
-        left = {*self.list_cached(), *(self.pins[pin.id] for pin in self.cache.pins())}
-        assert not [p for p in left if p[0] == salt and p[1][: len(first)] == first]
+        assert set(self.list_cached()) == {*before} - dropped
+        assert {pin.id for pin in self.cache.pins()} == pins
 
 
 @pytest.mark.fuzz
