@@ -15,11 +15,11 @@ from torch import Tensor
 
 from cache_strategies.base import KVCache
 from cache_strategies.types import NO_SALT
-from server.engine.core import NON_FINITE_LOGITS_MESSAGE
 from server.engine.ipc.messages import SamplingParams
 from server.engine.sampling.draw import NOTHING_ALLOWED, draw_tokens
 from server.engine.sampling.sampler import make_draws
 from server.engine.scheduling.request import OutputGrammar, Request, RequestError
+from server.engine.scheduling.step import NON_FINITE_LOGITS_MESSAGE
 from server.models.base import Model
 from server.sequence import CachedSequence
 from server.text.errors import GrammarError
@@ -70,8 +70,8 @@ def _check_arguments(model: Model, cache: KVCache, prompt: Sequence[int], sampli
     if bounded > context:
         raise ValueError(
             f"prompt ({len(prompt)} tokens) and max_tokens ({sampling.max_tokens}) come to {total} tokens, "
-            f"and the context is {context}: shorten the prompt or lower max_tokens; a strategy of kind 'streaming' "
-            "bounds the prompt only"
+            f"and the context is {context}: shorten the prompt or lower max_tokens; a strategy with an "
+            "unbounded contract bounds the prompt only"
         )
     named: dict[str, Sequence[int]] = {
         "prompt": prompt,

@@ -80,9 +80,12 @@ class GrammarEvents(NamedTuple):
     failures: int  # number of requests that their grammars ended
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepReport:
-    """The metrics of one step of the engine. Mappings are keyed by instance, unless noted."""
+    """The metrics of one step of the engine. Mappings are keyed by instance, unless noted.
+
+    The last four are set by extensions of the engine.
+    """
 
     seconds: float
     parts: Mapping[str, StepPart]

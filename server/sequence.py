@@ -66,8 +66,8 @@ class CachedSequence:
         """Add the tokens of the batch to the sequence. Raises StrategyError if the strategy fails."""
         assert self._batch is not None, "begin() comes first"
         batch, self._batch = self._batch, None
-        for failed in batch.commit():
-            raise failed.error
+        for error in batch.commit().values():
+            raise error
 
     def discard(self) -> None:
         """Remove this sequence's blocks from the prefix cache, as their values may be NaN; close() must follow."""

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -184,22 +185,29 @@ def test_no_modules_import_each_other() -> None:
         pytest.fail(f"a circle: {' -> '.join(error.args[1])}")
 
 
-MODULES = 12  # of a folder
-LARGE_FOLDERS = {
-    "tools/torture": "one program, whose parts are used by no other",
-}
-LINES = 400  # of a file
-LONG_FILES = {
-    "config/settings.py": "every setting is a row of one class",
-}
+def test_scheduling_knows_neither_isolation_nor_optional_features() -> None:
+    others = ("isolation", "rollouts", "shadow", "grammar", "extension", "core")
+    for name, file in modules().items():
+        if name.startswith("server.engine.scheduling"):
+            assert not {m for m in imports(file, typing_only=True) if m.startswith(_of_the_engine(others))}, name
 
 
-def test_folders_and_files_are_small_enough_to_find_things_in() -> None:
-    files = [file.relative_to(ROOT) for file in modules().values()]
-    folders = Counter(str(file.parent) for file in files if file.name != "__init__.py")
-    assert {folder for folder, count in folders.items() if count > MODULES} == LARGE_FOLDERS.keys()
-    lines = {str(file): len((ROOT / file).read_text().splitlines()) for file in files}
-    assert {file for file, count in lines.items() if count > LINES} == LONG_FILES.keys()
+def test_the_core_knows_optional_features_by_their_hooks_only() -> None:
+    features = ("rollouts", "shadow", "grammar", "isolation.fallbacks")
+    for name in ("server.engine.core", "server.engine.extension", "server.engine.model_runner"):
+        assert not {m for m in imports(modules()[name], typing_only=True) if m.startswith(_of_the_engine(features))}
+
+
+def test_the_engine_names_no_strategy() -> None:
+    kinds = re.compile(r"\b(contiguous|sliding_window|paged|compressed|streaming|quest|mirrored)\b")
+    for name, file in modules().items():
+        if name.startswith("server.engine"):
+            named = {node.value for node in ast.walk(parse(file)) if isinstance(node, ast.Constant)}
+            assert not {value for value in named if isinstance(value, str) and kinds.search(value)}, name
+
+
+def _of_the_engine(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(f"server.engine.{name}" for name in names)
 
 
 OTHER_TESTS = {
@@ -254,7 +262,8 @@ def test_strategies_know_each_other_only_through_their_parts() -> None:
     ["server.engine.scheduling.scheduler", "server.engine.scheduling.request", "server.engine.scheduling.selection"],
 )
 def test_the_scheduler_has_no_tensor_and_no_strategy(name: str) -> None:
-    assert not {m for m in reached(name) if top(m) in {"torch", "numpy", "kernels", "cache_strategies"}}
+    heavy = {m for m in reached(name) if top(m) in {"torch", "numpy", "kernels", "cache_strategies"}}
+    assert heavy <= {"cache_strategies", "cache_strategies.errors", "cache_strategies.errors.StrategyError"}
 
 
 @pytest.mark.parametrize("name", [n for n in modules() if n.startswith(API_PROCESS) or n.startswith("server.api")])

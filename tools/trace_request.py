@@ -11,7 +11,7 @@ it is handed the body, or the token, until it hands it on.
 
 A file counts if one of its functions is called on that way in each of several requests. So what also runs in the
 background, such as heartbeats, does not count. Neither do imports, what only a starting server does (the first requests
-are not traced), classes that only declare fields, and the calls in ASIDE, neither with the body nor with the token.
+are not traced), and classes that only declare fields.
 """
 
 from __future__ import annotations
@@ -48,40 +48,6 @@ BODY = {"prompt": "Once upon a time there was a", "max_tokens": 16, "temperature
 WARM_UP_REQUESTS = 3
 ROUNDS = 4  # traced requests of each kind
 TOKENS = range(4, 12)  # of the streamed tokens, those that are followed: neither the first nor the last
-ASIDE = {  # functions, methods of any class, or classes, called on the way but neither with the body nor the token
-    "Arena.num_free_pages": "whether the step has freed memory, for requests that wait",
-    "Arena.usage": "how full the memory is, for the rules that choose a strategy",
-    "Batch.commit": "the tokens that this step entered into the caches, which were drawn before",
-    "merge_step_parts": "figures of the step",
-    "StepReport.rows": "figures of the step",
-    "Capture.count_step": "figures of the step",
-    "KVMemory.collect_evicted_bytes": "figures of the step",
-    "KVMemory.drain": "the memory of instances whose limits were lowered",
-    "Isolation.check_admission": "whether a strategy is in quarantine",
-    "Isolation.begin": "the request that tries a strategy after a quarantine",
-    "Isolation.record_steps": "faults of strategies",
-    "Isolation.collect_faults": "faults of strategies",
-    "Isolation.record_non_finite": "faults of strategies",
-    "get_constraint": "requests whose text has to be something, of which there are none",
-    "StructuredRequest.iter_constraints": "requests whose text has to be something",
-    "WaitingForGrammars": "requests whose grammars are not compiled, of which there are none",
-    "GrammarMeter": "figures of the step",
-    "find_grammar_fault": "requests that their grammars end",
-    "Shadows": "requests that also run under a candidate, of which there are none",
-    "Rollouts.observe": "roll-outs, of which there are none",
-    "Rollouts.collect_rollbacks": "roll-outs",
-    "Fallbacks.move_non_finite": "requests whose strategies are at fault",
-    "StepAccumulator": "figures of the step",
-    "count_tokens": "figures of the step",
-    "Core._end_stalled": "requests that their strategies hold up",
-    "Core._end_quarantined": "requests of strategies in quarantine",
-    "collect_block_events": "figures of the step",
-    "KVCache.name": "the instance under which figures are counted",
-    "Core._remove": "the end of a request: its memory becomes free, and its record is made",
-    "Observations.count_response": "figures of the worker",
-    "Observations._send_periodically": "figures of the worker, in the background",
-    "ApiServer.on_tick": "the worker's heartbeat, in the background",
-}
 PAUSE = 0.05  # seconds in which a request ends in all threads, once its response was read
 TIMEOUT = 60.0  # seconds for the server to start, and for a request
 UVICORN_SEND = "RequestResponseCycle.send"
@@ -262,7 +228,6 @@ class Recorder:
         self._active = False
         self._calls: list[Call] = []
         self._files: dict[CodeType, str | None] = {}  # None: neither of the product nor a mark
-        self._aside = threading.local()
 
     def begin(self) -> None:
         self._calls = []
@@ -280,18 +245,10 @@ class Recorder:
         if code not in self._files:
             self._files[code] = find_file(code)
         file = self._files[code]
-        if file is None or self._is_aside(code, event):
+        if file is None:
             return
         kind: Literal["call", "return"] = "call" if event == "call" else "return"
         self._calls.append(Call(kind, threading.get_ident(), file, code.co_qualname, find_hint(frame)))
-
-    def _is_aside(self, code: CodeType, event: str) -> bool:
-        """Return whether the function, or one that called it, is named in ASIDE."""
-        depth = getattr(self._aside, "depth", 0)
-        if not ASIDE.keys().isdisjoint((code.co_qualname, code.co_name, code.co_qualname.partition(".")[0])):
-            self._aside.depth = depth + 1 if event == "call" else max(0, depth - 1)
-            return True
-        return depth > 0
 
 
 def find_file(code: CodeType) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cache_strategies import registry
+from cache_strategies.errors import StrategyError
 from cache_strategies.types import EVERYTHING, NO_SALT, Salt, SaltScope
 from kernels.types import LayerSpec
 from plugin_kit.driver.history import LAYERS, LONGEST, History, geometry_of
@@ -14,7 +15,6 @@ from plugin_kit.driver.steps import Reading, step
 from plugin_kit.driver.texts import random_text, rotate
 from plugin_kit.promise import LAST_CALLS, Promise
 from plugin_kit.strategies.trial import NAME, StrategyTrial, get_cache
-from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.guard import GuardedCache
 
 NUM_HISTORIES, NUM_OPERATIONS = 6, 40

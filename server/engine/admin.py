@@ -9,9 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from cache_strategies.errors import StrategyError
 from cache_strategies.features import Clearing, Inspectable, Pinning, PrefixListing
 from cache_strategies.types import Pin, PinError, Salt, SaltScope
 from config.sizes import share_to_bytes
+from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.info import describe_share, describe_tokens
 from server.engine.ipc.messages import (
@@ -29,7 +31,6 @@ from server.engine.ipc.messages import (
     StartRollout,
     Unpin,
 )
-from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.guard import GuardedCache
 from server.engine.isolation.results import to_bool, to_bytes, to_optional_bytes, to_pin, to_pins
 from server.engine.live.pages import describe_page
@@ -45,16 +46,17 @@ FEATURES = {
 }
 
 
-def run_command(core: Core, command: Command) -> dict[str, Any]:
+def run_command(engine: Engine, command: Command) -> dict[str, Any]:
     """Run an operator's command and return the answer, a JSON object.
 
     Raises RequestError if the instance is unknown, does not support the command or cannot follow it now.
     """
+    core = engine.core
     match command:
         case StartRollout(name, settings, by):
-            return core.rollouts.start(name, settings, by)
+            return engine.rollouts.start(name, settings, by)
         case ControlRollout(name, action, by):
-            return core.rollouts.control(name, action, by)
+            return engine.rollouts.control(name, action, by)
         case Abort(worker, request_id):
             return _abort(core, worker, request_id)
         case DescribePage(page):

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row, Seat
+from cache_strategies.errors import StrategyError
 from kernels.ops import AttentionSlice
 from kernels.tracing import Tracer
-from server.engine.isolation.errors import StrategyError
 from server.records import Compaction
 
 
@@ -30,13 +30,6 @@ class RowInput(NamedTuple):
     row: Row
     tokens: Sequence[int]
     num_logits: int
-
-
-class FailedRow(NamedTuple):
-    """A row of a batch whose strategy failed to commit or to compact it."""
-
-    row: int  # its index in the batch
-    error: StrategyError
 
 
 class BatchPart(NamedTuple):
@@ -97,36 +90,38 @@ class Batch:
         """For each row of the batch, the number of its tokens whose logits are computed."""
         return [item.num_logits for item in self._rows]
 
-    def commit(self, num_entered: Sequence[int] | None = None) -> list[FailedRow]:
+    def commit(self, num_entered: Sequence[int] | None = None) -> dict[int, StrategyError]:
         """Commit the first num_entered[i] tokens of each row i; None: all tokens of all rows. Then compact the seats.
 
-        Return the rows of strategies that failed to commit, and rows that could not be compacted; all others are done,
-        and `compactions` has those that were compacted.
+        Return the errors of rows whose strategies failed to commit or to compact them; all others are done, and
+        `compactions` has those that were compacted.
         """
         counts = [item.row.num_tokens for item in self._rows] if num_entered is None else num_entered
         tokens = [item.tokens[:count] for item, count in zip(self._rows, counts, strict=True)]
-        failed: list[FailedRow] = []
+        failed: dict[int, StrategyError] = {}
         end = 0
         for cache, plan in self.parts:
             begin, end = end, end + len(plan.rows)
             try:
                 cache.commit(plan, tokens[begin:end])
             except StrategyError as error:
-                failed += [FailedRow(i, error) for i in range(begin, end)]
+                failed |= dict.fromkeys(range(begin, end), error)
                 continue
             if cache.compacts:
-                failed += self._compact(cache, begin, [row.seat for row in plan.rows])
+                failed |= self._compact(cache, begin, [row.seat for row in plan.rows])
         return failed
 
-    def _compact(self, cache: KVCache, first_row: int, seats: Sequence[Seat]) -> Iterator[FailedRow]:
-        """Compact the seats of a strategy's rows; yield the rows that could not be compacted."""
+    def _compact(self, cache: KVCache, first_row: int, seats: Sequence[Seat]) -> dict[int, StrategyError]:
+        """Compact the seats of a strategy's rows; return the errors of those that could not be compacted, by row."""
+        failed: dict[int, StrategyError] = {}
         with self._tracer.span("compact"):
             for i, seat in enumerate(seats, first_row):
                 match _compact_seat(cache, seat):
                     case StrategyError() as error:
-                        yield FailedRow(i, error)
+                        failed[i] = error
                     case Compaction() as compaction:
                         self.compactions[i] = compaction
+        return failed
 
     def _plan(self) -> Iterator[tuple[BatchPart, AttentionSlice]]:
         end = 0

@@ -39,13 +39,19 @@ from server.engine.device import (
     limit_memory,
 )
 from server.engine.grammar.compiler import GrammarCompiler
+from server.engine.grammar.waiting import WaitingForGrammars
 from server.engine.isolation.calls import CallObserver
+from server.engine.isolation.fallbacks import Fallbacks
 from server.engine.isolation.isolation import Isolation
+from server.engine.model_runner import ModelRunner
+from server.engine.request_factory import RequestFactory
 from server.engine.rollouts.rollouts import Rollouts
 from server.engine.rollouts.store import RolloutStore, choose_rollouts_file
 from server.engine.sampling.logprobs import MAX_STEP_LOGITS
+from server.engine.sampling.sampler import Sampler
 from server.engine.scheduling.scheduler import Limits, Scheduler
 from server.engine.scheduling.selection import Selector
+from server.engine.shadow.shadows import Shadows
 from server.engine.warmup import run_dummy_step
 from server.models.base import Model
 from server.models.config import ModelInfo
@@ -69,6 +75,9 @@ class Engine:
     aliases: Sequence[str]  # other names of the model in the API
     model_dir: Path
     core: Core
+    shadows: Shadows
+    rollouts: Rollouts
+    grammars: GrammarCompiler
     instances: Sequence[Instance]
     device: Device
     kernels: CheckedOps
@@ -131,9 +140,17 @@ def build_engine(
     store = RolloutStore(choose_rollouts_file(settings.rollouts_file, directory, settings.host, settings.port))
     rollouts = Rollouts(settings, store)  # in memory only, until Rollouts.restore opens the file with their state
     grammars = GrammarCompiler(partial(load_vocabulary, directory), model.info.vocab_size)
-    core = Core(model, isolation, arena, Scheduler(limits), selector, rollouts, ops, tracer, grammars)
+    scheduler = Scheduler(limits)
+    shadows, fallbacks = Shadows(scheduler), Fallbacks(isolation, scheduler)
+    scheduler.release_spare = shadows.release_one
+    factory = RequestFactory(selector, isolation, fallbacks, rollouts, arena, scheduler, model.info.eos_ids, grammars)
+    runner = ModelRunner(model, Sampler(model.info.eos_ids, ops.sample), tracer)
+    waiting = WaitingForGrammars(grammars, limits.max_queued_requests)
+    core = Core(runner, isolation, arena, scheduler, factory, [waiting, shadows, fallbacks, rollouts])
     name, *aliases = settings.model_names
-    return Engine(settings, name, aliases, directory, core, instances, device, kernels, max_seq_len)
+    return Engine(
+        settings, name, aliases, directory, core, shadows, rollouts, grammars, instances, device, kernels, max_seq_len
+    )
 
 
 def _allocate_kv_memory(

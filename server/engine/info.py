@@ -22,12 +22,12 @@ import torch
 
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
+from cache_strategies.errors import StrategyError
 from cache_strategies.registry import Instance
 from config.settings import SECRETS
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.device import device_memory
-from server.engine.isolation.errors import StrategyError
 from server.records import EngineInfo, EngineState, KVTokens, Role
 from server.version import get_version
 
@@ -194,9 +194,9 @@ class ProcessMemory:
         }
 
 
-def read_engine_state(core: Core, processes: Mapping[Role, int]) -> EngineState:
+def read_engine_state(engine: Engine, processes: Mapping[Role, int]) -> EngineState:
     """Return the engine's state for metrics. Takes time proportional to the number of open sequences and blocks."""
-    arena, scheduler = core.arena, core.scheduler
+    core, arena, scheduler = engine.core, engine.core.arena, engine.core.scheduler
     longest = scheduler.limits.max_seq_len
     budgets = {name: cache.token_budget(longest) for name, cache in core.caches.items()}
     return EngineState(
@@ -213,8 +213,8 @@ def read_engine_state(core: Core, processes: Mapping[Role, int]) -> EngineState:
         pool_untouched=arena.num_untouched_pages * arena.page_bytes,
         device_memory=device_memory(core.model.device),
         process_memory=processes,
-        rollouts=core.rollouts.states,
-        shadow_pairs=core.rollouts.compared_pairs,
+        rollouts=engine.rollouts.states,
+        shadow_pairs=engine.rollouts.compared_pairs,
     )
 
 

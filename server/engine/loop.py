@@ -109,7 +109,7 @@ class Loop:
         self._answers: dict[Question, Answer] = {}
         self._profiler = Profiler(engine.core.tracer, engine.device.tensors, summarize_engine(engine))
         self._stopping = False
-        engine.core.rollouts.restore()
+        engine.rollouts.restore()
 
     def run(self) -> None:
         pause = IDLE_SECONDS
@@ -128,7 +128,7 @@ class Loop:
                 self._send([Event(*profiled)])
             computed = result.report.rows or result.report.shadow_tokens
             pause = 0.0 if computed else STALLED_SECONDS if self._core.busy else IDLE_SECONDS
-        self._core.rollouts.close()
+        self._engine.rollouts.close()
 
     def stop(self) -> None:
         """Make run() return after the current iteration."""
@@ -195,9 +195,9 @@ class Loop:
             case "settings":
                 return msgspec.json.encode(self._info.settings)
             case "rollouts":
-                return msgspec.json.encode(self._core.rollouts.describe())
+                return msgspec.json.encode(self._engine.rollouts.describe())
             case "fidelity":
-                return msgspec.json.encode(self._core.rollouts.describe_fidelity())
+                return msgspec.json.encode(self._engine.rollouts.describe_fidelity())
             case "live":
                 totals = self._observer.describe_totals()
                 return msgspec.json.encode(describe_live(self._engine) | {"totals": totals})
@@ -206,8 +206,8 @@ class Loop:
             case "routing":
                 return msgspec.msgpack.encode(describe_routing(self._core))
             case "metrics":
-                return self._observer.snapshot(read_engine_state(self._core, self._processes.read_resident_bytes()))
-        return msgspec.json.encode(run_command(self._core, payload))
+                return self._observer.snapshot(read_engine_state(self._engine, self._processes.read_resident_bytes()))
+        return msgspec.json.encode(run_command(self._engine, payload))
 
     def _send(self, events: Sequence[Event]) -> None:
         by_worker: dict[int, list[FromEngine]] = defaultdict(list)

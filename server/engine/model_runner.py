@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import Row, Seat
+from cache_strategies.errors import StrategyError
 from kernels.tracing import Tracer
 from server.engine.batch import Batch, RowInput
-from server.engine.isolation.errors import StrategyError
 from server.engine.sampling.sampler import PromptInput, Sampler, SamplerInput, SamplerOutput
 from server.engine.scheduling.request import Request
-from server.engine.scheduling.step import Scheduled
+from server.engine.scheduling.step import RequestFailure, Scheduled
 from server.engine.stats import make_step_parts
 from server.engine.warmup import run_dummy_step
 from server.models.base import Model
@@ -36,14 +36,15 @@ class StepOutput(NamedTuple):
     """The results of a forward pass that has not been committed yet."""
 
     batch: Batch
+    parts: Mapping[str, StepPart]  # numbers of rows and tokens by instance, those of extensions left out
     scheduled: Sequence[Scheduled]  # the rows of the step, in the order of the batch
     to_sample: Sequence[SamplerInput]  # requests whose rows reach the end of their tokens, so that a new one is sampled
     # For each request of `to_sample`, the other choices (n > 1) that wait to fork its seat
     siblings: Mapping[Request, Sequence[SamplerInput]]
     sampled: SamplerOutput  # new tokens of the requests in `to_sample` and `siblings`, except those with max_tokens=0
     logits: Tensor  # [K, V], to which the rows of `to_sample` and `siblings` refer
-    # For the request of each shadow, the logits [n, V] after the last n tokens of its row
-    shadow_logits: Mapping[Request, Tensor]
+    observed: Mapping[Request, Tensor]  # by request of an extension: the logits [n, V] after its row's last n tokens
+    failed: Sequence[RequestFailure] = ()  # requests that have to end, found after the step was committed
 
     def without(self, requests: Collection[Request]) -> StepOutput:
         """Return the results without those of some requests."""
@@ -52,56 +53,56 @@ class StepOutput(NamedTuple):
             to_sample=[each for each in self.to_sample if each.request not in requests],
         )
 
-    def count_entered_tokens(self) -> list[int]:
-        """Return the number of tokens of each row to commit; rejected draft tokens do not count."""
+    def commit(self) -> dict[int, StrategyError]:
+        """Commit the rows' tokens, without rejected draft tokens; return the errors of strategies by row."""
         results = self.sampled.results
-        return [s.num_tokens + (results[s.request].num_accepted if s.draft else 0) for s in self.scheduled]
+        return self.batch.commit(
+            [s.num_tokens + (results[s.request].num_accepted if s.draft else 0) for s in self.scheduled]
+        )
 
 
 class ModelRunner:
     """Runs a model on the rows of a step, and a sampler on its logits."""
 
     def __init__(self, model: Model, sampler: Sampler, tracer: Tracer | None = None) -> None:
-        self._model = model
+        self.model = model
+        self.tracer = tracer or Tracer()
         self._sampler = sampler
-        self._tracer = tracer or Tracer()
 
     @torch.inference_mode()
     def execute(self, scheduled: Sequence[Scheduled]) -> StepOutput:
         """Compute a step's rows and sample tokens. Raises StrategyError, and any exception of the model."""
+        # Rows are counted before the forward pass: afterwards the requests are no longer in the CPU's caches.
+        parts = make_step_parts(scheduled)
         rows = [_make_row_input(s) for s in scheduled]
-        with self._tracer.span("plan"):
-            batch = Batch(rows, self._model.device, self._tracer)
-        with self._tracer.span("forward"):
+        with self.tracer.span("plan"):
+            batch = Batch(rows, self.model.device, self.tracer)
+        with self.tracer.span("forward"):
             logits = self._forward(batch)
         ordered = [scheduled[i] for i in batch.row_order]
         ends = list(accumulate(batch.logit_counts))
-        to_sample = [
-            SamplerInput(request, draft, end - 1 - len(draft))
-            for (request, num_tokens, draft, num_compared), end in zip(ordered, ends, strict=True)
-            if num_tokens == request.num_remaining_tokens and num_compared is None
-        ]
-        shadow_logits = {
-            s.request: logits[end - s.num_compared : end]
-            for s, end in zip(ordered, ends, strict=True)
-            if s.num_compared is not None
-        }
+        to_sample: list[SamplerInput] = []
+        prompts: list[PromptInput] = []
+        observed: dict[Request, Tensor] = {}
+        for (request, num_tokens, draft, samples, scores_prompt, num_observed), end in zip(ordered, ends, strict=True):
+            if num_observed is not None:
+                observed[request] = logits[end - num_observed : end]
+                continue
+            if samples:
+                to_sample.append(SamplerInput(request, draft, end - 1 - len(draft)))
+            if scores_prompt:
+                prompts.append(PromptInput(request, slice(end - num_tokens, end)))
         siblings = {each.request: _find_waiting_siblings(each) for each in to_sample}
-        prompts = [
-            PromptInput(s.request, slice(end - s.num_tokens, end))
-            for s, end in zip(ordered, ends, strict=True)
-            if s.request.needs_prompt_logprobs
-        ]
         inputs = [*to_sample, *(sibling for others in siblings.values() for sibling in others)]
         inputs = [each for each in inputs if each.request.sampling.max_tokens]
-        with self._tracer.span("sample_and_verify"):
+        with self.tracer.span("sample_and_verify"):
             sampled = self._sampler.sample(logits, inputs, prompts)
-        return StepOutput(batch, ordered, to_sample, siblings, sampled, logits, shadow_logits)
+        return StepOutput(batch, parts, ordered, to_sample, siblings, sampled, logits, observed)
 
     def _forward(self, batch: Batch) -> Tensor:
         """Compute a batch's logits. Raises StrategyError if the cause of a failure is a strategy, else the failure."""
         try:
-            return self._model.forward(batch.input_ids, batch)
+            return self.model.forward(batch.input_ids, batch)
         except StrategyError:
             raise
         except Exception:
@@ -110,20 +111,16 @@ class ModelRunner:
 
     def run_dummy_step(self) -> None:
         """Compute a step of one token without any request, to test the model. Raises what the model raises."""
-        run_dummy_step(self._model, num_tokens=1, num_logits=1)
+        run_dummy_step(self.model, num_tokens=1, num_logits=1)
 
 
 def _make_row_input(scheduled: Scheduled) -> RowInput:
-    request, num_tokens, draft, num_compared = scheduled
+    request, num_tokens, draft, samples, scores_prompt, num_observed = scheduled
     seat = _get_seat(scheduled)
     first = seat.length
     tokens = [*request.tokens[first : first + num_tokens], *draft]
-    if num_compared is not None:
-        num_logits = num_compared
-    elif request.needs_prompt_logprobs:
-        num_logits = num_tokens
-    else:
-        num_logits = int(num_tokens == request.num_remaining_tokens) + len(draft)
+    num_logits = num_tokens if scores_prompt else samples + len(draft)
+    num_logits = num_logits if num_observed is None else num_observed
     return RowInput(request.cache, Row(seat, len(tokens)), tokens, num_logits)
 
 
@@ -139,22 +136,7 @@ def _find_waiting_siblings(parent: SamplerInput) -> list[SamplerInput]:
 
 
 # ---------------------------------------------------------------- steps that fail
-class RowsComputed(NamedTuple):
-    """Rows of a step that were computed and can be committed."""
-
-    parts: Mapping[str, StepPart]  # by instance
-    output: StepOutput
-
-
-class RequestsFailed(NamedTuple):
-    """Requests that end with an error, whose message and code are sent to the clients."""
-
-    requests: Sequence[Request]
-    message: str
-    code: str
-
-
-RowsResult = RowsComputed | RequestsFailed
+RowsResult = StepOutput | Sequence[RequestFailure]
 
 
 def run_step(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
@@ -176,8 +158,6 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
     """Run the rows as one step; repeat it if a strategy fails, without that strategy's rows if it fails twice."""
     failed_before: set[str] = set()
     while scheduled:
-        # Rows are counted before the forward pass: afterwards the requests are no longer in the CPU's caches.
-        parts = make_step_parts(scheduled)
         try:
             output = runner.execute(scheduled)
         except StrategyError as error:
@@ -190,25 +170,26 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
                 failed = _choose_failed(scheduled, error.instance)
                 # Before the others run, as a failed request may get another cache
                 scheduled = [s for s in scheduled if s.request not in failed]
-                yield RequestsFailed(failed, error.message, "strategy_failed")
-                scheduled = [s for s in scheduled if s.request.seat is not None]  # its shadow has ended, too
+                yield [RequestFailure.from_fault(request, error) for request in failed]
+                # An extension's row may have ended with the request that it belongs to
+                scheduled = [s for s in scheduled if s.request.seat is not None]
             failed_before.add(error.instance)
         else:
-            yield RowsComputed(parts, output)
+            yield output
             return
 
 
 def _choose_failed(scheduled: Sequence[Scheduled], instance: str) -> list[Request]:
-    """Return the requests that end after repeated faults of an instance: only its shadows, as long as it has any."""
-    own = [s.request for s in scheduled if s.request.cache.name == instance]
-    return [request for request in own if request.is_shadow] or own
+    """Return the requests that end after repeated faults of an instance: only those of extensions, if it has any."""
+    own = [s for s in scheduled if s.request.cache.name == instance]
+    return [s.request for s in own if s.num_observed is not None] or [s.request for s in own]
 
 
 def _run_one_by_one(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterator[RowsResult]:
     """Run each row as a separate step; requests whose rows fail again end with an error.
 
     A row is skipped, and left to the next step, if its seat changed because an earlier row's request failed: it then
-    has to compute shared blocks that the failed request was computing. A shadow ends with the request that it repeats.
+    has to compute shared blocks that the failed request was computing. Rows of extensions may end with their requests.
     """
     lengths = [_get_seat(s).length for s in scheduled]
     errors: list[Exception] = []
@@ -222,7 +203,7 @@ def _run_one_by_one(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iter
         except Exception as error:
             log.exception("a request's row failed again when run alone; the request ends, and others go on")
             errors.append(error)
-            yield RequestsFailed([row.request], STEP_FAILED.format(type(error).__name__), "step_failed")
+            yield [RequestFailure(row.request, STEP_FAILED.format(type(error).__name__), "step_failed")]
         else:
             all_failed = False
     if errors and all_failed:

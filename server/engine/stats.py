@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.step import Scheduled
-from server.engine.shadow.shadow import Shadow
 from server.records import (
     Admission,
     Compaction,
@@ -49,10 +48,21 @@ class StepAccumulator:
     inter_token_seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     compactions: defaultdict[str, list[Compaction]] = field(default_factory=lambda: defaultdict(list))
     finished: list[RequestRecord] = field(default_factory=list)
+    parts: dict[str, StepPart] = field(default_factory=dict)
+
+    def add_rows(self, parts: Mapping[str, StepPart]) -> None:
+        """Add the numbers of rows and tokens that were computed together; a step may have several such groups."""
+        if not self.parts:
+            self.parts = dict(parts)
+            return
+        for name, part in parts.items():
+            before = self.parts.get(name, StepPart())
+            self.parts[name] = StepPart(*(a + b for a, b in zip(astuple(before), astuple(part), strict=True)))
 
     def make_report(self, **others: Any) -> StepReport:
         """Return the report of the step; `others` are the fields of StepReport that do not concern single requests."""
         return StepReport(
+            parts=self.parts,
             generated_tokens=self.generated_tokens,
             drafts=self.drafts,
             forks=self.forks,
@@ -64,10 +74,10 @@ class StepAccumulator:
 
 
 def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
-    """Return the numbers of rows and tokens of a step by instance; shadows do not count."""
+    """Return the numbers of rows and tokens of a step by instance; rows of extensions do not count."""
     counts: dict[str, list[int]] = {}  # [decode rows, all rows, tokens] by instance
-    for request, num_tokens, draft, num_compared in scheduled:
-        if num_compared is not None:
+    for request, num_tokens, draft, _, _, num_observed in scheduled:
+        if num_observed is not None:
             continue
         count = counts.setdefault(request.cache.name, [0, 0, 0])
         count[0] += num_tokens == 1 and request.num_output_tokens > 0
@@ -76,18 +86,13 @@ def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
     return {name: StepPart(decode, rows - decode, tokens) for name, (decode, rows, tokens) in counts.items()}
 
 
-def count_tokens(rows: Sequence[Scheduled]) -> Counter[str]:
-    """Return the number of tokens of rows by instance."""
-    counts = Counter[str]()
-    for row in rows:
-        counts[row.request.cache.name] += row.num_tokens
-    return counts
-
-
 def make_request_record(
-    request: Request, outcome: Outcome, tokens: KVTokens, shadow: Shadow | None = None
+    request: Request, outcome: Outcome, tokens: KVTokens, fields: Mapping[str, Any]
 ) -> RequestRecord:
-    """Return the record of a request that ends now; `tokens` are those that it had in the cache."""
+    """Return the record of a request that ends now; `tokens` are those that it had in the cache.
+
+    `fields` are those of extensions.
+    """
     times, now = request.times, time.monotonic()
 
     def between(start: float, end: float) -> float | None:
@@ -118,17 +123,6 @@ def make_request_record(
         total_seconds=now - times.arrived,
         rollout=request.rollout,
         conversation=request.conversation,
-        **({} if shadow is None else shadow.summarize()),
         fallback_of=request.fallback_of,
+        **fields,
     )
-
-
-def merge_step_parts(parts: Iterable[Mapping[str, StepPart]]) -> dict[str, StepPart]:
-    """Return the sums, by instance, of the rows and tokens of several partial steps."""
-    merged: dict[str, StepPart] = {}
-    for name, part in (item for each in parts for item in each.items()):
-        before = merged.get(name, StepPart())
-        merged[name] = StepPart(
-            before.decode_rows + part.decode_rows, before.prefill_rows + part.prefill_rows, before.tokens + part.tokens
-        )
-    return merged

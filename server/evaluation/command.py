@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from cache_strategies.base import KVCache
+from cache_strategies.errors import StrategyError
 from cache_strategies.registry import list_kinds
 from cache_strategies.scorers import list_scorers
 from config.errors import SettingsError
 from config.settings import Settings, StrategySettings, load_settings
 from server.engine.build import Engine, build_engine
 from server.engine.core import Core
-from server.engine.isolation.errors import StrategyError
 from server.evaluation import documents
 from server.evaluation.compare import Fidelity, compare
 from server.evaluation.corpus.packing import EVALUATION_SEED
@@ -208,8 +208,8 @@ def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateO
         return engine, order_strategies(engine.core.caches, names)
     if bounded := [name for name in names if not engine.core.caches[name].contract.unbounded]:
         raise SettingsError(
-            f"--length: should be from 2 to {positions} tokens, the context of the model; only strategies of kind "
-            f"'streaming' can read a longer document, and there is {', '.join(bounded)}"
+            f"--length: should be from 2 to {positions} tokens, the context of the model; only strategies with an "
+            f"unbounded contract can read a longer document, and there is {', '.join(bounded)}"
         )
     return engine, names
 

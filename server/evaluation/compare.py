@@ -106,8 +106,8 @@ def _run_step(model: Model, caches: Sequence[KVCache], seats: Sequence[Seat], to
     batch = Batch(row_inputs, model.device)
     assert batch.row_order == list(range(len(row_inputs))), "each strategy has one row, so the order is unchanged"
     logits = model.forward(batch.input_ids, batch).float().view(len(row_inputs), n, -1)
-    for failed in batch.commit():
-        raise failed.error
+    for error in batch.commit().values():
+        raise error
     if not logits.isfinite().all():
         raise SettingsError("the model's logits are not finite: try --dtype float32, or check its weights")
     return logits

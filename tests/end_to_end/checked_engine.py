@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from cache_strategies.errors import StrategyError
 from config.settings import Settings
 from server.engine.build import Engine
 from server.engine.core import Core
-from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.guard import GuardedCache
 from server.engine.model_runner import ModelRunner, StepOutput
 from server.engine.results import StepResult
@@ -91,7 +91,7 @@ def run(
     def build_with_faults(settings: Settings, **options: Any) -> Engine:
         built = build(settings, **options)
         built.core.__class__ = core
-        built.core._runner.__class__ = runner
+        built.core.runner.__class__ = runner
         return built
 
     engine.build_engine = build_with_faults

@@ -34,8 +34,7 @@ from server.engine.ipc.messages import (
     Tokens,
 )
 from server.engine.results import StepResult
-from server.engine.scheduling.request import Request
-from server.engine.shadow.shadow import PlannedShadow
+from server.engine.scheduling.request import PlannedShadow, Request
 from server.records import RequestFidelity, RequestRecord
 
 WORKER = 0
@@ -159,7 +158,7 @@ class Driver:
 
     def shadow(self, name: str, instance: str) -> None:
         """Let a request that waits also run under another instance."""
-        self.core.shadows.plan(self.request(name), PlannedShadow(self.core.caches[instance]))
+        self.engine.shadows.plan(self.request(name), PlannedShadow(self.core.caches[instance]))
 
     def cancel(self, name: str, outcome: str = "cancelled") -> None:
         self.core.cancel(WORKER, name, outcome)
@@ -200,7 +199,7 @@ class Driver:
         assert all(request.seat is not None for request in running)
         assert all(request.seat is None for request in waiting)
         seats = sum(cache.usage().seats for cache in self.core.caches.values())
-        assert len(running) + len(self.core.shadows) == seats
+        assert len(running) + len(self.engine.shadows) == seats
 
     def assert_nothing_leaked(self) -> None:
         """Assert that no request is left, and that the arena is free once idle memory is reclaimed."""

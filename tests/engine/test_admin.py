@@ -39,7 +39,7 @@ def test_it_shows_requests_blocks_and_shares(tiny: Path) -> None:
     driver = warm(tiny)
     driver.submit("it", PROMPT, 9, kv_cache="paged")
     driver.step(), driver.step()
-    told = json.loads(json.dumps(run_command(driver.core, Inspect("paged"))))
+    told = json.loads(json.dumps(run_command(driver.engine, Inspect("paged"))))
     assert told["requests"] == [
         {
             "id": "it",
@@ -58,15 +58,15 @@ def test_it_shows_requests_blocks_and_shares(tiny: Path) -> None:
     assert (told["floor_bytes"], told["limit_bytes"]) == (0, driver.core.arena.pages * driver.core.arena.page_bytes)
     assert told["pins"] == []
     for name in ("contiguous", "sliding_window"):
-        assert run_command(driver.core, Inspect(name))["requests"] == []
+        assert run_command(driver.engine, Inspect(name))["requests"] == []
 
 
 def test_clear_forgets_by_salt_or_all(tiny: Path) -> None:
     driver = warm(tiny)
     assert cached(driver) == 36
-    assert run_command(driver.core, Clear("paged", "", "other")) == {"freed_bytes": 0}
+    assert run_command(driver.engine, Clear("paged", "", "other")) == {"freed_bytes": 0}
     assert cached(driver) == 36
-    freed = run_command(driver.core, Clear("paged"))["freed_bytes"]
+    freed = run_command(driver.engine, Clear("paged"))["freed_bytes"]
     assert freed == 10 * driver.core.arena.page_bytes
     assert cached(driver) == 0
     driver.assert_nothing_leaked()
@@ -74,26 +74,26 @@ def test_clear_forgets_by_salt_or_all(tiny: Path) -> None:
 
 def test_a_pin_stays_until_it_is_let_go(tiny: Path) -> None:
     driver = warm(tiny)
-    pin = run_command(driver.core, PinPrefix("paged", PROMPT, 100.0))
+    pin = run_command(driver.engine, PinPrefix("paged", PROMPT, 100.0))
     assert (pin["tokens"], pin["ttl"]) == (40, pytest.approx(100, abs=1))
     driver.core.caches["paged"].reclaim(10_000)
     assert cached(driver) == 36
-    assert run_command(driver.core, Inspect("paged"))["pins"][0]["id"] == pin["id"]
-    assert run_command(driver.core, Unpin("paged", pin["id"])) == {"id": pin["id"], "deleted": True}
+    assert run_command(driver.engine, Inspect("paged"))["pins"][0]["id"] == pin["id"]
+    assert run_command(driver.engine, Unpin("paged", pin["id"])) == {"id": pin["id"], "deleted": True}
     driver.assert_nothing_leaked()
 
 
 def test_a_prefix_is_pinned_and_dropped_by_its_id(tiny: Path) -> None:
     driver = warm(tiny)
     (node,) = describe_prefixes(driver.core)["instances"]["paged"]["prefixes"]
-    pin = run_command(driver.core, PinCachedPrefix("paged", node["id"], 100.0))
+    pin = run_command(driver.engine, PinCachedPrefix("paged", node["id"], 100.0))
     assert (pin["tokens"], pin["ttl"]) == (40, pytest.approx(100, abs=1))
     driver.core.caches["paged"].reclaim(10_000)
     assert cached(driver) == 36
-    freed = run_command(driver.core, DropPrefix("paged", node["id"]))
+    freed = run_command(driver.engine, DropPrefix("paged", node["id"]))
     assert freed == {"id": node["id"], "freed_bytes": 10 * driver.core.arena.page_bytes}
     assert cached(driver) == 0
-    assert run_command(driver.core, Inspect("paged"))["pins"] == []
+    assert run_command(driver.engine, Inspect("paged"))["pins"] == []
     driver.assert_nothing_leaked()
 
 
@@ -101,7 +101,7 @@ def test_a_dropped_prefix_makes_room_for_those_who_wait(tiny: Path) -> None:
     driver = warm(tiny)
     changes = driver.core.scheduler._room_changes
     (node,) = describe_prefixes(driver.core)["instances"]["paged"]["prefixes"]
-    run_command(driver.core, DropPrefix("paged", node["id"]))
+    run_command(driver.engine, DropPrefix("paged", node["id"]))
     assert driver.core.scheduler._room_changes > changes
 
 
@@ -124,11 +124,11 @@ def test_a_dropped_prefix_makes_room_for_those_who_wait(tiny: Path) -> None:
 )
 def test_what_cannot_be_is_refused_and_changes_nothing(tiny: Path, command: Any, status: int, told: str) -> None:
     driver = warm(tiny)
-    before = run_command(driver.core, Inspect("paged"))
+    before = run_command(driver.engine, Inspect("paged"))
     with pytest.raises(RequestError, match=told) as caught:
-        run_command(driver.core, command)
+        run_command(driver.engine, command)
     assert caught.value.status == status
-    assert run_command(driver.core, Inspect("paged")) == before
+    assert run_command(driver.engine, Inspect("paged")) == before
 
 
 def test_a_lower_limit_lets_running_requests_end_and_idle_memory_go(tiny: Path, reference: Reference) -> None:
@@ -142,7 +142,7 @@ def test_a_lower_limit_lets_running_requests_end_and_idle_memory_go(tiny: Path, 
     assert len(running) == 6
     page = driver.core.arena.page_bytes
     pages = driver.core.caches["paged"].bytes_for(64) // page
-    run_command(driver.core, Share("paged", None, str(pages * page)))
+    run_command(driver.engine, Share("paged", None, str(pages * page)))
     driver.submit("late", prompts[0], 20, kv_cache="paged")
     driver.step()
     assert driver.running() == running
@@ -158,17 +158,17 @@ def test_a_lower_limit_lets_running_requests_end_and_idle_memory_go(tiny: Path, 
 
 def test_a_higher_limit_counts_at_once(tiny: Path) -> None:
     driver = warm(tiny)
-    told = run_command(driver.core, Share("paged", "10%", "50%"))
+    told = run_command(driver.engine, Share("paged", "10%", "50%"))
     total = driver.core.arena.pages
     assert driver.core.arena.get_share("paged") == (total // 10, total // 2)
     assert told["limit_bytes"] == total // 2 * driver.core.arena.page_bytes
-    run_command(driver.core, Share("paged", None, "100%"))
+    run_command(driver.engine, Share("paged", None, "100%"))
     assert driver.core.arena.get_share("paged") == (total // 10, total)
 
 
 def limited(driver: Driver, sequences: float) -> None:
     """Set the limit of the instance to the memory of `sequences` sequences of max_seq_len."""
-    run_command(driver.core, Share("paged", None, str(int(driver.core.caches["paged"].bytes_for(64) * sequences))))
+    run_command(driver.engine, Share("paged", None, str(int(driver.core.caches["paged"].bytes_for(64) * sequences))))
 
 
 def test_a_lowered_limit_and_an_urgent_request_stop_nobody(tiny: Path) -> None:
@@ -207,7 +207,7 @@ def test_choices_do_not_begin_while_a_limit_is_being_reached(tiny: Path) -> None
 
 def test_pins_are_no_reason_to_preempt_while_a_limit_is_being_reached(tiny: Path) -> None:
     driver = warm(tiny)
-    run_command(driver.core, PinPrefix("paged", PROMPT, 100.0))
+    run_command(driver.engine, PinPrefix("paged", PROMPT, 100.0))
     for i in range(4):
         driver.submit(str(i), random_prompt(30, seed=i), 20, kv_cache="paged")
     for _ in range(4):
@@ -225,7 +225,7 @@ def test_a_raised_limit_lets_those_who_wait_begin_at_once(tiny: Path) -> None:
     for _ in range(3):
         driver.step()
     assert driver.waiting() == ["second"]
-    run_command(driver.core, Share("paged", None, "100%"))
+    run_command(driver.engine, Share("paged", None, "100%"))
     driver.step()
     assert driver.waiting() == []
 
@@ -234,7 +234,7 @@ def test_what_a_running_request_computes_after_a_clear_is_not_found(tiny: Path) 
     driver = Driver(tiny, **SETTINGS)
     driver.submit("it", random_prompt(8), 30, kv_cache="paged")
     driver.step()
-    run_command(driver.core, Clear("paged"))
+    run_command(driver.engine, Clear("paged"))
     for _ in range(22):
         driver.step()
     assert find_cached(driver.core.caches["paged"], driver.request("it").tokens[:24]) == 0
@@ -259,7 +259,7 @@ def test_clear_takes_a_tenant_one_of_its_salts_or_everything(
     for salt in SALTS:
         driver.submit(str(salt), PROMPT, 1, kv_cache="paged", tenant=salt.tenant, cache_salt=salt.cache_salt)
     driver.run()
-    run_command(driver.core, Clear("paged", *scope))
+    run_command(driver.engine, Clear("paged", *scope))
     assert [salt for salt in SALTS if not cached(driver, salt)] == [*cleared]
 
 
@@ -269,9 +269,9 @@ def test_a_request_that_is_ended_frees_its_memory_and_hears_an_error(tiny: Path)
     waiting = driver.submit("waiting", PROMPT, 9, kv_cache="contiguous")
     driver.step(), driver.step()
     for name in ("ended", "waiting"):
-        assert run_command(driver.core, Abort(0, name)) == {"id": name, "deleted": True}
+        assert run_command(driver.engine, Abort(0, name)) == {"id": name, "deleted": True}
         with pytest.raises(RequestError) as refused:
-            run_command(driver.core, Abort(0, name))
+            run_command(driver.engine, Abort(0, name))
         assert (refused.value.status, refused.value.code) == (404, "not_found")
     driver.run()
     for events in (ended, waiting):
@@ -309,6 +309,6 @@ def test_a_wrong_answer_of_a_strategy_is_its_fault(tiny: Path, what: str) -> Non
         tiny, strategies=strategies(paged={"kind": f"{__name__}:FaultyCache", "block_size": 4, "fault": what})
     )
     with pytest.raises(RequestError, match=method) as refused:
-        run_command(driver.core, command)
+        run_command(driver.engine, command)
     assert (refused.value.status, refused.value.code) == (500, "strategy_failed")
     assert driver.core.isolation.collect_faults() == {"paged": 1}

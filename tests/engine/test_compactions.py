@@ -117,7 +117,7 @@ def check_totals(
     told = {"count": count, "seconds": pytest.approx(seconds), "dropped_tokens": dropped}
     assert shown["small"]["compactions"] == told
     assert shown["paged"]["compactions"] == {"count": 0, "seconds": 0, "dropped_tokens": 0}
-    samples = scrape(metrics, read_engine_state(driver.core, {}))
+    samples = scrape(metrics, read_engine_state(driver.engine, {}))
     for name, value in (
         ("compactions_total", count),
         ("compacted_tokens_total", dropped),
@@ -147,7 +147,7 @@ def test_the_budget_of_an_instance_is_that_of_the_longest_text(tiny: Path) -> No
     none = dict.fromkeys(("paged", "contiguous"))
     shown = {each["name"]: each["budget_tokens"] for each in describe_caches(driver.engine)}
     assert shown == budgets | none | {"sliding_window": LONGEST}
-    state = read_engine_state(driver.core, {})
+    state = read_engine_state(driver.engine, {})
     assert state.budget_tokens == shown | dict.fromkeys(none, LONGEST), "without a budget all tokens are kept"
     samples = scrape(Metrics(make_engine_info(driver.engine)), state)
     for name, budget in state.budget_tokens.items():

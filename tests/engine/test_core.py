@@ -137,7 +137,7 @@ def test_the_report_counts_rows_tokens_and_requests_by_instance(tiny: Path) -> N
     assert (paged.prefill_rows, paged.decode_rows, paged.tokens, first.generated_tokens["paged"]) == (1, 0, 10, 1)
     assert (contiguous.prefill_rows, contiguous.decode_rows, contiguous.tokens) == (1, 0, 20)
     assert (second.parts["paged"].prefill_rows, second.parts["paged"].decode_rows) == (0, 1)
-    state = read_engine_state(driver.core, {})
+    state = read_engine_state(driver.engine, {})
     assert (state.running, state.waiting) == ({"paged": 1, "contiguous": 1}, {("contiguous", "seats"): 1})
 
 

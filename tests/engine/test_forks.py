@@ -48,7 +48,7 @@ def test_siblings_wait_for_the_prompt_of_the_first(tiny: Path) -> None:
     driver = Driver(tiny, **SETTINGS)
     choices(driver)
     driver.step()
-    assert read_engine_state(driver.core, {}).waiting == {("paged", "sibling"): CHOICES - 1}
+    assert read_engine_state(driver.engine, {}).waiting == {("paged", "sibling"): CHOICES - 1}
 
 
 def forked(driver: Driver) -> int:

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cache_strategies import plugins, registry
 from cache_strategies.base import KVCache
+from cache_strategies.errors import StrategyError
 from server.engine.ipc.messages import SamplingParams
-from server.engine.isolation.errors import StrategyError
 from server.generate import NonFiniteLogitsError, generate
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt

@@ -85,7 +85,7 @@ def test_an_engine_is_ready_before_all_memory_is_there(tiny: Path, monkeypatch: 
     for cache in driver.core.caches.values():
         driver.submit(cache.name, random_prompt(50), 4, kv_cache=cache.name)
     driver.run()
-    state = read_engine_state(driver.core, {})
+    state = read_engine_state(driver.engine, {})
     assert state.pool_held + state.pool_free == there
     assert there + state.pool_untouched == arena.memory.nbytes
 
@@ -158,7 +158,7 @@ def test_where_memory_runs_out_the_limit_is_what_there_is(
     assert arena.num_usable_pages == arena.total_pages < arena.pages
     assert describe_memory(arena)["bytes"] == describe_memory(arena)["usable_bytes"] < MIB
     assert all(each["limit_bytes"] <= describe_memory(arena)["bytes"] for each in describe_caches(driver.engine))
-    assert read_engine_state(driver.core, {}).pool_untouched == 0
+    assert read_engine_state(driver.engine, {}).pool_untouched == 0
     driver.run()
     assert_right(driver, reference, prompts)
     later = random_prompt(LONGEST - 4, seed=6)

@@ -63,7 +63,7 @@ def test_the_pool_is_held_or_free(tiny: Path) -> None:
     driver = Driver(tiny)
     driver.submit("it", random_prompt(50), 20)
     driver.step()
-    state = read_engine_state(driver.core, {})
+    state = read_engine_state(driver.engine, {})
     assert state.running == {"paged": 1}
     assert state.pool_held == sum(usage.reserved for usage in state.usage.values()) > 0
     assert state.pool_held + state.pool_free == driver.core.arena.memory.nbytes
@@ -89,14 +89,14 @@ def test_tokens_of_open_sequences_are_kept_or_dropped(tiny: Path) -> None:
         "paged": KVTokens(lengths["first"] + lengths["second"], 0),
         "ring": KVTokens(9 + 3, lengths["ring"] - 9 - 3),
     }
-    state = read_engine_state(driver.core, {})
+    state = read_engine_state(driver.engine, {})
     assert {name: state.tokens[name] for name in expected} == expected
     assert state.usage["paged"].tokens < expected["paged"].kept, "shared tokens count once there"
     shown = {
         each["name"]: KVTokens(each["kept_tokens"], each["dropped_tokens"]) for each in describe_caches(driver.engine)
     }
     assert {name: shown[name] for name in expected} == expected
-    inspected = run_command(driver.core, Inspect("ring"))["requests"]
+    inspected = run_command(driver.engine, Inspect("ring"))["requests"]
     assert [(each["kept_tokens"], each["dropped_tokens"]) for each in inspected] == [expected["ring"]]
 
 
@@ -110,7 +110,7 @@ def test_a_wrong_number_of_dropped_tokens_is_one_fault_and_counts_as_none(
     for _ in range(6):
         driver.step()
     driver.core.isolation.caches["ring"].inner.count_dropped_tokens = lambda seat: count  # type: ignore[method-assign]
-    tokens = read_engine_state(driver.core, {}).tokens["ring"]
+    tokens = read_engine_state(driver.engine, {}).tokens["ring"]
     assert tokens == (sum(request.seat.length for request in driver.requests if request.seat is not None), 0)
     assert driver.step().report.failures == {"ring": 1}, "not one for each sequence"
     assert "cache strategy 'ring' failed in count_dropped_tokens()" in caplog.text
@@ -120,7 +120,7 @@ def test_an_instance_that_hung_is_disabled_in_the_metrics(tiny: Path) -> None:
     settings = Settings(model=str(tiny), dtype="float32", kv_memory="12MiB", weights_cache="off", threads=1)
     engine = build_engine(settings, disabled={"sliding_window": "grow() did not return"})
     metrics = Metrics(make_engine_info(engine, restarts=1))
-    samples = scrape(metrics, read_engine_state(engine.core, {}))
+    samples = scrape(metrics, read_engine_state(engine, {}))
     for name, disabled in {"paged": 0, "contiguous": 0, "sliding_window": 1}.items():
         assert sample_value(samples, "kvmux_strategy_disabled", strategy=name) == disabled
         assert sample_value(samples, "kvmux_strategy_failures_total", strategy=name) == disabled

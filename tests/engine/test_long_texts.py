@@ -144,8 +144,8 @@ def test_other_strategies_say_which_one_would_take_it(driver: Driver) -> None:
     refused = driver.submit("it", PROMPT, CONTEXT, kv_cache="paged").failed
     assert refused is not None
     assert f"more than max_seq_len={CONTEXT}: shorten the prompt or lower max_tokens" in refused.message
-    assert "a strategy of kind 'streaming' bounds the prompt only" in refused.message
-    with pytest.raises(ValueError, match="a strategy of kind 'streaming' bounds the prompt only"):
+    assert "a strategy with an unbounded contract bounds the prompt only" in refused.message
+    with pytest.raises(ValueError, match="a strategy with an unbounded contract bounds the prompt only"):
         generate(driver.core.model, driver.core.caches["paged"], PROMPT, SamplingParams(CONTEXT))
 
 

@@ -156,7 +156,7 @@ class History:
                 break_attend(LAST_LAYER)(self._driver, instance, times)
             case Order(command):
                 with suppress(RequestError):
-                    run_command(self._driver.core, command)
+                    run_command(self._driver.engine, command)
             case Unpinning(instance):
                 unpin(self._driver, instance)
         self._driver.check()
@@ -223,9 +223,9 @@ def _sampling(arrival: Arrival, choice: int) -> SamplingParams:
 
 
 def unpin(driver: Driver, instance: str) -> None:
-    for pin in run_command(driver.core, Inspect(instance)).get("pins", []):
+    for pin in run_command(driver.engine, Inspect(instance)).get("pins", []):
         with suppress(RequestError):  # it may have expired
-            run_command(driver.core, Unpin(instance, pin["id"]))
+            run_command(driver.engine, Unpin(instance, pin["id"]))
 
 
 def restore(driver: Driver, shares: dict[str, tuple[int, int]]) -> None:

@@ -50,7 +50,7 @@ class FailingModel:
 def make_fail(driver: Driver, fails: Fails) -> None:
     core = driver.core
     core.model = FailingModel(core.model, fails)  # type: ignore[assignment]
-    core._runner = ModelRunner(core.model, core._runner._sampler)
+    core.runner = ModelRunner(core.model, core.runner._sampler)
 
 
 def submit_six(driver: Driver, **options: Any) -> None:

@@ -35,7 +35,7 @@ def test_a_strategy_that_cannot_read_them_is_named(model_directory: Path, capsys
     flags = ("--model", str(model_directory), *SMALL, "--strategy", WIDE, "--strategy", "paged", "--length", "1300")
     assert main(["evaluate", *flags]) == 2
     told = capsys.readouterr().err
-    assert "--length: should be from 2 to 512 tokens, the context of the model; only strategies of kind" in told
+    assert "--length: should be from 2 to 512 tokens, the context of the model; only strategies with" in told
     assert told.strip().endswith("there is paged")
 
 

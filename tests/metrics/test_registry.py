@@ -365,7 +365,7 @@ def test_an_engine_and_its_metrics_agree_on_what_was_sent() -> None:
     driver.step()
     for result in driver.steps:
         metrics.observe(result.report, result.finished)
-    samples = scrape(metrics, read_engine_state(driver.core, {}))
+    samples = scrape(metrics, read_engine_state(driver.engine, {}))
     for instance, length in prompts.items():
         gone = 9 * (instance == "paged")
         assert sample_value(samples, "kvmux_requests_total", strategy=instance, outcome="length") == 2

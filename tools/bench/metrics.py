@@ -112,7 +112,7 @@ def measure(engine: Engine, sequences: int, tokens: int, rounds: int, steps: int
                 (counted if with_metrics else plain).append(1e6 * seconds / steps)
                 observe_times += [1e6 * observe_seconds / steps] if with_metrics else []
     start = time.perf_counter()
-    snapshot = metrics.snapshot(read_engine_state(engine.core, {}))
+    snapshot = metrics.snapshot(read_engine_state(engine, {}))
     scrape = 1e6 * (time.perf_counter() - start)
     renderer = Renderer()
     renderer.render(snapshot, openmetrics=False)  # the first call caches the constant parts

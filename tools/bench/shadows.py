@@ -111,7 +111,7 @@ def build(options: argparse.Namespace) -> Engine:
 
 def measure(engine: Engine, options: argparse.Namespace, report: Any) -> Iterator[ShadowCost]:
     """Give the instance without a roll-out and those with one their turns, in another order in every second round."""
-    rollouts = {rollout.settings.from_: rollout.settings for rollout in engine.core.rollouts.rollouts}
+    rollouts = {rollout.settings.from_: rollout.settings for rollout in engine.rollouts.rollouts}
     names = [PLAIN, *rollouts]
     results: dict[str, list[TurnResult]] = {name: [] for name in names}
     shadowed = dict.fromkeys(names, 0)

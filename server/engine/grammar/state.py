@@ -62,6 +62,10 @@ class GrammarState:
             self.fault = self.fault or describe_error(self._matcher)
         self._count_time(began)
 
+    def record_failure(self) -> None:
+        """Count that the grammar ends its request."""
+        self._meter.failures += 1
+
     def cut_draft(self, draft: Sequence[int]) -> list[int]:
         """Return the beginning of a draft that the grammar allows; after it, at least one token can follow."""
         began = self._begin()

@@ -5,12 +5,17 @@ Knows messages and the compiler, but neither memory nor what becomes of a reques
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from server.engine.extension import StepExtension
 from server.engine.grammar.compiler import GrammarCompiler
 from server.engine.ipc.messages import Submit
+from server.engine.results import Event
 from server.engine.scheduling.request import RequestError
+from server.records import RequestRecord, StepReport
 
 
-class WaitingForGrammars:
+class WaitingForGrammars(StepExtension):
     """The waiting messages, in order of arrival; each with the API worker that sent it."""
 
     def __init__(self, compiler: GrammarCompiler, max_waiting: int) -> None:
@@ -18,10 +23,10 @@ class WaitingForGrammars:
         self._max_waiting = max_waiting
         self._messages: dict[tuple[int, str], Submit] = {}
 
-    def __len__(self) -> int:
-        return len(self._messages)
+    def is_busy(self) -> bool:
+        return bool(self._messages)
 
-    def add_unless_ready(self, worker: int, message: Submit) -> bool:
+    def hold(self, worker: int, message: Submit) -> bool:
         """Let a message wait if its grammar is not compiled yet; return whether it waits.
 
         It also waits if another choice (n > 1) of its prompt does, whose cached prompt it will share. Raises
@@ -38,7 +43,7 @@ class WaitingForGrammars:
         self._messages[worker, message.request_id] = message
         return True
 
-    def take_ready(self) -> list[tuple[int, Submit]]:
+    def begin(self) -> list[tuple[int, Submit]]:
         """Remove and return the messages whose grammars are compiled, or have failed, in order of arrival."""
         self._compiler.collect()
         if not self._messages:
@@ -46,11 +51,13 @@ class WaitingForGrammars:
         ready = [key for key, each in self._messages.items() if self._compiler.prepare(each.grammar or "")]
         return [(key[0], self._messages.pop(key)) for key in ready]
 
-    def remove(self, worker: int, request_id: str) -> bool:
-        """Remove a message; return whether it waited."""
-        return self._messages.pop((worker, request_id), None) is not None
-
-    def remove_worker(self, worker: int) -> None:
-        """Remove all messages of an API worker."""
-        for key in [key for key in self._messages if key[0] == worker]:
+    def withdraw(self, worker: int, request_id: str | None) -> bool:
+        found = [key for key in self._messages if key[0] == worker and request_id in (key[1], None)]
+        for key in found:
             del self._messages[key]
+        return bool(found)
+
+    def report(self, report: StepReport, finished: Sequence[RequestRecord]) -> Sequence[Event]:
+        """Add what happened to grammars to the report."""
+        report.grammars = self._compiler.meter.collect()
+        return ()

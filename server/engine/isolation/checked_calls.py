@@ -11,10 +11,10 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any, TypeVar
 
+from cache_strategies.errors import StrategyError
 from cache_strategies.types import PinError
 from server.engine.isolation import results
 from server.engine.isolation.calls import NUM_CODES, CallObserver, NoObserver
-from server.engine.isolation.errors import StrategyError
 
 log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row, Seat
+from cache_strategies.errors import StrategyError
 from cache_strategies.features import PageDescribing, PageMarking, PrefixListing
 from cache_strategies.types import (
     NO_SALT,
@@ -34,7 +35,6 @@ from kernels.types import LayerSpec
 from server.engine.isolation import results
 from server.engine.isolation.calls import CallObserver
 from server.engine.isolation.checked_calls import CheckedCalls
-from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.results import GuardedPlan
 from server.records import KVTokens
 

@@ -10,15 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from cache_strategies.base import KVCache
+from cache_strategies.errors import StrategyError
 from server.engine.isolation.calls import CallObserver
-from server.engine.isolation.errors import StrategyError
 from server.engine.isolation.guard import GuardedCache
 from server.engine.isolation.progress import ProgressWatchdog
 from server.engine.isolation.quarantine import Quarantine
 from server.engine.scheduling.request import Request, RequestError
+from server.engine.scheduling.step import RequestFailure
 from server.records import KVTokens, Outcome
 
 log = logging.getLogger(__name__)
@@ -37,16 +37,7 @@ REPORTS = frozenset(
         "list_prefixes",
     }
 )
-NON_FINITE = "the logits of its rows are NaN or infinite, and the model's are finite otherwise"
 STRATEGY_TIMEOUT = 5.0  # default of the setting strategy_timeout, in seconds
-
-
-class Ended(NamedTuple):
-    """Requests that end because their strategy is at fault."""
-
-    requests: Sequence[Request]
-    message: str
-    code: str
 
 
 class Isolation:
@@ -75,7 +66,6 @@ class Isolation:
         self._quarantine = Quarantine(caches, clock)
         self._new_quarantines: dict[str, StrategyError] = {}
         self._probes: dict[str, Request] = {}  # by instance: the request that tries it after a quarantine
-        self._was_finite: dict[str, bool] = {}  # by instance: whether the logits of the last request to end were finite
         self.caches = {name: GuardedCache(cache, self._on_fault, calls) for name, cache in caches.items()}
         self._watchdog = ProgressWatchdog(self.caches, timeout, clock)
 
@@ -151,8 +141,6 @@ class Isolation:
         """Note how a request of an instance has ended."""
         name = request.cache.name
         if outcome in ("stop", "length"):
-            if request.num_output_tokens:
-                self._was_finite[name] = True
             if self._probes.get(name) is request:
                 log.warning("cache strategy %r works again", name)
                 del self._probes[name]
@@ -167,79 +155,33 @@ class Isolation:
             return KVTokens(0, 0)
         return self.caches[request.cache.name].count_tokens([request.seat])
 
-    # ---------------------------------------------------------------- logits that are not finite
-    def suspect(self, request: Request) -> None:
-        """Note NaN or infinite logits of the first token of a request that is about to be moved to a fallback.
-
-        The instance is at fault if they are finite there. In the trial after a quarantine it is at fault at once.
-        """
-        name = request.cache.name
-        self._was_finite[name] = False
-        if self._probes.get(name) is request:
-            self._count_non_finite(name)
-        else:
-            request.suspects += (name,)
-
-    def confirm_suspects(self, request: Request) -> None:
-        """Note that the logits of a request are finite under its present instance: they were not under `suspects`."""
-        for name in request.suspects:
-            self._count_non_finite(name)
-        request.suspects = ()
-
-    def record_non_finite(self, requests: Iterable[Request]) -> None:
-        """Note requests that end because their logits in a step were NaN or infinite: none was moved to a fallback.
-
-        Their instance is at fault, once, if it has a fallback and the model is sound: the request or another instance
-        has had finite logits, and no fallback had others in its last request.
-        """
-        requests = list(requests)
-        for request in requests:
-            self._was_finite[request.cache.name] = False
-        for name in {request.cache.name for request in requests if self._is_strategy_fault(request)}:
-            self._count_non_finite(name)
-
-    def _is_strategy_fault(self, request: Request) -> bool:
-        """Return whether the strategy, and not the model, is the likely cause of a request's NaN or infinite logits."""
-        name = request.cache.name
-        if self._probes.get(name) is request:
-            return True
-        fallbacks = self.fallbacks.get(name, ())
-        if not fallbacks or request.suspects or any(self._was_finite.get(name) is False for name in fallbacks):
-            return False
-        return request.num_output_tokens > 0 or any(self._was_finite.values())
-
-    def _count_non_finite(self, name: str) -> None:
-        error = self.caches[name].make_fault("attend", NON_FINITE)
-        if self._quarantine.record_non_finite(name):
-            self._new_quarantines[name] = error
-
     # ---------------------------------------------------------------- faults
-    def find_stalled(self, candidates: Sequence[Request], computed: Sequence[Request]) -> list[Ended]:
+    def find_stalled(self, candidates: Sequence[Request], computed: Sequence[Request]) -> list[RequestFailure]:
         """Return requests that their strategies do not let go on, and note memory that is never freed."""
-        ended = [
-            Ended([request], error.message, "strategy_failed")
-            for request, error in self._watchdog.find_stalled(candidates, computed)
-        ]
+        failures = self._watchdog.find_stalled(candidates, computed)
         for error in self._watchdog.find_leaks():
             self._quarantine.begin(error.instance)
             self._new_quarantines[error.instance] = error
-        return ended
+        return failures
 
     def take_new_quarantines(self) -> Mapping[str, StrategyError]:
         """Return the last faults of the instances that were put in quarantine since the last call, by instance."""
         new, self._new_quarantines = self._new_quarantines, {}
         return new
 
-    def collect_quarantined(self, new: Mapping[str, StrategyError], requests: Sequence[Request]) -> list[Ended]:
-        """Return those of all `requests` that end because their instances are among the `new` quarantines."""
-        ended = []
+    def collect_quarantined(
+        self, new: Mapping[str, StrategyError], requests: Iterable[Request]
+    ) -> list[RequestFailure]:
+        """Return the failures of those `requests` that end because their instances are among the `new` quarantines."""
         for name, error in new.items():
             served = f"; {self.fallbacks[name][0]!r} serves its requests" if self.fallbacks.get(name) else ""
             log.error("cache strategy %r is in quarantine%s; the last fault: %s", name, served, error.problem)
             self._probes.pop(name, None)
-            own = [request for request in requests if request.cache is self.caches[name]]
-            ended.append(Ended(own, f"{error}; the strategy is in quarantine", "strategy_quarantined"))
-        return ended
+        return [
+            RequestFailure(request, f"{new[name]}; the strategy is in quarantine", "strategy_quarantined")
+            for request in requests
+            if (name := request.cache.name) in new
+        ]
 
     def suspend(self, names: Iterable[str]) -> None:
         """Free the memory of instances that have been put in quarantine, whose requests must have ended."""

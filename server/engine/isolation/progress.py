@@ -10,19 +10,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from cache_strategies.base import KVCache
-from server.engine.isolation.errors import StrategyError
+from cache_strategies.errors import StrategyError
 from server.engine.isolation.guard import GuardedCache
 from server.engine.scheduling.request import Request
+from server.engine.scheduling.step import RequestFailure
 
 MIN_STEPS = 200  # steps without progress, beside the seconds, after which a strategy is at fault
 LEAK_CHECK_INTERVAL = 64  # steps between two checks for memory that no sequence uses
-
-
-class Stalled(NamedTuple):
-    """A request that its strategy does not let go on."""
-
-    request: Request
-    error: StrategyError
 
 
 class _Wait(NamedTuple):
@@ -46,7 +40,7 @@ class ProgressWatchdog:
         self._leaks: dict[str, float] = {}  # by instance: since when it holds pages that no sequence uses
         self._steps = 0
 
-    def find_stalled(self, candidates: Sequence[Request], computed: Collection[Request]) -> list[Stalled]:
+    def find_stalled(self, candidates: Sequence[Request], computed: Collection[Request]) -> list[RequestFailure]:
         """Return the requests that have waited too long for their strategy; called once per step, when it is scheduled.
 
         `candidates` are the requests that only their strategies hold up, `computed` those with a row in the step. A
@@ -65,7 +59,7 @@ class ProgressWatchdog:
             self._waits[request, request.cache] = _Wait(steps + 1, since)
             has_waited = steps >= MIN_STEPS and now - since >= self._timeout
             if has_waited and (error := self._explain(request)) is not None:
-                stalled.append(Stalled(request, error))
+                stalled.append(RequestFailure.from_fault(request, error))
         return stalled
 
     def _explain(self, request: Request) -> StrategyError | None:

@@ -19,7 +19,6 @@ class _FaultRecord:
     """The faults of one instance."""
 
     faults: int = 0  # since the last computed step
-    non_finite: int = 0  # requests whose logits were NaN or infinite, since the last request that ended well
     quarantines: int = 0  # since the last request that ended well
     until: float = 0.0  # when the quarantine ends; 0: there is none
     probing: bool = False  # whether one request is trying the instance after a quarantine
@@ -42,18 +41,6 @@ class Quarantine:
         if record.until and not record.probing:
             return False  # calls that free what is left
         if record.faults < FAULTS and not record.probing:
-            return False
-        self.begin(instance)
-        return True
-
-    def record_non_finite(self, instance: str) -> bool:
-        """Count a request whose logits were NaN or infinite; return whether the instance is put in quarantine by it.
-
-        Steps that are computed in between do not matter, as those of such a request are computed, too.
-        """
-        record = self._records[instance]
-        record.non_finite += 1
-        if (record.until or record.non_finite < FAULTS) and not record.probing:
             return False
         self.begin(instance)
         return True

@@ -15,13 +15,15 @@ import msgspec
 
 from config.rollouts import RolloutSettings, check_rollouts, is_rollout_name, parse_rollout
 from config.settings import Settings
+from server.engine.extension import StepExtension
 from server.engine.ipc.messages import Submit
+from server.engine.results import Event
 from server.engine.rollouts.assignment import is_canary, is_shadowed
 from server.engine.rollouts.rollout import REPORT_CONFIDENCE, Rollout, RolloutAction
 from server.engine.rollouts.statistics import FidelityStatistics
 from server.engine.rollouts.store import DamagedFileError, FileInUseError, RolloutStore, SavedRollout
 from server.engine.scheduling.request import RequestError
-from server.records import RequestFidelity, RequestRecord
+from server.records import RequestFidelity, RequestRecord, StepReport
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +47,7 @@ def find_conversation(submit: Submit) -> str:
     return submit.conversation or submit.sibling_of or submit.request_id
 
 
-class Rollouts:
+class Rollouts(StepExtension):
     """The roll-outs of an engine, by name."""
 
     def __init__(
@@ -107,8 +109,14 @@ class Rollouts:
             shadow = None
         return InstanceChoice(instance, reason, shadow, name, name is not None and not is_named)
 
+    def report(self, report: StepReport, finished: Sequence[RequestRecord]) -> Sequence[Event]:
+        """Observe what has ended in a step; tell which roll-outs were rolled back since the last one."""
+        report.rollbacks = self.collect_rollbacks()
+        self.observe(report.shadows, finished)
+        return ()
+
     def observe(self, fidelities: Sequence[RequestFidelity], finished: Sequence[RequestRecord]) -> None:
-        """Count comparisons and requests that have ended, and update all roll-outs. Call it in each step."""
+        """Count comparisons and requests that have ended, and update all roll-outs."""
         for fidelity in fidelities:
             self.record_fidelity(fidelity)
         for record in finished:
@@ -146,10 +154,10 @@ class Rollouts:
     def _has_unsaved(self) -> bool:
         return self._store.is_behind or any(rollout.has_news for rollout in self._rollouts.values())
 
-    def roll_back_candidates(self, quarantined: Collection[str]) -> None:
+    def quarantined(self, instances: Collection[str]) -> None:
         """Roll back the active roll-outs whose candidates have been put in quarantine: these get no requests."""
         for rollout in self._rollouts.values():
-            if rollout.is_active and rollout.settings.to in quarantined:
+            if rollout.is_active and rollout.settings.to in instances:
                 rollout.roll_back(f"instance {rollout.settings.to!r} gets no requests after repeated faults")
         self._save_changes()
 

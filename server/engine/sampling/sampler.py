@@ -159,17 +159,6 @@ def verify_draft(draft: Sequence[int], tokens: Sequence[int | None], end_token_i
     return SampleResult(kept)
 
 
-def find_grammar_fault(request: Request, result: SampleResult) -> str | None:
-    """Return the message for a client whose request ends because of its grammar; None if it goes on or is complete."""
-    if request.grammar is None or request.finish_reason is not None:
-        return None
-    if result.is_allowed and request.grammar.fault is None:
-        return None
-    fault = request.grammar.fault or request.grammar.draft_fault
-    fault = fault or "with the other parameters of the request, it allows no token here"
-    return f"the grammar of the text: {fault}"
-
-
 def _compute_token_logprobs(
     logits: Tensor, inputs: Sequence[SamplerInput], results: Mapping[Request, SampleResult]
 ) -> dict[Request, list[TokenLogprob] | None]:

@@ -7,10 +7,10 @@ import time
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from cache_strategies.errors import StrategyError
 from server.engine.ipc.messages import Caching, Failed, SamplingParams
-from server.engine.isolation.errors import StrategyError
 
 if TYPE_CHECKING:
     from cache_strategies.base import KVCache, Seat
@@ -81,6 +81,9 @@ class OutputGrammar(Protocol):
     def accept(self, token: int) -> None:
         """Append a token to the output."""
 
+    def record_failure(self) -> None:
+        """Count that the grammar ends its request."""
+
     def cut_draft(self, draft: Sequence[int]) -> list[int]:
         """Return the beginning of a draft that the grammar allows."""
 
@@ -93,6 +96,14 @@ class ReasoningLimit(Protocol):
 
     def find_forced_tokens(self, output: Sequence[int], first: int, draft: Sequence[int]) -> Sequence[int | None]:
         """Return for the token after the output, and after each token of the draft, which one it has to be, if any."""
+
+
+class PlannedShadow(NamedTuple):
+    """A shadow that is to begin with its served request."""
+
+    cache: KVCache | None  # of the second instance; None: it is in quarantine
+    rollout: str | None = None  # the roll-out for which the request is shadowed; None: a rule's, or a client's
+    is_reference: bool = False  # whether the client gets the divergence of each token from this instance
 
 
 @dataclass(slots=True)
@@ -121,13 +132,12 @@ class Request:
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
     fallback_of: str | None = None  # the instance that was chosen, if a fallback of it serves the request
-    # Instances under which the logits of the first token were not finite, before the request was moved to a fallback
-    suspects: tuple[str, ...] = ()
     reports_progress: bool = False  # whether the client is told how much of the prompt is computed
     explain: bool = False  # whether the client gets this request's RequestRecord when it ends
     rollout: str | None = None  # the roll-out that chose the instance or a shadow; None: none did
     conversation: str | None = None  # as in RequestRecord
     is_shadow: bool = False  # whether it only repeats another request under a candidate (engine/shadow)
+    planned_shadow: PlannedShadow | None = None  # the shadow that begins with it; None: it has none
     # All choices (n > 1) of the same prompt, this request included
     siblings: list[Request] = field(default_factory=list)
     proposer: DraftProposer | None = None  # proposes draft tokens; None: the request gets no drafts
@@ -242,6 +252,19 @@ class Request:
             self.finish_reason = "stop"
         elif self.num_output_tokens >= self.sampling.max_tokens:
             self.finish_reason = "length"
+
+    def find_grammar_fault(self, *, is_allowed: bool) -> str | None:
+        """Return why the grammar ends the request, which the grammar counts; None: the text goes on or is complete.
+
+        `is_allowed` says whether the last step found a token that may follow.
+        """
+        if self.grammar is None or self.finish_reason is not None or (is_allowed and self.grammar.fault is None):
+            return None
+        self.grammar.record_failure()
+        fault = self.grammar.fault or self.grammar.draft_fault
+        return (
+            f"the grammar of the text: {fault or 'with the other parameters of the request, it allows no token here'}"
+        )
 
     def check_allowed_tokens(self, eos_ids: Collection[int]) -> None:
         """Raise RequestError if allowed_token_ids has only end tokens while min_tokens forbids these at first."""

@@ -27,10 +27,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from cache_strategies.errors import StrategyError
 from server.engine.ipc.messages import Speculation
-from server.engine.isolation.errors import StrategyError
 from server.engine.scheduling.request import Request, RequestError
-from server.engine.scheduling.step import FailedRequest, PartialStep, Schedule, Scheduled
+from server.engine.scheduling.step import PartialStep, RequestFailure, Schedule
 from server.records import WaitReason
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Scheduler:
             message = (
                 f"prompt ({request.num_prompt_tokens} tokens) and max_tokens ({request.sampling.max_tokens}) add up to "
                 f"{total} tokens, more than max_seq_len={limits.max_seq_len}: shorten the prompt or lower max_tokens; "
-                "a strategy of kind 'streaming' bounds the prompt only"
+                "a strategy with an unbounded contract bounds the prompt only"
             )
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
         request.peak_bytes = needed = request.cache.bytes_for(total)
@@ -196,7 +196,7 @@ class Scheduler:
             self._try_schedule(request, step)
         except StrategyError as error:
             self._unseat(request)
-            step.failed.append(FailedRequest(request, error))
+            step.failed.append(RequestFailure.from_fault(request, error))
 
     def _try_schedule(self, request: Request, step: PartialStep) -> None:
         """Do what _schedule_request says. Raises StrategyError."""
@@ -216,15 +216,18 @@ class Scheduler:
                 step.lacks_room = True
                 return
             self._preempt(victim, step)
-        step.add(request, num_tokens)
+        step.add(request, num_tokens, remaining)
 
     def _add_drafts(self, step: PartialStep) -> None:
         """Add draft tokens to decode rows within the rest of the budget; no request waits or is preempted for them."""
-        for i, (request, num_tokens, _, _) in enumerate(step.rows):
+        for i, row in enumerate(step.rows):
+            request, num_tokens = row.request, row.num_tokens
+            if request.proposer is None:
+                continue
             draft = request.propose_draft(min(step.token_budget, step.logprob_budget))
             draft = draft[: self._count_room_in_row(request, num_tokens)] if draft else draft
             if draft and self._grow_for_draft(request, num_tokens + len(draft)):
-                step.rows[i] = Scheduled(request, num_tokens, draft)
+                step.rows[i] = row._replace(draft=draft)
                 step.token_budget -= len(draft)
                 step.logprob_budget -= len(draft)
 
@@ -332,7 +335,7 @@ class Scheduler:
                     self._refused.add(request)
             except StrategyError as error:
                 self._remove_waiting(request)
-                step.failed.append(FailedRequest(request, error))
+                step.failed.append(RequestFailure.from_fault(request, error))
                 return False
         else:
             self._refused.discard(request)  # not its strategy holds it up now, but the limits of requests or memory

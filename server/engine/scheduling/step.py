@@ -9,8 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from server.engine.isolation.errors import StrategyError
+from cache_strategies.errors import StrategyError
 from server.engine.scheduling.request import Request
+
+NON_FINITE_LOGITS_MESSAGE = (
+    "the model's logits are NaN or infinite under cache strategy {!r}: if they are so under other strategies, too, "
+    "check the model's weights; if they are intact, --dtype float32 may help"
+)
 
 
 class Scheduled(NamedTuple):
@@ -19,24 +24,37 @@ class Scheduled(NamedTuple):
     request: Request
     num_tokens: int
     draft: Sequence[int] = ()
-    # Number of the row's last tokens whose logits are compared (engine/shadow), where nothing is sampled; None: the
-    # row is not a shadow's
-    num_compared: int | None = None
+    samples: bool = False  # whether the row reaches the end of the text, so that a token is sampled after it
+    scores_prompt: bool = False  # whether the log-probabilities of its tokens are computed
+    # For a row that an extension has added, where nothing is sampled: the number of last tokens whose logits it gets
+    num_observed: int | None = None
 
 
-class FailedRequest(NamedTuple):
-    """A request that cannot go on because its strategy is at fault; it has no seat any more and does not wait."""
+class RequestFailure(NamedTuple):
+    """A request that cannot go on, and the error that its client gets."""
 
     request: Request
-    error: StrategyError
+    message: str
+    code: str
+    status: int = 500
+
+    @classmethod
+    def from_fault(cls, request: Request, error: StrategyError) -> RequestFailure:
+        """Return the failure of a request whose strategy is at fault."""
+        return cls(request, error.message, "strategy_failed")
+
+    @classmethod
+    def from_logits(cls, request: Request) -> RequestFailure:
+        """Return the failure of a request whose logits are NaN or infinite."""
+        return cls(request, NON_FINITE_LOGITS_MESSAGE.format(request.cache.name), "not_a_number")
 
 
 class Schedule(NamedTuple):
-    """A step's rows, the requests that were preempted for them, and those that failed meanwhile."""
+    """A step's rows, the requests that were preempted for them, and those that failed meanwhile: they have no seat."""
 
     rows: Sequence[Scheduled]
     preempted: Sequence[Request]
-    failed: Sequence[FailedRequest]
+    failed: Sequence[RequestFailure]
 
 
 @dataclass
@@ -48,7 +66,7 @@ class PartialStep:
     rows: list[Scheduled] = field(default_factory=list)
     scheduled_requests: set[Request] = field(default_factory=set)
     preempted: list[Request] = field(default_factory=list)
-    failed: list[FailedRequest] = field(default_factory=list)
+    failed: list[RequestFailure] = field(default_factory=list)
     lacks_room: bool = False  # whether a request could not be scheduled for lack of memory
     reserved_tokens: int = 0  # tokens of the budget that prompts may not use once a prompt ends in this step
     prompt_ends: bool = False
@@ -63,11 +81,13 @@ class PartialStep:
         room = max(self.token_budget, 1)
         return min(room, self.logprob_budget) if request.needs_prompt_logprobs else room
 
-    def add(self, request: Request, num_tokens: int) -> None:
-        if request.num_remaining_tokens > 1:
+    def add(self, request: Request, num_tokens: int, remaining: int) -> None:
+        """Add a row of `num_tokens` of the `remaining` tokens of a request."""
+        samples, scores_prompt = num_tokens == remaining, request.needs_prompt_logprobs
+        if remaining > 1:
             self.token_budget -= num_tokens
-            self.prompt_ends |= num_tokens == request.num_remaining_tokens
-        if request.needs_prompt_logprobs:
+            self.prompt_ends |= samples
+        if scores_prompt:
             self.logprob_budget -= num_tokens
-        self.rows.append(Scheduled(request, num_tokens))
+        self.rows.append(Scheduled(request, num_tokens, samples=samples, scores_prompt=scores_prompt))
         self.scheduled_requests.add(request)

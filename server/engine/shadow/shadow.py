@@ -24,14 +24,6 @@ from server.records import RequestFidelity
 EndedEarly = Literal["room", "failed"]
 
 
-class PlannedShadow(NamedTuple):
-    """A shadow that is to begin with its served request."""
-
-    cache: KVCache | None  # of the second instance; None: it is in quarantine
-    rollout: str | None = None  # the roll-out for which the request is shadowed; None: a rule's, or a client's
-    is_reference: bool = False  # whether the client gets the divergence of each token from this instance
-
-
 class Comparable(NamedTuple):
     """Tokens that both instances have predicted, with the logits [V] of each."""
 

@@ -9,21 +9,26 @@ roll-outs or metrics.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from cache_strategies.base import KVCache
+from cache_strategies.errors import StrategyError
+from server.engine.extension import StepExtension
 from server.engine.ipc.messages import Compared
-from server.engine.isolation.errors import StrategyError
-from server.engine.scheduling.request import Request
+from server.engine.model_runner import StepOutput
+from server.engine.results import Event
+from server.engine.sampling.sampler import SamplerInput
+from server.engine.scheduling.request import PlannedShadow, Request
 from server.engine.scheduling.scheduler import Scheduler
-from server.engine.scheduling.step import Scheduled
+from server.engine.scheduling.step import RequestFailure, Scheduled
 from server.engine.shadow.divergence import measure_divergence
-from server.engine.shadow.shadow import ComparedToken, EndedEarly, PlannedShadow, Shadow
-from server.records import Outcome, RequestFidelity
+from server.engine.shadow.shadow import ComparedToken, EndedEarly, Shadow
+from server.records import Outcome, RequestFidelity, RequestRecord, StepReport
 
 BUDGET_SHARE = 4  # shadows compute at most this part (1/4) of max_num_batched_tokens in a step
 MAX_KEPT_BYTES = 64 << 20  # of served logits that wait for the second instance's, over all shadows
@@ -36,7 +41,7 @@ MAX_IDLE_STEPS = 200
 MAX_WAIT = 10.0  # seconds without a row that a client, whose text is complete, waits for a comparison
 
 
-class Shadows:
+class Shadows(StepExtension):
     """The shadows of an engine. A shadow whose strategy raises StrategyError ends; no request is affected."""
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -45,16 +50,20 @@ class Shadows:
         self._by_served: dict[Request, Shadow] = {}
         self._by_request: dict[Request, Shadow] = {}  # the same shadows by their own requests
         self._records: list[RequestFidelity] = []
-        self._comparisons: list[tuple[int, Compared]] = []  # for clients, each with its API worker
+        self._comparisons: list[Event] = []  # for clients
         self._bytes_of_row = 1  # of the logits [V] of one token
+        self._num_tokens = Counter[str]()  # of the step's rows, by instance
 
     def __len__(self) -> int:
         return len(self._by_request)
 
-    @property
-    def requests(self) -> Collection[Request]:
-        """The requests of the shadows that have a seat."""
-        return self._by_request.keys()
+    def is_busy(self) -> bool:
+        return bool(self._by_request)
+
+    def queued(self, request: Request) -> None:
+        """Let a new request also run under a second instance once it begins, if that is planned."""
+        if request.planned_shadow is not None:
+            self.plan(request, request.planned_shadow)
 
     def plan(self, served: Request, planned: PlannedShadow) -> None:
         """Let a request, which is queued, also run under a second instance once it begins."""
@@ -63,23 +72,17 @@ class Shadows:
         elif planned.is_reference:
             self._end_comparison(served, None if planned.cache is not None else "failed")
 
-    def get(self, served: Request) -> Shadow | None:
-        """Return the shadow of a served request; None if it has none (any more)."""
-        return self._by_served.get(served)
-
-    def collect_records(self) -> list[RequestFidelity]:
-        """Return the results of the shadows that have ended since the last call."""
-        records, self._records = self._records, []
-        return records
-
-    def collect_comparisons(self) -> list[tuple[int, Compared]]:
-        """Return what clients get of comparisons with references since the last call, each with its API worker."""
+    def report(self, report: StepReport, finished: Sequence[RequestRecord]) -> list[Event]:
+        """Add the tokens of shadows' rows and the results of those that have ended; return what clients get of them."""
+        report.shadow_tokens, self._num_tokens = self._num_tokens, Counter()
+        report.shadows, self._records = self._records, []
         comparisons, self._comparisons = self._comparisons, []
         return comparisons
 
     # ---------------------------------------------------------------- a step
-    def schedule(self, served_rows: Sequence[Scheduled]) -> list[Scheduled]:
+    def add_rows(self, rows: Sequence[Scheduled]) -> list[Scheduled]:
         """Return the shadows' rows of a step, beside those of served requests."""
+        served_rows = rows
         if not self._planned and not self._by_request:
             return []
         for shadow in [each for each in self._by_request.values() if each.served.cache is not each.served_cache]:
@@ -92,10 +95,10 @@ class Shadows:
         limits = self._scheduler.limits
         used = sum(row.num_tokens + len(row.draft) for row in served_rows)
         budget = min(limits.max_num_batched_tokens // BUDGET_SHARE, limits.max_num_batched_tokens - used)
-        sampling = {row.request for row in served_rows if row.num_tokens == row.request.num_remaining_tokens}
-        rows: list[Scheduled] = []
+        sampling = {row.request for row in served_rows if row.samples}
+        added: list[Scheduled] = []
         for shadow in list(self._by_request.values()):
-            if len(served_rows) + len(rows) >= limits.max_num_seqs or budget <= 0:
+            if len(served_rows) + len(added) >= limits.max_num_seqs or budget <= 0:
                 if shadow.has_served_ended:  # whose client may wait for the comparison
                     self._count_idle_step(shadow)
                 continue
@@ -103,13 +106,18 @@ class Shadows:
             num_tokens = self._grow(shadow, min(num_computable, budget))
             if num_tokens:
                 budget -= num_tokens
-                num_compared = shadow.count_compared(num_tokens)
-                rows.append(Scheduled(shadow.request, num_tokens, num_compared=num_compared))
-        return rows
+                self._num_tokens[shadow.request.cache.name] += num_tokens
+                added.append(Scheduled(shadow.request, num_tokens, num_observed=shadow.count_compared(num_tokens)))
+        return added
 
-    def start_forked(self, requests: Sequence[Request]) -> None:
+    def committed(self, output: StepOutput) -> StepOutput:
+        """Take out the shadows' rows, also of shadows that have ended in this step."""
+        rows = {each.request for each in output.scheduled if each.request.is_shadow}
+        return output.without(rows) if rows else output
+
+    def forked(self, children: Sequence[Request]) -> None:
         """Start the shadows of requests that have taken over a computed prompt, and draw their first tokens now."""
-        for request in requests:
+        for request in children:
             if (planned := self._planned.pop(request, None)) is not None:
                 self._start(request, planned)
 
@@ -178,20 +186,17 @@ class Shadows:
         self._end(shadow, "room")
         return False
 
-    def add_served_logits(self, served: Request, logits: Tensor, rows: range) -> None:
-        """Add the rows of a step's logits [K, V] from which the last tokens of a request's text were drawn."""
-        if (shadow := self._by_served.get(served)) is not None and rows:
-            shadow.add_served_logits(logits[rows.start : rows.stop])
-            self._bytes_of_row = logits[0].nbytes
-
-    def compare(self, logits: Mapping[Request, Tensor]) -> None:
-        """Compare what both instances have predicted, after a step has been committed.
-
-        `logits` [n, V] by the request of a shadow: those after the last n tokens of its row. Shadows that are done end.
-        """
+    def appended(self, sampled: Sequence[SamplerInput], output: StepOutput) -> None:
+        """Compare what both instances have predicted. Shadows that are done end."""
         if not self._by_request:
             return
-        for request, rows in logits.items():
+        for request, _, first in sampled:
+            num_tokens = len(output.sampled.results[request].tokens)
+            if num_tokens and (shadow := self._by_served.get(request)) is not None:
+                shadow.add_served_logits(output.logits[first : first + num_tokens])
+                self._bytes_of_row = output.logits[0].nbytes
+        # Not the rows of `self._by_request`: a shadow has ended if the request that it repeats could not be committed
+        for request, rows in output.observed.items():
             if (shadow := self._by_request.get(request)) is not None:
                 shadow.match(rows)
         unmeasured = [shadow for shadow in self._by_request.values() if shadow.unmeasured.tokens]
@@ -227,25 +232,28 @@ class Shadows:
         return max(1, MAX_KEPT_BYTES // self._bytes_of_row // len(self._by_request))
 
     # ---------------------------------------------------------------- ends
-    def end_served(self, served: Request, outcome: Outcome) -> Shadow | None:
-        """End the shadow of a served request that ends now, once it has predicted all of the text; return it."""
-        planned = self._planned.pop(served, None)
+    def ended(self, request: Request, outcome: Outcome) -> Mapping[str, Any]:
+        """End the shadow of a served request that ends now, once it has predicted all of the text; tell of it."""
+        planned = self._planned.pop(request, None)
         if planned is not None and planned.is_reference:
-            self._end_comparison(served, None)
-        shadow = self._by_served.pop(served, None)
-        if shadow is not None:
-            shadow.served_end = time.monotonic()
-            self._measure()
-            if outcome in ("error", "cancelled") or not shadow.is_behind:
-                self._end(shadow, None)
-        return shadow
+            self._end_comparison(request, None)
+        shadow = self._by_served.pop(request, None)
+        if shadow is None:
+            return {}
+        shadow.served_end = time.monotonic()
+        self._measure()
+        fields = shadow.summarize()
+        if outcome in ("error", "cancelled") or not shadow.is_behind:
+            self._end(shadow, None)
+        return fields
 
-    def fail(self, request: Request) -> None:
-        """End the shadow whose request failed in a step, unless it has ended with the one that it repeats."""
-        if (shadow := self._by_request.get(request)) is not None:
+    def rescue(self, failure: RequestFailure) -> bool:
+        """End the shadow that failed in a step, unless it has ended with the request that it repeats."""
+        if (shadow := self._by_request.get(failure.request)) is not None:
             self._end(shadow, "failed")
+        return failure.request.is_shadow
 
-    def end_quarantined(self, instances: Collection[str]) -> None:
+    def quarantined(self, instances: Collection[str]) -> None:
         """End all shadows under instances that are in quarantine."""
         for served, planned in [*self._planned.items()]:
             assert planned.cache is not None
@@ -294,8 +302,8 @@ class Shadows:
         worker, request_id = served.key
         indexes = [each.output_index for each in tokens]
         kl, agreed, rank = (list(column) for column in zip(*(each.divergence for each in tokens), strict=True))
-        self._comparisons.append((worker, Compared(request_id, indexes, kl, agreed, rank)))
+        self._comparisons.append(Event(worker, Compared(request_id, indexes, kl, agreed, rank)))
 
     def _end_comparison(self, served: Request, ended_early: EndedEarly | None) -> None:
         worker, request_id = served.key
-        self._comparisons.append((worker, Compared(request_id, is_last=True, ended_early=ended_early)))
+        self._comparisons.append(Event(worker, Compared(request_id, is_last=True, ended_early=ended_early)))

@@ -71,7 +71,7 @@ CASES = {
 def compile_grammar(driver: Driver, case: Case) -> str:
     """Return the case's grammar, compiled: then a request with it needs not wait."""
     grammar = write_lark(case.constraint.kind, case.constraint.text)
-    while not driver.core.grammars.prepare(grammar):
+    while not driver.engine.grammars.prepare(grammar):
         time.sleep(0.001)
     return grammar
 

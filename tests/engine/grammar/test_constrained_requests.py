@@ -184,7 +184,7 @@ def test_a_grammar_that_the_server_fails_to_compile(model: Path, monkeypatch: py
     """The request is not at fault, and the next one with the grammar is served."""
     driver = Driver(model, **SETTINGS)
     with monkeypatch.context() as patch:
-        patch.setattr(driver.core.grammars, "_load_vocabulary", lambda: 1 // 0)
+        patch.setattr(driver.engine.grammars, "_load_vocabulary", lambda: 1 // 0)
         heard = submit(driver, "first", CASES["choice"], 1)
         assert heard.failed is not None
         assert (heard.failed.status, heard.failed.code) == (500, "request_failed")
@@ -195,7 +195,7 @@ def test_choices_of_a_prompt_share_it_although_the_grammar_is_ready_for_the_seco
     driver = Driver(model, **SETTINGS)
     prompt, lark = random_prompt(20, seed=1), write_lark("regex", "[a-z]{3}")
     first = driver.submit("first", prompt, grammar=lark)
-    while not driver.core.grammars.prepare(lark):
+    while not driver.engine.grammars.prepare(lark):
         time.sleep(0.001)
     second = driver.submit("second", prompt, grammar=lark, sibling_of="first", seed=1, temperature=1.0)
     driver.run()
@@ -288,7 +288,7 @@ def test_a_step_that_fails_after_sampling_leaves_no_trace(
     """The step is repeated as a whole, then row by row; masks are computed again each time."""
     driver = Driver(model, **SETTINGS)
     heard = [submit(driver, f"{seed}", CASES["schema"], seed) for seed in range(4)]
-    sampler = driver.core._runner._sampler
+    sampler = driver.core.runner._sampler
     sample, calls = sampler.sample, [0]
 
     def fail_sometimes(*args: Any) -> Any:
@@ -336,7 +336,7 @@ def test_a_request_that_waits_for_its_grammar_can_be_cancelled(model: Path) -> N
 
 
 def test_a_grammar_that_does_not_compile_is_refused(alone: Driver) -> None:
-    while not alone.core.grammars.prepare("start: nowhere"):
+    while not alone.engine.grammars.prepare("start: nowhere"):
         time.sleep(0.001)
     heard = alone.submit("refused", random_prompt(9, seed=1), 9, grammar="start: nowhere")
     assert heard.failed is not None

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from server.engine.isolation.errors import StrategyError
+from cache_strategies.errors import StrategyError
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 from tests.engine.isolation.faulty_strategies import faulty

@@ -75,15 +75,3 @@ def test_a_trial_that_is_cancelled_lets_the_next_request_try() -> None:
     quarantine.begin_probe("a")
     quarantine.end_probe("a")
     assert quarantine.seconds_left("a") == 0.0
-
-
-def test_logits_that_are_not_finite_count_until_a_request_ends_well() -> None:
-    quarantine = Quarantine(["a"], Clock())
-    for _ in range(FAULTS):
-        for _ in range(FAULTS - 1):
-            assert not quarantine.record_non_finite("a")
-            quarantine.record_step("a")  # of the same request
-        quarantine.record_success("a")
-    found = [quarantine.record_non_finite("a") for _ in range(FAULTS + 1)]
-    assert found == [False] * (FAULTS - 1) + [True, False]
-    assert quarantine.seconds_left("a") == FIRST_SECONDS

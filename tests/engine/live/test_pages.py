@@ -53,7 +53,7 @@ def busy(tiny: Path, fault: str | None = None) -> Driver:
     for name in ("paged", "contiguous"):
         driver.submit(f"first {name}", PROMPT, 4, kv_cache=name)
     driver.run()
-    run_command(driver.core, PinPrefix("paged", PROMPT[:8], 60.0))
+    run_command(driver.engine, PinPrefix("paged", PROMPT[:8], 60.0))
     driver.submit("one", PROMPT, 9, kv_cache="paged")
     driver.submit("ring", PROMPT[:5], 9, kv_cache="sliding_window")
     driver.step(), driver.step()
@@ -61,7 +61,7 @@ def busy(tiny: Path, fault: str | None = None) -> Driver:
 
 
 def read_page(driver: Driver, page: int) -> dict[str, Any]:
-    description: dict[str, Any] = json.loads(json.dumps(run_command(driver.core, DescribePage(page))))
+    description: dict[str, Any] = json.loads(json.dumps(run_command(driver.engine, DescribePage(page))))
     assert description["page"] == page
     return description
 
@@ -106,7 +106,7 @@ def test_pages_say_which_tokens_they_hold(tiny: Path) -> None:
 def test_a_page_that_does_not_exist_is_an_error(tiny: Path, page: int) -> None:
     driver = Driver(tiny, **SETTINGS)
     with pytest.raises(RequestError, match=f"there is no page {page}") as refused:
-        run_command(driver.core, DescribePage(page))
+        run_command(driver.engine, DescribePage(page))
     assert (refused.value.status, refused.value.code) == (404, "not_found")
 
 

@@ -38,7 +38,7 @@ def test_two_prompts_with_a_common_beginning_are_children_of_it(tiny: Path) -> N
     driver.submit("second", [*PROMPT[:20], *range(20, 30)], 9, kv_cache="paged")
     driver.submit("ring", PROMPT, 4, kv_cache="sliding_window")
     driver.step(), driver.step()
-    pin = run_command(driver.core, PinPrefix("paged", PROMPT[:20], 60.0))
+    pin = run_command(driver.engine, PinPrefix("paged", PROMPT[:20], 60.0))
     trees = read_trees(driver)
     assert trees.keys() == {"paged"}, "others have no shared prefixes"
     assert trees["paged"]["omitted"] == 0

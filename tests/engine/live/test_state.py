@@ -83,7 +83,7 @@ def test_cells_requests_and_instances_of_a_busy_engine(tiny: Path) -> None:
     driver = Driver(tiny, **SETTINGS)
     driver.submit("first", PROMPT, 4, kv_cache="paged")
     driver.run()
-    run_command(driver.core, PinPrefix("paged", PROMPT[:8], 60.0))
+    run_command(driver.engine, PinPrefix("paged", PROMPT[:8], 60.0))
     driver.submit("one", PROMPT, 9, kv_cache="paged")
     driver.submit("ring", PROMPT[:5], 9, kv_cache="sliding_window", priority=3)
     driver.step(), driver.step()

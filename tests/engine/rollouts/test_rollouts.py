@@ -253,9 +253,9 @@ def test_a_request_that_the_candidate_cannot_hold_stays(driver: RolloutDriver) -
 
 
 def test_a_candidate_in_quarantine_is_rolled_back_at_once(driver: RolloutDriver) -> None:
-    driver.rollouts.roll_back_candidates(["window"])
+    driver.rollouts.quarantined(["window"])
     assert driver.show()["state"] == "shadow"
-    driver.rollouts.roll_back_candidates(["small"])
+    driver.rollouts.quarantined(["small"])
     assert driver.show()["state"] == "rolled_back"
     assert "gets no requests after repeated faults" in driver.show()["reason"]
 

@@ -181,7 +181,7 @@ def test_what_a_full_disk_kept_back_is_written_later(
 
     with monkeypatch.context() as patch:
         patch.setattr("server.engine.rollouts.store._replace", fail)
-        driver.rollouts.roll_back_candidates(["small"])
+        driver.rollouts.quarantined(["small"])
         driver.wait(5)
     driver.wait(5)
     stop(driver)

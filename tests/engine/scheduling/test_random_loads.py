@@ -78,7 +78,9 @@ class Watched:
         assert len(self.engine.scheduler.running) <= limits.max_num_seqs
         assert len({row.request for row in rows}) == len(rows)
         assert prompts + sum(len(row.draft) for row in rows) <= limits.max_num_batched_tokens
-        for request, num_tokens, draft, _ in rows:
+        for request, num_tokens, draft, samples, scores_prompt, _ in rows:
+            assert samples == (num_tokens == request.num_remaining_tokens)
+            assert scores_prompt == request.needs_prompt_logprobs
             assert isinstance(request.seat, FakeSeat)
             entering = num_tokens + len(draft)
             assert 0 < num_tokens <= request.num_remaining_tokens

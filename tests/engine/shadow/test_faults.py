@@ -86,7 +86,7 @@ def test_a_faulty_instance_ends_its_requests_and_their_shadows_only(
             driver.shadow(f"bad {i}", "good")
     driver.run_until(time.monotonic() + 30)
     assert not driver.core.busy
-    assert not len(driver.core.shadows)
+    assert not len(driver.engine.shadows)
     for i in range(4):
         assert driver.heard[f"good {i}"].tokens == reference.greedy(random_prompt(25, seed=i), COUNT)
         assert driver.heard[f"bad {i}"].failed is not None
@@ -112,7 +112,7 @@ def test_a_request_whose_row_fails_alone_takes_its_shadow_along(
     assert driver.heard["bad"].failed is not None
     assert driver.heard["good"].failed is None
     assert driver.heard["good"].tokens == reference.greedy(random_prompt(25, seed=4), COUNT)
-    assert not len(driver.core.shadows)
+    assert not len(driver.engine.shadows)
 
 
 def test_a_fault_that_only_shadows_meet_ends_no_request_of_the_candidate(

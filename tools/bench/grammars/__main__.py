@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"| {name} | {times.compile_ms:.1f} ms | {times.mean_us:.0f} us | {times.p99_us:.0f} us | {times.tokens} |"
         )
     print(f"\n| constrained of {options.streams} | step | of that without | 95 % |\n|---:|---:|---:|---:|")
-    for cost in measure_batches(engine.core, options):
+    for cost in measure_batches(engine, options):
         low, high = cost.interval
         print(f"| {cost.constrained} | {cost.step_ms:.2f} ms | {cost.ratio:.3f} | {low:.3f} to {high:.3f} |")
     return 0
@@ -174,10 +174,11 @@ def measure_grammars(engine: Engine) -> Iterator[tuple[str, GrammarTimes]]:
 
 
 # ---------------------------------------------------------------- batches
-def measure_batches(core: Core, options: argparse.Namespace) -> Iterator[BatchCost]:
+def measure_batches(engine: Engine, options: argparse.Namespace) -> Iterator[BatchCost]:
     """Give the batches their turns, in another order in every second round; the first round is a warm-up."""
     grammar = write_lark(PEOPLE.kind, PEOPLE.text)
-    while not core.grammars.prepare(grammar):
+    core = engine.core
+    while not engine.grammars.prepare(grammar):
         time.sleep(0.01)
     core.timing_interval = 0
     counts = [0, 1, options.streams]

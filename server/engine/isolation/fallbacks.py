@@ -9,19 +9,25 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from server.engine.isolation.errors import StrategyError
+from cache_strategies.errors import StrategyError
+from server.engine.extension import StepExtension
 from server.engine.isolation.isolation import Isolation
+from server.engine.model_runner import StepOutput
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.step import RequestFailure
 
 if TYPE_CHECKING:
     from cache_strategies.base import KVCache
-    from server.engine.model_runner import StepOutput
 
 log = logging.getLogger(__name__)
 
 
-class Fallbacks:
+# Codes of errors that are their strategy's fault: requests that end with one may be moved to a fallback
+STRATEGY_CODES = frozenset({"strategy_failed", "strategy_quarantined"})
+
+
+class Fallbacks(StepExtension):
     """Finds an instance for each request, and moves requests to other ones."""
 
     def __init__(self, isolation: Isolation, scheduler: Scheduler) -> None:
@@ -69,6 +75,10 @@ class Fallbacks:
             return None  # its client knows the instance
         return self._find(request.cache.name, request.num_prompt_tokens, request.sampling.max_tokens)
 
+    def rescue(self, failure: RequestFailure) -> bool:
+        """Move a request whose strategy is at fault to a fallback; return whether it was moved."""
+        return failure.code in STRATEGY_CODES and self.move(failure.request)
+
     def move(self, request: Request) -> bool:
         """Queue a request under a fallback of its instance, if there is one and nothing of the request was sent.
 
@@ -95,27 +105,23 @@ class Fallbacks:
         self._isolation.begin(request)
         return True
 
-    def move_non_finite(self, output: StepOutput) -> tuple[StepOutput, list[Request]]:
+    def committed(self, output: StepOutput) -> StepOutput:
         """Move requests whose first logits are NaN or infinite, with the other choices (n > 1) that wait for them.
 
-        Return the output of all other requests, and those that can be moved to no fallback after all.
+        Return the output of all other requests; those that can be moved to no fallback after all have failed.
         """
         moved: set[Request] = set()
-        suspected: set[int] = set()  # ids of the lists of choices (n > 1) of which one counts for all
-        failed: list[Request] = []
+        failed: list[RequestFailure] = []
         for request, _, _ in output.to_sample:
             result = output.sampled.results.get(request)
             if result is None or result.is_finite or self.find_for(request) is None:
                 continue
             assert request.seat is not None
             request.cache.discard(request.seat)
-            if id(request.siblings) not in suspected:
-                suspected.add(id(request.siblings))
-                self._isolation.suspect(request)
             group = [request, *(sibling.request for sibling in output.siblings[request])]
-            failed += [each for each in group if not self.move(each)]
+            failed += [RequestFailure.from_logits(each) for each in group if not self.move(each)]
             moved.update(group)
-        return (output.without(moved) if moved else output), failed
+        return output.without(moved)._replace(failed=[*output.failed, *failed]) if moved else output
 
 
 def set_fallback_of(request: Request, chosen: str) -> None:

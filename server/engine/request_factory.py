@@ -6,35 +6,26 @@ Knows the rules of the choice, roll-outs and the state of instances; neither the
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
 
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
+from cache_strategies.errors import StrategyError
 from cache_strategies.types import Salt
 from server.engine.grammar.compiler import CompilationFailed, GrammarCompiler
 from server.engine.grammar.state import GrammarState
 from server.engine.ipc.messages import Submit
-from server.engine.isolation.errors import StrategyError
+from server.engine.isolation.fallbacks import Fallbacks, set_fallback_of
 from server.engine.isolation.isolation import Isolation
 from server.engine.rollouts.rollouts import Rollouts, find_conversation
 from server.engine.sampling.ngram_proposer import NgramProposer
 from server.engine.sampling.thinking import ThinkingLimiter
-from server.engine.scheduling.fallback import Fallbacks, set_fallback_of
-from server.engine.scheduling.request import Request, RequestError
+from server.engine.scheduling.request import PlannedShadow, Request, RequestError
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.selection import Selector
-from server.engine.shadow.shadow import PlannedShadow
 from server.text.errors import GrammarError
 
 # The requests of an engine that have not ended, by API worker and the id that it gave the request
 RequestTable = Mapping[tuple[int, str], Request]
-
-
-class NewRequest(NamedTuple):
-    """A request, and its shadow under a second instance; None: it has none."""
-
-    request: Request
-    shadow: PlannedShadow | None
 
 
 class RequestFactory:
@@ -61,7 +52,7 @@ class RequestFactory:
         self._eos_ids = eos_ids
         self._grammars = grammars
 
-    def make(self, worker: int, message: Submit, requests: RequestTable) -> NewRequest:
+    def make(self, worker: int, message: Submit, requests: RequestTable) -> Request:
         """Make the request of a message from API worker `worker`. Raises RequestError if it is invalid.
 
         Its grammar, if it has one, is compiled.
@@ -104,10 +95,10 @@ class RequestFactory:
             request.proposer = NgramProposer(speculation, longest)
         if message.reference is not None:
             reference = self._selector.check_name(message.reference, "kv_cache_reference", "kv_cache_reference")
-            return NewRequest(request, PlannedShadow(self._find_shadow(reference), is_reference=True))
-        if choice.shadow is None or name != chosen:
-            return NewRequest(request, None)
-        return NewRequest(request, PlannedShadow(self._find_shadow(choice.shadow), choice.rollout))
+            request.planned_shadow = PlannedShadow(self._find_shadow(reference), is_reference=True)
+        elif choice.shadow is not None and name == chosen:
+            request.planned_shadow = PlannedShadow(self._find_shadow(choice.shadow), choice.rollout)
+        return request
 
     def _make_grammar_state(self, grammar: str) -> GrammarState:
         """Return the state at the start of a compiled grammar. Raises RequestError if it could not be compiled."""
