@@ -8,7 +8,8 @@ Reads no files.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -23,6 +24,7 @@ MAX_TOKEN_LENGTH = 2048  # most characters of a token; the work for one is propo
 SPACE = "\u2581"  # SentencePiece's
 PREFIX = "tokenizer.ggml."
 # Tokens that end a text or a turn, whatever the file calls them, as in llama.cpp. Those of TAGS may be common text.
+# Some begin another file, after one whose middle a model has filled in.
 MARKS = frozenset(
     {
         "<|eot_id|>",
@@ -36,8 +38,10 @@ MARKS = frozenset(
     }
     | {"<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|tool_response>", "<end_of_utterance>", "[e~["}
     | {"<\uff5cend\u2581of\u2581sentence\uff5c>"}
+    | {"<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<|fim_repo|>", "<fim-repo>", "<|repo_name|>", "<|file_sep|>"}
 )
-TAGS = frozenset(["</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"])
+TAGS = frozenset(["</s>", "<eos>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<PAD>", "[PAD]", "<REPO>", "<reponame>"])
+END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")  # of the tokens that a file names as ends
 SENTENCE_PIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}  # those of files that do not say
 
 
@@ -151,13 +155,12 @@ def make_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, An
 def find_end_tokens(metadata: Mapping[str, Any]) -> list[Any]:
     """Return the ids of tokens that end a text or a turn.
 
-    These are the values of eos_token_id, eot_token_id and eom_token_id in the file, even if they are not valid ids
-    (-1), and the tokens that `is_end` knows.
+    These are the values of eos_token_id and of the other END_ROLES in the file, even if they are not valid ids (-1),
+    and the tokens that end texts by their names.
     """
     vocabulary = _Vocabulary(metadata)
-    named = [id for end in ("eos", "eot", "eom") if (id := vocabulary.get_token_id(end)) is not None]
-    known = {id for id in named if type(id) is int}
-    return [*named, *(i for i in range(len(vocabulary.tokens)) if vocabulary.is_end(i) and i not in known)]
+    named = [id for role in END_ROLES if (id := vocabulary.get_token_id(role)) is not None]
+    return [*named, *sorted(vocabulary.ends - {id for id in named if type(id) is int})]
 
 
 class _Vocabulary:
@@ -192,14 +195,25 @@ class _Vocabulary:
         return values
 
     def get_token_id(self, key: str) -> Any:
-        """Return what the file has as the id of the token with a role such as "bos"; None if it names none."""
-        default = SENTENCE_PIECE_IDS.get(key) if self.get("model") == "llama" else None
-        return self.get(f"{key}_token_id", default)
+        """Return what the file has as the id of the token with a role such as "bos"; None if it names none.
 
-    def is_end(self, index: int) -> bool:
-        """Return whether a token ends a text or a turn by its name."""
-        token, kind = self.tokens[index], self.types[index]
-        return (token in MARKS and kind in (NORMAL, CONTROL, USER_DEFINED)) or (token in TAGS and kind == CONTROL)
+        SentencePiece's own id stands for one that is missing or beyond the vocabulary.
+        """
+        id = self.get(f"{key}_token_id")
+        default = SENTENCE_PIECE_IDS.get(key) if self.get("model") == "llama" else None
+        is_beyond = type(id) is int and not 0 <= id < len(self.tokens)
+        return default if default is not None and (id is None or is_beyond) else id
+
+    @cached_property
+    def ends(self) -> Set[int]:
+        """The tokens that end a text or a turn by their names."""
+        kinds = zip(self.tokens, self.types, strict=True)
+        names = {token for token, kind in kinds if token in MARKS or (token in TAGS and kind == CONTROL)}
+        if names & {"<|call|>", "<|calls|>"} and names & {"<|return|>", "<|flush|>"}:
+            names.discard("<|end|>")  # gpt-oss and Solar write it between the messages of a turn
+        if "<|tool_response>" in names:
+            names.discard("</s>")  # to Gemma 4 it is text
+        return {self.ids[name] for name in names}
 
     def get_special_token(self, key: str) -> str | None:
         """Return the token with a role such as "bos"; None if the file names none."""
@@ -288,10 +302,10 @@ def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- tokens that the tokenizer never splits
 def _add_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
     """Add the control tokens, which have no text, and the user-defined tokens, which have; neither are ever split."""
-    named = {vocabulary.get_special_token(key) for key in ("bos", "eos", "eot", "eom", "unknown", "padding")}
+    named = {vocabulary.get_special_token(key) for key in ("bos", *END_ROLES, "unknown", "padding")}
     control, defined = [], []
     for index, (token, kind) in enumerate(zip(vocabulary.tokens, vocabulary.types, strict=True)):
-        if kind in (CONTROL, UNKNOWN) or token in named or vocabulary.is_end(index):
+        if kind in (CONTROL, UNKNOWN) or token in named or index in vocabulary.ends:
             control.append(AddedToken(token, normalized=False, special=True))
         elif kind == USER_DEFINED and token.strip(SPACE):  # runs of spaces are not added: merges make them
             defined.append(AddedToken(token, normalized=False, special=False))

@@ -19,7 +19,7 @@ from server.models.files.atomic_directory import AtomicDirectory
 from server.models.files.user_cache import user_cache_dir
 from server.models.formats.gguf_file import PART, SUFFIX, list_parts, read_header
 
-FORMAT = "2"  # version of the unpacked files; change it to have all files unpacked again
+FORMAT = "3"  # version of the unpacked files; change it to have all files unpacked again
 FOLDER = "gguf"  # name of the folder in the user's cache with the directories of all unpacked files
 LINK = f"model{SUFFIX}"  # name of the link to the GGUF file in its unpacked directory
 PART_LINKS = f"model-*{SUFFIX}"  # those of the links to its parts

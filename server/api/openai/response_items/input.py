@@ -29,13 +29,15 @@ ROLES = ("user", "assistant", "system", "developer")
 # Types of tools that are no functions, or how their dated types begin
 OTHER_TOOLS = (
     *("web_search", "file_search", "code_interpreter", "image_generation", "computer", "mcp", "tool_search"),
-    *("local_shell", "shell", "custom", "apply_patch", "namespace"),
+    *("local_shell", "shell", "custom", "apply_patch", "namespace", "programmatic_tool_calling"),
 )
-ANSWERS = tuple(f"{kind}_output" for kind in ("function_call", "custom_tool_call", "local_shell_call", "shell_call"))
-# Types of items that have nothing a model reads
-WITHOUT_TEXT = (
-    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call"),
-    *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response", "tool_search_call"),
+CALLS = ("function_call", "custom_tool_call", "local_shell_call", "shell_call", "apply_patch_call")
+ANSWERS = tuple(f"{call}_output" for call in CALLS)
+# Types of items of tools that OpenAI's servers run; the model is shown nothing of them
+LEFT_OUT = (
+    *("web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"),
+    *("computer_call", "computer_call_output", "tool_search_call", "tool_search_output"),
+    *("mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
 )
 TEXT_TYPES = ("input_text", "output_text", "text")  # types of parts of a message that are text
 
@@ -48,6 +50,11 @@ class ResponseTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = Field(None, description="whether a grammar holds calls to the schemas")
+    # How OpenAI's servers offer a function to programs and searches of theirs, and what such a program reads
+    allowed_callers: Ignored[list[Any]] = None
+    defer_loading: Ignored[bool] = None
+    output_schema: Ignored[dict[str, Any]] = None
+    async_: Ignored[bool] = Field(None, alias="async")
 
     @model_validator(mode="wrap")
     @classmethod
@@ -126,7 +133,7 @@ class InputChat:
         self.messages: list[dict[str, Any]] = []
         self._item_indices: list[int | None] = []  # for each message, the index of its first item
         self._reasoning: str | None = None  # that the next item belongs to
-        self._call_ids: set[str] = set()
+        self._call_ids: dict[str, str] = {}  # of each call, by itself and by the other id that an output may name
 
     def find_item(self, message_index: int) -> Location:
         """Return the place in the body of the item that a message was made of."""
@@ -136,7 +143,7 @@ class InputChat:
     def add(self, item: Any, index: int | None, note_ignored: Callable[[str], None]) -> None:
         """Add the item of this index; None: it is the whole input. Raises PathError for one that is not supported.
 
-        Calls of tools that are no functions are shown to the model as calls with the item's input or action.
+        Calls of tools that are no functions are shown to the model as calls with the item's input, action or operation.
         """
         path = () if index is None else (index,)
         match item:
@@ -146,14 +153,16 @@ class InputChat:
             case {"type": "custom_tool_call"}:
                 call_id, name = (_read_text(item, key, path) for key in ("call_id", "name"))
                 self._add_call(call_id, name, json.dumps({"input": item.get("input")}), index)
-            case {"type": "local_shell_call" | "shell_call" as kind}:
-                name = kind.removesuffix("_call")
-                self._add_call(_read_text(item, "call_id", path), name, json.dumps(item.get("action")), index)
+            case {"type": "local_shell_call" | "shell_call" | "apply_patch_call" as kind}:
+                call_id, action = _read_text(item, "call_id", path), item.get("action", item.get("operation"))
+                self._add_call(call_id, kind.removesuffix("_call"), json.dumps(action), index)
+                if isinstance(id := item.get("id"), str):
+                    self._call_ids.setdefault(id, call_id)
             case {"type": str(kind)} if kind in ANSWERS:
                 message = self._start("tool", index)
                 message["tool_call_id"] = self._read_answered_call(item, path)
-                message["content"] = _read_content(item.get("output"), (*path, "output"))
-            case {"type": str(kind)} if kind in WITHOUT_TEXT:
+                message["content"] = _read_output(item, path)
+            case {"type": str(kind)} if kind in LEFT_OUT:
                 note_ignored(f"input.{kind}")
             case {"type": "reasoning"}:
                 self._reasoning = _read_reasoning(item, path)
@@ -161,16 +170,16 @@ class InputChat:
                 is_new = role == "assistant"
                 message = self._get_assistant(index, is_new=True) if is_new else self._start(role, index)
                 message["content"] = _read_content(item.get("content"), (*path, "content"))
+            case {"type": str(kind)} if kind != "message":
+                raise PathError((*path, "type"), f"items of the type {format_value(kind)} are not supported")
             case {"type": "message"} | {"role": _}:
                 roles = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
                 raise PathError((*path, "role"), f"should be {roles}, not {format_value(item.get('role'))}")
-            case {"type": str(kind)}:
-                raise PathError((*path, "type"), f"items of the type {format_value(kind)} are not supported")
             case _:
                 raise PathError(path, f"should be a message or another item with a type, not {format_value(item)}")
 
     def _add_call(self, call_id: str, name: str, arguments: str, index: int | None) -> None:
-        self._call_ids.add(call_id)
+        self._call_ids[call_id] = call_id
         calls = self._get_assistant(index).setdefault("tool_calls", [])
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
@@ -188,11 +197,14 @@ class InputChat:
         return self.messages[-1]
 
     def _read_answered_call(self, item: dict[str, Any], path: Location) -> str:
-        call_id = _read_text(item, "call_id", path)
+        """Return the id of the call that an output answers. OpenAI's outputs of a local shell have it as `id`."""
+        has_id_alone = item.keys() & {"id", "call_id"} == {"id"}
+        key = "id" if item["type"] == "local_shell_call_output" and has_id_alone else "call_id"
+        call_id = _read_text(item, key, path)
         if call_id not in self._call_ids:
             message = f"answers the call {format_value(call_id)}, but no function_call before it has this call_id"
-            raise PathError((*path, "call_id"), message)
-        return call_id
+            raise PathError((*path, key), message)
+        return self._call_ids[call_id]
 
 
 def _read_text(item: dict[str, Any], key: str, path: Location) -> str:
@@ -201,6 +213,16 @@ def _read_text(item: dict[str, Any], key: str, path: Location) -> str:
     if key != "arguments" and not value:
         raise PathError((*path, key), "should not be empty")
     return value
+
+
+def _read_output(item: dict[str, Any], path: Location) -> Any:
+    """Return the output of a call in the form of a chat: what a shell wrote as JSON, and a patch's status if alone."""
+    match item:
+        case {"type": "shell_call_output", "output": [{"stdout": _}, *_] as written}:
+            return json.dumps(written, ensure_ascii=False)
+        case {"type": "apply_patch_call_output", "status": str(status)} if item.get("output") is None:
+            return status
+    return _read_content(item.get("output"), (*path, "output"))
 
 
 def _read_content(content: Any, path: Location) -> Any:

@@ -55,6 +55,11 @@ class ToolServer:
         end = self.encode("<|im_end|>") if finish_reason == "stop" else []
         self.engine.begin_again(generates([*self.encode(text), *end], finish_reason))
 
+    @property
+    def prompt(self) -> str:
+        """The text of the last request's prompt."""
+        return self.decode(self.engine.all(Submit)[-1].prompt)
+
     def accepts(self, text: str) -> bool:
         """Return whether the grammar of the last request accepts a text, in the model's own tokens."""
         return self.accepts_tokens(self.encode(text))
