@@ -104,6 +104,7 @@ class Arena:
         # A byte for each stretch of PAGES_PER_STRETCH pages, 1 if no page in it is free: a search skips the stretch.
         self._full_stretches = bytearray(-(-pages // PAGES_PER_STRETCH))
         self._num_free = pages
+        self.num_refusals = 0  # how often an owner could not get what it asked for
         self._shares: dict[str, _Share] = {}
         if self._reserved:
             self._set_marks(0, pages, UNTOUCHED)
@@ -188,6 +189,10 @@ class Arena:
         assert mark < UNTOUCHED, "too many owners"
         self._shares[name] = _Share(owner, mark, floor, self.total_pages if limit is None else limit)
 
+    def get_owner(self, name: str) -> Owner:
+        """Return the owner that is registered under a name."""
+        return self._shares[name].owner
+
     def allocate(self, owner: str, run: int = 1) -> int | None:
         """Allocate `run` consecutive pages, reclaiming idle ones if needed; return the first, or None if none fit."""
         share = self._shares[owner]
@@ -197,6 +202,7 @@ class Arena:
                 self._mark_pages(share, page, run, taken=True)
                 return page
             if not self._reclaim(share, run):
+                self.num_refusals += 1
                 return None
 
     def set_longest_sequence(self, owner: str, longest: int, run: int) -> None:
@@ -252,8 +258,10 @@ class Arena:
         return self._is_within_share(self._shares[owner], run) and self._find_free_run(run) >= 0
 
     def can_allocate(self, owner: str, pages: int) -> bool:
-        """Return whether an owner could allocate `pages` single pages if idle ones were reclaimed. Changes nothing."""
-        return pages <= self.count_available_pages(owner)
+        """Return whether an owner could allocate `pages` single pages if idle ones were reclaimed."""
+        can = pages <= self.count_available_pages(owner)
+        self.num_refusals += not can
+        return can
 
     def count_available_pages(self, owner: str) -> int:
         """Return how many single pages an owner could allocate if idle ones were reclaimed; negative beyond its limit.
@@ -267,16 +275,6 @@ class Arena:
         promised = sum(max(0, s.floor - s.held) for s in others)
         unpromised = free + self.num_untouched_pages - promised
         return min(free, unpromised, share.max_pages - share.held + own_idle)
-
-    def has_room_for_sequence(self, owner: str, pages: int) -> bool:
-        """Return whether an owner could surely allocate a further sequence of so many pages, in blocks of its size.
-
-        False if it is not sure: blocks of several pages must be consecutive.
-        """
-        run = self._shares[owner].run
-        if run > 1 and (pages > run or not self.has_room(owner, run)):
-            return False
-        return self.can_allocate(owner, pages)
 
     def explain_refusal(
         self, owner: str, *, floor: int | None = None, limit: int | None = None, pinned: Collection[int] | None = None

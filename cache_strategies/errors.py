@@ -6,14 +6,16 @@ from __future__ import annotations
 class StrategyError(Exception):
     """A strategy instance raised, returned something wrong or left something undone; other instances can go on.
 
-    `method` is the name of the method of `KVCache` or `Plan` that was at fault.
+    `method` is the name of the method of `KVCache` or `Plan` that was at fault; if it only reports something that no
+    request needs, `is_report` is set.
     """
 
-    def __init__(self, instance: str, method: str, problem: str) -> None:
+    def __init__(self, instance: str, method: str, problem: str, *, is_report: bool = False) -> None:
         super().__init__(f"cache strategy {instance!r} failed in {method}(): {problem}")
         self.instance = instance
         self.method = method
         self.problem = problem
+        self.is_report = is_report
 
     @property
     def message(self) -> str:

@@ -43,7 +43,7 @@ BUILTIN: Mapping[str, str] = {  # imported on demand
 
 
 @dataclass(frozen=True)
-class Instance:
+class DeclaredInstance:
     """A strategy instance as the settings declare it, with its class and validated options."""
 
     name: str
@@ -83,19 +83,19 @@ def load_kind(kind: str) -> type[KVCache]:
     return cls
 
 
-def resolve_instances(strategies: Mapping[str, StrategySettings]) -> list[Instance]:
+def resolve_instances(strategies: Mapping[str, StrategySettings]) -> list[DeclaredInstance]:
     """Return the declared instances, with kinds and options checked. Raises SettingsError naming the wrong option."""
     return [_resolve_instance(name, settings) for name, settings in strategies.items()]
 
 
-def _resolve_instance(name: str, settings: StrategySettings) -> Instance:
+def _resolve_instance(name: str, settings: StrategySettings) -> DeclaredInstance:
     cls = load_kind(settings.kind)
     try:
         options = cls.options_type.model_validate(settings.options)
     except ValidationError as error:
         message = "; ".join(_format_option_error(name, cls.options_type, problem) for problem in error.errors())
         raise SettingsError(message) from None
-    return Instance(name, settings.kind, cls, options, settings.floor, settings.limit)
+    return DeclaredInstance(name, settings.kind, cls, options, settings.floor, settings.limit)
 
 
 def _format_option_error(name: str, options: type[Options], problem: Any) -> str:
@@ -107,7 +107,7 @@ def _format_option_error(name: str, options: type[Options], problem: Any) -> str
 
 
 # -------------------------------------------------------------------- sizes of the arena, its pages and shares
-def page_bytes(instances: Sequence[Instance], geometry: Geometry) -> int:
+def page_bytes(instances: Sequence[DeclaredInstance], geometry: Geometry) -> int:
     """Return the arena's page size in bytes: the size of that block with which the blocks of all others fit best.
 
     A block takes whole pages. With the smallest block as a page, one that is a little larger would take nearly twice
@@ -127,7 +127,7 @@ def _pad(size: int, page: int) -> int:
     return -(-size // page) * page
 
 
-def describe_padding(instances: Sequence[Instance], geometry: Geometry) -> list[str]:
+def describe_padding(instances: Sequence[DeclaredInstance], geometry: Geometry) -> list[str]:
     """Return a line for each instance whose blocks take more memory because a page is a block of another instance."""
     page = page_bytes(instances, geometry)
     lines = []
@@ -144,13 +144,13 @@ def describe_padding(instances: Sequence[Instance], geometry: Geometry) -> list[
     return lines
 
 
-def sequence_pages(instances: Sequence[Instance], geometry: Geometry) -> int:
+def sequence_pages(instances: Sequence[DeclaredInstance], geometry: Geometry) -> int:
     """Return the number of pages of a sequence of max_seq_len tokens, in the instance that needs the most for it."""
     page = page_bytes(instances, geometry)
     return max(_pages_per_sequence(i, geometry, page) for i in instances)
 
 
-def compute_min_pages(instances: Sequence[Instance], geometry: Geometry) -> int:
+def compute_min_pages(instances: Sequence[DeclaredInstance], geometry: Geometry) -> int:
     """Return the smallest number of pages of an arena in which every instance can hold a sequence of max_seq_len.
 
     Raises SettingsError if the floors and limits of the instances make that impossible.
@@ -167,12 +167,12 @@ def compute_min_pages(instances: Sequence[Instance], geometry: Geometry) -> int:
     return fewest
 
 
-def _pages_per_sequence(instance: Instance, geometry: Geometry, page: int) -> int:
+def _pages_per_sequence(instance: DeclaredInstance, geometry: Geometry, page: int) -> int:
     shape = instance.cls.seat_shape(instance.options, geometry)
     return shape.blocks * -(-shape.block_bytes // page)
 
 
-def _fits(instances: Sequence[Instance], needs: Sequence[int], pages: int, page: int) -> bool:
+def _fits(instances: Sequence[DeclaredInstance], needs: Sequence[int], pages: int, page: int) -> bool:
     shares = [compute_share(i, pages, page) for i in instances]
     floors = sum(floor for floor, _ in shares)
     return floors <= pages and all(
@@ -180,7 +180,7 @@ def _fits(instances: Sequence[Instance], needs: Sequence[int], pages: int, page:
     )
 
 
-def compute_share(instance: Instance, pages: int, page: int) -> tuple[int, int]:
+def compute_share(instance: DeclaredInstance, pages: int, page: int) -> tuple[int, int]:
     """Return (floor, limit) of an instance in pages, for an arena of `pages` pages of `page` bytes each."""
     total = pages * page
     return min(share_to_bytes(instance.floor, total), total) // page, min(
@@ -189,7 +189,7 @@ def compute_share(instance: Instance, pages: int, page: int) -> tuple[int, int]:
 
 
 def build_caches(
-    instances: Sequence[Instance], geometry: Geometry, arena: Arena, ops: Ops, model: str = ""
+    instances: Sequence[DeclaredInstance], geometry: Geometry, arena: Arena, ops: Ops, model: str = ""
 ) -> dict[str, KVCache]:
     """Build the cache of each instance and set its share (floor and limit) of the arena; return the caches by name.
 
@@ -207,7 +207,7 @@ def build_caches(
     return caches
 
 
-def build_cache(instance: Instance, geometry: Geometry, arena: Arena, ops: Ops, model: str = "") -> KVCache:
+def build_cache(instance: DeclaredInstance, geometry: Geometry, arena: Arena, ops: Ops, model: str = "") -> KVCache:
     """Build the cache of one instance; if there was one of this name, the new one takes over its share of the arena."""
     cache = instance.cls(CacheSetup(instance.name, geometry, arena, ops, model), instance.options)
     assert hasattr(cache, "contract"), f"{instance.cls.__name__}.__init__ must set self.contract"

@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cache_strategies.base import KVCache
 from cache_strategies.types import NO_SALT
+from server.engine.instance import Instance
 from server.engine.ipc.messages import SamplingParams
 from server.engine.sampling.draw import NOTHING_ALLOWED, draw_tokens
 from server.engine.sampling.sampler import make_draws
@@ -39,7 +39,11 @@ class GeneratedToken(NamedTuple):
 
 
 def generate(
-    model: Model, cache: KVCache, prompt: Sequence[int], sampling: SamplingParams, grammar: OutputGrammar | None = None
+    model: Model,
+    instance: Instance,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    grammar: OutputGrammar | None = None,
 ) -> Generator[GeneratedToken, None, None]:
     """Return an iterator over the tokens that follow a prompt; each is computed by `next()`.
 
@@ -48,8 +52,8 @@ def generate(
     GrammarError if no token can follow. Log-probabilities are not computed. Raises ValueError at once for invalid
     arguments: an empty prompt, more tokens than the context, unknown token ids.
     """
-    _check_arguments(model, cache, prompt, sampling)
-    request = Request((0, ""), list(prompt), sampling, cache, "generate", NO_SALT, grammar=grammar)
+    _check_arguments(model, instance, prompt, sampling)
+    request = Request((0, ""), list(prompt), sampling, instance, "generate", NO_SALT, grammar=grammar)
     try:
         request.check_allowed_tokens(model.info.eos_ids)
     except RequestError as error:
@@ -57,10 +61,10 @@ def generate(
     return _generate_tokens(model, request)
 
 
-def _check_arguments(model: Model, cache: KVCache, prompt: Sequence[int], sampling: SamplingParams) -> None:
+def _check_arguments(model: Model, instance: Instance, prompt: Sequence[int], sampling: SamplingParams) -> None:
     """Raise ValueError for arguments of `generate` that the model or the cache cannot take."""
-    total, context = len(prompt) + sampling.max_tokens, cache.setup.geometry.max_seq_len
-    bounded = len(prompt) if cache.contract.unbounded else total
+    total, context = len(prompt) + sampling.max_tokens, instance.setup.geometry.max_seq_len
+    bounded = len(prompt) if instance.contract.unbounded else total
     if sampling.max_tokens < 1:
         raise ValueError(f"max_tokens is {sampling.max_tokens}: ask for at least one token")
     if sampling.min_tokens > sampling.max_tokens:
@@ -85,14 +89,14 @@ def _check_arguments(model: Model, cache: KVCache, prompt: Sequence[int], sampli
 
 
 def _generate_tokens(model: Model, request: Request) -> Generator[GeneratedToken, None, None]:
-    sequence = CachedSequence(request.cache, model.device, request.tokens)
+    sequence = CachedSequence(request.instance, model.device, request.tokens)
     try:
         logits = _prefill(model, request, sequence)
         while True:
             token = _sample_token(model, request, logits)
             if token is None:
                 sequence.discard()
-                raise NonFiniteLogitsError(NON_FINITE_LOGITS_MESSAGE.format(request.cache.name))
+                raise NonFiniteLogitsError(NON_FINITE_LOGITS_MESSAGE.format(request.instance.name))
             if token != NOTHING_ALLOWED:
                 request.append_token(token, model.info.eos_ids)
             _check_grammar(request, token)
@@ -119,7 +123,7 @@ def _check_grammar(request: Request, token: int) -> None:
 @torch.inference_mode()
 def _prefill(model: Model, request: Request, sequence: CachedSequence) -> Tensor:
     """Compute the part of the prompt that is not cached; return the logits [1, V] of the token after the prompt."""
-    longest = request.cache.setup.geometry.max_num_batched_tokens
+    longest = request.instance.setup.geometry.max_num_batched_tokens
     while True:
         num_tokens = min(longest, sequence.row_limit or longest, request.num_prompt_tokens - sequence.length)
         batch = sequence.begin(num_tokens)
@@ -140,5 +144,5 @@ def _decode(model: Model, token: int, sequence: CachedSequence) -> Tensor:
 def _sample_token(model: Model, request: Request, logits: Tensor) -> int | None:
     """Return the next token, sampled from logits [1, V]; None if they are NaN or infinite, or NOTHING_ALLOWED."""
     draws = make_draws(request, model.info.eos_ids)
-    [token] = draw_tokens(logits, draws, request.cache.setup.ops.sample)
+    [token] = draw_tokens(logits, draws, request.instance.setup.ops.sample)
     return token

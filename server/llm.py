@@ -105,7 +105,7 @@ class LLM:
         self.engine = build_engine(load_settings(None, given, are_flags=False))
         self._encoder = Encoder.from_directory(self.engine.model_dir)
         chosen = self.engine.settings
-        self._selector = Selector(self.engine.core.caches.keys(), chosen.rules, chosen.default_strategy)
+        self._selector = Selector(self.engine.core.instances.keys(), chosen.rules, chosen.default_strategy)
 
     def generate(
         self,
@@ -174,7 +174,7 @@ class LLM:
         except RequestError as error:
             raise ValueError(error.message) from None
         core, grammar = self.engine.core, self._make_grammar(structured_outputs)
-        return _Job(ids, name, options, generate(core.model, core.caches[name], ids, params, grammar), grammar)
+        return _Job(ids, name, options, generate(core.model, core.instances[name], ids, params, grammar), grammar)
 
     def _make_grammar(self, structured_outputs: Mapping[str, Any] | None) -> GrammarState | None:
         """Return the state of the grammar of a text that has begun. Raises ValueError if it cannot be used."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 if TYPE_CHECKING:  # API workers import this file, and must not import strategies
-    from cache_strategies.registry import Instance
+    from cache_strategies.registry import DeclaredInstance
     from cache_strategies.types import BlockEvents, Blocks, CacheUsage
 
 # What a waiting request waits for: a seat (of max_num_seqs), memory, the prompt that another choice (n > 1) computes,
@@ -207,7 +207,7 @@ class DeviceMemory(NamedTuple):
 class EngineInfo:
     """The properties of an engine that do not change while it runs."""
 
-    instances: Sequence[Instance]
+    instances: Sequence[DeclaredInstance]
     backends: Mapping[str, str]  # the name of the backend that computes each operation
     fallback_ops: Sequence[str]  # operations whose kernels failed their check; plain torch computes them
     versions: Mapping[str, str]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from cache_strategies.base import KVCache, Row
+from cache_strategies.base import Row
 from server.engine.batch import Batch, RowInput
+from server.engine.instance import Instance
 
 _NO_TOKEN_ID = -1  # stands for the id of a token of which only the embedding is given: its block is not shared
 POLL_INTERVAL = 0.001  # seconds between two polls of a seat that is not ready
@@ -17,18 +18,18 @@ POLL_INTERVAL = 0.001  # seconds between two polls of a seat that is not ready
 class CachedSequence:
     """Implements `server.models.base.SequenceCache` with a seat of a KVCache."""
 
-    def __init__(self, cache: KVCache, device: torch.device | str = "cpu", token_ids: Sequence[int] = ()) -> None:
-        """Open a seat in the cache for a new sequence. Raises MemoryError if there is no room.
+    def __init__(self, instance: Instance, device: torch.device | str = "cpu", token_ids: Sequence[int] = ()) -> None:
+        """Open a seat in an instance for a new sequence. Raises MemoryError if there is no room.
 
         `token_ids`: the ids of the tokens to come; the caller may append to the list later. A strategy with a prefix
         cache finds their longest cached prefix (`length` tokens, which must not be computed again) and caches the
         rest. Without ids nothing is shared.
         """
-        cache.poll()
-        seat = cache.open(token_ids or [_NO_TOKEN_ID])
+        instance.poll()
+        seat = instance.open(token_ids or [_NO_TOKEN_ID])
         if seat is None:
-            raise MemoryError(f"no room in {cache.name!r}: give it more memory or close other sequences")
-        self._cache, self._seat, self._device, self._token_ids = cache, seat, device, token_ids
+            raise MemoryError(f"no room in {instance.name!r}: give it more memory or close other sequences")
+        self._instance, self._seat, self._device, self._token_ids = instance, seat, device, token_ids
         self._batch: Batch | None = None
 
     @property
@@ -44,22 +45,26 @@ class CachedSequence:
     @property
     def row_limit(self) -> int | None:
         """The most tokens that the next batch may have; None: any number."""
-        return self._cache.row_limit(self._seat)
+        with self._instance.region["schedule"]:
+            return self._instance.strategy.row_limit(self._seat)
 
     def begin(self, num_tokens: int) -> Batch:
         """Allocate memory for the next tokens and return their batch, which is their `Attention`.
 
         Raises MemoryError if there is no room, StrategyError if the strategy fails.
         """
-        self._cache.poll()
-        while not self._cache.ready(self._seat):
-            time.sleep(POLL_INTERVAL)
-            self._cache.poll()
-        if not self._cache.grow(self._seat, num_tokens):
-            raise MemoryError(f"no room in {self._cache.name!r} for {num_tokens} more tokens")
+        instance, strategy = self._instance, self._instance.strategy
+        instance.poll()
+        with instance.region["schedule"]:
+            while not strategy.ready(self._seat):
+                time.sleep(POLL_INTERVAL)
+                instance.poll()
+            has_room = strategy.grow(self._seat, num_tokens)
+        if not has_room:
+            raise MemoryError(f"no room in {instance.name!r} for {num_tokens} more tokens")
         named = self._token_ids[self.length : self.length + num_tokens]
         ids = [*named, *[_NO_TOKEN_ID] * (num_tokens - len(named))]
-        self._batch = Batch([RowInput(self._cache, Row(self._seat, num_tokens), ids, num_logits=1)], self._device)
+        self._batch = Batch([RowInput(instance, Row(self._seat, num_tokens), ids, num_logits=1)], self._device)
         return self._batch
 
     def commit(self) -> None:
@@ -71,7 +76,7 @@ class CachedSequence:
 
     def discard(self) -> None:
         """Remove this sequence's blocks from the prefix cache, as their values may be NaN; close() must follow."""
-        self._cache.discard(self._seat)
+        self._instance.discard(self._seat)
 
     def close(self) -> None:
-        self._cache.close(self._seat)
+        self._instance.close(self._seat)

@@ -26,7 +26,7 @@ from kernels.types import LayerSpec
 from plugin_kit.driver.failing_ops import FailingOps, InjectedError
 from plugin_kit.driver.features import EVERY_NODE, check_drop, check_features
 from plugin_kit.driver.reference import attention
-from plugin_kit.driver.steps import turn
+from plugin_kit.driver.steps import find_instance, iter_plans, turn
 from plugin_kit.driver.texts import rotate
 from plugin_kit.driver.visible import ROUNDING, Definition, check_keys, list_seen, place_keys, replace_kept
 from plugin_kit.driver.world import World
@@ -102,7 +102,7 @@ class PlannedRow:
     def work(self) -> RowInput:
         """Return the row as a batch takes it."""
         ids = self.sitter.ids(self.start, self.start + self.num_tokens)
-        return RowInput(self.sitter.cache, Row(self.sitter.seat, self.num_tokens), ids, 1)
+        return RowInput(find_instance(self.sitter.cache), Row(self.sitter.seat, self.num_tokens), ids, 1)
 
 
 class History:
@@ -313,7 +313,7 @@ class History:
         """Compute all layers, and compare every output and every visible key with the definition."""
         rows = [rows[i] for i in batch.row_order]
         shift = batch.positions - torch.cat([torch.arange(row.start, row.start + row.num_tokens) for row in rows])
-        plans = [(plan, i) for _, plan in batch.parts for i in range(len(plan.rows))]
+        plans = list(iter_plans(batch))
         for layer in range(len(self.layers)):
             inputs = [row.sitter.computed(layer) for row in rows]
             now = [slice(row.start, row.start + row.num_tokens) for row in rows]
@@ -387,8 +387,8 @@ class History:
 def _commit(batch: Batch, rows: Sequence[PlannedRow]) -> None:
     """Commit the accepted tokens of each row."""
     entered = iter([rows[i] for i in batch.row_order])
-    for cache_, plan in batch.parts:
-        accepted = [next(entered) for _ in plan.rows]
-        cache_.commit(plan, [r.sitter.ids(r.start, r.start + r.accepted) for r in accepted])
-        for row in plan.rows:
-            cache_.compact(row.seat)
+    for instance, planned_rows, planned in batch.parts:
+        accepted = [next(entered) for _ in planned_rows]
+        instance.strategy.commit(planned.plan, [r.sitter.ids(r.start, r.start + r.accepted) for r in accepted])
+        for row in planned_rows:
+            instance.strategy.compact(row.seat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,22 @@ import torch
 from torch import Tensor
 
 from cache_strategies.base import KVCache, Plan, Row, Seat
+from cache_strategies.errors import StrategyError
 from kernels.types import LayerSpec
 from plugin_kit.driver.texts import Text
 from server.engine.batch import Batch, RowInput
+from server.engine.instance import Instance
+
+
+def find_instance(cache: KVCache) -> Instance:
+    """Return the instance of a strategy for batches, which raises what the strategy raises; always the same one."""
+    owner = cache.setup.arena.get_owner(cache.name)
+    return owner if isinstance(owner, Instance) and owner.strategy is cache else Instance(cache, raise_as_it_was)
+
+
+def raise_as_it_was(fault: StrategyError) -> None:
+    """Raise the error that is about to become a fault."""
+    raise sys.exc_info()[1] or fault
 
 
 @dataclass
@@ -31,7 +45,7 @@ class Reading:
         assert self.cache.grow(self.seat, num_tokens), "grow() returned False although there is memory"
         start = self.seat.length
         ids = self.text.ids[start : start + num_tokens]
-        return RowInput(self.cache, Row(self.seat, num_tokens), ids, num_tokens)
+        return RowInput(find_instance(self.cache), Row(self.seat, num_tokens), ids, num_tokens)
 
     def chunk(self, wanted: int) -> int:
         """Return the number of tokens of the next row: `wanted`, unless fewer are left or row_limit() is smaller."""
@@ -98,9 +112,9 @@ def _inputs(rows: Sequence[tuple[Reading, int]], part: str, layer: int) -> Itera
 
 def iter_plans(batch: Batch) -> Iterator[tuple[Plan, int]]:
     """Yield the plan of every row and the row's index in it, in the batch's order."""
-    for _, plan in batch.parts:
-        for row in range(len(plan.rows)):
-            yield plan, row
+    for _, rows, planned in batch.parts:
+        for row in range(len(rows)):
+            yield planned.plan, row
 
 
 def read_through(reading: Reading, chunk: int) -> list[Tensor]:

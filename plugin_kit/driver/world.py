@@ -59,6 +59,6 @@ class World:
             cache.check_integrity()
 
 
-def _sequence_bytes(instance: registry.Instance, geometry: Geometry) -> int:
+def _sequence_bytes(instance: registry.DeclaredInstance, geometry: Geometry) -> int:
     """Return the memory of the longest sequence in pages of its own block size; at most half of what others need."""
     return registry.compute_min_pages([instance], geometry) * registry.page_bytes([instance], geometry)

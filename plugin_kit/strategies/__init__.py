@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plugin_kit.promise import Promise
-from plugin_kit.strategies import attention, histories, long_texts, memory, repetition
+from plugin_kit.strategies import attention, histories, long_texts, memory, repetition, values
 from plugin_kit.strategies.trial import StrategyTrial
 
 PROMISES: Sequence[Promise[StrategyTrial]] = (
-    histories.PROMISES[0],
+    *values.PROMISES,
     *attention.PROMISES,
     *repetition.PROMISES,
     *memory.PROMISES,
     *long_texts.PROMISES,
-    *histories.PROMISES[1:],
+    *histories.PROMISES,
 )

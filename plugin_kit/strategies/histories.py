@@ -1,4 +1,4 @@
-"""Promises about calls in any order: random histories, which also pass through the server's own guard."""
+"""Promises about calls in any order: random histories."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cache_strategies import registry
-from cache_strategies.errors import StrategyError
 from cache_strategies.types import EVERYTHING, NO_SALT, Salt, SaltScope
 from kernels.types import LayerSpec
-from plugin_kit.driver.history import LAYERS, LONGEST, History, geometry_of
-from plugin_kit.driver.steps import Reading, step
-from plugin_kit.driver.texts import random_text, rotate
+from plugin_kit.driver.history import LAYERS, History, geometry_of
+from plugin_kit.driver.texts import rotate
 from plugin_kit.promise import LAST_CALLS, Promise
-from plugin_kit.strategies.trial import NAME, StrategyTrial, get_cache
-from server.engine.isolation.guard import GuardedCache
+from plugin_kit.strategies.trial import NAME, StrategyTrial
 
 NUM_HISTORIES, NUM_OPERATIONS = 6, 40
 WINDOW = LayerSpec(1, 2, 4, 4, window=6, scale=2.0, rotate=rotate)
@@ -90,60 +87,7 @@ def check_histories(trial: StrategyTrial) -> None:
             raise
 
 
-# ---------------------------------------------------------------- the server's guard
-def check_guard(trial: StrategyTrial) -> None:
-    """Call everything that the server calls through its guard, which checks results, and report what it finds."""
-    world, faults = trial.make_world(max_seats=4), list[StrategyError]()
-    inner = get_cache(world)
-    assert hasattr(inner, "contract"), f"{type(inner).__name__}.__init__ must set self.contract"
-    guard = GuardedCache(inner, faults.append)
-    rng = trial.rng
-    readings: list[Reading] = []
-    for seed in range(3):
-        text = random_text(seed, 90, trial.layers)
-        seat = guard.open(text.ids, max_cached=rng.choice([None, 0, 5]))
-        assert seat is not None, "open() returned None although there is memory"
-        readings.append(Reading(guard, text, seat))
-    while any(reading.left for reading in readings):
-        rows = [(r, n) for r in readings if guard.ready(r.seat) and (n := r.chunk(rng.choice([1, 6, 25])))]
-        assert rows, "all seats wait for each other: see ready()"
-        step(rows, keys=True)
-        _ask(guard, readings, trial.layers)
-    if inner.contract.forkable:
-        child = guard.fork(readings[0].seat)
-        assert child is not None, "fork() returned None although there is memory, and contract.forkable is True"
-        guard.close(child)
-    if inner.contract.rewind != 0:
-        guard.crop(readings[0].seat, readings[0].seat.length - 1)
-    for reading in readings:
-        guard.discard(reading.seat)
-        guard.close(reading.seat)
-    guard.reclaim(world.arena.pages)
-    assert not faults, f"the server's guard: {faults[0]}"
-
-
-def _ask(guard: GuardedCache, readings: Sequence[Reading], layers: Sequence[LayerSpec]) -> None:
-    """Call what only reports."""
-    guard.usage()
-    guard.blocks()
-    guard.idle_pages()
-    guard.pinned_pages()
-    guard.collect_block_events()
-    guard.list_prefixes(LONGEST)
-    guard.describe_page(0)
-    guard.bytes_for(LONGEST)
-    for reading in readings:
-        guard.retain(reading.seat, priority=1, ttl=None)
-        guard.count_dropped_tokens(reading.seat)
-        guard.visible_positions(reading.seat.length + 1, layers[0])
-
-
 PROMISES: Sequence[Promise[StrategyTrial]] = (
-    Promise(
-        "returns what the interface says",
-        "the server's guard, which checks every call, finds no fault",
-        check_guard,
-    ),
     Promise(
         "any order of calls",
         "whatever the order of open, grow, fork, crop, commit and close, also with full memory: keys stay right, the "

@@ -197,8 +197,9 @@ def check_failed_compactions(trial: StrategyTrial) -> None:
         found = attend(batch, rows, keys=True)
         assert_same_keys(found.keys[0], want.keys[0], "after a compact() that failed once and was repeated")
         assert_same(found.outs[0], want.outs[0], "after a compact() that failed once and was repeated")
-        for cache, plan in batch.parts:
-            cache.commit(plan, [failing.text.ids[start : start + n] for start in found.starts])
+        for instance, _, planned in batch.parts:
+            cache = instance.strategy
+            cache.commit(planned.plan, [failing.text.ids[start : start + n] for start in found.starts])
             ops.copies, calls = calls, calls + 1
             try:
                 cache.compact(failing.seat)

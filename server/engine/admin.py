@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from cache_strategies.errors import StrategyError
 from cache_strategies.features import Clearing, Inspectable, Pinning, PrefixListing
@@ -16,6 +18,7 @@ from config.sizes import share_to_bytes
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.info import describe_share, describe_tokens
+from server.engine.instance import Instance
 from server.engine.ipc.messages import (
     Abort,
     Clear,
@@ -31,11 +34,10 @@ from server.engine.ipc.messages import (
     StartRollout,
     Unpin,
 )
-from server.engine.isolation.guard import GuardedCache
-from server.engine.isolation.results import to_bool, to_bytes, to_optional_bytes, to_pin, to_pins
 from server.engine.live.pages import describe_page
 from server.engine.scheduling.request import RequestError
 
+Bytes = Annotated[int, msgspec.Meta(ge=0)]
 # The optional feature that each command needs, as error messages name it
 FEATURES = {
     Clear: "clearing",
@@ -78,58 +80,58 @@ def _abort(core: Core, worker: int, request_id: str) -> dict[str, Any]:
 def _run_command(
     core: Core, command: Inspect | Clear | PinPrefix | PinCachedPrefix | DropPrefix | Unpin | Share
 ) -> dict[str, Any]:
-    cache = core.isolation.caches.get(command.instance)
-    if cache is None:
-        names = ", ".join(core.caches)
+    instance = core.instances.get(command.instance)
+    if instance is None:
+        names = ", ".join(core.instances)
         raise RequestError(404, f"there is no cache strategy {command.instance!r}; there are {names}", code="not_found")
     match command:
         case Inspect():
-            return _inspect(core, cache)
+            return _inspect(core, instance)
         case Share(_, floor, limit):
-            return _set_share(core, cache, floor, limit)
-        case Clear(_, tenant, cache_salt) if isinstance(cache.inner, Clearing):
-            freed = cache.call("clear", SaltScope(tenant, cache_salt), convert=to_bytes)
+            return _set_share(core, instance, floor, limit)
+        case Clear(_, tenant, cache_salt) if isinstance(instance.strategy, Clearing):
+            freed = instance.call("clear", SaltScope(tenant, cache_salt), kind=Bytes)
             core.scheduler.mark_room_changed()
             return {"freed_bytes": freed}
-        case PinPrefix(_, tokens, ttl, tenant, cache_salt) if isinstance(cache.inner, Pinning):
-            return _pin(cache, "pin", tokens, salt=Salt(tenant, cache_salt), ttl=ttl)
-        case PinCachedPrefix(_, prefix_id, ttl) if isinstance(cache.inner, PrefixListing):
-            return _pin(cache, "pin_prefix", prefix_id, ttl=ttl)
-        case DropPrefix(_, prefix_id) if isinstance(cache.inner, PrefixListing):
-            answer = _drop_prefix(cache, prefix_id)
+        case PinPrefix(_, tokens, ttl, tenant, cache_salt) if isinstance(instance.strategy, Pinning):
+            return _pin(instance, "pin", tokens, salt=Salt(tenant, cache_salt), ttl=ttl)
+        case PinCachedPrefix(_, prefix_id, ttl) if isinstance(instance.strategy, PrefixListing):
+            return _pin(instance, "pin_prefix", prefix_id, ttl=ttl)
+        case DropPrefix(_, prefix_id) if isinstance(instance.strategy, PrefixListing):
+            answer = _drop_prefix(instance, prefix_id)
             core.scheduler.mark_room_changed()
             return answer
-        case Unpin(_, pin_id) if isinstance(cache.inner, Pinning):
-            answer = _unpin(cache, pin_id)
+        case Unpin(_, pin_id) if isinstance(instance.strategy, Pinning):
+            answer = _unpin(instance, pin_id)
             core.scheduler.mark_room_changed()
             return answer
-    message = f"strategy {cache.name!r} does not support {FEATURES[type(command)]}"
+    message = f"strategy {instance.name!r} does not support {FEATURES[type(command)]}"
     raise RequestError(409, message, code="not_supported")
 
 
-def _pin(cache: GuardedCache, method: str, what: Sequence[int] | str, **options: Any) -> dict[str, Any]:
+def _pin(instance: Instance, method: str, what: Sequence[int] | str, **options: Any) -> dict[str, Any]:
     try:
-        return _format_pin(cache.call(method, what, convert=to_pin, **options))
+        return _format_pin(instance.call(method, what, kind=Pin, **options))
     except PinError as error:
         raise RequestError(409, str(error), code="cannot_pin") from None
 
 
-def _drop_prefix(cache: GuardedCache, prefix_id: str) -> dict[str, Any]:
-    freed = cache.call("drop_prefix", prefix_id, convert=to_optional_bytes)
+def _drop_prefix(instance: Instance, prefix_id: str) -> dict[str, Any]:
+    freed = instance.call("drop_prefix", prefix_id, kind=Bytes | None)
     if freed is None:
         raise RequestError(404, f"there is no cached prefix {prefix_id!r}: it may have been evicted", code="not_found")
     return {"id": prefix_id, "freed_bytes": freed}
 
 
-def _unpin(cache: GuardedCache, pin_id: str) -> dict[str, Any]:
-    if not cache.call("unpin", pin_id, convert=to_bool):
+def _unpin(instance: Instance, pin_id: str) -> dict[str, Any]:
+    if not instance.call("unpin", pin_id, kind=bool):
         raise RequestError(404, f"there is no pin {pin_id!r}: it may have expired", code="not_found")
     return {"id": pin_id, "deleted": True}
 
 
-def _inspect(core: Core, cache: GuardedCache) -> dict[str, Any]:
-    answer: dict[str, Any] = {"name": cache.name, **describe_share(core.arena, cache.name)}
-    answer["usage"] = cache.usage()._asdict()
+def _inspect(core: Core, instance: Instance) -> dict[str, Any]:
+    answer: dict[str, Any] = {"name": instance.name, **describe_share(core.arena, instance.name)}
+    answer["usage"] = instance.usage()._asdict()
     answer["requests"] = [
         {
             "id": request.key[1],
@@ -138,17 +140,17 @@ def _inspect(core: Core, cache: GuardedCache) -> dict[str, Any]:
             "generated_tokens": request.num_output_tokens,
             "cached_tokens": request.num_cached_tokens,
             "preemptions": request.num_preemptions,
-            **describe_tokens(cache.count_tokens([] if request.seat is None else [request.seat])),
+            **describe_tokens(instance.count_tokens([] if request.seat is None else [request.seat])),
         }
         for request in (*core.scheduler.running, *core.scheduler.waiting)
-        if request.cache is cache
+        if request.instance is instance
     ]
-    if cache.is_suspended:
+    if instance.is_suspended:
         return answer
-    if isinstance(cache.inner, Inspectable):
-        answer |= cache.call("inspect")
-    if isinstance(cache.inner, Pinning):
-        answer["pins"] = [_format_pin(pin) for pin in cache.call("pins", convert=to_pins)]
+    if isinstance(instance.strategy, Inspectable):
+        answer |= instance.call("inspect", kind=dict[str, Any])
+    if isinstance(instance.strategy, Pinning):
+        answer["pins"] = [_format_pin(pin) for pin in instance.call("pins", kind=list[Pin])]
     return answer
 
 
@@ -157,11 +159,11 @@ def _format_pin(pin: Pin) -> dict[str, Any]:
     return {"id": pin.id, "tokens": pin.num_tokens, "bytes": pin.num_bytes, "ttl": round(left, 3)}
 
 
-def _set_share(core: Core, cache: GuardedCache, floor: str | None, limit: str | None) -> dict[str, Any]:
+def _set_share(core: Core, instance: Instance, floor: str | None, limit: str | None) -> dict[str, Any]:
     total = core.arena.pages * core.arena.page_bytes
     pages = [
         old if new is None else min(share_to_bytes(new, total), total) // core.arena.page_bytes
-        for old, new in zip(core.arena.get_share(cache.name), (floor, limit), strict=True)
+        for old, new in zip(core.arena.get_share(instance.name), (floor, limit), strict=True)
     ]
-    core.memory.set_share(cache.name, floor=pages[0], limit=pages[1])
-    return _inspect(core, cache)
+    core.memory.set_share(instance.name, floor=pages[0], limit=pages[1])
+    return _inspect(core, instance)

@@ -6,7 +6,6 @@ in. Knows plans and rows; not how a strategy stores keys.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -16,17 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cache_strategies.base import KVCache, Plan, Row, Seat
+from cache_strategies.base import Row, Seat
 from cache_strategies.errors import StrategyError
-from kernels.ops import AttentionSlice
+from kernels.ops import AttentionSlice, KVLocation, QueryTap
 from kernels.tracing import Tracer
+from server.engine.instance import Instance, PlannedRows
 from server.records import Compaction
 
 
 class RowInput(NamedTuple):
     """A row of a step, the ids of its tokens, and the number of its last tokens whose logits are needed."""
 
-    cache: KVCache
+    instance: Instance
     row: Row
     tokens: Sequence[int]
     num_logits: int
@@ -35,8 +35,9 @@ class RowInput(NamedTuple):
 class BatchPart(NamedTuple):
     """One strategy's part of the batch."""
 
-    cache: KVCache
-    plan: Plan
+    instance: Instance
+    rows: Sequence[Row]
+    planned: PlannedRows
 
 
 class Batch:
@@ -56,7 +57,7 @@ class Batch:
         planned = list(self._plan())
         self.parts = [part for part, _ in planned]
         self.slices = [each for _, each in planned]
-        starts = (position for part in self.parts for position in part.plan.list_positions())
+        starts = (position for part in self.parts for position in part.planned.positions)
         for (_, (_, num_tokens), tokens, num_logits), start in zip(self._rows, starts, strict=True):
             ids += tokens
             positions += range(start, start + num_tokens)
@@ -75,15 +76,20 @@ class Batch:
         out = q.new_empty((q.shape[0], q.shape[1], v.shape[2]))
         # With one strategy the tensors are not sliced, which saves time in every layer
         is_single = len(self.parts) == 1
-        for (cache, plan), (at, *_) in zip(self.parts, self.slices, strict=True):
-            tensors = (q, k, v, out) if is_single else (q[at], k[at], v[at], out[at])
-            cache.attend(plan, layer_idx, *tensors)
+        for part, each in zip(self.parts, self.slices, strict=True):
+            tokens = each.tokens
+            tensors = (q, k, v, out) if is_single else (q[tokens], k[tokens], v[tokens], out[tokens])
+            location = each.kv_locations[layer_idx]
+            if location is None:
+                part.instance.attend(part.planned.plan, layer_idx, *tensors)
+            else:
+                _attend_at(location, each.query_tap, part.instance, layer_idx, *tensors)
         return out
 
     def check_plans(self) -> None:
         """Raise StrategyError if a strategy's addresses are wrong; called to find the cause of a failed step."""
-        for cache, plan in self.parts:
-            cache.check_plan(plan)
+        for instance, rows, planned in self.parts:
+            instance.check_plan(planned, rows)
 
     @property
     def logit_counts(self) -> list[int]:
@@ -100,61 +106,59 @@ class Batch:
         tokens = [item.tokens[:count] for item, count in zip(self._rows, counts, strict=True)]
         failed: dict[int, StrategyError] = {}
         end = 0
-        for cache, plan in self.parts:
-            begin, end = end, end + len(plan.rows)
+        for instance, rows, planned in self.parts:
+            begin, end = end, end + len(rows)
             try:
-                cache.commit(plan, tokens[begin:end])
+                instance.commit(planned.plan, tokens[begin:end])
             except StrategyError as error:
                 failed |= dict.fromkeys(range(begin, end), error)
                 continue
-            if cache.compacts:
-                failed |= self._compact(cache, begin, [row.seat for row in plan.rows])
+            if instance.compacts:
+                failed |= self._compact(instance, begin, [row.seat for row in rows])
         return failed
 
-    def _compact(self, cache: KVCache, first_row: int, seats: Sequence[Seat]) -> dict[int, StrategyError]:
+    def _compact(self, instance: Instance, first_row: int, seats: Sequence[Seat]) -> dict[int, StrategyError]:
         """Compact the seats of a strategy's rows; return the errors of those that could not be compacted, by row."""
         failed: dict[int, StrategyError] = {}
         with self._tracer.span("compact"):
             for i, seat in enumerate(seats, first_row):
-                match _compact_seat(cache, seat):
-                    case StrategyError() as error:
-                        failed[i] = error
-                    case Compaction() as compaction:
+                try:
+                    compaction = instance.compact(seat)
+                except StrategyError as error:
+                    failed[i] = error
+                else:
+                    if compaction is not None:
                         self.compactions[i] = compaction
         return failed
 
     def _plan(self) -> Iterator[tuple[BatchPart, AttentionSlice]]:
         end = 0
-        for cache, items in groupby(self._rows, key=lambda item: item.cache):
+        for instance, items in groupby(self._rows, key=lambda item: item.instance):
             rows = [item.row for item in items]
             begin, end = end, end + sum(row.num_tokens for row in rows)
-            plan = cache.plan(rows)
-            locations = plan.list_kv_locations(len(cache.setup.geometry.layers))
-            hook = partial(cache.attend, plan)
-            yield BatchPart(cache, plan), AttentionSlice(slice(begin, end), locations, plan.query_tap, hook)
+            planned = instance.plan(rows)
+            hook = partial(instance.attend, planned.plan)
+            tap = planned.plan.query_tap
+            yield BatchPart(instance, rows, planned), AttentionSlice(slice(begin, end), planned.locations, tap, hook)
 
 
-def _compact_seat(cache: KVCache, seat: Seat) -> Compaction | StrategyError | None:
-    """Compact a seat, and try it once more if that fails.
-
-    Return the compaction (of both tries), or the error of the second try; None if nothing was compacted.
-    """
-    began = time.perf_counter()
-    try:
-        dropped = cache.compact(seat)
-    except StrategyError:
-        try:
-            dropped = cache.compact(seat)
-        except StrategyError as error:
-            return error
-    return None if dropped is None else Compaction(time.perf_counter() - began, dropped)
+def _attend_at(
+    location: KVLocation, tap: QueryTap | None, instance: Instance, layer_idx: int, *tensors: Tensor
+) -> None:
+    """Write keys and values to the addresses of a strategy, and attend to those there."""
+    q, k, v, out = tensors
+    ops, spec = instance.setup.ops, instance.setup.geometry.layers[layer_idx]
+    ops.write_kv(location.store, layer_idx, k, v, location.at)
+    ops.attend(out, q, location.store, layer_idx, location.at, spec, window=location.window)
+    if tap is not None and (queries := tap.queries[layer_idx]) is not None:
+        queries.copy_(q[tap.tokens])
 
 
 def _order_rows(work: Sequence[RowInput]) -> list[int]:
     """Return the indices of the rows grouped by strategy, with decode rows (one token) first in each group."""
-    decode: dict[KVCache, list[int]] = {}
-    prefill: dict[KVCache, list[int]] = {}
-    for i, (cache, row, _, _) in enumerate(work):
-        decode.setdefault(cache, [])
-        (decode if row.num_tokens == 1 else prefill).setdefault(cache, []).append(i)
-    return [i for cache, rows in decode.items() for i in (*rows, *prefill.get(cache, ()))]
+    decode: dict[Instance, list[int]] = {}
+    prefill: dict[Instance, list[int]] = {}
+    for i, (instance, row, _, _) in enumerate(work):
+        decode.setdefault(instance, [])
+        (decode if row.num_tokens == 1 else prefill).setdefault(instance, []).append(i)
+    return [i for instance, rows in decode.items() for i in (*rows, *prefill.get(instance, ()))]

@@ -18,7 +18,7 @@ import torch
 from cache_strategies import registry
 from cache_strategies.arena import Arena
 from cache_strategies.base import KVCache
-from cache_strategies.registry import Instance
+from cache_strategies.registry import DeclaredInstance
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
 from config.settings import Settings
@@ -28,6 +28,7 @@ from kernels.device import Device, KernelsMissing
 from kernels.ops import Ops
 from kernels.selfcheck.check_memory import find_memory_fault
 from kernels.tracing import Tracer, trace_ops
+from server.engine.calls import CallObserver
 from server.engine.core import Core
 from server.engine.device import (
     choose_device,
@@ -40,7 +41,6 @@ from server.engine.device import (
 )
 from server.engine.grammar.compiler import GrammarCompiler
 from server.engine.grammar.waiting import WaitingForGrammars
-from server.engine.isolation.calls import CallObserver
 from server.engine.isolation.fallbacks import Fallbacks
 from server.engine.isolation.isolation import Isolation
 from server.engine.model_runner import ModelRunner
@@ -78,7 +78,7 @@ class Engine:
     shadows: Shadows
     rollouts: Rollouts
     grammars: GrammarCompiler
-    instances: Sequence[Instance]
+    instances: Sequence[DeclaredInstance]
     device: Device
     kernels: CheckedOps
     max_seq_len: int
@@ -155,7 +155,7 @@ def build_engine(
 
 def _allocate_kv_memory(
     settings: Settings,
-    instances: Sequence[Instance],
+    instances: Sequence[DeclaredInstance],
     geometry: Geometry,
     ops: Ops,
     device: torch.device,
@@ -315,7 +315,7 @@ def _choose_max_seq_len(settings: Settings, info: ModelInfo) -> int:
 
 
 def _choose_num_pages(
-    settings: Settings, instances: Sequence[Instance], geometry: Geometry, page: int, device: torch.device
+    settings: Settings, instances: Sequence[DeclaredInstance], geometry: Geometry, page: int, device: torch.device
 ) -> int:
     """Return the arena's number of pages, of `page` bytes each. Raises SettingsError if the memory does not suffice.
 

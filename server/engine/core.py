@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import KVCache
 from cache_strategies.errors import StrategyError
 from kernels.tracing import OpTimer
 from server.engine.extension import Hooks, StepExtension
+from server.engine.instance import Instance
 from server.engine.ipc.messages import Admitted, Explained, Failed, Preempted, Submit, Tokens
 from server.engine.isolation.isolation import Isolation
 from server.engine.kv_memory import KVMemory
@@ -50,11 +50,11 @@ class Core:
         self.model = runner.model
         self.tracer = runner.tracer
         self.isolation = isolation
-        self.caches: Mapping[str, KVCache] = isolation.caches
+        self.instances: Mapping[str, Instance] = isolation.instances
         self.arena = arena
         self.scheduler = scheduler
-        self.memory = KVMemory(arena, self.caches, scheduler)
-        self.compactions = {name: CompactionTotals() for name in self.caches}
+        self.memory = KVMemory(arena, self.instances, scheduler)
+        self.compactions = {name: CompactionTotals() for name in self.instances}
         self.timing_interval = TIMING_INTERVAL  # one step in so many has its operations timed; 0: no step
         self._factory = factory
         self._on = Hooks(extensions)
@@ -69,8 +69,8 @@ class Core:
 
     def check_integrity(self) -> None:
         """Assert that the bookkeeping of all caches and of the arena is consistent. Must be called between steps."""
-        for cache in self.caches.values():
-            cache.check_integrity()
+        for instance in self.instances.values():
+            instance.check_integrity()
         self.arena.check_integrity()
 
     # ---------------------------------------------------------------- requests
@@ -143,8 +143,8 @@ class Core:
     def _begin(self) -> None:
         """Prepare memory and caches for a step, and queue what extensions have kept back until now."""
         self.memory.add_touched_pages()
-        for cache in self.caches.values():
-            cache.poll()
+        for instance in self.instances.values():
+            instance.poll()
         self.memory.drain()
         for extension in self._on.begin:
             self._late_events += filter(None, (self.submit(*held) for held in extension.begin()))
@@ -192,19 +192,18 @@ class Core:
         Requests whose strategies fail end with an error; return the output of the others.
         """
         num_free_pages = self.arena.num_free_pages
-        failed = {output.scheduled[i].request: error for i, error in output.commit().items()}
-        for row, compaction in output.batch.compactions.items():
-            self._record_compaction(output.scheduled[row], compaction)
-        failed_instances = {error.instance for error in failed.values()}
-        self.isolation.record_steps({s.request.cache.name for s in output.scheduled} - failed_instances)
-        for each in output.scheduled:
-            if each.draft and each.request not in failed:
-                request = each.request
-                assert request.seat is not None
+        counts = output.count_entered_tokens()
+        failed = {output.scheduled[i].request: error for i, error in output.batch.commit(counts).items()}
+        for i, compaction in output.batch.compactions.items():
+            self._record_compaction(output.scheduled[i], compaction)
+        for row, num_tokens in zip(output.scheduled, counts, strict=True):
+            if row.request not in failed:
                 try:
-                    request.cache.crop(request.seat, request.seat.length)
+                    _count_row(row, num_tokens)
                 except StrategyError as error:
-                    failed[request] = error
+                    failed[row.request] = error
+        failed_instances = {error.instance for error in failed.values()}
+        self.isolation.record_steps({s.request.instance.name for s in output.scheduled} - failed_instances)
         if self.arena.num_free_pages > num_free_pages:  # keys were dropped, or slots of rejected drafts
             self.scheduler.mark_room_changed()
         if not failed:
@@ -218,8 +217,8 @@ class Core:
         request = row.request
         request.num_compactions += 1
         request.compaction_seconds += compaction.seconds
-        self.compactions[request.cache.name].add(compaction)
-        self._accumulator.compactions[request.cache.name].append(compaction)
+        self.compactions[request.instance.name].add(compaction)
+        self._accumulator.compactions[request.instance.name].append(compaction)
 
     def _report_prompt(self, request: Request, output: StepOutput) -> list[Event]:
         """Return what a client learns of its prompt in a step: once how much was cached, its progress, its scores."""
@@ -235,10 +234,9 @@ class Core:
 
     def _admit(self, request: Request) -> Event:
         """Record the number of cached prompt tokens, once a request's first row has run; return its Admitted event."""
-        assert request.seat is not None
-        seat, name = request.seat, request.cache.name
-        request.num_cached_tokens, request.miss = (seat.length, None) if request.forked else (seat.cached, seat.miss)
-        num_cached = request.num_cached_tokens
+        name = request.instance.name
+        found = (request.num_computed_tokens, None) if request.forked else request.found
+        request.num_cached_tokens, request.miss = num_cached, _ = found
         self._accumulator.admissions.append(
             Admission(name, request.num_prompt_tokens, num_cached, request.miss, request.forked)
         )
@@ -249,7 +247,7 @@ class Core:
     def _append(self, sampler_input: SamplerInput, output: StepOutput) -> list[Event]:
         """Append the sampled tokens to their request; return the event for its client."""
         request, draft, _ = sampler_input
-        result, name = output.sampled.results[request], request.cache.name
+        result, name = output.sampled.results[request], request.instance.name
         if draft:
             request.record_draft(len(draft), result.num_accepted)
             self._accumulator.drafts[name].append(DraftRecord(len(draft), result.num_accepted))
@@ -270,7 +268,7 @@ class Core:
         result = output.sampled.results[request]
         if not result.is_finite:
             assert request.seat is not None
-            request.cache.discard(request.seat)
+            request.instance.discard(request.seat)
             self._fail([RequestFailure.from_logits(request)])
         elif (fault := request.find_grammar_fault(is_allowed=result.is_allowed)) is not None:
             self._fail([RequestFailure(request, fault, "grammar_failed", status=400)])
@@ -293,7 +291,7 @@ class Core:
         forked = [each for each in siblings if self.scheduler.fork(each.request, request)]
         for extension in self._on.forked:
             extension.forked([each.request for each in forked])
-        self._accumulator.forks[request.cache.name] += len(forked)
+        self._accumulator.forks[request.instance.name] += len(forked)
         return forked
 
     # ---------------------------------------------------------------- ends
@@ -341,10 +339,10 @@ class Core:
     ) -> StepResult:
         """Return the results of a step: events of preempted requests, the step's own, then late ones."""
         totals, self._accumulator = self._accumulator, StepAccumulator()
-        block_events = {name: cache.collect_block_events() for name, cache in self.caches.items()}
+        block_events = {name: instance.collect_block_events() for name, instance in self.instances.items()}
         report = totals.make_report(
             seconds=time.monotonic() - began,
-            preemptions=Counter([r.cache.name for r in preempted]),
+            preemptions=Counter([r.instance.name for r in preempted]),
             failures=self.isolation.collect_faults(),
             evicted_bytes=self.memory.collect_evicted_bytes(),
             block_events={name: events for name, events in block_events.items() if events is not None},
@@ -355,3 +353,15 @@ class Core:
         late_events, self._late_events = self._late_events, []
         preemptions = [Event(r.key[0], Preempted(r.key[1])) for r in preempted]
         return StepResult([*preemptions, *events, *late_events], report, totals.finished)
+
+
+def _count_row(row: Scheduled, num_tokens: int) -> None:
+    """Count the tokens of a row that was committed, and free the slots of rejected drafts. Raises StrategyError."""
+    request, instance = row.request, row.request.instance
+    assert request.seat is not None
+    if not request.has_committed:
+        request.found = instance.read_found(request.seat, request.num_computed_tokens)
+        request.has_committed = True
+    request.num_computed_tokens += num_tokens
+    if row.draft:
+        request.num_computed_tokens = instance.crop(request.seat, request.num_computed_tokens)

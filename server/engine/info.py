@@ -21,13 +21,13 @@ import psutil
 import torch
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import KVCache
 from cache_strategies.errors import StrategyError
-from cache_strategies.registry import Instance
+from cache_strategies.registry import DeclaredInstance
 from config.settings import SECRETS
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.device import device_memory
+from server.engine.instance import Instance
 from server.records import EngineInfo, EngineState, KVTokens, Role
 from server.version import get_version
 
@@ -100,23 +100,23 @@ def summarize_engine(engine: Engine) -> dict[str, Any]:
                 "name": d.name,
                 "kind": d.kind,
                 "options": d.options.model_dump(),
-                "capacity_tokens": compute_capacity_tokens(core.caches[d.name], engine.max_seq_len),
+                "capacity_tokens": compute_capacity_tokens(core.instances[d.name], engine.max_seq_len),
             }
             for d in engine.instances
         ],
     }
 
 
-def compute_capacity_tokens(cache: KVCache, max_seq_len: int) -> int | None:
+def compute_capacity_tokens(instance: Instance, max_seq_len: int) -> int | None:
     """Return the number of tokens that fit within an instance's limit at once, in sequences of max_seq_len.
 
     None if the instance uses no arena memory, so that its capacity is not limited, or if it does not say how much.
     """
     try:
-        sequence_bytes = cache.bytes_for(max_seq_len)
+        sequence_bytes = instance.bytes_for(max_seq_len)
     except StrategyError:
         return None
-    return cache.limit_bytes // sequence_bytes * max_seq_len if sequence_bytes else None
+    return instance.limit_bytes // sequence_bytes * max_seq_len if sequence_bytes else None
 
 
 def describe_share(arena: Arena, name: str) -> dict[str, int]:
@@ -135,15 +135,15 @@ def describe_memory(arena: Arena) -> dict[str, int]:
     return {"bytes": arena.total_pages * arena.page_bytes, "usable_bytes": arena.num_usable_pages * arena.page_bytes}
 
 
-def describe_instance(core: Core, instance: Instance) -> dict[str, Any]:
+def describe_instance(core: Core, declared: DeclaredInstance) -> dict[str, Any]:
     """Return the kind, the state, and the memory and the tokens of an instance."""
-    name, cache = instance.name, core.isolation.caches[instance.name]
+    name, instance = declared.name, core.instances[declared.name]
     return {
-        "kind": instance.kind,
+        "kind": declared.kind,
         "state": "quarantined" if name in core.isolation.quarantined else "ok",
         **describe_share(core.arena, name),
-        "usage": cache.usage()._asdict(),
-        **describe_tokens(cache.count_tokens()),
+        "usage": instance.usage()._asdict(),
+        **describe_tokens(instance.count_tokens()),
     }
 
 
@@ -163,8 +163,8 @@ def describe_caches(engine: Engine) -> list[dict[str, Any]]:
             "name": d.name,
             **describe_instance(engine.core, d),
             "options": d.options.model_dump(),
-            "contract": engine.core.caches[d.name].contract._asdict(),
-            "budget_tokens": isolation.caches[d.name].token_budget(engine.max_seq_len),
+            "contract": engine.core.instances[d.name].contract._asdict(),
+            "budget_tokens": engine.core.instances[d.name].token_budget(engine.max_seq_len),
             "compactions": asdict(engine.core.compactions[d.name]),
         }
         for d in engine.instances
@@ -198,15 +198,15 @@ def read_engine_state(engine: Engine, processes: Mapping[Role, int]) -> EngineSt
     """Return the engine's state for metrics. Takes time proportional to the number of open sequences and blocks."""
     core, arena, scheduler = engine.core, engine.core.arena, engine.core.scheduler
     longest = scheduler.limits.max_seq_len
-    budgets = {name: cache.token_budget(longest) for name, cache in core.caches.items()}
+    budgets = {name: instance.token_budget(longest) for name, instance in core.instances.items()}
     return EngineState(
-        running=Counter(request.cache.name for request in scheduler.running),
+        running=Counter(request.instance.name for request in scheduler.running),
         waiting=scheduler.count_waiting(),
-        usage={name: cache.usage() for name, cache in core.caches.items()},
-        tokens={name: cache.count_tokens() for name, cache in core.isolation.caches.items()},
+        usage={name: instance.usage() for name, instance in core.instances.items()},
+        tokens={name: instance.count_tokens() for name, instance in core.instances.items()},
         budget_tokens={name: longest if budget is None else budget for name, budget in budgets.items()},
-        blocks={name: cache.blocks() for name, cache in core.caches.items()},
-        floor_bytes={name: arena.get_share(name)[0] * arena.page_bytes for name in core.caches},
+        blocks={name: instance.blocks() for name, instance in core.instances.items()},
+        floor_bytes={name: arena.get_share(name)[0] * arena.page_bytes for name in core.instances},
         quarantined=core.isolation.quarantined,
         pool_free=arena.num_free_pages * arena.page_bytes,
         pool_held=(arena.num_usable_pages - arena.num_free_pages) * arena.page_bytes,

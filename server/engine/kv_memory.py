@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import KVCache
+from server.engine.instance import Instance
 from server.engine.scheduling.request import RequestError
 from server.engine.scheduling.scheduler import Scheduler
 
@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 class KVMemory:
     """Changes the shares of the instances, between steps."""
 
-    def __init__(self, arena: Arena, caches: Mapping[str, KVCache], scheduler: Scheduler) -> None:
+    def __init__(self, arena: Arena, instances: Mapping[str, Instance], scheduler: Scheduler) -> None:
         self._arena = arena
-        self._caches = caches
+        self._instances = instances
         self._scheduler = scheduler
         self._evicted_pages: Counter[str] = Counter()  # pages evicted from each instance until the last step
 
@@ -47,16 +47,16 @@ class KVMemory:
 
     def drain(self) -> None:
         """Lower what instances may hold beyond their limits, as their requests end; called before each step."""
-        for name, cache in self._caches.items():
-            if cache.draining:
+        for name, instance in self._instances.items():
+            if instance.draining:
                 self._drain(name)
-                if not cache.draining:
+                if not instance.draining:
                     self._scheduler.mark_room_changed()
 
     def _drain(self, name: str) -> None:
         """Let an instance hold more than its limit only while its running requests and pins need that."""
-        needed = sum(r.peak_bytes for r in self._scheduler.running if r.cache.name == name)
-        pinned = len(self._caches[name].pinned_pages())
+        needed = sum(r.peak_bytes for r in self._scheduler.running if r.instance.name == name)
+        pinned = len(self._instances[name].pinned_pages())
         self._arena.drain(name, -(-needed // self._arena.page_bytes) + pinned)
 
     def add_touched_pages(self) -> None:
@@ -71,14 +71,14 @@ class KVMemory:
                 total * arena.page_bytes,
                 arena.total_pages * arena.page_bytes,
             )
-            for name in self._caches:
+            for name in self._instances:
                 self._drain(name)
         self._scheduler.set_kv_bytes(arena.num_usable_pages * arena.page_bytes)
 
     def collect_evicted_bytes(self) -> dict[str, int]:
         """Return the bytes of idle memory that were evicted since the last call, by instance."""
         evicted: dict[str, int] = {}
-        for name in self._caches:
+        for name in self._instances:
             if pages := self._arena.num_reclaimed_pages(name) - self._evicted_pages[name]:
                 evicted[name] = pages * self._arena.page_bytes
                 self._evicted_pages[name] += pages

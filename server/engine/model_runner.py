@@ -21,6 +21,7 @@ from kernels.tracing import Tracer
 from server.engine.batch import Batch, RowInput
 from server.engine.sampling.sampler import PromptInput, Sampler, SamplerInput, SamplerOutput
 from server.engine.scheduling.request import Request
+from server.engine.scheduling.scheduler import update_length
 from server.engine.scheduling.step import RequestFailure, Scheduled
 from server.engine.stats import make_step_parts
 from server.engine.warmup import run_dummy_step
@@ -53,12 +54,10 @@ class StepOutput(NamedTuple):
             to_sample=[each for each in self.to_sample if each.request not in requests],
         )
 
-    def commit(self) -> dict[int, StrategyError]:
-        """Commit the rows' tokens, without rejected draft tokens; return the errors of strategies by row."""
+    def count_entered_tokens(self) -> list[int]:
+        """Return the number of tokens of each row to commit; rejected draft tokens do not count."""
         results = self.sampled.results
-        return self.batch.commit(
-            [s.num_tokens + (results[s.request].num_accepted if s.draft else 0) for s in self.scheduled]
-        )
+        return [s.num_tokens + (results[s.request].num_accepted if s.draft else 0) for s in self.scheduled]
 
 
 class ModelRunner:
@@ -116,12 +115,11 @@ class ModelRunner:
 
 def _make_row_input(scheduled: Scheduled) -> RowInput:
     request, num_tokens, draft, samples, scores_prompt, num_observed = scheduled
-    seat = _get_seat(scheduled)
-    first = seat.length
+    seat, first = _get_seat(scheduled), request.num_computed_tokens
     tokens = [*request.tokens[first : first + num_tokens], *draft]
     num_logits = num_tokens if scores_prompt else samples + len(draft)
     num_logits = num_logits if num_observed is None else num_observed
-    return RowInput(request.cache, Row(seat, len(tokens)), tokens, num_logits)
+    return RowInput(request.instance, Row(seat, len(tokens)), tokens, num_logits)
 
 
 def _find_waiting_siblings(parent: SamplerInput) -> list[SamplerInput]:
@@ -181,7 +179,7 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
 
 def _choose_failed(scheduled: Sequence[Scheduled], instance: str) -> list[Request]:
     """Return the requests that end after repeated faults of an instance: only those of extensions, if it has any."""
-    own = [s for s in scheduled if s.request.cache.name == instance]
+    own = [s for s in scheduled if s.request.instance.name == instance]
     return [s.request for s in own if s.num_observed is not None] or [s.request for s in own]
 
 
@@ -191,13 +189,11 @@ def _run_one_by_one(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iter
     A row is skipped, and left to the next step, if its seat changed because an earlier row's request failed: it then
     has to compute shared blocks that the failed request was computing. Rows of extensions may end with their requests.
     """
-    lengths = [_get_seat(s).length for s in scheduled]
     errors: list[Exception] = []
     all_failed = True
-    for row, length in zip(scheduled, lengths, strict=True):
-        seat = row.request.seat
+    for row in scheduled:
         try:
-            if seat is None or seat.length != length or not row.request.cache.ready(seat):
+            if row.request.seat is None or not _is_unchanged(row.request):
                 continue
             yield from _run_together(runner, [row])
         except Exception as error:
@@ -212,6 +208,15 @@ def _run_one_by_one(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iter
         except Exception:
             log.critical("the model also fails in a dummy step; the engine stops")
             raise errors[-1] from None
+
+
+def _is_unchanged(request: Request) -> bool:
+    """Return whether a request's row is what it was when it was scheduled. Raises StrategyError."""
+    if request.has_committed:
+        return True
+    length = request.num_computed_tokens
+    with request.instance.region["schedule"]:
+        return update_length(request) and request.num_computed_tokens == length
 
 
 def _get_seat(scheduled: Scheduled) -> Seat:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from cache_strategies.arena import Arena
-from cache_strategies.base import KVCache
 from cache_strategies.errors import StrategyError
 from cache_strategies.types import Salt
 from server.engine.grammar.compiler import CompilationFailed, GrammarCompiler
 from server.engine.grammar.state import GrammarState
+from server.engine.instance import Instance
 from server.engine.ipc.messages import Submit
 from server.engine.isolation.fallbacks import Fallbacks, set_fallback_of
 from server.engine.isolation.isolation import Isolation
@@ -65,13 +65,13 @@ class RequestFactory:
         )
         chosen = choice.instance
         name = self._fallbacks.choose(chosen, *size)
-        cache = self._isolation.caches[name]
+        instance = self._isolation.instances[name]
         speculation = self._scheduler.limits.resolve_speculation(message.speculation)
         request = Request(
             (worker, message.request_id),
             list(message.prompt),
             message.sampling,
-            cache,
+            instance,
             choice.reason,
             Salt(message.caching.tenant, message.caching.cache_salt),
             priority=message.priority,
@@ -80,7 +80,7 @@ class RequestFactory:
             reports_progress=message.reports_progress,
             rollout=choice.rollout,
             conversation=find_conversation(message) if choice.is_counted else None,
-            siblings=_find_siblings(worker, message, cache, requests),
+            siblings=_find_siblings(worker, message, instance, requests),
         )
         if name != chosen:
             set_fallback_of(request, chosen)
@@ -90,7 +90,7 @@ class RequestFactory:
         if message.grammar is not None:
             request.grammar = self._make_grammar_state(message.grammar)
         # No drafts for a strategy whose state depends on how tokens are split into rows: they would change the text.
-        if speculation.num_speculative_tokens and cache.contract.chunk_invariant:
+        if speculation.num_speculative_tokens and instance.contract.chunk_invariant:
             longest = min(request.max_total_tokens, self._scheduler.limits.max_seq_len)
             request.proposer = NgramProposer(speculation, longest)
         if message.reference is not None:
@@ -109,19 +109,19 @@ class RequestFactory:
         except CompilationFailed as error:
             raise RequestError(500, f"the grammar of the text: {error}", code="request_failed") from None
 
-    def _find_shadow(self, name: str) -> KVCache | None:
-        """Return the cache of a second instance; None if it is in quarantine. After a quarantine it is built anew."""
+    def _find_shadow(self, name: str) -> Instance | None:
+        """Return a second instance; None if it is in quarantine. After a quarantine it is built anew."""
         if name in self._isolation.quarantined:
             try:
                 self._isolation.end_quarantine(name)
             except StrategyError:
                 return None
-        return self._isolation.caches[name]
+        return self._isolation.instances[name]
 
 
-def _find_siblings(worker: int, message: Submit, cache: KVCache, requests: RequestTable) -> list[Request]:
+def _find_siblings(worker: int, message: Submit, instance: Instance, requests: RequestTable) -> list[Request]:
     """Return the list of requests that all choices (n > 1) of one prompt share; a new one for the first choice."""
     sibling = requests.get((worker, message.sibling_of)) if message.sibling_of is not None else None
-    if sibling is None or sibling.cache is not cache or sibling.caching != message.caching:
+    if sibling is None or sibling.instance is not instance or sibling.caching != message.caching:
         return []
     return sibling.siblings if sibling.tokens[: sibling.num_prompt_tokens] == message.prompt else []

@@ -22,7 +22,7 @@ def report_progress(request: Request) -> list[Event]:
     if request.num_output_tokens or request.seat is None:
         return []
     worker, request_id = request.key
-    return [Event(worker, Progress(request_id, min(request.seat.length, request.num_prompt_tokens)))]
+    return [Event(worker, Progress(request_id, min(request.num_computed_tokens, request.num_prompt_tokens)))]
 
 
 class StepResult(NamedTuple):

@@ -79,7 +79,7 @@ def make_step_parts(scheduled: Sequence[Scheduled]) -> dict[str, StepPart]:
     for request, num_tokens, draft, _, _, num_observed in scheduled:
         if num_observed is not None:
             continue
-        count = counts.setdefault(request.cache.name, [0, 0, 0])
+        count = counts.setdefault(request.instance.name, [0, 0, 0])
         count[0] += num_tokens == 1 and request.num_output_tokens > 0
         count[1] += 1
         count[2] += num_tokens + len(draft)
@@ -99,7 +99,7 @@ def make_request_record(
         return end - start if start and end else None
 
     return RequestRecord(
-        instance=request.cache.name,
+        instance=request.instance.name,
         reason=request.reason,
         outcome=outcome,
         prompt_tokens=request.num_prompt_tokens,
@@ -113,7 +113,7 @@ def make_request_record(
         kv_bytes=request.kv_bytes if times.admitted else 0,
         kept_tokens=tokens.kept,
         dropped_tokens=tokens.dropped,
-        budget_tokens=None if outcome == "error" else request.cache.token_budget(sum(tokens)),
+        budget_tokens=None if outcome == "error" else request.instance.token_budget(sum(tokens)),
         compactions=request.num_compactions,
         compaction_seconds=request.compaction_seconds,
         queue_seconds=between(times.arrived, times.admitted),

@@ -13,7 +13,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from cache_strategies.base import KVCache
 from cache_strategies.errors import StrategyError
 from cache_strategies.registry import list_kinds
 from cache_strategies.scorers import list_scorers
@@ -21,6 +20,7 @@ from config.errors import SettingsError
 from config.settings import Settings, StrategySettings, load_settings
 from server.engine.build import Engine, build_engine
 from server.engine.core import Core
+from server.engine.instance import Instance
 from server.evaluation import documents
 from server.evaluation.compare import Fidelity, compare
 from server.evaluation.corpus.packing import EVALUATION_SEED
@@ -205,8 +205,8 @@ def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateO
     )
     names = list(strategies)
     if length <= positions:
-        return engine, order_strategies(engine.core.caches, names)
-    if bounded := [name for name in names if not engine.core.caches[name].contract.unbounded]:
+        return engine, order_strategies(engine.core.instances, names)
+    if bounded := [name for name in names if not engine.core.instances[name].contract.unbounded]:
         raise SettingsError(
             f"--length: should be from 2 to {positions} tokens, the context of the model; only strategies with an "
             f"unbounded contract can read a longer document, and there is {', '.join(bounded)}"
@@ -217,27 +217,27 @@ def start_engine(file: Path | None, flags: Mapping[str, Any], options: EvaluateO
 def evaluate(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> EvaluationReport:
     """Run the model on all documents under the named strategies; compare their results with those of the first one."""
     core, length = engine.core, options.length or engine.max_seq_len
-    caches = [core.caches[name] for name in names]
-    row_tokens = compute_max_row_tokens(core, caches)
+    instances = [core.instances[name] for name in names]
+    row_tokens = compute_max_row_tokens(core, instances)
     row_tokens = min(options.row_tokens or row_tokens, row_tokens)
     text, records = read_documents(engine, options)
     with make_progress_bar() as bars:
         task = bars.add_task("reading", total=sum(len(d.ids) - 1 for d in (*text, *records)))
         fidelities: list[Sequence[Fidelity]] = [
-            compare(core.model, caches, each, row_tokens=row_tokens, on_tokens_read=lambda n: bars.advance(task, n))
+            compare(core.model, instances, each, row_tokens=row_tokens, on_tokens_read=lambda n: bars.advance(task, n))
             for each in (text, records)
         ]
-    instances = {instance.name: instance for instance in engine.instances}
+    declared = {each.name: each for each in engine.instances}
     results = [
         StrategyResult(
-            cache.name,
-            instances[cache.name].kind,
-            instances[cache.name].options.model_dump(),
-            cache.contract.exact,
-            cache.bytes_for(length),
+            instance.name,
+            declared[instance.name].kind,
+            declared[instance.name].options.model_dump(),
+            instance.contract.exact,
+            instance.bytes_for(length),
             *fidelity,
         )
-        for cache, *fidelity in zip(caches, *fidelities, strict=True)
+        for instance, *fidelity in zip(instances, *fidelities, strict=True)
     ]
     dtype = str(core.model.dtype).removeprefix("torch.")
     source = str(options.text or "stories")
@@ -245,16 +245,16 @@ def evaluate(engine: Engine, names: Sequence[str], options: EvaluateOptions) -> 
     return EvaluationReport(engine.model_name, engine.device.name, dtype, source, counts, length, row_tokens, results)
 
 
-def compute_max_row_tokens(core: Core, caches: Sequence[KVCache]) -> int:
+def compute_max_row_tokens(core: Core, instances: Sequence[Instance]) -> int:
     """Return how many tokens of a document one step can compute under all strategies, within MAX_LOGITS logits."""
-    rows = [cache.contract.max_row for cache in caches if cache.contract.max_row is not None]
+    rows = [each.contract.max_row for each in instances if each.contract.max_row is not None]
     step_tokens = min(core.scheduler.limits.max_num_batched_tokens, MAX_LOGITS // core.model.info.vocab_size)
-    return max(1, min([step_tokens // len(caches), *rows]))
+    return max(1, min([step_tokens // len(instances), *rows]))
 
 
-def order_strategies(caches: Mapping[str, KVCache], names: Sequence[str]) -> list[str]:
+def order_strategies(instances: Mapping[str, Instance], names: Sequence[str]) -> list[str]:
     """Return the names with an exact strategy first; add that of BASELINE if none of them is exact."""
-    exact = next((name for name in names if caches[name].contract.exact), BASELINE)
+    exact = next((name for name in names if instances[name].contract.exact), BASELINE)
     return list(dict.fromkeys([exact, *names]))
 
 

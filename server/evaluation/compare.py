@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cache_strategies.base import KVCache, Row, Seat
+from cache_strategies.base import Row, Seat
 from config.errors import SettingsError
 from server.engine.batch import Batch, RowInput
+from server.engine.instance import Instance
+from server.engine.scheduling.scheduler import limit_row
 from server.evaluation.documents import Document
 from server.models.base import Model
 
@@ -61,30 +63,30 @@ class Fidelity:
 @torch.inference_mode()
 def compare(
     model: Model,
-    caches: Sequence[KVCache],
+    instances: Sequence[Instance],
     documents: Sequence[Document],
     *,
     row_tokens: int,
     on_tokens_read: Callable[[int], object] = lambda tokens: None,
 ) -> list[Fidelity]:
-    """Run the documents under each cache, and return the fidelity of each cache to caches[0].
+    """Run the documents under each instance, and return the fidelity of each one to instances[0].
 
-    A step computes `row_tokens` tokens of a document, or as few as the row_limit() of a cache; 1 is as in decoding.
+    A step computes `row_tokens` tokens of a document, or as few as the row_limit() of a strategy; 1 is as in decoding.
     `on_tokens_read` is called after each step with its number of tokens. Raises SettingsError if there is no room for
-    the longest document under every cache, before any is computed, or if logits are NaN or infinite.
+    the longest document under every instance, before any is computed, or if logits are NaN or infinite.
     """
-    _check_room(caches, max(documents, key=lambda document: len(document.ids)))
-    results = [Fidelity() for _ in caches]
+    _check_room(instances, max(documents, key=lambda document: len(document.ids)))
+    results = [Fidelity() for _ in instances]
     for document in documents:
         # [strategy, position in the document]: whether the strategy predicted the token
-        known = torch.zeros(len(caches), len(document.ids), dtype=torch.bool)
-        with _open_seats(caches, document) as seats:
+        known = torch.zeros(len(instances), len(document.ids), dtype=torch.bool)
+        with _open_seats(instances, document) as seats:
             first = 0
             while first < len(document.ids) - 1:
-                limits = (cache.row_limit(seat) for cache, seat in zip(caches, seats, strict=True))
-                n = min(row_tokens, *(row_tokens if limit is None else limit for limit in limits))
+                limits = (_limit_row(*each, row_tokens) for each in zip(instances, seats, strict=True))
+                n = min(limits)
                 tokens = document.ids[first : first + n + 1]  # the last is only predicted, not an input
-                logits = _run_step(model, caches, seats, tokens[:-1])
+                logits = _run_step(model, instances, seats, tokens[:-1])
                 targets = torch.tensor(tokens[1:], device=logits.device)
                 known[:, first + 1 : first + len(tokens)] = update_fidelities(results, logits, targets)
                 on_tokens_read(len(targets))
@@ -94,14 +96,15 @@ def compare(
     return results
 
 
-def _run_step(model: Model, caches: Sequence[KVCache], seats: Sequence[Seat], tokens: Sequence[int]) -> Tensor:
-    """Compute the n `tokens` under each of S caches in one batch; return their logits [S, n, V].
+def _run_step(model: Model, instances: Sequence[Instance], seats: Sequence[Seat], tokens: Sequence[int]) -> Tensor:
+    """Compute the n `tokens` under each of S instances in one batch; return their logits [S, n, V].
 
     Raises SettingsError if the memory is full or logits are NaN or infinite, StrategyError if a strategy fails.
     """
     n = len(tokens)
     row_inputs = [
-        RowInput(c, Row(_grow_seat(c, seat, n), n), tokens, num_logits=n) for c, seat in zip(caches, seats, strict=True)
+        RowInput(each, Row(_grow_seat(each, seat, n), n), tokens, num_logits=n)
+        for each, seat in zip(instances, seats, strict=True)
     ]
     batch = Batch(row_inputs, model.device)
     assert batch.row_order == list(range(len(row_inputs))), "each strategy has one row, so the order is unchanged"
@@ -131,40 +134,48 @@ def update_fidelities(results: Sequence[Fidelity], logits: Tensor, targets: Tens
 
 
 @contextmanager
-def _open_seats(caches: Sequence[KVCache], document: Document) -> Iterator[list[Seat]]:
-    """Open a seat in each cache for a document, without using cached prefixes; at exit, empty the caches again.
+def _open_seats(instances: Sequence[Instance], document: Document) -> Iterator[list[Seat]]:
+    """Open a seat in each instance for a document, without using cached prefixes; at exit, empty the instances again.
 
     Raises SettingsError if there is no room for the document.
     """
     with ExitStack() as stack:
         seats = []
-        for cache in caches:
-            stack.callback(_reclaim_idle, cache)
-            seat = cache.open(document.ids[:-1], max_cached=0)  # the last token is only predicted, not an input
+        for instance in instances:
+            stack.callback(_reclaim_idle, instance)
+            seat = instance.open(document.ids[:-1], max_cached=0)  # the last token is only predicted, not an input
             if seat is None:
-                raise _no_room_error(cache)
-            stack.callback(cache.close, seat)
+                raise _no_room_error(instance)
+            stack.callback(instance.close, seat)
             seats.append(seat)
         yield seats
 
 
-def _reclaim_idle(cache: KVCache) -> None:
-    """Free a cache's idle blocks, so that the next document finds contiguous free pages."""
-    cache.reclaim(cache.idle_pages())
+def _reclaim_idle(instance: Instance) -> None:
+    """Free an instance's idle blocks, so that the next document finds contiguous free pages."""
+    instance.reclaim(instance.idle_pages())
 
 
-def _check_room(caches: Sequence[KVCache], longest: Document) -> None:
+def _check_room(instances: Sequence[Instance], longest: Document) -> None:
     tokens = len(longest.ids) - 1
-    with _open_seats(caches, longest) as seats:
-        for cache, seat in zip(caches, seats, strict=True):
-            _grow_seat(cache, seat, min(tokens, cache.contract.max_row or tokens))
+    with _open_seats(instances, longest) as seats:
+        for instance, seat in zip(instances, seats, strict=True):
+            _grow_seat(instance, seat, min(tokens, instance.contract.max_row or tokens))
 
 
-def _grow_seat(cache: KVCache, seat: Seat, more: int) -> Seat:
-    if not cache.grow(seat, more):
-        raise _no_room_error(cache)
+def _limit_row(instance: Instance, seat: Seat, num_tokens: int) -> int:
+    """Return how many of `num_tokens` tokens the next row of a seat may have."""
+    with instance.region["schedule"]:
+        return limit_row(instance, seat, num_tokens)
+
+
+def _grow_seat(instance: Instance, seat: Seat, more: int) -> Seat:
+    with instance.region["schedule"]:
+        has_room = instance.strategy.grow(seat, more)
+    if not has_room:
+        raise _no_room_error(instance)
     return seat
 
 
-def _no_room_error(cache: KVCache) -> SettingsError:
-    return SettingsError(f"no room for a document under {cache.name}: raise --kv-memory or lower --length")
+def _no_room_error(instance: Instance) -> SettingsError:
+    return SettingsError(f"no room for a document under {instance.name}: raise --kv-memory or lower --length")

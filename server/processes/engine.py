@@ -53,9 +53,9 @@ def make_hello(engine: Engine) -> Hello:
 
 def _describe_strategy(engine: Engine, name: str) -> Strategy:
     """Return an instance's description, also of one that is disabled."""
-    kind, cache = engine.settings.strategies[name].kind, engine.core.isolation.caches.get(name)
-    if cache is None:
+    kind, instance = engine.settings.strategies[name].kind, engine.core.instances.get(name)
+    if instance is None:
         return Strategy(name, kind)
-    naming = find_block_naming(cache)
+    naming = find_block_naming(instance)
     block_size, root = (0, b"") if naming is None else naming
-    return Strategy(name, kind, cache.contract.unbounded, block_size, root)
+    return Strategy(name, kind, instance.contract.unbounded, block_size, root)

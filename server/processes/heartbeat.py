@@ -14,7 +14,7 @@ from multiprocessing.context import BaseContext
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
-from server.engine.isolation.calls import NUM_CODES
+from server.engine.calls import NUM_CODES
 
 BOOT_SECONDS = 20.0  # extra seconds for the first heartbeat of a process: Python starts and imports the settings
 LOADING_BEAT_INTERVAL = 0.25  # seconds between two heartbeats of a process that is still loading
@@ -139,13 +139,14 @@ class StuckCall(NamedTuple):
 class StrategyCalls:
     """The strategy's method that the engine's thread is in: the engine writes it, the supervisor reads it.
 
-    If a call never returns, the engine cannot say so itself. Implements `CallObserver` of isolation/calls.py.
+    If a call never returns, the engine cannot say so itself. Implements `CallObserver` of engine/calls.py.
     """
 
-    # Of KVCache and of optional protocols; estimate_bytes is bytes_for, called for a report
+    # Of KVCache and of optional protocols. schedule stands for ready, row_limit and grow; estimate_bytes is bytes_for,
+    # called for a report
     METHODS = (
-        *("__init__", "open", "retain", "ready", "grow", "crop", "fork", "discard", "close", "bytes_for"),
-        *("idle_pages", "reclaim", "pinned_pages", "poll", "row_limit", "plan", "attend", "commit", "compact"),
+        *("__init__", "open", "retain", "schedule", "crop", "fork", "discard", "close", "bytes_for"),
+        *("idle_pages", "reclaim", "pinned_pages", "poll", "plan", "attend", "commit", "compact"),
         *("estimate_bytes", "usage", "blocks", "count_dropped_tokens", "token_budget", "collect_block_events"),
         *("clear", "pin", "pin_prefix", "unpin", "pins", "drop_prefix", "list_prefixes"),
         *("block_naming", "list_block_names"),

@@ -93,9 +93,9 @@ def measure_limits(engine: Engine, steps: Sequence[Steps]) -> MachineLimits:
 
 def check_options(engine: Engine, wanted: ProfileOptions) -> None:
     """Raise SettingsError if the engine cannot run the steps that the options describe."""
-    if wanted.kv_cache not in engine.core.caches:
+    if wanted.kv_cache not in engine.core.instances:
         raise SettingsError(
-            f"--kv-cache: no instance is named {wanted.kv_cache!r}; there are {', '.join(engine.core.caches)}"
+            f"--kv-cache: no instance is named {wanted.kv_cache!r}; there are {', '.join(engine.core.instances)}"
         )
     if max(wanted.sequences) > engine.settings.max_num_seqs:
         raise SettingsError(f"--sequences: at most {engine.settings.max_num_seqs}; for more, raise --max-num-seqs")

@@ -17,7 +17,7 @@ from cache_strategies.paged.seat import PagedSeat
 from cache_strategies.types import NO_SALT, Geometry, Salt, count_reusable_tokens
 from config.settings import StrategySettings
 from kernels.types import LayerSpec
-from server.engine.isolation.guard import GuardedCache
+from server.engine.instance import Instance
 from tests.kernels.backend_matrix import BACKENDS, FASTEST
 
 LAYER = LayerSpec(1, 1, 4, 4)
@@ -64,9 +64,11 @@ def open_seat(
     return seat  # type: ignore[return-value]
 
 
-def find_cached(cache: KVCache, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None) -> int:
+def find_cached(
+    cache: KVCache | Instance, tokens: Sequence[int], *, salt: Salt = NO_SALT, max_cached: int | None = None
+) -> int:
     """Return how many tokens of a prompt open() would find cached now, by its own look-up; change nothing."""
-    inner = cache.inner if isinstance(cache, GuardedCache) else cache
+    inner = cache.strategy if isinstance(cache, Instance) else cache
     if isinstance(inner, ContiguousCache):
         return inner._find_reusable_block(tokens, salt, max_cached)[1]
     if isinstance(inner, PagedCache):

@@ -39,7 +39,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> LLM:
 
 
 def test_plugins_of_the_document_write_what_the_built_in_strategies_write(llm: LLM) -> None:
-    names = llm.engine.core.caches.keys() - {"sliding_window"}
+    names = llm.engine.core.instances.keys() - {"sliding_window"}
     assert names > STRATEGIES.keys()
     for prompt in ("Once upon a time", "The dog"):
         texts = {name: llm.generate(prompt, max_tokens=40, temperature=0, kv_cache=name).text for name in names}

@@ -98,7 +98,7 @@ def test_names_differ_by_salt_and_by_all_tokens_before(rng: random.Random) -> No
 
 def test_cleared_blocks_have_no_names(engine: Engine) -> None:
     submit(engine, list(range(100)))
-    cache = engine.core.isolation.caches["paged"].inner
+    cache = engine.core.instances["paged"].strategy
     assert isinstance(cache, BlockNames)
     assert len(cache.list_block_names()) >= 6
     cache.clear()  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def test_cleared_blocks_have_no_names(engine: Engine) -> None:
 def test_names_of_a_shadow_differ_from_those_of_requests(engine: Engine, rng: random.Random) -> None:
     """Only shadows find a shadow's blocks, so their names differ from those of requests."""
     tokens = [rng.randrange(200) for _ in range(4 * BLOCK)]
-    naming = engine.core.isolation.caches["paged"].inner.block_naming()  # type: ignore[attr-defined]
+    naming = engine.core.instances["paged"].strategy.block_naming()  # type: ignore[attr-defined]
     shadow = set(name_blocks(naming.root, BLOCK, tokens, Salt("", "", True)))
     assert not shadow & set(make_hint(engine, submit(engine, tokens)).names)
 

@@ -81,14 +81,14 @@ def run_step(model: ToyModel, requests: Sequence[Request], budget: int) -> None:
     """Run a step: one token of each decoding request, then prompts in order, within the budget."""
     work, rows = [], []
     for request in sorted(requests, key=lambda r: len(r.tokens) - r.seat.length > 1):
-        n = min(budget, len(request.tokens) - request.seat.length, request.cache.contract.max_row or budget)
+        n = min(budget, len(request.tokens) - request.seat.length, request.instance.contract.max_row or budget)
         if n == 0:
             continue
         budget -= n
-        assert request.cache.grow(request.seat, n), "no room"
+        assert request.instance.grow(request.seat, n), "no room"
         start = request.seat.length
         ends = start + n == len(request.tokens)
-        work.append(RowInput(request.cache, Row(request.seat, n), request.tokens[start : start + n], int(ends)))
+        work.append(RowInput(request.instance, Row(request.seat, n), request.tokens[start : start + n], int(ends)))
         rows.append(request)
     for cache in {id(item.cache): item.cache for item in work}.values():
         cache.poll()

@@ -13,7 +13,6 @@ from cache_strategies.errors import StrategyError
 from config.settings import Settings
 from server.engine.build import Engine
 from server.engine.core import Core
-from server.engine.isolation.guard import GuardedCache
 from server.engine.model_runner import ModelRunner, StepOutput
 from server.engine.results import StepResult
 from server.engine.scheduling.step import Scheduled
@@ -62,9 +61,7 @@ class SlowCore(Core):
 
 def make_fault(scheduled: Scheduled) -> StrategyError:
     """Return a fault of a row's strategy, which is counted as such."""
-    cache = scheduled.request.cache
-    assert isinstance(cache, GuardedCache)
-    return cache.make_fault("attend", "broken on purpose", ValueError("broken on purpose"))
+    return scheduled.request.instance.make_fault("attend", "broken on purpose", ValueError("broken on purpose"))
 
 
 class FaultyRunner(ModelRunner):

@@ -124,9 +124,9 @@ def test_pieces_are_the_whole_and_come_when_they_are_asked_for(llm: LLM) -> None
     whole = llm.generate(PROMPT, max_tokens=20, temperature=0)
     stream = llm.stream(PROMPT, max_tokens=20, temperature=0)
     pieces = [next(stream)]
-    assert llm.engine.core.caches["paged"].usage().seats == 1
+    assert llm.engine.core.instances["paged"].usage().seats == 1
     pieces += stream
-    assert llm.engine.core.caches["paged"].usage().seats == 0
+    assert llm.engine.core.instances["paged"].usage().seats == 0
     assert "".join(piece.text for piece in pieces) == whole.text
     assert [piece.token_id for piece in pieces] == whole.token_ids
     assert [piece.finish_reason for piece in pieces] == [None] * 19 + ["length"]

@@ -223,7 +223,7 @@ def test_a_failing_strategy(told: Told) -> None:
     assert line["code"] == "strategy_failed"
     assert "exception" not in line
     (fault,) = [each for each in told.log if "broken on purpose" in each.get("exception", "")]
-    assert (fault["process"], fault["logger"]) == ("engine", "server.engine.isolation.checked_calls")
+    assert (fault["process"], fault["logger"]) == ("engine", "server.engine.instance")
     (given_up,) = [each for each in told.log if "its requests end with an error" in each["message"]]
     assert (given_up["process"], "exception" in given_up) == ("engine", False), "the traceback is logged once"
 

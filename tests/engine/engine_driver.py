@@ -158,7 +158,7 @@ class Driver:
 
     def shadow(self, name: str, instance: str) -> None:
         """Let a request that waits also run under another instance."""
-        self.engine.shadows.plan(self.request(name), PlannedShadow(self.core.caches[instance]))
+        self.engine.shadows.plan(self.request(name), PlannedShadow(self.core.instances[instance]))
 
     def cancel(self, name: str, outcome: str = "cancelled") -> None:
         self.core.cancel(WORKER, name, outcome)
@@ -190,7 +190,7 @@ class Driver:
 
     def check(self) -> None:
         """Assert that the engine's bookkeeping is consistent."""
-        for cache in self.core.caches.values():
+        for cache in self.core.instances.values():
             cache.check_integrity()
         self.core.arena.check_integrity()
         running, waiting = self.core.scheduler.running, self.core.scheduler.waiting
@@ -198,16 +198,16 @@ class Driver:
         assert waiting == sorted(waiting, key=lambda r: r.queue_key)
         assert all(request.seat is not None for request in running)
         assert all(request.seat is None for request in waiting)
-        seats = sum(cache.usage().seats for cache in self.core.caches.values())
+        seats = sum(cache.usage().seats for cache in self.core.instances.values())
         assert len(running) + len(self.engine.shadows) == seats
 
     def assert_nothing_leaked(self) -> None:
         """Assert that no request is left, and that the arena is free once idle memory is reclaimed."""
         assert not self.core.busy
-        for cache in self.core.caches.values():
+        for cache in self.core.instances.values():
             usage = cache.usage()
             assert (usage.seats, usage.tokens, usage.used) == (0, 0, 0), (cache.name, usage)
-            fills_pages = all(store.block_bytes % store.page_bytes == 0 for store in cache.stores)
+            fills_pages = all(store.block_bytes % store.page_bytes == 0 for store in cache.strategy.stores)
             assert usage.wasted == 0 or not fills_pages, (cache.name, usage)
             cache.reclaim(self.core.arena.pages)
             assert cache.usage().reserved == 0, cache.name
@@ -220,7 +220,7 @@ class Driver:
     @property
     def free_bytes(self) -> int:
         """Return the free bytes of the arena, including idle memory."""
-        idle = sum(cache.usage().idle for cache in self.core.caches.values())
+        idle = sum(cache.usage().idle for cache in self.core.instances.values())
         return self.core.arena.num_free_pages * self.core.arena.page_bytes + idle
 
     @property

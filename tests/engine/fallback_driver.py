@@ -30,12 +30,12 @@ class FallbackDriver(Driver):
         self.core.isolation._quarantine._clock = lambda: self.now
 
     def check(self) -> None:
-        for name, cache in self.core.caches.items():
+        for name, cache in self.core.instances.items():
             if not name.startswith("bad"):
                 cache.check_integrity()
         for request in self.requests:
             assert request in request.siblings
-            assert {sibling.cache for sibling in request.siblings} == {request.cache}
+            assert {sibling.instance for sibling in request.siblings} == {request.instance}
 
     def serve(self, name: str, prompt: list[int], **options: Any) -> tuple[RequestEvents, RequestRecord | None]:
         """Run a request alone, and return its events and its record; None: it was refused."""

@@ -32,7 +32,7 @@ def warm(tiny: Path, **settings: Any) -> Driver:
 
 
 def cached(driver: Driver, salt: Salt = NO_SALT) -> int:
-    return find_cached(driver.core.caches["paged"], PROMPT, salt=salt)
+    return find_cached(driver.core.instances["paged"], PROMPT, salt=salt)
 
 
 def test_it_shows_requests_blocks_and_shares(tiny: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_pin_stays_until_it_is_let_go(tiny: Path) -> None:
     driver = warm(tiny)
     pin = run_command(driver.engine, PinPrefix("paged", PROMPT, 100.0))
     assert (pin["tokens"], pin["ttl"]) == (40, pytest.approx(100, abs=1))
-    driver.core.caches["paged"].reclaim(10_000)
+    driver.core.instances["paged"].reclaim(10_000)
     assert cached(driver) == 36
     assert run_command(driver.engine, Inspect("paged"))["pins"][0]["id"] == pin["id"]
     assert run_command(driver.engine, Unpin("paged", pin["id"])) == {"id": pin["id"], "deleted": True}
@@ -88,7 +88,7 @@ def test_a_prefix_is_pinned_and_dropped_by_its_id(tiny: Path) -> None:
     (node,) = describe_prefixes(driver.core)["instances"]["paged"]["prefixes"]
     pin = run_command(driver.engine, PinCachedPrefix("paged", node["id"], 100.0))
     assert (pin["tokens"], pin["ttl"]) == (40, pytest.approx(100, abs=1))
-    driver.core.caches["paged"].reclaim(10_000)
+    driver.core.instances["paged"].reclaim(10_000)
     assert cached(driver) == 36
     freed = run_command(driver.engine, DropPrefix("paged", node["id"]))
     assert freed == {"id": node["id"], "freed_bytes": 10 * driver.core.arena.page_bytes}
@@ -141,7 +141,7 @@ def test_a_lower_limit_lets_running_requests_end_and_idle_memory_go(tiny: Path, 
     running = driver.running()
     assert len(running) == 6
     page = driver.core.arena.page_bytes
-    pages = driver.core.caches["paged"].bytes_for(64) // page
+    pages = driver.core.instances["paged"].bytes_for(64) // page
     run_command(driver.engine, Share("paged", None, str(pages * page)))
     driver.submit("late", prompts[0], 20, kv_cache="paged")
     driver.step()
@@ -168,7 +168,7 @@ def test_a_higher_limit_counts_at_once(tiny: Path) -> None:
 
 def limited(driver: Driver, sequences: float) -> None:
     """Set the limit of the instance to the memory of `sequences` sequences of max_seq_len."""
-    run_command(driver.engine, Share("paged", None, str(int(driver.core.caches["paged"].bytes_for(64) * sequences))))
+    run_command(driver.engine, Share("paged", None, str(int(driver.core.instances["paged"].bytes_for(64) * sequences))))
 
 
 def test_a_lowered_limit_and_an_urgent_request_stop_nobody(tiny: Path) -> None:
@@ -196,7 +196,7 @@ def test_choices_do_not_begin_while_a_limit_is_being_reached(tiny: Path) -> None
         driver.step()
     limited(driver, 1)
     steps = 0
-    while driver.core.caches["paged"].draining:
+    while driver.core.instances["paged"].draining:
         assert set(driver.running()) <= {"long", "choice 0"}
         driver.step()
         steps += 1
@@ -237,7 +237,7 @@ def test_what_a_running_request_computes_after_a_clear_is_not_found(tiny: Path) 
     run_command(driver.engine, Clear("paged"))
     for _ in range(22):
         driver.step()
-    assert find_cached(driver.core.caches["paged"], driver.request("it").tokens[:24]) == 0
+    assert find_cached(driver.core.instances["paged"], driver.request("it").tokens[:24]) == 0
 
 
 SALTS = (Salt("you"), Salt("you", "mine"), Salt("you", "other"), Salt("me"), Salt("me", "mine"))

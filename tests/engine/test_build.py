@@ -60,7 +60,7 @@ def test_the_least_memory_that_is_told_suffices_and_one_byte_less_does_not(
     assert f"kv_memory is {least - 1}, too little for one sequence of max_seq_len=60" in told
     assert f"kv_memory={least};" in told
     driver = Driver(tiny, **settings, kv_memory=str(least))
-    for instance in driver.core.caches:
+    for instance in driver.core.instances:
         assert driver.submit(instance, random_prompt(50), 10, kv_cache=instance).failed is None
     driver.run()
     for instance, heard in driver.heard.items():
@@ -84,9 +84,9 @@ def test_limits_that_no_memory_can_meet_are_refused(tiny: Path) -> None:
 def test_auto_takes_what_all_seats_could_fill_and_no_more(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "free_memory", lambda _: 10**9)
     engine = Driver(tiny, **SMALL, kv_memory="auto").core
-    held = [engine.caches["contiguous"].open([5]) for _ in range(4)]
+    held = [engine.instances["contiguous"].open([5]) for _ in range(4)]
     assert [seat is not None for seat in held] == [True, True, True, False]
-    assert engine.arena.num_free_pages * engine.arena.page_bytes < engine.caches["contiguous"].bytes_for(60)
+    assert engine.arena.num_free_pages * engine.arena.page_bytes < engine.instances["contiguous"].bytes_for(60)
 
 
 def test_auto_takes_what_the_least_needs_though_the_seats_could_not_fill_it(tiny: Path) -> None:
@@ -119,7 +119,7 @@ def test_the_capacity_that_is_told_is_what_fits(tiny: Path, name: str) -> None:
     settings = SMALL | {"strategies": MANY_KINDS[name], "max_num_seqs": 50}
     driver = Driver(tiny, **settings, kv_memory=str(3 * least_memory(tiny, **settings)))
     for told in summarize_engine(driver.engine)["strategies"]:
-        cache = driver.core.caches[told["name"]]
+        cache = driver.core.instances[told["name"]]
         seats: list[Seat] = []
         while (seat := cache.open(random_prompt(60, seed=len(seats)))) is not None:
             seats.append(seat)

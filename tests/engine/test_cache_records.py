@@ -151,7 +151,7 @@ def test_what_is_worth_more_stays_longer(tiny: Path) -> None:
     driver.run()
     driver.submit("large", large, 12, kv_cache="paged")
     driver.run()
-    cache = driver.core.caches["paged"]
+    cache = driver.core.instances["paged"]
     assert (find_cached(cache, precious), find_cached(cache, cheap) < 16) == (16, True)
     evicted = sum(step.report.evicted_bytes.get("paged", 0) for step in driver.steps)
     assert evicted == driver.core.arena.num_reclaimed_pages("paged") * page > 0

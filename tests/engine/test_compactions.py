@@ -197,7 +197,7 @@ def test_a_request_that_waits_for_memory_starts_when_a_compaction_has_freed_it(t
 # ---------------------------------------------------------------- strategies that fail, or say nothing
 def replace_compact(driver: Driver, make: Any) -> None:
     """Replace the strategy's compact() by what `make` returns for it."""
-    inner: KVCache = driver.core.isolation.caches["small"].inner
+    inner: KVCache = driver.core.instances["small"].strategy
     inner.compact = make(inner.compact)  # type: ignore[method-assign]
 
 

@@ -112,11 +112,11 @@ def test_the_weights_are_read_once_a_step_for_all_strategies(tiny: Path, monkeyp
 
 def test_every_cache_is_polled_when_a_step_begins(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver, polled = Driver(tiny), []
-    for name, cache in driver.core.caches.items():
+    for name, cache in driver.core.instances.items():
         monkeypatch.setattr(cache, "poll", lambda name=name: polled.append((name, bool(driver.running()))))
     driver.submit("r", random_prompt(4), 2)
     driver.step()
-    assert polled == [(name, False) for name in driver.core.caches], "before anybody has got a seat"
+    assert polled == [(name, False) for name in driver.core.instances], "before anybody has got a seat"
 
 
 def test_an_idle_engine_computes_nothing(tiny: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_record_tells_the_request_and_times_in_order(tiny: Path) -> None:
     (record,) = driver.records
     assert (record.instance, record.reason, record.outcome) == ("contiguous", "header", "length")
     assert (record.prompt_tokens, record.generated_tokens, record.preemptions) == (25, 3, 0)
-    assert record.kv_bytes == driver.core.caches["contiguous"].bytes_for(28)
+    assert record.kv_bytes == driver.core.instances["contiguous"].bytes_for(28)
     assert record.queue_seconds is not None
     assert record.prefill_seconds is not None
     assert record.decode_seconds is not None

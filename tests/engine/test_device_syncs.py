@@ -136,7 +136,7 @@ def test_strategies_are_compared_as_on_a_cpu(tiny: Path, mps: FakeMps) -> None:
     found = []
     for device in ("mps", "cpu"):
         core = Driver(tiny, device=device, kernels="reference").core
-        caches = [core.caches["contiguous"], core.caches["paged"]]
+        caches = [core.instances["contiguous"], core.instances["paged"]]
         found.append(compare(core.model, caches, [Document(random_prompt(60), [])], row_tokens=16))
     assert found[0] == found[1]
 

@@ -26,7 +26,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @torch.inference_mode()
 def test_fifty_tokens_and_the_last_logits_equal_full_context(driver: Driver, strategy: str) -> None:
     model = driver.core.model
-    sequence = CachedSequence(driver.core.caches[strategy])
+    sequence = CachedSequence(driver.core.instances[strategy])
     ids = [7]
     for position in range(TOKENS):
         embedding = model.embed(torch.tensor([ids[-1]])).view(1, 1, -1)
@@ -37,18 +37,18 @@ def test_fifty_tokens_and_the_last_logits_equal_full_context(driver: Driver, str
         ids.append(int(logits.argmax()))
     torch.testing.assert_close(logits[0, 0], expected, rtol=0, atol=1e-4)
     sequence.close()
-    driver.core.caches[strategy].check_integrity()
+    driver.core.instances[strategy].check_integrity()
 
 
 def test_a_position_that_disagrees_with_the_cache_is_refused(driver: Driver) -> None:
-    model, sequence = driver.core.model, CachedSequence(driver.core.caches["paged"])
+    model, sequence = driver.core.model, CachedSequence(driver.core.instances["paged"])
     with pytest.raises(ValueError, match="current_pos is 3, but the cache's next token has position 0"):
         model.forward_step(torch.zeros(1, 1, model.config.hidden_size), 3, sequence)
     sequence.close()
 
 
 def test_embeddings_without_a_token_are_never_shared(driver: Driver) -> None:
-    model, cache = driver.core.model, driver.core.caches["paged"]
+    model, cache = driver.core.model, driver.core.instances["paged"]
     with torch.inference_mode():
         sequence = CachedSequence(cache)
         for position in range(64):

@@ -51,7 +51,7 @@ def driver(tiny: Path) -> Driver:
 
 def written(driver: Driver, instance: str, prompt: Sequence[int], count: int = 12, **sampling: Any) -> list[int]:
     """Return the tokens that generate() yields."""
-    cache, how = driver.core.caches[instance], SamplingParams(count, **(GREEDY | sampling))
+    cache, how = driver.core.instances[instance], SamplingParams(count, **(GREEDY | sampling))
     return [token for token, _ in generate(driver.core.model, cache, prompt, how)]
 
 
@@ -85,7 +85,7 @@ def test_it_writes_what_the_engine_writes(driver: Driver, instance: str, samplin
         prompt = random_prompt(length, seed=length)
         heard = driver.submit("it", prompt, 12, kv_cache=instance, **sampling)
         driver.run()
-        cache, how = driver.core.caches[instance], SamplingParams(12, **(GREEDY | sampling))
+        cache, how = driver.core.instances[instance], SamplingParams(12, **(GREEDY | sampling))
         found = list(generate(driver.core.model, cache, prompt, how))
         assert [token for token, _ in found] == heard.tokens
         assert [reason for _, reason in found] == [None] * (len(found) - 1) + [heard.finish_reason]
@@ -132,13 +132,13 @@ def test_each_token_is_one_step_and_a_known_beginning_none(driver: Driver, monke
     assert rows == [2, 1, 1, 1], "10 blocks of 4 tokens were known"
     rows.clear()
     assert written(driver, "narrow", prompt, 2)
-    assert max(rows) <= min(16, driver.core.caches["narrow"].contract.max_row or 16)
+    assert max(rows) <= min(16, driver.core.instances["narrow"].contract.max_row or 16)
 
 
 # ---------------------------------------------------------------- nothing left behind
 @pytest.mark.parametrize("instance", STRATEGIES)
 def test_streams_run_beside_each_other_and_free_their_memory(driver: Driver, instance: str) -> None:
-    model, cache = driver.core.model, driver.core.caches[instance]
+    model, cache = driver.core.model, driver.core.instances[instance]
     prompts = [random_prompt(30, seed=4), random_prompt(30, seed=4), random_prompt(9, seed=5)]
     expected = [written(driver, instance, prompt) for prompt in prompts]
     streams = [generate(model, cache, prompt, SamplingParams(12, **GREEDY)) for prompt in prompts]
@@ -150,7 +150,7 @@ def test_streams_run_beside_each_other_and_free_their_memory(driver: Driver, ins
 
 
 def test_a_stream_that_is_closed_or_dropped_frees_its_memory(driver: Driver) -> None:
-    model, cache = driver.core.model, driver.core.caches["paged"]
+    model, cache = driver.core.model, driver.core.instances["paged"]
     for prompt in (random_prompt(20, seed=6), random_prompt(20, seed=7)):
         stream = generate(model, cache, prompt, SamplingParams(50, **GREEDY))
         next(stream)
@@ -163,7 +163,7 @@ def test_a_stream_that_is_closed_or_dropped_frees_its_memory(driver: Driver) -> 
 
 
 def test_one_stream_too_many_is_told_so_and_the_others_go_on(driver: Driver) -> None:
-    model, cache = driver.core.model, driver.core.caches["contiguous"]
+    model, cache = driver.core.model, driver.core.instances["contiguous"]
     streams = [generate(model, cache, random_prompt(5, seed=i), SamplingParams(9, **GREEDY)) for i in range(5)]
     for stream in streams[:4]:
         next(stream)
@@ -176,12 +176,12 @@ def test_one_stream_too_many_is_told_so_and_the_others_go_on(driver: Driver) -> 
 @pytest.mark.parametrize("instance", ["paged", "contiguous"])
 @pytest.mark.parametrize("after", [0, 3])
 def test_a_failure_frees_the_memory(driver: Driver, instance: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, prompt = driver.core.caches[instance], random_prompt(8, seed=8)
+    cache, prompt = driver.core.instances[instance], random_prompt(8, seed=8)
     stream = generate(driver.core.model, cache, prompt, SamplingParams(9, **GREEDY))
     for _ in range(after):
         next(stream)
     with monkeypatch.context() as patch:
-        patch.setattr(type(driver.core.isolation.caches[instance].inner), "plan", _failing)
+        patch.setattr(type(driver.core.instances[instance].strategy), "plan", _failing)
         with pytest.raises(StrategyError, match="injected"):
             next(stream)
     nothing_is_left(cache)
@@ -196,7 +196,7 @@ def _failing(*_: object, **__: object) -> None:
 def test_logits_that_are_no_numbers_are_told_and_shared_with_nobody(
     driver: Driver, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, cache, prompt = driver.core.model, driver.core.caches["paged"], random_prompt(15, seed=9 + after)
+    model, cache, prompt = driver.core.model, driver.core.instances["paged"], random_prompt(15, seed=9 + after)
     forward_embedded = model.forward_embedded  # type: ignore[attr-defined]
     stream = generate(model, cache, prompt, SamplingParams(9, **GREEDY))
     for _ in range(after):
@@ -227,4 +227,6 @@ def test_what_cannot_be_computed_is_refused_at_once(
     driver: Driver, prompt: list[int], sampling: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ValueError, match=says):
-        generate(driver.core.model, driver.core.caches["paged"], prompt, SamplingParams(**{"max_tokens": 4} | sampling))
+        generate(
+            driver.core.model, driver.core.instances["paged"], prompt, SamplingParams(**{"max_tokens": 4} | sampling)
+        )

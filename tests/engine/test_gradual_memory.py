@@ -82,7 +82,7 @@ def test_an_engine_is_ready_before_all_memory_is_there(tiny: Path, monkeypatch: 
     there = arena.num_usable_pages * arena.page_bytes
     assert build.INITIAL_KV_BYTES <= there < 4 * build.INITIAL_KV_BYTES < arena.total_pages * arena.page_bytes
     assert describe_memory(arena) == {"bytes": arena.memory.nbytes, "usable_bytes": there}
-    for cache in driver.core.caches.values():
+    for cache in driver.core.instances.values():
         driver.submit(cache.name, random_prompt(50), 4, kv_cache=cache.name)
     driver.run()
     state = read_engine_state(driver.engine, {})

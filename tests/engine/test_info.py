@@ -109,7 +109,7 @@ def test_a_wrong_number_of_dropped_tokens_is_one_fault_and_counts_as_none(
         driver.submit(str(i), random_prompt(20), 30, kv_cache="ring")
     for _ in range(6):
         driver.step()
-    driver.core.isolation.caches["ring"].inner.count_dropped_tokens = lambda seat: count  # type: ignore[method-assign]
+    driver.core.instances["ring"].strategy.count_dropped_tokens = lambda seat: count  # type: ignore[method-assign]
     tokens = read_engine_state(driver.engine, {}).tokens["ring"]
     assert tokens == (sum(request.seat.length for request in driver.requests if request.seat is not None), 0)
     assert driver.step().report.failures == {"ring": 1}, "not one for each sequence"

@@ -68,7 +68,7 @@ def test_a_text_without_a_scheduler_is_the_same(driver: Driver, instance: str) -
     driver.run()
     assert (len(heard.tokens), heard.finish_reason) == (LENGTH, "length")
     sampling = SamplingParams(LENGTH, temperature=0.0, ignore_eos=True)
-    found = list(generate(driver.core.model, driver.core.caches[instance], PROMPT, sampling))
+    found = list(generate(driver.core.model, driver.core.instances[instance], PROMPT, sampling))
     assert [token for token, _ in found] == heard.tokens
     driver.assert_nothing_leaked()
 
@@ -146,7 +146,7 @@ def test_other_strategies_say_which_one_would_take_it(driver: Driver) -> None:
     assert f"more than max_seq_len={CONTEXT}: shorten the prompt or lower max_tokens" in refused.message
     assert "a strategy with an unbounded contract bounds the prompt only" in refused.message
     with pytest.raises(ValueError, match="a strategy with an unbounded contract bounds the prompt only"):
-        generate(driver.core.model, driver.core.caches["paged"], PROMPT, SamplingParams(CONTEXT))
+        generate(driver.core.model, driver.core.instances["paged"], PROMPT, SamplingParams(CONTEXT))
 
 
 def test_a_text_without_an_end_is_admitted_and_can_be_cancelled(driver: Driver) -> None:
@@ -157,7 +157,7 @@ def test_a_text_without_an_end_is_admitted_and_can_be_cancelled(driver: Driver) 
     record = driver.records[-1]
     assert record.kept_tokens <= sum(SIZES.values())
     assert record.kept_tokens + record.dropped_tokens == record.prompt_tokens + record.generated_tokens - 1
-    assert record.kv_bytes == driver.core.caches["streaming"].bytes_for(10**9)
+    assert record.kv_bytes == driver.core.instances["streaming"].bytes_for(10**9)
     driver.assert_nothing_leaked()
 
 

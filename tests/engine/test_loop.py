@@ -227,7 +227,7 @@ def test_a_strategy_that_cannot_tell_fails_the_question_alone(
     def broken() -> None:
         raise ValueError("no idea")
 
-    monkeypatch.setattr(driver.core.caches["paged"], "usage", broken)
+    monkeypatch.setattr(driver.core.instances["paged"], "usage", broken)
     server = FakeEngineServer((0, Query(7, question)), (0, greedy("r", random_prompt(9))))
     run_until(driver, server, ends=1)
     (answer,) = [message for message in server.heard[0] if isinstance(message, Answer)]

@@ -118,7 +118,7 @@ def test_when_the_owner_fails_those_who_wait_inherit(
     tiny: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = together(tiny)
-    cache = driver.core.caches["paged"]
+    cache = driver.core.instances["paged"]
     plan: Callable[..., Any] = cache.plan
     driver.step()
 

@@ -232,14 +232,14 @@ def restore(driver: Driver, shares: dict[str, tuple[int, int]]) -> None:
     """Restore the state before a history, except for cached blocks."""
     for name in driver.core.isolation.quarantined:
         driver.core.isolation.end_quarantine(name)
-    driver.core.isolation.record_steps(driver.core.caches)  # faults of this history do not count in the next one
-    for name in driver.core.caches:
-        vars(driver.core.isolation.caches[name].inner).pop("plan", None)  # whole again
+    driver.core.isolation.record_steps(driver.core.instances)  # faults of this history do not count in the next one
+    for name in driver.core.instances:
+        vars(driver.core.instances[name].strategy).pop("plan", None)  # whole again
         unpin(driver, name)
         driver.core.memory.set_share(name, floor=0, limit=driver.core.arena.pages)
     for name, (floor, limit) in shares.items():
         driver.core.memory.set_share(name, floor=floor, limit=limit)
-    assert not any(cache.draining for cache in driver.core.caches.values())
+    assert not any(cache.draining for cache in driver.core.instances.values())
 
 
 _idle: dict[tuple[int, float], Driver] = {}
@@ -252,7 +252,7 @@ def a_driver(tiny: Path, max_num_batched_tokens: int, memory: float) -> Iterator
     driver = _idle.pop((max_num_batched_tokens, memory), None)
     if driver is None:
         driver = Driver(tiny, **sized, kv_memory=str(int(least_memory(tiny, **sized) * memory)))
-    shares = {name: driver.core.arena.get_share(name) for name in driver.core.caches}
+    shares = {name: driver.core.arena.get_share(name) for name in driver.core.instances}
     yield driver
     restore(driver, shares)
     driver.assert_nothing_leaked()

@@ -213,7 +213,7 @@ def test_what_is_not_kept_or_not_chosen_is_not_read(models: dict[int, Path], nam
     read, tokens = dict[str, int](), dict[str, int]()
     for each in ("paged", name):
         with decoding(models[LAYERS[0]], each) as driver:
-            kept = driver.core.isolation.caches[each].count_tokens().kept
+            kept = driver.core.instances[each].count_tokens().kept
             tokens[each] = kept + SEQUENCES  # the new ones, too
             with driver.core.tracer.record(OpCounter()) as counter:
                 driver.core.step()

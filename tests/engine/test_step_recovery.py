@@ -31,7 +31,7 @@ Break = Callable[[Driver, str, int], None]
 
 def break_plan(driver: Driver, instance: str, times: int) -> None:
     """Make the next `times` calls of plan() raise."""
-    cache = driver.core.isolation.caches[instance].inner
+    cache = driver.core.instances[instance].strategy
     plan, left = cache.plan, [times]
 
     def broken(rows: Sequence[Row]) -> Plan:
@@ -45,7 +45,7 @@ def break_attend(layer: int) -> Break:
     """Make the next `times` calls of attend() at `layer` raise, after the keys of the layers before were written."""
 
     def break_it(driver: Driver, instance: str, times: int) -> None:
-        cache = driver.core.isolation.caches[instance].inner
+        cache = driver.core.instances[instance].strategy
         plan, left = cache.plan, [times]
 
         def broken(rows: Sequence[Row]) -> Plan:
@@ -139,7 +139,7 @@ def test_one_that_comes_back_ends_that_strategys_rows_and_no_others(
             assert heard.failed.message.startswith(f"cache strategy '{instance}' failed in ")
             assert "(): ValueError: broken on purpose" in heard.failed.message
     assert [record.outcome for record in result.finished] == ["error", "error"]
-    assert driver.core.caches[instance].usage().used == 0
+    assert driver.core.instances[instance].usage().used == 0
     driver.run()
     assert_right(driver, reference, without=instance)
 
@@ -220,7 +220,7 @@ def test_a_bug_outside_the_strategies_is_not_blamed_on_one(tiny: Path, monkeypat
 def test_the_seam_is_patched_where_the_engine_looks(tiny: Path) -> None:
     """A check of the tests above: the engine calls the patched plan()."""
     driver = started(tiny, steps=0)
-    caches: list[KVCache] = list(driver.core.caches.values())
+    caches: list[KVCache] = list(driver.core.instances.values())
     for cache in caches:
         break_plan(driver, cache.name, ALWAYS)
     driver.run(at_most=10)
@@ -267,10 +267,10 @@ def test_what_was_computed_of_no_numbers_is_found_by_nobody(
 
     with monkeypatch.context() as broken:
         broken.setattr(driver.core.model, "forward", spoilt)
-        bad = {name: driver.submit(f"bad {name}", prompt, COUNT, kv_cache=name) for name in driver.core.caches}
+        bad = {name: driver.submit(f"bad {name}", prompt, COUNT, kv_cache=name) for name in driver.core.instances}
         driver.run()
     assert {heard.failed and heard.failed.code for heard in bad.values()} == {"not_a_number"}
-    good = {name: driver.submit(name, prompt, COUNT, kv_cache=name) for name in driver.core.caches}
+    good = {name: driver.submit(name, prompt, COUNT, kv_cache=name) for name in driver.core.instances}
     driver.run()
     for name, heard in good.items():
         assert heard.tokens == reference.greedy(prompt, COUNT), name

@@ -34,7 +34,7 @@ def _documents(*lengths: int) -> list[Document]:
 
 
 def _read(engine: Engine, documents: list[Document], row_tokens: int) -> dict[str, Fidelity]:
-    caches = [engine.core.caches[name] for name in NAMES]
+    caches = [engine.core.instances[name] for name in NAMES]
     results = compare(engine.core.model, caches, documents, row_tokens=row_tokens)
     assert all(cache.usage().seats == 0 for cache in caches)
     return dict(zip(NAMES, results, strict=True))
@@ -116,13 +116,13 @@ def test_a_known_answer_counts(engine: Engine, reference: LlamaForCausalLM) -> N
 
 def test_tells_how_far_it_has_come(engine: Engine, documents: list[Document]) -> None:
     told: list[int] = []
-    cache = engine.core.caches["paged"]
+    cache = engine.core.instances["paged"]
     compare(engine.core.model, [cache], documents, row_tokens=100, on_tokens_read=told.append)
     assert told == [100, 60, 61]
 
 
 def test_too_little_memory_is_reported_at_once(engine: Engine, documents: list[Document]) -> None:
-    caches = [engine.core.caches["contiguous"]] * 40
+    caches = [engine.core.instances["contiguous"]] * 40
     told: list[int] = []
     with pytest.raises(SettingsError, match="no room for a document under contiguous: raise --kv-memory"):
         compare(engine.core.model, caches, documents, row_tokens=8, on_tokens_read=told.append)
@@ -140,7 +140,7 @@ def test_what_is_no_number_is_reported(engine: Engine, monkeypatch: pytest.Monke
     model = engine.core.model
     monkeypatch.setattr(model, "_norm", torch.full_like(model._norm, torch.nan))
     with pytest.raises(SettingsError, match="logits are not finite"):
-        compare(model, [engine.core.caches["paged"]], _documents(20), row_tokens=8)
+        compare(model, [engine.core.instances["paged"]], _documents(20), row_tokens=8)
 
 
 def test_a_hopeless_perplexity_is_infinite() -> None:

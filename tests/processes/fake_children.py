@@ -16,7 +16,7 @@ from typing import Any
 from config.errors import SettingsError
 from config.settings import Settings
 from server.cli.banner import format_banner
-from server.engine.isolation.calls import NUM_CODES
+from server.engine.calls import NUM_CODES
 from server.listening import get_url, listen
 from server.logs import configure_logging
 from server.processes.child import Timing

@@ -8,26 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from server.engine.isolation import guard
-from server.engine.isolation.calls import NUM_CODES
+from server.engine.calls import NUM_CODES
 from server.processes import heartbeat
 from server.processes.heartbeat import StrategyCalls
 
-ENGINE = Path(guard.__file__).parents[1]
-CALL = re.compile(r"(?:self\._run|\.call|call_quietly|_call_for|_pin)\(\s*(?:\w+, )?\"(\w+)\"")
+ROOT = Path(heartbeat.__file__).parents[1]
+CALL = re.compile(r"(?:region\[|\.call\(|_call_quietly\(|\.report\(|_pin\(instance, )\"(\w+)\"")
 
 
-def test_every_method_that_the_engine_calls_through_a_guard_has_a_number() -> None:
-    """A method without a number could not be named if its call did not return."""
-    files = (
-        ENGINE / "isolation" / "guard.py",
-        ENGINE / "admin.py",
-        ENGINE / "live" / "pages.py",
-        ENGINE / "live" / "routing.py",
-    )
-    called = {name for file in files for name in CALL.findall(file.read_text())}
-    assert {"open", "grow", "plan", "attend", "count_dropped_tokens", "usage", "pin", "clear", "inspect"} <= called
-    assert called == {*StrategyCalls.METHODS}
+def test_every_region_of_the_engine_has_a_number() -> None:
+    """One without a number could not be named if a call in it did not return."""
+    files = [*ROOT.glob("engine/**/*.py"), ROOT / "sequence.py", ROOT / "evaluation" / "compare.py"]
+    entered = {name for file in files for name in CALL.findall(file.read_text())}
+    assert {"open", "schedule", "plan", "attend", "count_dropped_tokens", "usage", "pin", "clear"} <= entered
+    assert entered == {*StrategyCalls.METHODS}
 
 
 def test_a_call_is_named_while_it_runs() -> None:

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(engine: Engine, lengths: Sequence[int]) -> list[CachingResult]:
     """Measure every strategy, and generation without a cache, at every length; show progress on stderr."""
     runs: dict[str, Callable[[int], object]] = {
-        name: partial(generate_cached, engine, name) for name in engine.core.caches
+        name: partial(generate_cached, engine, name) for name in engine.core.instances
     }
     runs[FULL_CONTEXT] = partial(debug_generate_full_context, engine.core.model, [0])
     results = []
@@ -74,7 +74,7 @@ def measure(engine: Engine, lengths: Sequence[int]) -> list[CachingResult]:
 def generate_cached(engine: Engine, strategy: str, num_tokens: int) -> list[int]:
     """Return `num_tokens` token ids that a strategy generates greedily after token 0, one step each."""
     sampling = SamplingParams(num_tokens, temperature=0.0, ignore_eos=True)
-    return [token for token, _ in generate(engine.core.model, engine.core.caches[strategy], [0], sampling)]
+    return [token for token, _ in generate(engine.core.model, engine.core.instances[strategy], [0], sampling)]
 
 
 def format_table(results: Sequence[CachingResult]) -> str:

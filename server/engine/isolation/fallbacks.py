@@ -7,18 +7,15 @@ Knows the settings' fallbacks and the state of the instances; not why an instanc
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from cache_strategies.errors import StrategyError
 from server.engine.extension import StepExtension
+from server.engine.instance import Instance
 from server.engine.isolation.isolation import Isolation
 from server.engine.model_runner import StepOutput
 from server.engine.scheduling.request import Request, RequestError
 from server.engine.scheduling.scheduler import Scheduler
 from server.engine.scheduling.step import RequestFailure
-
-if TYPE_CHECKING:
-    from cache_strategies.base import KVCache
 
 log = logging.getLogger(__name__)
 
@@ -61,10 +58,10 @@ class Fallbacks(StepExtension):
 
     def has_room(self, name: str, num_prompt_tokens: int, max_tokens: int) -> bool:
         """Return whether an instance can ever hold such a request, as the scheduler's `submit` checks."""
-        cache, total = self._isolation.caches[name], num_prompt_tokens + max_tokens
-        bounded = num_prompt_tokens if cache.contract.unbounded else total
+        instance, total = self._isolation.instances[name], num_prompt_tokens + max_tokens
+        bounded = num_prompt_tokens if instance.contract.unbounded else total
         try:
-            return bounded <= self._scheduler.limits.max_seq_len and cache.bytes_for(total) <= cache.limit_bytes
+            return bounded <= self._scheduler.limits.max_seq_len and instance.bytes_for(total) <= instance.limit_bytes
         except StrategyError:
             return False
 
@@ -73,7 +70,7 @@ class Fallbacks(StepExtension):
         """Return the fallback to which a request can be moved; None if there is none, or something was sent."""
         if request.num_cached_tokens is not None:
             return None  # its client knows the instance
-        return self._find(request.cache.name, request.num_prompt_tokens, request.sampling.max_tokens)
+        return self._find(request.instance.name, request.num_prompt_tokens, request.sampling.max_tokens)
 
     def rescue(self, failure: RequestFailure) -> bool:
         """Move a request whose strategy is at fault to a fallback; return whether it was moved."""
@@ -88,19 +85,19 @@ class Fallbacks(StepExtension):
         name = self.find_for(request)
         if name is None:
             return False
-        before = request.cache, request.reason, request.fallback_of
-        origin = request.cache.name
+        before = request.instance, request.reason, request.fallback_of
+        origin = request.instance.name
         self._scheduler.remove(request)
         self._isolation.end(request, "error")
         if request in request.siblings:
             request.siblings.remove(request)
-        _reset(request, self._isolation.caches[name])
+        _reset(request, self._isolation.instances[name])
         set_fallback_of(request, request.fallback_of or origin)
         try:
             self._scheduler.submit(request)
         except (RequestError, StrategyError) as error:
             log.warning("a request of cache strategy %r could not be moved to its fallback %r: %s", origin, name, error)
-            request.cache, request.reason, request.fallback_of = before
+            request.instance, request.reason, request.fallback_of = before
             return False
         self._isolation.begin(request)
         return True
@@ -117,7 +114,7 @@ class Fallbacks(StepExtension):
             if result is None or result.is_finite or self.find_for(request) is None:
                 continue
             assert request.seat is not None
-            request.cache.discard(request.seat)
+            request.instance.discard(request.seat)
             group = [request, *(sibling.request for sibling in output.siblings[request])]
             failed += [RequestFailure.from_logits(each) for each in group if not self.move(each)]
             moved.update(group)
@@ -129,12 +126,12 @@ def set_fallback_of(request: Request, chosen: str) -> None:
     request.fallback_of, request.reason = chosen, f"fallback of {chosen}"
 
 
-def _reset(request: Request, cache: KVCache) -> None:
-    """Give a request without a seat, of which nothing was sent, another cache, as if it had not waited or run yet."""
+def _reset(request: Request, instance: Instance) -> None:
+    """Give a request without a seat, of which nothing was sent, another instance, as if it had not waited or run."""
     assert request.seat is None
     assert not request.num_output_tokens
-    request.cache, request.siblings = cache, [request]
+    request.instance, request.siblings = instance, [request]
     request.refused_at, request.passed_over, request.times.admitted = -1, 0, 0.0
     request.num_compactions, request.compaction_seconds = 0, 0.0
-    if not cache.contract.chunk_invariant:
+    if not instance.contract.chunk_invariant:
         request.proposer = None  # drafts would change the text, as in RequestFactory

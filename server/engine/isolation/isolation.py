@@ -13,8 +13,8 @@ from functools import partial
 
 from cache_strategies.base import KVCache
 from cache_strategies.errors import StrategyError
-from server.engine.isolation.calls import CallObserver
-from server.engine.isolation.guard import GuardedCache
+from server.engine.calls import CallObserver
+from server.engine.instance import Instance
 from server.engine.isolation.progress import ProgressWatchdog
 from server.engine.isolation.quarantine import Quarantine
 from server.engine.scheduling.request import Request, RequestError
@@ -23,20 +23,6 @@ from server.records import KVTokens, Outcome
 
 log = logging.getLogger(__name__)
 
-# Methods whose faults are only counted, as no request needs what they return
-REPORTS = frozenset(
-    {
-        "usage",
-        "blocks",
-        "count_dropped_tokens",
-        "estimate_bytes",
-        "token_budget",
-        "collect_block_events",
-        "mark_pages",
-        "describe_page",
-        "list_prefixes",
-    }
-)
 STRATEGY_TIMEOUT = 5.0  # default of the setting strategy_timeout, in seconds
 
 
@@ -66,12 +52,12 @@ class Isolation:
         self._quarantine = Quarantine(caches, clock)
         self._new_quarantines: dict[str, StrategyError] = {}
         self._probes: dict[str, Request] = {}  # by instance: the request that tries it after a quarantine
-        self.caches = {name: GuardedCache(cache, self._on_fault, calls) for name, cache in caches.items()}
-        self._watchdog = ProgressWatchdog(self.caches, timeout, clock)
+        self.instances = {name: Instance(cache, self._on_fault, calls) for name, cache in caches.items()}
+        self._watchdog = ProgressWatchdog(self.instances, timeout, clock)
 
     def _on_fault(self, error: StrategyError) -> None:
         self.faults[error.instance] += 1
-        if error.method not in REPORTS and self._quarantine.record_fault(error.instance):
+        if not error.is_report and self._quarantine.record_fault(error.instance):
             self._new_quarantines[error.instance] = error
 
     def collect_faults(self) -> Mapping[str, int]:
@@ -117,7 +103,7 @@ class Isolation:
 
     def _renew(self, name: str) -> None:
         """Build an instance anew. Raises StrategyError if that fails."""
-        self.caches[name].rebuild(partial(self._rebuild, name))
+        self.instances[name].rebuild(partial(self._rebuild, name))
 
     def end_quarantine(self, name: str) -> None:
         """Let an instance get requests again at once, built anew. Raises StrategyError if that fails."""
@@ -126,7 +112,7 @@ class Isolation:
 
     def begin(self, request: Request) -> None:
         """Note that a request of an instance was queued."""
-        name = request.cache.name
+        name = request.instance.name
         if self._quarantine.seconds_left(name) == 0.0:
             self._quarantine.begin_probe(name)
             self._probes[name] = request
@@ -139,7 +125,7 @@ class Isolation:
 
     def end(self, request: Request, outcome: Outcome) -> None:
         """Note how a request of an instance has ended."""
-        name = request.cache.name
+        name = request.instance.name
         if outcome in ("stop", "length"):
             if self._probes.get(name) is request:
                 log.warning("cache strategy %r works again", name)
@@ -153,7 +139,7 @@ class Isolation:
         """Return the tokens of a request that is about to end; none after an error, so that no fault causes another."""
         if request.seat is None or outcome == "error":
             return KVTokens(0, 0)
-        return self.caches[request.cache.name].count_tokens([request.seat])
+        return self.instances[request.instance.name].count_tokens([request.seat])
 
     # ---------------------------------------------------------------- faults
     def find_stalled(self, candidates: Sequence[Request], computed: Sequence[Request]) -> list[RequestFailure]:
@@ -180,10 +166,10 @@ class Isolation:
         return [
             RequestFailure(request, f"{new[name]}; the strategy is in quarantine", "strategy_quarantined")
             for request in requests
-            if (name := request.cache.name) in new
+            if (name := request.instance.name) in new
         ]
 
     def suspend(self, names: Iterable[str]) -> None:
         """Free the memory of instances that have been put in quarantine, whose requests must have ended."""
         for name in names:
-            self.caches[name].suspend()
+            self.instances[name].suspend()

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from cache_strategies.base import KVCache
 from cache_strategies.errors import StrategyError
-from server.engine.isolation.guard import GuardedCache
+from server.engine.instance import Instance, count_unused_pages
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.step import RequestFailure
 
@@ -30,13 +29,13 @@ class ProgressWatchdog:
     """Watches the requests of all instances, step by step."""
 
     def __init__(
-        self, caches: Mapping[str, GuardedCache], timeout: float, clock: Callable[[], float] = time.monotonic
+        self, instances: Mapping[str, Instance], timeout: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Watch the requests of `caches`; `timeout`: seconds that a request may wait for nothing."""
-        self._caches = caches
+        """Watch the requests of `instances`; `timeout`: seconds that a request may wait for nothing."""
+        self._instances = instances
         self._timeout = timeout
         self._clock = clock
-        self._waits: dict[tuple[Request, KVCache], _Wait] = {}  # a fallback's wait begins anew
+        self._waits: dict[tuple[Request, Instance], _Wait] = {}  # a fallback's wait begins anew
         self._leaks: dict[str, float] = {}  # by instance: since when it holds pages that no sequence uses
         self._steps = 0
 
@@ -46,8 +45,8 @@ class ProgressWatchdog:
         `candidates` are the requests that only their strategies hold up, `computed` those with a row in the step. A
         request does not count as waiting while a row of its instance is computed, as it may wait for that.
         """
-        busy = {request.cache for request in computed}
-        idle = [request for request in candidates if request.cache not in busy]
+        busy = {request.instance for request in computed}
+        idle = [request for request in candidates if request.instance not in busy]
         if not idle:
             self._waits.clear()
             return []
@@ -55,30 +54,30 @@ class ProgressWatchdog:
         before, self._waits = self._waits, {}
         stalled = []
         for request in idle:
-            steps, since = before.get((request, request.cache), _Wait(0, now))
-            self._waits[request, request.cache] = _Wait(steps + 1, since)
+            steps, since = before.get((request, request.instance), _Wait(0, now))
+            self._waits[request, request.instance] = _Wait(steps + 1, since)
             has_waited = steps >= MIN_STEPS and now - since >= self._timeout
             if has_waited and (error := self._explain(request)) is not None:
                 stalled.append(RequestFailure.from_fault(request, error))
         return stalled
 
     def _explain(self, request: Request) -> StrategyError | None:
-        """Return the strategy's fault; None if the request waits for memory of the arena.
-
-        A call that is refused although the arena has room fails at once (GuardedCache). Room that is there now says
-        nothing of the last call: another strategy may have freed it since, to use other pages.
-        """
-        cache = self._caches[request.cache.name]
-        try:
-            if request.seat is not None and not cache.ready(request.seat):
-                return cache.make_fault("ready", f"a sequence was not ready for {self._timeout:g} seconds")
-        except StrategyError as error:
-            return error
-        if request.peak_bytes:
+        """Return the strategy's fault; None if the request waits for memory that was refused."""
+        instance = request.instance
+        if request.seat is not None and not request.has_committed:
+            try:
+                with instance.region["schedule"]:
+                    if not instance.strategy.ready(request.seat):
+                        return instance.make_fault("ready", f"a sequence was not ready for {self._timeout:g} seconds")
+            except StrategyError as error:
+                return error
+        if request.lacks_memory and request.peak_bytes:
             return None
         opens = request.seat is None and not request.num_preemptions
         method, what = ("open", "returned no seat") if opens else ("grow", "returned False")
-        return cache.make_fault(method, f"it {what} for {self._timeout:g} seconds, and no sequence of it was computed")
+        return instance.make_fault(
+            method, f"it {what} for {self._timeout:g} seconds, and no sequence of it was computed"
+        )
 
     def find_leaks(self) -> list[StrategyError]:
         """Return an error for each instance that holds pages after all its sequences have ended; called once per step.
@@ -89,16 +88,11 @@ class ProgressWatchdog:
         if self._steps % LEAK_CHECK_INTERVAL:
             return []
         now, errors = self._clock(), []
-        for name, cache in self._caches.items():
-            pages = 0 if cache.num_open_seats else self._count_unused_pages(cache)
+        for name, instance in self._instances.items():
+            pages = 0 if instance.num_open else count_unused_pages(instance)
             if not pages:
                 self._leaks.pop(name, None)
             elif now - self._leaks.setdefault(name, now) >= self._timeout:
-                size = pages * cache.setup.arena.page_bytes
-                errors.append(cache.make_fault("close", f"{size} bytes stay in use after all sequences have ended"))
+                size = pages * instance.arena.page_bytes
+                errors.append(instance.make_fault("close", f"{size} bytes stay in use after all sequences have ended"))
         return errors
-
-    @staticmethod
-    def _count_unused_pages(cache: GuardedCache) -> int:
-        held = cache.setup.arena.num_held_pages(cache.name)
-        return max(0, held - cache.idle_pages() - len(cache.pinned_pages())) if held else 0

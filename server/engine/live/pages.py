@@ -49,8 +49,8 @@ def describe_page(core: Core, page: int) -> dict[str, Any]:
     mark = int(marks[page])
     owner = names.get(mark)
     states = read_states(core, marks, {} if owner is None else {mark: owner})
-    cache = None if owner is None else core.isolation.caches.get(owner)
-    info = None if cache is None else cache.describe_page(page)
+    instance = None if owner is None else core.instances.get(owner)
+    info = None if instance is None else instance.describe_page(page)
     description: dict[str, Any] = {"page": page, "owner": owner, "state": PageState(states[page]).name.lower()}
     if info is not None:
         description |= {
@@ -70,9 +70,9 @@ def read_states(core: Core, marks: NDArray[np.uint8], names: Mapping[int, str]) 
     states = np.full(len(marks), PageState.IN_USE, np.uint8)
     states[marks == FREE], states[marks == UNTOUCHED] = PageState.FREE, PageState.UNTOUCHED
     for mark, name in names.items():
-        if (cache := core.isolation.caches.get(name)) is not None:
+        if (instance := core.instances.get(name)) is not None:
             own = marks == mark
-            states[own] = cache.read_page_states(len(marks)).numpy()[own]
+            states[own] = instance.read_page_states(len(marks)).numpy()[own]
     return states
 
 

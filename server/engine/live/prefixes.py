@@ -12,7 +12,7 @@ from cache_strategies.features import PrefixListing
 from cache_strategies.types import CachedPrefix
 from server.engine.core import Core
 from server.engine.info import drop_none, round_seconds
-from server.engine.isolation.guard import GuardedCache
+from server.engine.instance import Instance
 
 MAX_LISTED_PREFIXES = 500  # maximum number of nodes that are listed of an instance
 
@@ -20,15 +20,15 @@ MAX_LISTED_PREFIXES = 500  # maximum number of nodes that are listed of an insta
 def describe_prefixes(core: Core) -> dict[str, Any]:
     """Return the trees of cached prefixes of all instances that can list them, as docs/reference/api.md says."""
     instances = {
-        name: _describe_tree(cache)
-        for name, cache in core.isolation.caches.items()
-        if isinstance(cache.inner, PrefixListing)
+        name: _describe_tree(instance)
+        for name, instance in core.instances.items()
+        if isinstance(instance.strategy, PrefixListing)
     }
     return {"object": "prefixes", "created": round(time(), 3), "instances": instances}
 
 
-def _describe_tree(cache: GuardedCache) -> dict[str, Any]:
-    prefixes, omitted = cache.list_prefixes(MAX_LISTED_PREFIXES)
+def _describe_tree(instance: Instance) -> dict[str, Any]:
+    prefixes, omitted = instance.list_prefixes(MAX_LISTED_PREFIXES)
     return {"prefixes": [_describe_prefix(each) for each in prefixes], "omitted": omitted}
 
 

@@ -7,36 +7,44 @@ router asks for it.
 from __future__ import annotations
 
 from array import array
+from contextlib import suppress
 from typing import Any
 
+from cache_strategies.errors import StrategyError
 from cache_strategies.features import BlockNames
 from cache_strategies.types import BlockNaming
 from config.block_hashes import NAME_TYPE
 from server.engine.core import Core
-from server.engine.isolation.guard import GuardedCache
-from server.engine.isolation.results import to_block_names, to_block_naming
+from server.engine.instance import Instance
 
 MAX_NAMES = 1 << 17  # most names of an instance's blocks in a description, which takes 4 bytes for each
 
 
-def find_block_naming(cache: GuardedCache) -> BlockNaming | None:
+def find_block_naming(instance: Instance) -> BlockNaming | None:
     """Return what the names of an instance's blocks are made of; None if it has none, or after a fault."""
-    if cache.is_suspended or not isinstance(cache.inner, BlockNames):
+    if not isinstance(instance.strategy, BlockNames):
         return None
-    naming: BlockNaming | None = cache.call_quietly("block_naming", None, convert=to_block_naming)
+    naming: BlockNaming | None = instance.report("block_naming", BlockNaming | None, None)
     return naming
+
+
+def _list_block_names(instance: Instance) -> array[int]:
+    """Return the latest names of an instance's blocks; none after a fault."""
+    names: array[int] = array(NAME_TYPE)
+    if isinstance(instance.strategy, BlockNames):
+        with suppress(StrategyError), instance.region["list_block_names"]:
+            names = array(NAME_TYPE, instance.strategy.list_block_names())
+    return names[-MAX_NAMES:]
 
 
 def describe_routing(core: Core) -> dict[str, Any]:
     """Return what `server.cluster.router` reads of a replica: its instances, and the work that waits."""
     requests = [*core.scheduler.running, *core.scheduler.waiting]
-    queued_tokens = sum(
-        max(0, request.num_prompt_tokens - (0 if request.seat is None else request.seat.length)) for request in requests
-    )
+    queued_tokens = sum(max(0, request.num_prompt_tokens - request.num_computed_tokens) for request in requests)
     return {
         "instances": {
-            name: _describe_instance(core, cache)
-            for name, cache in core.isolation.caches.items()
+            name: _describe_instance(core, instance)
+            for name, instance in core.instances.items()
             if name not in core.isolation.quarantined
         },
         "queued_tokens": queued_tokens,
@@ -45,15 +53,13 @@ def describe_routing(core: Core) -> dict[str, Any]:
     }
 
 
-def _describe_instance(core: Core, cache: GuardedCache) -> dict[str, Any]:
-    longest, available = cache.setup.geometry.max_seq_len, core.arena.count_available_pages(cache.name)
-    names: array[int] = array(NAME_TYPE)
-    shares = find_block_naming(cache) is not None
-    if shares:
-        names = cache.call_quietly("list_block_names", names, convert=to_block_names)[-MAX_NAMES:]
+def _describe_instance(core: Core, instance: Instance) -> dict[str, Any]:
+    longest, available = instance.setup.geometry.max_seq_len, core.arena.count_available_pages(instance.name)
+    shares = find_block_naming(instance) is not None
+    names = _list_block_names(instance) if shares else array(NAME_TYPE)
     return {
         "shares": shares,
         "names": names.tobytes(),
         "free_bytes": max(0, available) * core.arena.page_bytes,
-        "bytes_per_token": (cache.estimate_bytes(longest) or 0) / longest,
+        "bytes_per_token": (instance.estimate_bytes(longest) or 0) / longest,
     }

@@ -13,7 +13,7 @@ from typing import Any
 from server.engine.build import Engine
 from server.engine.core import Core
 from server.engine.info import describe_instance, describe_memory, drop_none
-from server.engine.isolation.guard import GuardedCache
+from server.engine.instance import Instance
 from server.engine.live.pages import describe_cells
 from server.engine.scheduling.request import Request
 
@@ -26,8 +26,8 @@ def describe_live(engine: Engine) -> dict[str, Any]:
     core = engine.core
     scheduler = core.scheduler
     listed = [*scheduler.running, *scheduler.waiting][:MAX_LISTED_REQUESTS]
-    running = Counter(request.cache.name for request in scheduler.running)
-    waiting = Counter(request.cache.name for request in scheduler.waiting)
+    running = Counter(request.instance.name for request in scheduler.running)
+    waiting = Counter(request.instance.name for request in scheduler.waiting)
     return {
         "object": "live",
         "created": round(time(), 3),
@@ -41,8 +41,8 @@ def describe_live(engine: Engine) -> dict[str, Any]:
         "instances": {
             each.name: {
                 **describe_instance(core, each),
-                "blocks": core.caches[each.name].blocks()._asdict(),
-                "fits": count_fitting_texts(core, core.isolation.caches[each.name], engine.max_seq_len),
+                "blocks": core.instances[each.name].blocks()._asdict(),
+                "fits": count_fitting_texts(core, core.instances[each.name], engine.max_seq_len),
                 "running": running[each.name],
                 "waiting": waiting[each.name],
             }
@@ -56,14 +56,14 @@ def describe_live(engine: Engine) -> dict[str, Any]:
 
 
 # ---------------------------------------------------------------- instances
-def count_fitting_texts(core: Core, cache: GuardedCache, max_seq_len: int) -> dict[str, int]:
+def count_fitting_texts(core: Core, instance: Instance, max_seq_len: int) -> dict[str, int]:
     """Return how many more texts have room in an instance, by their number of tokens, where it says what they take.
 
     Idle memory counts as room. Texts that share their beginnings need less, so that more of them may fit.
     """
     lengths = [SHORTEST_TEXT << i for i in range(20) if SHORTEST_TEXT << i < max_seq_len] + [max_seq_len]
-    available, page_bytes = max(0, core.arena.count_available_pages(cache.name)), core.arena.page_bytes
-    sizes = {length: cache.estimate_bytes(length) for length in lengths}
+    available, page_bytes = max(0, core.arena.count_available_pages(instance.name)), core.arena.page_bytes
+    sizes = {length: instance.estimate_bytes(length) for length in lengths}
     return {str(length): available // -(-size // page_bytes) for length, size in sizes.items() if size}
 
 
@@ -73,12 +73,12 @@ def describe_request(request: Request) -> dict[str, Any]:
     times, now = request.times, monotonic()
     fields = {
         "id": request.key[1],
-        "instance": request.cache.name,
+        "instance": request.instance.name,
         "reason": request.reason,
         "state": "waiting" if request.seat is None else "running",
         "priority": request.priority,
         "prompt_tokens": request.num_prompt_tokens,
-        "computed_tokens": 0 if request.seat is None else request.seat.length,
+        "computed_tokens": request.num_computed_tokens,
         "cached_tokens": request.num_cached_tokens,
         "generated_tokens": request.num_output_tokens,
         "max_tokens": request.sampling.max_tokens,

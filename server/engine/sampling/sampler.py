@@ -181,10 +181,9 @@ def score_prompt(request: Request, logits: Tensor) -> PromptScores:
 
     Tokens that were scored before a preemption, and are computed again, are left out.
     """
-    seat, top = request.seat, request.sampling.prompt_logprobs
-    assert seat is not None
+    length, top = request.num_computed_tokens, request.sampling.prompt_logprobs
     assert top is not None
-    first = seat.length + 1
+    first = length + 1
     start = max(first, request.num_scored_tokens + 1)
-    tokens = request.tokens[start : min(seat.length + len(logits) + 1, request.num_prompt_tokens)]
+    tokens = request.tokens[start : min(length + len(logits) + 1, request.num_prompt_tokens)]
     return PromptScores(request.key[1], compute_logprobs(logits[start - first :][: len(tokens)], tokens, top))

@@ -13,8 +13,9 @@ from cache_strategies.errors import StrategyError
 from server.engine.ipc.messages import Caching, Failed, SamplingParams
 
 if TYPE_CHECKING:
-    from cache_strategies.base import KVCache, Seat
+    from cache_strategies.base import Seat
     from cache_strategies.types import Salt
+    from server.engine.instance import Instance
 
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,7 @@ class ReasoningLimit(Protocol):
 class PlannedShadow(NamedTuple):
     """A shadow that is to begin with its served request."""
 
-    cache: KVCache | None  # of the second instance; None: it is in quarantine
+    instance: Instance | None  # the second one; None: it is in quarantine
     rollout: str | None = None  # the roll-out for which the request is shadowed; None: a rule's, or a client's
     is_reference: bool = False  # whether the client gets the divergence of each token from this instance
 
@@ -126,8 +127,8 @@ class Request:
     key: tuple[int, str]  # the API worker and the id that it gave the request
     tokens: list[int]  # prompt and output
     sampling: SamplingParams
-    cache: KVCache
-    reason: str  # what chose the cache, as in RequestRecord
+    instance: Instance
+    reason: str  # what chose the instance, as in RequestRecord
     salt: Salt  # only sequences with an equal salt share cached tokens with this request
     priority: int = 0
     caching: Caching = field(default_factory=Caching)
@@ -147,6 +148,10 @@ class Request:
     due: float = 0.0  # sort key of the queue: when it arrived, by the monotonic clock, shifted by its priority
     arrival_index: int = 0  # number of the request in order of arrival: sorts requests with the same `due`
     seat: Seat | None = None
+    num_computed_tokens: int = 0  # of the seat, in the cache; counted by the engine from the first commit on
+    has_committed: bool = False  # whether a row of the seat was committed
+    found: tuple[int, str | None] = (0, None)  # number of tokens of the seat found in the cache, and why not more
+    lacks_memory: bool = False  # whether the instance's last refusal of a seat or of room was for lack of memory
     peak_bytes: int = 0  # bytes of KV memory that the request may need at most; set when it is queued
     num_cached_tokens: int | None = None  # number of prompt tokens found in the cache; None until its first row has run
     miss: str | None = None  # why no more prompt tokens were found (`cache_strategies.base.Miss`)
@@ -176,7 +181,7 @@ class Request:
     def kv_bytes(self) -> int:
         """The bytes of KV memory for the text; shared blocks count in full. 0 if the strategy does not say."""
         try:
-            return self.cache.bytes_for(len(self.tokens))
+            return self.instance.bytes_for(len(self.tokens))
         except StrategyError:
             return 0
 
@@ -187,15 +192,14 @@ class Request:
     @property
     def waits_for_sibling(self) -> bool:
         """Whether the request waits for the first choice (n > 1) of its prompt, which computes the prompt for all."""
-        if self.num_output_tokens or not self.cache.contract.forkable:
+        if self.num_output_tokens or not self.instance.contract.forkable:
             return False
         return next((sibling for sibling in self.siblings if not sibling.num_output_tokens), self) is not self
 
     @property
     def num_remaining_tokens(self) -> int:
         """The number of tokens of prompt and output that have not entered the cache yet."""
-        assert self.seat is not None
-        return len(self.tokens) - self.seat.length
+        return len(self.tokens) - self.num_computed_tokens
 
     @property
     def max_total_tokens(self) -> int:
@@ -205,7 +209,7 @@ class Request:
     @property
     def num_bounded_tokens(self) -> int:
         """The number of tokens that max_seq_len bounds: all, or those of the prompt under an unbounded strategy."""
-        return self.num_prompt_tokens if self.cache.contract.unbounded else self.max_total_tokens
+        return self.num_prompt_tokens if self.instance.contract.unbounded else self.max_total_tokens
 
     @property
     def needs_prompt_logprobs(self) -> bool:

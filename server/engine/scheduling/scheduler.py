@@ -34,7 +34,8 @@ from server.engine.scheduling.step import PartialStep, RequestFailure, Schedule
 from server.records import WaitReason
 
 if TYPE_CHECKING:
-    from cache_strategies.base import KVCache, Seat
+    from cache_strategies.base import Seat
+    from server.engine.instance import Instance
 
 
 class Limits(NamedTuple):
@@ -70,12 +71,12 @@ class Scheduler:
         self.limits = limits
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self._num_waiting: Counter[KVCache] = Counter()  # number of waiting requests of each instance
+        self._num_waiting: Counter[Instance] = Counter()  # number of waiting requests of each instance
         self._refused: set[Request] = set()  # waiting requests for which open() of their strategy last returned no seat
         self._num_arrivals = 0
         self._room_changes = 0  # counts the times when memory or a seat may have become free
-        # Ends what no request needs, to make room for a request of a cache; returns whether it did
-        self.release_spare: Callable[[KVCache], bool] = lambda cache: False
+        # Ends what no request needs, to make room for a request of an instance; returns whether it did
+        self.release_spare: Callable[[Instance], bool] = lambda instance: False
 
     # ---------------------------------------------------------------- add and remove requests
     def submit(self, request: Request) -> None:
@@ -88,11 +89,11 @@ class Scheduler:
                 "a strategy with an unbounded contract bounds the prompt only"
             )
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
-        request.peak_bytes = needed = request.cache.bytes_for(total)
-        if needed > (limit := request.cache.limit_bytes):
+        request.peak_bytes = needed = request.instance.bytes_for(total)
+        if needed > (limit := request.instance.limit_bytes):
             message = (
-                f"the request needs {needed} bytes of KV memory, and strategy {request.cache.name!r} may hold {limit}: "
-                "shorten the prompt or lower max_tokens"
+                f"the request needs {needed} bytes of KV memory, and strategy {request.instance.name!r} may hold "
+                f"{limit}: shorten the prompt or lower max_tokens"
             )
             raise RequestError(400, message, code="context_length_exceeded", param="prompt")
         free_seats = max(0, limits.max_num_seqs - len(self.running))
@@ -129,12 +130,12 @@ class Scheduler:
         assert sibling.seat is not None
         if self._can_run(request, self.running):
             try:
-                request.seat = request.cache.fork(sibling.seat)
+                request.seat = request.instance.fork(sibling.seat, sibling.num_computed_tokens)
             except StrategyError:
                 return False  # open() is tried instead
         if request.seat is None:
             return False
-        request.forked = True
+        request.forked, request.num_computed_tokens = True, sibling.num_computed_tokens
         self._start_running(request)
         return True
 
@@ -143,7 +144,7 @@ class Scheduler:
 
         If a request found no memory when it was last tried, all requests of its instance count as waiting for memory.
         """
-        full = {request.cache.name for request in self._iter_candidates() if request.refused_at >= 0}
+        full = {request.instance.name for request in self._iter_candidates() if request.refused_at >= 0}
         seats = len(self.running) < self.limits.max_num_seqs
 
         def find_wait_reason(request: Request) -> WaitReason:
@@ -151,9 +152,9 @@ class Scheduler:
                 return "sibling"
             if not seats:
                 return "seats"
-            return "memory" if request.cache.name in full else "turn"
+            return "memory" if request.instance.name in full else "turn"
 
-        return Counter((request.cache.name, find_wait_reason(request)) for request in self.waiting)
+        return Counter((request.instance.name, find_wait_reason(request)) for request in self.waiting)
 
     def list_held_up(self) -> list[Request]:
         """Return the requests that only their strategies may hold up: running ones, and those refused by open()."""
@@ -193,23 +194,28 @@ class Scheduler:
         Nothing is added if its cache is not ready, or there is not enough memory or budget.
         """
         try:
-            self._try_schedule(request, step)
+            with request.instance.region["schedule"]:
+                self._try_schedule(request, step)
         except StrategyError as error:
             self._unseat(request)
             step.failed.append(RequestFailure.from_fault(request, error))
 
     def _try_schedule(self, request: Request, step: PartialStep) -> None:
-        """Do what _schedule_request says. Raises StrategyError."""
-        cache, seat = request.cache, request.seat
+        """Do what _schedule_request says; called in a region of the request's instance."""
+        instance, seat = request.instance, request.seat
         assert seat is not None
-        if not cache.ready(seat):
+        if not request.has_committed and not update_length(request):
             return
         remaining = request.num_remaining_tokens
-        num_tokens = min(remaining, step.room_for(request), cache.row_limit(seat) or remaining)
+        num_tokens = min(remaining, step.room_for(request))
+        if instance.limits_rows:
+            num_tokens = limit_row(instance, seat, num_tokens)
         if not num_tokens:
             return
-        while not cache.grow(seat, num_tokens):
-            if self.release_spare(cache):
+        while not self._grow(request, num_tokens):
+            if not request.lacks_memory:
+                return  # no memory was refused, so that preempting others would be of no use
+            if self.release_spare(instance):
                 continue
             victim = self._find_victim(request, step)
             if victim is None:
@@ -218,35 +224,45 @@ class Scheduler:
             self._preempt(victim, step)
         step.add(request, num_tokens, remaining)
 
+    def _grow(self, request: Request, num_tokens: int) -> bool:
+        """Return whether there is room for the next tokens of a request; called in a region of its instance."""
+        assert request.seat is not None
+        arena = request.instance.arena
+        num_refusals = arena.num_refusals
+        if request.instance.strategy.grow(request.seat, num_tokens):
+            return True
+        # A strategy with memory of its own is believed
+        request.lacks_memory = arena.num_refusals > num_refusals or not request.peak_bytes
+        return False
+
     def _add_drafts(self, step: PartialStep) -> None:
         """Add draft tokens to decode rows within the rest of the budget; no request waits or is preempted for them."""
         for i, row in enumerate(step.rows):
-            request, num_tokens = row.request, row.num_tokens
+            request = row.request
             if request.proposer is None:
                 continue
             draft = request.propose_draft(min(step.token_budget, step.logprob_budget))
-            draft = draft[: self._count_room_in_row(request, num_tokens)] if draft else draft
-            if draft and self._grow_for_draft(request, num_tokens + len(draft)):
+            if draft and (draft := self._cut_draft(request, row.num_tokens, draft)):
                 step.rows[i] = row._replace(draft=draft)
                 step.token_budget -= len(draft)
                 step.logprob_budget -= len(draft)
 
-    def _count_room_in_row(self, request: Request, num_tokens: int) -> int | None:
-        """Return how many tokens may be added to a row of `num_tokens`; None: any number, 0 if the strategy fails."""
-        assert request.seat is not None
-        try:
-            limit = request.cache.row_limit(request.seat)
-        except StrategyError:
-            return 0
-        return None if limit is None else limit - num_tokens
+    @staticmethod
+    def _cut_draft(request: Request, num_tokens: int, draft: list[int]) -> list[int]:
+        """Return as much of a draft as there is room for after a row's tokens; nothing if the strategy is at fault.
 
-    def _grow_for_draft(self, request: Request, num_tokens: int) -> bool:
-        """Return whether there is memory for a row with draft tokens; not if the strategy is at fault."""
+        Without drafts the row may still be computed.
+        """
         assert request.seat is not None
         try:
-            return request.cache.grow(request.seat, num_tokens)
+            with request.instance.region["schedule"]:
+                strategy = request.instance.strategy
+                if request.instance.limits_rows:
+                    longest = limit_row(request.instance, request.seat, num_tokens + len(draft))
+                    draft = draft[: longest - num_tokens]
+                return draft if draft and strategy.grow(request.seat, num_tokens + len(draft)) else []
         except StrategyError:
-            return False  # without drafts the row may still be computed
+            return []
 
     def _find_victim(self, request: Request, step: PartialStep) -> Request | None:
         """Return the request to preempt for `request`, from those after it in the queue; None if there is none.
@@ -255,10 +271,12 @@ class Scheduler:
         the same instance as `request`, then the last in the queue.
         """
         later = [r for r in self.running if r.queue_key > request.queue_key and r not in step.scheduled_requests]
-        if request.cache.at_limit:
-            later = [r for r in later if r.cache is request.cache]
+        if request.instance.at_limit or not request.peak_bytes:
+            later = [r for r in later if r.instance is request.instance]
         return max(
-            later, key=lambda r: (r.cache.contract.replayable, r.cache is request.cache, r.queue_key), default=None
+            later,
+            key=lambda r: (r.instance.contract.replayable, r.instance is request.instance, r.queue_key),
+            default=None,
         )
 
     def _preempt(self, request: Request, step: PartialStep) -> None:
@@ -275,6 +293,8 @@ class Scheduler:
             if not lower or not self._can_seat_without(request, lower):
                 return
             while not self._try_seat(request, step) and request.seat is None and request in self.waiting:
+                if request.refused_at >= 0 and not request.lacks_memory:
+                    return  # no memory was refused, so that preempting others would be of no use
                 if not lower:
                     # Nothing may overtake `request`: else the preempted ones would be admitted and preempted again.
                     request.passed_over = self.limits.max_passed_over
@@ -287,11 +307,11 @@ class Scheduler:
         Shared memory counts for each of its requests, so the result may be False although there would be room.
         """
         others = [r for r in self.running if r not in lower]
-        own = [r for r in others if r.cache is request.cache]
+        own = [r for r in others if r.instance is request.instance]
         return (
             self._can_run(request, others)
             and sum(map(_count_bytes, [*others, request])) <= self.limits.kv_bytes
-            and sum(map(_count_bytes, [*own, request])) <= request.cache.limit_bytes
+            and sum(map(_count_bytes, [*own, request])) <= request.instance.limit_bytes
         )
 
     def _admit(self, step: PartialStep) -> None:
@@ -303,7 +323,7 @@ class Scheduler:
         for request in self._iter_candidates():
             if not step.accepts_prompts or any(r.passed_over >= self.limits.max_passed_over for r in without_room):
                 return
-            if any(r.cache is request.cache for r in without_room):
+            if any(r.instance is request.instance for r in without_room):
                 continue
             if not self._try_seat(request, step):
                 if request not in self.waiting:
@@ -315,7 +335,7 @@ class Scheduler:
                     return
                 continue
             for passed in without_room:
-                passed.passed_over += 1
+                passed.passed_over += passed.lacks_memory  # what waits for nothing does not keep others waiting
             self._schedule_request(request, step)
 
     def _try_seat(self, request: Request, step: PartialStep) -> bool:
@@ -329,7 +349,7 @@ class Scheduler:
         if self._can_run(request, self.running):
             try:
                 request.seat = _open_seat(request)
-                while request.seat is None and self.release_spare(request.cache):
+                while request.seat is None and request.lacks_memory and self.release_spare(request.instance):
                     request.seat = _open_seat(request)
                 if request.seat is None:
                     self._refused.add(request)
@@ -338,6 +358,7 @@ class Scheduler:
                 step.failed.append(RequestFailure.from_fault(request, error))
                 return False
         else:
+            request.lacks_memory = True
             self._refused.discard(request)  # not its strategy holds it up now, but the limits of requests or memory
         if request.seat is None:
             request.refused_at = self._room_changes
@@ -357,7 +378,7 @@ class Scheduler:
 
     def _can_run(self, request: Request, others: Sequence[Request]) -> bool:
         """Return whether a request may run beside `others`, by their number and the memory they may need at most."""
-        if request.cache.draining:
+        if request.instance.draining:
             return False
         limits = self.limits
         projected = sum(r.peak_bytes for r in (*others, request))
@@ -366,33 +387,67 @@ class Scheduler:
     def _unseat(self, request: Request) -> None:
         assert request.seat is not None
         self.running.remove(request)
-        request.cache.close(request.seat)
-        request.seat = None
+        request.instance.close(request.seat)
+        request.seat, request.num_computed_tokens, request.has_committed = None, 0, False
         self.mark_room_changed()
 
     def _add_waiting(self, request: Request) -> None:
         insort(self.waiting, request, key=lambda r: r.queue_key)
-        self._num_waiting[request.cache] += 1
+        self._num_waiting[request.instance] += 1
 
     def _remove_waiting(self, request: Request) -> None:
         self.waiting.remove(request)
         self._refused.discard(request)
-        self._num_waiting[request.cache] -= 1
-        if not self._num_waiting[request.cache]:
-            del self._num_waiting[request.cache]
+        self._num_waiting[request.instance] -= 1
+        if not self._num_waiting[request.instance]:
+            del self._num_waiting[request.instance]
+
+
+def update_length(request: Request) -> bool:
+    """Return whether a request of which no row was committed may have one now; called in a region of its instance.
+
+    Not while another sequence computes its prefix; if that ends early, this one may have to compute more than before.
+    """
+    instance, seat = request.instance, request.seat
+    assert seat is not None
+    if not instance.strategy.ready(seat):
+        return False
+    request.num_computed_tokens = instance.read_length(seat, request.num_computed_tokens)
+    return True
+
+
+def limit_row(instance: Instance, seat: Seat, num_tokens: int) -> int:
+    """Return how many of `num_tokens` tokens the next row of a seat may have; called in a region of its instance."""
+    limit = instance.strategy.row_limit(seat)
+    if limit is None:
+        return num_tokens
+    if limit < 1:
+        raise ValueError(f"row_limit() returned {limit}")
+    return min(limit, num_tokens)
 
 
 def _open_seat(request: Request) -> Seat | None:
-    cache, caching = request.cache, request.caching
-    seat = cache.open(request.tokens, salt=request.salt, max_cached=request.max_cached)
-    if seat is not None:
-        cache.retain(seat, priority=caching.priority, ttl=caching.ttl)
+    """Open a seat for a waiting request, if the strategy has room; else note whether memory was refused."""
+    instance, caching = request.instance, request.caching
+    num_refusals, has_free_seat = instance.arena.num_refusals, instance.has_free_seat
+    seat = instance.open(
+        request.tokens,
+        salt=request.salt,
+        max_cached=request.max_cached,
+        priority=caching.priority,
+        ttl=caching.ttl,
+    )
+    if seat is None:
+        was_refused = instance.arena.num_refusals > num_refusals or not has_free_seat or not request.peak_bytes
+        request.lacks_memory = was_refused
+    else:
+        request.num_computed_tokens = seat.length
     return seat
 
 
 def _count_bytes(request: Request) -> int:
     """Return the bytes of KV memory that a request needs for the tokens it has now, or at most."""
     try:
-        return request.cache.bytes_for(len(request.tokens))
+        return request.instance.bytes_for(len(request.tokens))
     except StrategyError:
         return request.peak_bytes

@@ -46,7 +46,7 @@ class RequestFailure(NamedTuple):
     @classmethod
     def from_logits(cls, request: Request) -> RequestFailure:
         """Return the failure of a request whose logits are NaN or infinite."""
-        return cls(request, NON_FINITE_LOGITS_MESSAGE.format(request.cache.name), "not_a_number")
+        return cls(request, NON_FINITE_LOGITS_MESSAGE.format(request.instance.name), "not_a_number")
 
 
 class Schedule(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from cache_strategies.base import KVCache
+from server.engine.instance import Instance
 from server.engine.scheduling.request import Request
 from server.engine.shadow.divergence import Divergence
 from server.records import RequestFidelity
@@ -46,7 +46,7 @@ class Shadow:
 
     served: Request
     request: Request  # the shadow's own; its `tokens` are the list of the served request
-    served_cache: KVCache  # of the served request when the shadow began; a fallback may serve it later
+    served_instance: Instance  # of the served request when the shadow began; a fallback may serve it later
     rollout: str | None  # as in `PlannedShadow`
     is_reference: bool = False
     unsent: list[ComparedToken] = field(default_factory=list)  # of a reference: what the client has not got yet
@@ -80,14 +80,12 @@ class Shadow:
         The last token of the text is computed in no step before the one in which the served request computes it, so
         that the logits after it can be compared at once.
         """
-        assert self.request.seat is not None
-        return len(self.served.tokens) - (not served_samples) - self.request.seat.length
+        return len(self.served.tokens) - (not served_samples) - self.request.num_computed_tokens
 
     def count_compared(self, num_tokens: int) -> int:
         """Return how many of the last tokens of the shadow's next row, of `num_tokens`, have logits to be compared."""
-        assert self.request.seat is not None
         first = next(iter(self._kept), len(self.served.tokens))  # index of the first token whose prediction is needed
-        return min(num_tokens, max(0, self.request.seat.length + num_tokens + 1 - first))
+        return min(num_tokens, max(0, self.request.num_computed_tokens + num_tokens + 1 - first))
 
     def add_served_logits(self, logits: Tensor) -> None:
         """Add the logits [n, V] from which the last n tokens of the served text were drawn."""
@@ -98,8 +96,7 @@ class Shadow:
 
         Logits are copied: a row of a step's logits would keep all of them in memory.
         """
-        assert self.request.seat is not None
-        first = self.request.seat.length - len(logits) + 1  # index of the token that the first row predicts
+        first = self.request.num_computed_tokens - len(logits) + 1  # index of the token that the first row predicts
         for token, row in enumerate(logits, first):
             fresh = self._fresh.pop(token, None)
             served = self._kept.pop(token, None) if fresh is None else fresh.clone()
@@ -131,7 +128,7 @@ class Shadow:
         """Return the fields of the served request's RequestRecord that tell of the comparison so far."""
         compared = self.divergences
         return {
-            "shadow": self.request.cache.name,
+            "shadow": self.request.instance.name,
             "fidelity_tokens": len(compared),
             "fidelity_kl": fmean(each.kl for each in compared) if compared else None,
             "fidelity_top1": fmean(each.agreed for each in compared) if compared else None,
@@ -140,8 +137,8 @@ class Shadow:
     def make_record(self, ended_early: EndedEarly | None) -> RequestFidelity:
         """Return the results of the comparison."""
         return RequestFidelity(
-            served=self.served_cache.name,
-            candidate=self.request.cache.name,
+            served=self.served_instance.name,
+            candidate=self.request.instance.name,
             rollout=self.rollout,
             kl=[each.kl for each in self.divergences],
             agreed=[each.agreed for each in self.divergences],

@@ -16,15 +16,15 @@ from typing import Any
 import msgspec
 import torch
 
-from cache_strategies.base import KVCache
 from cache_strategies.errors import StrategyError
 from server.engine.extension import StepExtension
+from server.engine.instance import Instance
 from server.engine.ipc.messages import Compared
 from server.engine.model_runner import StepOutput
 from server.engine.results import Event
 from server.engine.sampling.sampler import SamplerInput
 from server.engine.scheduling.request import PlannedShadow, Request
-from server.engine.scheduling.scheduler import Scheduler
+from server.engine.scheduling.scheduler import Scheduler, limit_row, update_length
 from server.engine.scheduling.step import RequestFailure, Scheduled
 from server.engine.shadow.divergence import measure_divergence
 from server.engine.shadow.shadow import ComparedToken, EndedEarly, Shadow
@@ -67,10 +67,10 @@ class Shadows(StepExtension):
 
     def plan(self, served: Request, planned: PlannedShadow) -> None:
         """Let a request, which is queued, also run under a second instance once it begins."""
-        if planned.cache is not None and planned.cache is not served.cache and served.sampling.max_tokens:
+        if planned.instance is not None and planned.instance is not served.instance and served.sampling.max_tokens:
             self._planned[served] = planned
         elif planned.is_reference:
-            self._end_comparison(served, None if planned.cache is not None else "failed")
+            self._end_comparison(served, None if planned.instance is not None else "failed")
 
     def report(self, report: StepReport, finished: Sequence[RequestRecord]) -> list[Event]:
         """Add the tokens of shadows' rows and the results of those that have ended; return what clients get of them."""
@@ -85,7 +85,7 @@ class Shadows(StepExtension):
         served_rows = rows
         if not self._planned and not self._by_request:
             return []
-        for shadow in [each for each in self._by_request.values() if each.served.cache is not each.served_cache]:
+        for shadow in [each for each in self._by_request.values() if each.served.instance is not each.served_instance]:
             self._end(shadow, None)  # a fallback serves the request now, from its beginning
         latest = time.monotonic() - MAX_WAIT
         for shadow in [each for each in self._by_request.values() if each.is_reference and each.awaited_since < latest]:
@@ -106,7 +106,7 @@ class Shadows(StepExtension):
             num_tokens = self._grow(shadow, min(num_computable, budget))
             if num_tokens:
                 budget -= num_tokens
-                self._num_tokens[shadow.request.cache.name] += num_tokens
+                self._num_tokens[shadow.request.instance.name] += num_tokens
                 added.append(Scheduled(shadow.request, num_tokens, num_observed=shadow.count_compared(num_tokens)))
         return added
 
@@ -123,57 +123,58 @@ class Shadows(StepExtension):
 
     def _start(self, served: Request, planned: PlannedShadow) -> None:
         """Open a seat under the second instance for a request whose first token is not drawn yet, if there is room."""
-        cache = planned.cache
-        assert cache is not None
-        if cache is served.cache:  # a fallback serves the request now
+        instance = planned.instance
+        assert instance is not None
+        if instance is served.instance:  # a fallback serves the request now
             if planned.is_reference:
                 self._end_comparison(served, None)
             return
         sampling = msgspec.structs.replace(served.sampling, logprobs=None, prompt_logprobs=None)
         salt = served.salt._replace(shadow=True)
-        request = Request(served.key, served.tokens, sampling, cache, "shadow", salt, is_shadow=True)
+        request = Request(served.key, served.tokens, sampling, instance, "shadow", salt, is_shadow=True)
         request.num_prompt_tokens = served.num_prompt_tokens
-        shadow = Shadow(served, request, served.cache, planned.rollout, planned.is_reference)
+        shadow = Shadow(served, request, served.instance, planned.rollout, planned.is_reference)
         try:
             if not self._fits(request):
                 self._report(shadow, "room")
                 return
-            request.seat = cache.open(served.tokens, salt=salt)
-            if request.seat is not None:
-                # What it leaves in the cache is evicted before the tokens of served requests.
-                cache.retain(request.seat, priority=0, ttl=0.0)
+            # What it leaves in the cache is evicted before the tokens of served requests.
+            request.seat = instance.open(served.tokens, salt=salt, priority=0, ttl=0.0)
         except StrategyError:
             self._report(shadow, "failed")
             return
         if request.seat is None:
             self._report(shadow, "room")
             return
+        request.num_computed_tokens = request.seat.length
         self._by_served[served] = self._by_request[request] = shadow
 
     def _fits(self, request: Request) -> bool:
         """Return whether a shadow has room if all running requests take the memory that they need at most."""
         limits, total = self._scheduler.limits, request.max_total_tokens
-        if request.num_bounded_tokens > limits.max_seq_len or request.cache.draining:
+        if request.num_bounded_tokens > limits.max_seq_len or request.instance.draining:
             return False
-        request.peak_bytes = request.cache.bytes_for(total)
+        request.peak_bytes = request.instance.bytes_for(total)
         others = sum(r.peak_bytes for r in (*self._scheduler.running, *self._by_request))
-        return request.peak_bytes <= request.cache.limit_bytes and others + request.peak_bytes <= limits.kv_bytes
+        return request.peak_bytes <= request.instance.limit_bytes and others + request.peak_bytes <= limits.kv_bytes
 
     def _grow(self, shadow: Shadow, max_tokens: int) -> int:
         """Return the number of tokens of a shadow's next row, for which it has memory; 0: none in this step."""
-        cache, seat = shadow.request.cache, shadow.request.seat
-        assert seat is not None
-        if not self._count_idle_step(shadow):
+        if not self._count_idle_step(shadow) or max_tokens <= 0:
             return 0
+        request, instance = shadow.request, shadow.request.instance
         try:
-            if max_tokens <= 0 or not cache.ready(seat):
-                return 0
-            num_tokens = min(max_tokens, cache.row_limit(seat) or max_tokens)
-            if not cache.grow(seat, num_tokens):
-                self._end(shadow, "room")
-                return 0
+            with instance.region["schedule"]:
+                if not request.has_committed and not update_length(request):
+                    return 0
+                assert request.seat is not None
+                num_tokens = limit_row(instance, request.seat, max_tokens)
+                has_room = instance.strategy.grow(request.seat, num_tokens)
         except StrategyError:
             self._end(shadow, "failed")
+            return 0
+        if not has_room:
+            self._end(shadow, "room")
             return 0
         shadow.num_idle_steps, shadow.last_row = 0, time.monotonic()
         return num_tokens
@@ -256,20 +257,22 @@ class Shadows(StepExtension):
     def quarantined(self, instances: Collection[str]) -> None:
         """End all shadows under instances that are in quarantine."""
         for served, planned in [*self._planned.items()]:
-            assert planned.cache is not None
-            if planned.cache.name in instances:
+            assert planned.instance is not None
+            if planned.instance.name in instances:
                 del self._planned[served]
                 if planned.is_reference:
                     self._end_comparison(served, "failed")
-        for shadow in [each for each in self._by_request.values() if each.request.cache.name in instances]:
+        for shadow in [each for each in self._by_request.values() if each.request.instance.name in instances]:
             self._end(shadow, "failed")
 
-    def release_one(self, cache: KVCache) -> bool:
-        """End the shadow that was started last, for a served request of `cache` that needs room.
+    def release_one(self, instance: Instance) -> bool:
+        """End the shadow that was started last, for a served request of an instance that needs room.
 
-        If the cache is at its limit, only its own shadows make room. Return False if there is none.
+        If the instance is at its limit, only its own shadows make room. Return False if there is none.
         """
-        shadows = [each for each in self._by_request.values() if not cache.at_limit or each.request.cache is cache]
+        shadows = [
+            each for each in self._by_request.values() if not instance.at_limit or each.request.instance is instance
+        ]
         if not shadows:
             return False
         self._end(shadows[-1], "room")
@@ -283,11 +286,11 @@ class Shadows(StepExtension):
         self._measure()
         if not shadow.is_finite:
             ended_early = "failed"
-            request.cache.discard(request.seat)
+            request.instance.discard(request.seat)
         self._by_served.pop(shadow.served, None)
         del self._by_request[request]
         self._report(shadow, ended_early)
-        request.cache.close(request.seat)
+        request.instance.close(request.seat)
         request.seat = None
 
     # ---------------------------------------------------------------- results

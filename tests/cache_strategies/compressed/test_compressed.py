@@ -283,7 +283,7 @@ def test_a_compaction_that_fails_in_any_layer_is_repeated_and_changes_nothing(ph
             work = reading.work(16)
             batch = Batch([work])
             attend(batch, [(reading, 16)])
-            cache.commit(batch.parts[0].plan, [work.tokens])
+            cache.commit(batch.parts[0].planned.plan, [work.tokens])
             if fails and reading.seat.length > 20:
                 failing.calls_left = layer
                 with pytest.raises(RuntimeError, match="injected"):

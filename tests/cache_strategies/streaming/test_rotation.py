@@ -47,7 +47,7 @@ def read_unrotated(decoder: Decoder, reading: Reading) -> list[Keys]:
             q, k, v = (part[layer][at] for part in (reading.text.q, reading.text.k, reading.text.v))
             batch.attend(layer, q, spec.rotate(k, batch.positions), v)
         if reading.left == n:
-            plan = batch.parts[0].plan
+            plan = batch.parts[0].planned.plan
             return [plan.gather_kv(layer, 0) for layer in range(len(decoder.layer_specs))]
         assert not batch.commit()
 

@@ -203,7 +203,7 @@ def compact_at_boundaries(
         work = reading.work(every)
         batch = Batch([work])
         attend(batch, [(reading, every)])
-        cache.commit(batch.parts[0].plan, [work.tokens])
+        cache.commit(batch.parts[0].planned.plan, [work.tokens])
         failing.calls_left = -1 if calls is None else calls
         try:
             cache.compact(reading.seat)

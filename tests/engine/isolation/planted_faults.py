@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, Literal
 
 import numpy as np
@@ -30,6 +31,7 @@ Effect = Literal[
     "leaks",  # likewise; the instance is in quarantine once strategy_timeout is over
     "nan",  # the requests of the instance end with the error not_a_number
     "none",  # requests get right answers, and nothing is logged
+    "own",  # whatever becomes of the instance's own requests, others are right; the kit finds the fault
     "hangs",  # a call never returns
 ]
 
@@ -83,7 +85,7 @@ def raising(method: str, error: type[BaseException] = RuntimeError) -> Plant:
     def fail(*_: Any, **__: Any) -> None:
         raise error("planted")
 
-    return lambda cache: setattr(cache, method, fail)
+    return replaced(method, fail)
 
 
 def ignoring(method: str, value: Any = None) -> Plant:
@@ -101,7 +103,19 @@ def _hang(*_: Any, **__: Any) -> None:
 
 
 def replaced(method: str, function: Callable[..., Any]) -> Plant:
-    return lambda cache: setattr(cache, method, function)
+    """Return a fault: a function takes the place of the method, under its name."""
+
+    def plant(cache: KVCache) -> None:
+        named = FunctionType(
+            function.__code__.replace(co_name=method),
+            function.__globals__,
+            method,
+            function.__defaults__,
+            function.__closure__,
+        )
+        setattr(cache, method, named)
+
+    return plant
 
 
 def after_use(method: str, value: Any) -> Plant:
@@ -342,13 +356,14 @@ FAULTS: Mapping[str, Fault] = {
         f"{name} raises": Fault(name, raising(name))
         for name in ("open", "ready", "row_limit", "grow", "plan", "commit", "compact", "bytes_for")
     },
-    **{f"{name} returns None": Fault(name, ignoring(name)) for name in ("ready", "grow", "plan", "bytes_for")},
+    **{f"{name} returns None": Fault(name, ignoring(name)) for name in ("plan", "bytes_for")},
+    **{f"{name} returns None": Fault(name, ignoring(name), "stalls") for name in ("ready", "grow")},
     "open ends the process": Fault("open", raising("open", SystemExit)),
     "plan is cancelled": Fault("plan", raising("plan", asyncio.CancelledError)),
     "grow has no memory": Fault("grow", raising("grow", MemoryError)),
     "ready recurs for ever": Fault("ready", replaced("ready", _recur)),
     "commit raises an error without a text": Fault("commit", raising("commit", Unprintable)),
-    "ready returns an object without a text": Fault("ready", returning("ready", Unprintable())),
+    "ready returns an object without a text": Fault("ready", returning("ready", Unprintable()), "own"),
     "open returns an object": Fault("open", returning("open", object())),
     "open returns a seat without a hash": Fault("plan", returning("open", lambda _: UnhashableSeat())),
     "open returns a seat without fields": Fault("open", returning("open", _without_length)),
@@ -358,27 +373,29 @@ FAULTS: Mapping[str, Fault] = {
     "open finds too many tokens": Fault("open", changing_seat("open", cached=9_999)),
     "open invents a miss": Fault("open", changing_seat("open", miss="bad luck")),
     "open has a list of misses": Fault("open", changing_seat("open", miss=[])),
-    "ready returns a word": Fault("ready", returning("ready", "yes")),
-    "grow returns a number": Fault("grow", returning("grow", 1)),
-    "grow lengthens the seat": Fault("grow", changing_seat("grow", length=lambda n: n + 1)),
-    "grow makes the length a tensor": Fault("grow", changing_seat("grow", length=lambda n: torch.tensor([n, n]))),
-    "row_limit is 0": Fault("row_limit", ignoring("row_limit", 0)),
-    "row_limit is a word": Fault("row_limit", ignoring("row_limit", "many")),
-    "compact shortens the seat": Fault("compact", changing_seat("compact", length=lambda n: n - 1)),
+    "ready returns a word": Fault("ready", returning("ready", "yes"), "own"),
+    "grow returns a number": Fault("grow", returning("grow", 1), "own"),
+    "grow lengthens the seat": Fault("grow", changing_seat("grow", length=lambda n: n + 1), "own"),
+    "grow makes the length a tensor": Fault(
+        "grow", changing_seat("grow", length=lambda n: torch.tensor([n, n])), "own"
+    ),
+    "row_limit is 0": Fault("schedule", ignoring("row_limit", 0)),
+    "row_limit is a word": Fault("schedule", ignoring("row_limit", "many")),
+    "compact shortens the seat": Fault("compact", changing_seat("compact", length=lambda n: n - 1), "own"),
     **{  # the strategy is exact, so it has no token to drop
-        f"compact dropped {value}": Fault("compact", ignoring("compact", value))
-        for value in (-1, 0.5, "many", 10_000, 1, True)
+        f"compact dropped {value}": Fault("compact", ignoring("compact", value)) for value in (-1, 0.5, "many", True)
     },
+    **{f"compact dropped {value}": Fault("compact", ignoring("compact", value), "own") for value in (10_000, 1)},
     "compact drops nothing": Fault("compact", ignoring("compact", 0), "none"),
     "bytes_for is negative": Fault("bytes_for", ignoring("bytes_for", -1)),
     "bytes_for is a fraction": Fault("bytes_for", ignoring("bytes_for", 1.5)),
     "a position before the text": Fault("plan", at_position(-1)),
     "a position beyond those of the model": Fault("plan", at_position(10**6)),
-    "a position that is a tensor": Fault("plan", at_position(torch.tensor(0))),
+    "a position that is a tensor": Fault("plan", at_position(torch.tensor(0)), "own"),
     "a position that is no number": Fault("plan", at_position(None)),
     "a position that raises": Fault("plan", at_position(_fail_at)),
     "plan returns a word": Fault("plan", returning("plan", "plan")),
-    "plan has other rows": Fault("plan", changing_plan(_other_rows)),
+    "plan has other rows": Fault("plan", changing_plan(_other_rows), "own"),
     "plan has no rows": Fault("plan", with_attributes(rows=[])),
     "plan empties its rows": Fault("plan", _without_rows),
     "plan has None for rows": Fault("plan", with_attributes(rows=None)),
@@ -399,19 +416,21 @@ FAULTS: Mapping[str, Fault] = {
     "addresses of another type": Fault("plan", with_slots(start=lambda t: t.long())),
     "too few addresses": Fault("plan", with_slots(start=lambda t: t[:0])),
     "blocks of another size": Fault("plan", with_slots(block_size=lambda n: n // 2)),
-    "commit does nothing": Fault("commit", ignoring("commit")),
+    "commit does nothing": Fault("commit", ignoring("commit"), "own"),
     "commit forgets the cached tokens": Fault("commit", changing_seat("commit", cached=None)),
-    "commit advances too far": Fault("commit", changing_seat("commit", length=lambda n: n + 3)),
-    "commit forgets the length": Fault("commit", changing_seat("commit", length=None)),
-    "commit makes the length a fraction": Fault("commit", changing_seat("commit", length=float)),
-    "commit makes the length a tensor": Fault("commit", changing_seat("commit", length=lambda n: torch.tensor([n, n]))),
+    "commit advances too far": Fault("commit", changing_seat("commit", length=lambda n: n + 3), "own"),
+    "commit forgets the length": Fault("commit", changing_seat("commit", length=None), "own"),
+    "commit makes the length a fraction": Fault("commit", changing_seat("commit", length=float), "own"),
+    "commit makes the length a tensor": Fault(
+        "commit", changing_seat("commit", length=lambda n: torch.tensor([n, n])), "own"
+    ),
     "crop raises": Fault("crop", raising("crop"), body=DRAFTS),
     "crop drops nothing": Fault("crop", changing_seat("crop", length=lambda n: n + 1), body=DRAFTS),
     # ---------------------------------------------------------------- a strategy that computes its own attention
     "attend raises": Fault("attend", in_attend(_fail), hook=True),
     "attend ends the process": Fault("attend", in_attend(_exit), hook=True),
-    "attend writes nothing": Fault("attend", in_attend(lambda call: None), hook=True),
-    "attend writes half of the heads": Fault("attend", in_attend(_write_half), hook=True),
+    "attend writes nothing": Fault("attend", in_attend(lambda call: None), "own", hook=True),
+    "attend writes half of the heads": Fault("attend", in_attend(_write_half), "own", hook=True),
     "attend writes another shape": Fault("attend", in_attend(_write_wrong_shape), hook=True),
     "attend writes NaN": Fault("attend", in_attend(_write_nan), "nan", hook=True),
     "attend is slow": Fault("attend", in_attend(_sleep), "none", hook=True),
@@ -429,12 +448,11 @@ FAULTS: Mapping[str, Fault] = {
             "collect_block_events",
             "idle_pages",
             "pinned_pages",
-            "count_dropped_tokens",
             "token_budget",
         )
     },
+    "count_dropped_tokens raises": Fault("count_dropped_tokens", raising("count_dropped_tokens"), "own"),
     "poll ends the process": Fault("poll", raising("poll", SystemExit), "quiet"),
-    "poll returns a number": Fault("poll", ignoring("poll", 1), "quiet"),
     "bytes_for fails after the first seat": Fault("bytes_for", after_use("bytes_for", None), "quiet"),
     "usage returns None": Fault("usage", ignoring("usage"), "quiet"),
     "usage has words": Fault("usage", ignoring("usage", _count_of_words(CacheUsage)), "quiet"),
@@ -453,11 +471,17 @@ FAULTS: Mapping[str, Fault] = {
         ignoring("collect_block_events", BlockEvents(lifetimes=_any([None]))),
         "quiet",
     ),
-    **{
-        f"{name} is {value}": Fault(name, ignoring(name, value), "quiet")
-        for name in ("count_dropped_tokens", "token_budget")
-        for value in (None if name == "count_dropped_tokens" else "all", 0.5, -1, 1, 10_000)
+    **{  # of an exact strategy, so that nobody asks how many tokens it has dropped
+        f"count_dropped_tokens is {value}": Fault(
+            "count_dropped_tokens", ignoring("count_dropped_tokens", value), "own"
+        )
+        for value in (None, 0.5, -1, 1, 10_000)
     },
+    **{
+        f"token_budget is {value}": Fault("token_budget", ignoring("token_budget", value), "quiet")
+        for value in ("all", 0.5, -1, 10_000)
+    },
+    "token_budget is 1": Fault("token_budget", ignoring("token_budget", 1), "own"),
     "reclaim raises": Fault("reclaim", raising("reclaim"), "quiet"),
     "reclaim frees nothing": Fault("reclaim", ignoring("reclaim", 1), "quiet"),
     "idle_pages promises all": Fault("idle_pages", ignoring("idle_pages", 1_000_000), "none"),

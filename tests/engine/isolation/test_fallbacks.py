@@ -44,8 +44,8 @@ def test_clients_of_an_instance_at_fault_get_the_answers_of_its_fallback(
         assert all(driver.heard[f"3 {i}"].failed is None for i in range(2))
     assert "its rows run again one by one" not in caplog.text
     assert {record.fallback_of for record in driver.records if record.instance == "good"} <= {"bad"}
-    driver.core.caches["good"].check_integrity()
-    assert not driver.core.caches["good"].usage().seats
+    driver.core.instances["good"].check_integrity()
+    assert not driver.core.instances["good"].usage().seats
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_a_request_for_which_the_fallback_has_no_room_is_told_to_come_back(tiny:
     settings: dict[str, Any] = {"strategies": instances, "kv_memory": "12MiB"}
     driver = make_driver(tiny, "plan raises", **settings)
     quarantine(driver)
-    driver.core.caches["good"].bytes_for = lambda num_tokens: num_tokens * 2**30  # type: ignore[method-assign]
+    driver.core.instances["good"].bytes_for = lambda num_tokens: num_tokens * 2**30  # type: ignore[method-assign]
     heard, record = driver.serve("too long", random_prompt(20))
     assert record is None
     assert heard.failed is not None
@@ -152,7 +152,7 @@ def test_requests_that_wait_are_moved_when_a_quarantine_begins_and_those_that_ru
     driver.step()
     driver.step()
     assert (driver.running(), driver.waiting()) == (["0", "1"], ["2", "3", "4"])
-    inner = driver.core.isolation.caches["bad"].inner
+    inner = driver.core.instances["bad"].strategy
     FAULTS["plan raises"].plant(inner)
     driver.run()
     for i, prompt in enumerate(prompts):
@@ -247,5 +247,5 @@ def test_random_loads_under_random_faults_are_answered_or_fail_for_a_reason(
             assert heard.failed.code in {*STRATEGY_CODES, "not_a_number"}
         else:
             assert heard.tokens == reference.greedy(prompt, COUNT)[: len(heard.tokens)]
-    driver.core.caches["good"].check_integrity()
-    assert not driver.core.caches["good"].usage().seats
+    driver.core.instances["good"].check_integrity()
+    assert not driver.core.instances["good"].usage().seats

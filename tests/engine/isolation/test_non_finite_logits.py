@@ -62,7 +62,7 @@ def test_nan_of_the_model_ends_requests_with_an_error(tiny: Path, tokens_before:
         assert heard.failed.code == "not_a_number"
         assert len(heard.tokens) == tokens_before
     assert driver.core.isolation.quarantined == []
-    assert driver.core.isolation.caches["bad"].num_open_seats == 0
+    assert driver.core.instances["bad"].num_open == 0
 
 
 def _write_nan_in_hooks(cache: KVCache) -> None:
@@ -87,10 +87,10 @@ def _write_nan_in_hooks(cache: KVCache) -> None:
 @pytest.mark.parametrize("what", ["attend writes NaN", "usage has NaN"], ids=["own rows", "forks"])
 def test_all_choices_of_a_prompt_with_nan_are_answered(tiny: Path, reference: Reference, what: str) -> None:
     driver = make_driver(tiny, what, max_num_batched_tokens=512)
-    cache = driver.core.isolation.caches["bad"]
+    cache = driver.core.instances["bad"]
     if not FAULTS[what].hook:
         assert cache.contract.forkable
-        _write_nan_in_hooks(cache.inner)
+        _write_nan_in_hooks(cache.strategy)
     prompt = random_prompt(25)
     choices = [driver.submit("0", prompt, COUNT)]
     choices += [driver.submit(f"{i}", prompt, COUNT, sibling_of="0") for i in range(1, 4)]

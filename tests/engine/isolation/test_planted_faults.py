@@ -7,6 +7,7 @@ nothing waits for ever.
 from __future__ import annotations
 
 import logging
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ from typing import Any
 import pytest
 
 from cache_strategies.errors import StrategyError
+from config.settings import StrategySettings
+from plugin_kit.strategies.trial import StrategyTrial
+from plugin_kit.strategies.values import check_values
+from tests.contract.harness import make_ops
 from tests.engine.engine_driver import Driver, strategies
 from tests.engine.expected_tokens import Reference, random_prompt
 from tests.engine.isolation.faulty_strategies import faulty
@@ -29,8 +34,8 @@ class Tolerant(Driver):
     """A driver that checks the bookkeeping of the strategies without faults only."""
 
     def check(self) -> None:
-        self.core.caches["good"].check_integrity()
-        self.core.caches["ring"].check_integrity()
+        self.core.instances["good"].check_integrity()
+        self.core.instances["ring"].check_integrity()
 
 
 def run(tiny: Path, reference: Reference, what: str) -> tuple[list[Any], int]:
@@ -84,6 +89,16 @@ def test_what_a_strategy_computes_stays_with_it(tiny: Path, reference: Reference
     errors, _ = run(tiny, reference, what)
     codes = {None if error is None else error.code for error in errors}
     assert codes == ({None} if FAULTS[what].effect == "none" else {"not_a_number"})
+
+
+@pytest.mark.parametrize("what", select("own"))
+def test_a_fault_that_is_not_looked_for_harms_no_other_and_is_found_by_the_kit(
+    tiny: Path, reference: Reference, what: str, rng: random.Random
+) -> None:
+    run(tiny, reference, what)
+    trial = StrategyTrial(StrategySettings(**faulty(what)), make_ops(), rng)
+    with pytest.raises(Exception):  # noqa: B017 - a strategy may raise anything
+        check_values(trial)
 
 
 @pytest.mark.parametrize("what", select("quiet", plain=True))

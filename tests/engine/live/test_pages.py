@@ -28,7 +28,7 @@ DESCRIPTIONS: dict[str, Any] = {
     "raises": None,
     "a number": 7,
     "a token that is text": PageInfo("0", 1, 0, 0),
-    "a prefix of bytes": PageInfo(0, 1, 0, 0, idle=1.0, prefix=b""),
+    "a prefix that is a number": PageInfo(0, 1, 0, 0, idle=1.0, prefix=7),
 }
 
 

@@ -151,10 +151,10 @@ def test_as_many_texts_fit_as_it_says(tiny: Path, name: str) -> None:
     driver.submit("first", PROMPT, 4, kv_cache=name)
     driver.run()
     fits = read_live(driver)["instances"][name]["fits"]
-    cache, seats = driver.core.isolation.caches[name], []
+    cache, seats = driver.core.instances[name], []
     for number in range(fits["64"] + 1):
         seat = cache.open([number + 1, *range(100, 163)])  # nothing is shared
-        if seat is not None and not cache.grow(seat, 64 - seat.length):
+        if seat is not None and not cache.strategy.grow(seat, 64 - seat.length):
             cache.close(seat)
             seat = None
         if seat is None:

@@ -243,7 +243,7 @@ def test_settings_are_for_those_who_do_not_say(tiny: Path) -> None:
 
 def test_a_strategy_in_which_the_cut_into_rows_shows_has_none(tiny: Path) -> None:
     driver = Driver(tiny, **SETTINGS, num_speculative_tokens=MAX_DRAFT_TOKENS)
-    cache = driver.core.caches["paged"]
+    cache = driver.core.instances["paged"]
     cache.contract = cache.contract._replace(chunk_invariant=False)
     driver.submit("it", [5, 6, 7] * 8, 12, kv_cache="paged")
     driver.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from cache_strategies.base import KVCache, Plan, Row, Seat
@@ -10,13 +11,19 @@ from cache_strategies.types import NO_SALT, CacheUsage, Contract, Geometry, Salt
 
 
 class Memory:
-    """A number of tokens that caches share; a token is one byte."""
+    """A number of tokens that caches share; a token is one byte. It is the arena of their instances."""
 
     def __init__(self, total: int) -> None:
         self.total = self.free = total
+        self.num_refusals = 0
 
-    def take(self, count: int) -> bool:
-        if count > self.free:
+    def register_owner(self, name: str, owner: object) -> None:
+        """Do nothing: nothing is reclaimed."""
+
+    def take(self, count: int, limit: int) -> bool:
+        """Take memory, if there is enough, and no more than `limit`."""
+        if count > min(self.free, limit):
+            self.num_refusals += 1
             return False
         self.free -= count
         return True
@@ -55,9 +62,11 @@ class FakeCache(KVCache):
             max_row=max_row,
         )
         self.open_seats: set[FakeSeat] = set()
+        self.opens_ready = True  # whether new seats are ready
         self.not_ready: set[Seat] = set()
         self._name, self.memory, self._reserve, self._lazy = name, memory, reserve, lazy
         self._limit = memory.total if limit is None else limit
+        self.setup: Any = SimpleNamespace(arena=memory, geometry=SimpleNamespace(max_seats=1000))
 
     @property
     def name(self) -> str:
@@ -83,6 +92,8 @@ class FakeCache(KVCache):
         if not self._hold(seat, 0 if self._lazy else self.bytes_for(len(tokens))):
             return None
         self.open_seats.add(seat)
+        if not self.opens_ready:
+            self.not_ready.add(seat)
         return seat
 
     def ready(self, seat: Seat) -> bool:
@@ -109,7 +120,7 @@ class FakeCache(KVCache):
 
     def _hold(self, seat: FakeSeat, wanted: int) -> bool:
         more = max(0, wanted - seat.held)
-        if self._held + more > self._limit or not self.memory.take(more):
+        if not self.memory.take(more, self._limit - self._held):
             return False
         seat.held += more
         return True

@@ -1,4 +1,4 @@
-"""A scheduler without a model: in each step the scheduled tokens enter without being computed. Imports no torch."""
+"""A scheduler without a model: in each step the scheduled tokens enter without being computed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from cache_strategies.base import KVCache
 from cache_strategies.types import NO_SALT
+from plugin_kit.driver.steps import raise_as_it_was
+from server.engine.instance import Instance
 from server.engine.ipc.messages import SamplingParams
 from server.engine.scheduling.request import Request
 from server.engine.scheduling.scheduler import Limits, Scheduler
@@ -28,6 +30,7 @@ class SchedulerDriver:
     def __init__(self, **limits: Any) -> None:
         self.scheduler = Scheduler(LIMITS._replace(**limits))
         self.names: dict[Request, str] = {}
+        self.instances: dict[KVCache, Instance] = {}
 
     def submit(
         self,
@@ -39,7 +42,8 @@ class SchedulerDriver:
         arrived: float | None = None,
     ) -> Request:
         """Queue a request, with the current time or a given second as its arrival."""
-        request = Request((0, name), [TOKEN] * prompt, SamplingParams(max_tokens), cache, "test", NO_SALT, priority)
+        instance = self.instances.setdefault(cache, Instance(cache, raise_as_it_was))
+        request = Request((0, name), [TOKEN] * prompt, SamplingParams(max_tokens), instance, "test", NO_SALT, priority)
         if arrived is not None:
             request.times.arrived = arrived
         self.scheduler.submit(request)
@@ -59,6 +63,7 @@ def enter(scheduler: Scheduler, request: Request, num_tokens: int, accepted: int
     assert request.seat is not None
     at_end = num_tokens == request.num_remaining_tokens
     request.seat.length += num_tokens + accepted
+    request.num_computed_tokens, request.has_committed = request.seat.length, True
     for _ in range(accepted + 1 if at_end else 0):
         request.append_token(TOKEN, eos_ids=())
     if request.finish_reason:

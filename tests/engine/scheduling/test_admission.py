@@ -150,7 +150,7 @@ def test_rules_see_how_much_memory_is_in_use_and_idle_memory_is_not(tiny: Path) 
     driver.step()
     driver.submit("second", random_prompt(5), 2)
     driver.run()
-    assert driver.core.caches["paged"].usage().idle > 0.3 * driver.core.arena.pages * driver.core.arena.page_bytes
+    assert driver.core.instances["paged"].usage().idle > 0.3 * driver.core.arena.pages * driver.core.arena.page_bytes
     driver.submit("third", random_prompt(6), 2)
     driver.run()
     admitted = [heard.admitted for heard in driver.heard.values()]

@@ -15,7 +15,7 @@ def test_idle_blocks_within_a_floor_give_way_to_a_run(tiny: Path, waiting: str) 
     for name in ("a", "b"):  # together, so that their blocks alternate
         driver.submit(name, [ord(name)] * 8, 200, kv_cache="paged")
     driver.run()
-    assert driver.core.caches["paged"].usage().idle > 0
+    assert driver.core.instances["paged"].usage().idle > 0
     driver.submit("run", [7] * 8, 8, kv_cache=waiting)
     driver.run(at_most=50)
     assert len(driver.heard["run"].tokens) == 8

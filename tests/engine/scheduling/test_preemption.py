@@ -140,7 +140,7 @@ def test_one_token_a_step_suffices(tiny: Path, reference: Reference) -> None:
 
 def test_who_is_at_its_own_limit_asks_nobody_else_to_give_way(tiny: Path) -> None:
     driver = Driver(tiny, **(SETTINGS | {"strategies": strategies(paged={"kind": "paged", "block_size": 4})}))
-    cache = driver.core.caches["paged"]
+    cache = driver.core.instances["paged"]
     for name, instance in (("a", "paged"), ("b", "paged"), ("stranger", "contiguous")):
         driver.submit(name, random_prompt(20, seed=ord(name[0])), 20, kv_cache=instance)
     driver.step(), driver.step(), driver.step(), driver.step()

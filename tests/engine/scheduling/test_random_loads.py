@@ -66,7 +66,7 @@ class Watched:
         self._check_rows(rows)
         left_out = [r for r in decoding if r.seat is not None and r not in {row.request for row in rows}]
         prefilling = [row for row in rows if row.request not in decoding]
-        blocked = [r for r in left_out if not r.cache.at_limit]  # by others: not by the limit of their own instance
+        blocked = [r for r in left_out if not r.instance.at_limit]  # by others: not by the limit of their own instance
         assert not blocked or not prefilling or self.memory.free == 0, "a prompt came before a decoding request"
         for row in rows:
             enter(scheduler, row.request, row.num_tokens, accepted=len(row.draft) // 2)
@@ -84,9 +84,9 @@ class Watched:
             assert isinstance(request.seat, FakeSeat)
             entering = num_tokens + len(draft)
             assert 0 < num_tokens <= request.num_remaining_tokens
-            assert entering <= (request.cache.contract.max_row or entering)
+            assert entering <= (request.instance.contract.max_row or entering)
             assert request.num_output_tokens + len(draft) < request.sampling.max_tokens
-            assert request.seat.held >= request.cache.bytes_for(request.seat.length + entering)
+            assert request.seat.held >= request.instance.bytes_for(request.seat.length + entering)
 
 
 @settings(max_examples=80)

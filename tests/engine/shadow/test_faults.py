@@ -33,7 +33,7 @@ class Tolerant(Driver):
         return cls(directory, strategies=kinds, max_seq_len=96, max_num_batched_tokens=80, strategy_timeout=0.1)
 
     def check(self) -> None:
-        self.core.caches["good"].check_integrity()
+        self.core.instances["good"].check_integrity()
 
     def run_until(self, deadline: float) -> None:
         """Step until no request is left, or the monotonic clock shows `deadline`."""
@@ -122,7 +122,7 @@ def test_a_fault_that_only_shadows_meet_ends_no_request_of_the_candidate(
     driver.submit("own", random_prompt(25, seed=1), COUNT, kv_cache="b")
     driver.submit("shadowed", random_prompt(25, seed=2), COUNT, kv_cache="a")
     driver.shadow("shadowed", "b")
-    inner = driver.core.isolation.caches["b"].inner
+    inner = driver.core.instances["b"].strategy
     plan = inner.plan
 
     def fail(rows: Sequence[Row]) -> Plan:

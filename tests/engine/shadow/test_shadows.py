@@ -55,7 +55,7 @@ def test_a_candidate_that_keeps_everything_agrees_everywhere(tiny: Path) -> None
     assert found.rank == [1] * 30
     assert max(found.kl) < 1e-6
     assert found.served_bytes == driver.records[0].kv_bytes
-    assert found.candidate_bytes == driver.core.caches["odd_blocks"].bytes_for(80)
+    assert found.candidate_bytes == driver.core.instances["odd_blocks"].bytes_for(80)
 
 
 @pytest.mark.parametrize("batched", [512, 16], ids=["prompt in one step", "prompt in chunks of 4"])
@@ -98,7 +98,7 @@ def test_the_mean_divergence_is_that_of_evaluate(tiny: Path, device: str) -> Non
     driver.run()
     texts = [[*prompt, *driver.heard[f"{i}"].tokens] for i, prompt in enumerate(prompts)]
     for i, candidate in enumerate(candidates):
-        caches = [driver.core.caches[name] for name in ("contiguous", candidate)]
+        caches = [driver.core.instances[name] for name in ("contiguous", candidate)]
         whole, beginning = (
             compare(driver.core.model, caches, [Document(ids) for ids in documents[i::3]], row_tokens=1)[1].total_kl
             for documents in (texts, prompts)

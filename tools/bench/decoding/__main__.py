@@ -128,7 +128,7 @@ def measure(
     engine: Engine, names: Sequence[str], sequences: int, options: argparse.Namespace
 ) -> Iterator[DecodingSpeed]:
     """Yield the speed of each strategy; the first round is a warm-up. Raises SettingsError for lack of memory."""
-    caches = [engine.core.caches[name] for name in names]
+    caches = [engine.core.instances[name] for name in names]
     fill_at_random(caches[0])
     # Each sequence has tokens of its own, so that none shares memory with another one.
     prompts = torch.randint(engine.core.model.info.vocab_size, (sequences, options.context)).tolist()

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from cache_strategies.base import KVCache, Row, Seat
+from cache_strategies.base import Row, Seat
 from config.errors import SettingsError
 from server.engine.batch import Batch, RowInput
+from server.engine.instance import Instance
 from server.models.base import Model
 
 ROW_TOKENS = 256  # tokens that are entered at once
@@ -37,66 +38,67 @@ class Turn(NamedTuple):
     kv_bytes: int  # in use by all sequences at the end
 
 
-def fill_at_random(cache: KVCache) -> None:
+def fill_at_random(instance: Instance) -> None:
     """Fill the memory of all strategies with random numbers of the model's dtype."""
-    memory, dtype = cache.setup.arena.memory, cache.setup.geometry.kv_dtype
+    memory, dtype = instance.setup.arena.memory, instance.setup.geometry.kv_dtype
     numbers = memory.view(dtype)
     pattern = torch.randn(1 << 20).to(dtype).repeat(64)  # few large copies are faster
     for part in numbers.split(len(pattern)):
         part.copy_(pattern[: len(part)])
 
 
-def take_turn(model: Model, cache: KVCache, prompts: Sequence[Sequence[int]], steps: int) -> Turn:
+def take_turn(model: Model, instance: Instance, prompts: Sequence[Sequence[int]], steps: int) -> Turn:
     """Decode `steps` tokens after each prompt, under one strategy. Raises SettingsError for lack of memory."""
-    with opened_seats(cache, prompts) as seats:
+    with opened_seats(instance, prompts) as seats:
         for _ in range(WARMUP_STEPS):
-            decode_step(model, cache, seats)
-        times = [decode_step(model, cache, seats) for _ in range(steps)]
+            decode_step(model, instance, seats)
+        times = [decode_step(model, instance, seats) for _ in range(steps)]
         total, commits = (sum(seconds) for seconds in zip(*times, strict=True))
-        return Turn(total, commits, cache.usage().used)
+        return Turn(total, commits, instance.usage().used)
 
 
 @contextmanager
-def opened_seats(cache: KVCache, prompts: Sequence[Sequence[int]]) -> Iterator[list[Seat]]:
+def opened_seats(instance: Instance, prompts: Sequence[Sequence[int]]) -> Iterator[list[Seat]]:
     """Yield seats that hold these prompts, and close them at the end. Raises SettingsError for lack of memory."""
     seats: list[Seat] = []
     try:
         for prompt in prompts:
-            seats.append(open_seat(cache, prompt))
-            enter(cache, seats[-1], prompt)
+            seats.append(open_seat(instance, prompt))
+            enter(instance, seats[-1], prompt)
         yield seats
     finally:
         for seat in seats:
-            cache.close(seat)
+            instance.close(seat)
 
 
-def open_seat(cache: KVCache, prompt: Sequence[int]) -> Seat:
+def open_seat(instance: Instance, prompt: Sequence[int]) -> Seat:
     """Return a seat for a prompt, whose first tokens may be found in the cache."""
-    seat = cache.open(prompt)
+    seat = instance.open(prompt)
     if seat is None:
-        raise no_room(cache)
+        raise no_room(instance)
     return seat
 
 
-def enter(cache: KVCache, seat: Seat, prompt: Sequence[int]) -> None:
+def enter(instance: Instance, seat: Seat, prompt: Sequence[int]) -> None:
     """Commit the tokens of a prompt to a seat, without computing them."""
     while seat.length < len(prompt):
-        limit = cache.row_limit(seat)
+        limit = instance.strategy.row_limit(seat)
         n = min(len(prompt) - seat.length, ROW_TOKENS, ROW_TOKENS if limit is None else limit)
-        if not cache.grow(seat, n):
-            raise no_room(cache)
-        cache.commit(cache.plan([Row(seat, n)]), [prompt[seat.length : seat.length + n]])
-        cache.compact(seat)
+        if not instance.strategy.grow(seat, n):
+            raise no_room(instance)
+        strategy = instance.strategy
+        strategy.commit(strategy.plan([Row(seat, n)]), [prompt[seat.length : seat.length + n]])
+        strategy.compact(seat)
 
 
 @torch.inference_mode()
-def decode_step(model: Model, cache: KVCache, seats: Sequence[Seat]) -> StepTime:
+def decode_step(model: Model, instance: Instance, seats: Sequence[Seat]) -> StepTime:
     """Decode one token of each sequence."""
     begin = time.perf_counter()
     for seat in seats:
-        if not cache.grow(seat, 1):
-            raise no_room(cache)
-    batch = Batch([RowInput(cache, Row(seat, 1), [seat.length % 256], 1) for seat in seats], model.device)
+        if not instance.strategy.grow(seat, 1):
+            raise no_room(instance)
+    batch = Batch([RowInput(instance, Row(seat, 1), [seat.length % 256], 1) for seat in seats], model.device)
     model.forward(batch.input_ids, batch)
     committing = time.perf_counter()
     failed = batch.commit()
@@ -105,6 +107,6 @@ def decode_step(model: Model, cache: KVCache, seats: Sequence[Seat]) -> StepTime
     return StepTime(end - begin, end - committing)
 
 
-def no_room(cache: KVCache) -> SettingsError:
+def no_room(instance: Instance) -> SettingsError:
     """Return the error for a strategy whose memory is full."""
-    return SettingsError(f"no room under {cache.name}: raise --kv-memory, or decode fewer or shorter sequences")
+    return SettingsError(f"no room under {instance.name}: raise --kv-memory, or decode fewer or shorter sequences")

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from cache_strategies.base import KVCache
 from cache_strategies.registry import BUILTIN
 from cache_strategies.types import Geometry
 from config.errors import SettingsError
@@ -23,6 +22,7 @@ from config.settings import Settings, load_settings
 from kernels.memory import allocate
 from kernels.tracing import OpCounter
 from server.engine.build import Engine, build_engine
+from server.engine.instance import Instance
 from server.evaluation.command import select_strategies
 from server.profiling.machine import measure_matmul_flops, measure_read_bandwidth
 from server.profiling.steps import average_fastest
@@ -114,7 +114,7 @@ def build(options: GrowthOptions, length: int, streams: int) -> Engine:
         if "positions" not in str(error):
             raise
         engine = build_engine(whole)
-    fill_at_random(next(iter(engine.core.caches.values())))
+    fill_at_random(next(iter(engine.core.instances.values())))
     return engine
 
 
@@ -132,7 +132,7 @@ class StepTimer:
     def __init__(self, engine: Engine, rounds: int, show_status: Callable[[str], None]) -> None:
         self.longest = engine.max_seq_len - SPARE_TOKENS  # tokens of a stream before the first step
         self._model = engine.core.model
-        self._caches = engine.core.caches
+        self._instances = engine.core.instances
         self._tracer = engine.core.tracer
         self._rounds = rounds
         self._show_status = show_status
@@ -143,7 +143,7 @@ class StepTimer:
 
         In every second round they take turns in reverse order, as other work disturbs the machine. `what` is shown.
         """
-        taken: dict[str, list[StepRound]] = {name: [] for name in self._caches}
+        taken: dict[str, list[StepRound]] = {name: [] for name in self._instances}
         flops = self._model.count_flops(streams, streams)
         for i in range(self._rounds):
             flops_per_second = self._probe.measure_flops()
@@ -151,31 +151,33 @@ class StepTimer:
                 self._show_status(f"{what}: {name}, round {i + 1} of {self._rounds}")
                 counted = taken[name][0].read_bytes if taken[name] else None
                 try:
-                    turn = self._take_turn(self._caches[name], streams, context, counted)
+                    turn = self._take_turn(self._instances[name], streams, context, counted)
                 except SettingsError:  # no room
                     del taken[name]
                 else:
                     taken[name].append(StepRound(*turn, flops, flops_per_second))
         return taken
 
-    def _take_turn(self, cache: KVCache, streams: int, context: int, counted: int | None) -> tuple[float, int, float]:
+    def _take_turn(
+        self, instance: Instance, streams: int, context: int, counted: int | None
+    ) -> tuple[float, int, float]:
         """Return (seconds of a step, bytes that it must read and write, bytes per second just before).
 
         `counted` are the bytes, if they are known. Raises SettingsError for lack of memory.
         """
         prompts = torch.randint(self._model.info.vocab_size, (streams, context)).tolist()
-        with opened_seats(cache, prompts) as seats:
+        with opened_seats(instance, prompts) as seats:
 
             def step() -> float:
-                return decode_step(self._model, cache, seats).total
+                return decode_step(self._model, instance, seats).total
 
-            size = counted or self._count_bytes(cache, step, streams * context)
+            size = counted or self._count_bytes(instance, step, streams * context)
             repeat(step, WARMUP_STEPS, MIN_WARMUP_STEPS, WARMUP_SECONDS)
             bandwidth = self._probe.measure_bandwidth(size)
             times = repeat(step, STEPS, MIN_STEPS, STEPS_SECONDS)
         return average_fastest([{"step": each} for each in times])["step"], size, bandwidth
 
-    def _count_bytes(self, cache: KVCache, step: Callable[[], float], tokens: int) -> int:
+    def _count_bytes(self, instance: Instance, step: Callable[[], float], tokens: int) -> int:
         """Return the bytes that a step must read and write once, of `tokens` cached tokens of all streams.
 
         A strategy that attends without an operation of the backend is held against the reading of all keys and values.
@@ -183,7 +185,7 @@ class StepTimer:
         with self._tracer.record(OpCounter()) as counter:
             step()
         counted = sum(counter.bytes.values())
-        return counted if ATTENTION in counter.bytes else counted + tokens * count_kv_bytes(cache.setup.geometry)
+        return counted if ATTENTION in counter.bytes else counted + tokens * count_kv_bytes(instance.setup.geometry)
 
 
 def count_kv_bytes(geometry: Geometry) -> int:

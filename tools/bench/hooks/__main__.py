@@ -41,7 +41,7 @@ class HookTimer:
 
 
 class _RunningCall(list[int]):
-    """The number of the running call; a call of a hook has an odd number (see isolation/calls.py)."""
+    """The number of the running call; a call of a hook has an odd number (see engine/calls.py)."""
 
     def __init__(self) -> None:
         super().__init__([0])

@@ -78,9 +78,9 @@ def describe_memory(engine: Engine) -> str:
     """Return a line with the bytes that a token takes under each strategy."""
     sizes = []
     for name in KINDS:
-        cache = engine.core.isolation.caches[name]
+        cache = engine.core.instances[name].strategy
         geometry = cache.setup.geometry
-        size = type(cache.inner).seat_shape(cache.options, geometry).block_bytes / geometry.max_seq_len
+        size = type(cache).seat_shape(cache.options, geometry).block_bytes / geometry.max_seq_len
         sizes.append(f"{name} {size:,.0f}")
     return f"bytes per token, {str(geometry.kv_dtype).removeprefix('torch.')}: {', '.join(sizes)}"
 

@@ -27,7 +27,9 @@ def test_bytes_of_a_step_are_the_least_that_the_engine_can_read(folder: Path, we
         2 * (-(-out // 64) * -(-width // 64) * 64**2 - out * width) for _, (out, width) in SMALL_SHAPE.matrices()
     )
     assert 0 <= more <= padded
-    assert driver.core.caches["contiguous"].bytes_for(1) == driver.engine.max_seq_len * SMALL_SHAPE.kv_bytes_per_token
+    assert (
+        driver.core.instances["contiguous"].bytes_for(1) == driver.engine.max_seq_len * SMALL_SHAPE.kv_bytes_per_token
+    )
 
 
 def test_it_answers_and_every_id_has_a_text(folder: Path) -> None:
