@@ -40,14 +40,16 @@ INTERFACE_VERSION = 2  # of this interface; raised when classes written for the 
 
 
 class Seat:
-    """One sequence's state in one cache. Outside the strategy only length, position, cached and miss are read."""
+    """One sequence's state in one cache. Outside the strategy only length, position, cached, miss and room are read."""
 
-    __slots__ = ("cached", "length", "miss")
+    __slots__ = ("cached", "length", "miss", "room")
 
     def __init__(self, length: int = 0) -> None:
         self.length = length  # number of committed tokens: the next row starts there in the text
         self.cached = length  # number of tokens that open() found cached; may shrink until the seat's first row has run
         self.miss: Miss | None = "cold"  # why open() did not find more cached tokens; None: it found all reusable ones
+        # A row that ends here at the latest needs no grow(). 0, while something has to be done for every row
+        self.room = 0
 
     @property
     def position(self) -> int:
@@ -199,7 +201,10 @@ class KVCache(ABC, Generic[SeatT]):
         """
 
     def ready(self, seat: SeatT) -> bool:
-        """Return whether the seat can be scheduled now; False while its prefix loads or another seat computes it."""
+        """Return whether the seat can be scheduled now; False while its prefix loads or another seat computes it.
+
+        It is asked until the first row of the seat was committed.
+        """
         return True
 
     def row_limit(self, seat: SeatT) -> int | None:
@@ -213,7 +218,8 @@ class KVCache(ABC, Generic[SeatT]):
     def grow(self, seat: SeatT, num_tokens: int) -> bool:
         """Allocate memory for `num_tokens` tokens after seat.length; return False if there is not enough. Idempotent.
 
-        After False the scheduler preempts a sequence and calls grow() again.
+        After False the scheduler preempts a sequence and calls grow() again. It is not called for a row that ends at
+        seat.room or before.
         """
 
     def crop(self, seat: SeatT, length: int) -> None:

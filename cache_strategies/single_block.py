@@ -29,6 +29,7 @@ class SingleBlockCache(BlockTableCache[TableSeatT]):
 
     def _make_seat(self, block: int, length: int) -> TableSeatT:
         seat = self.seat_type(self.table.allocate_row(), [block], length)
+        seat.room = self.setup.geometry.max_seq_len
         self.table.write(seat)
         self.seats.add(seat)
         return seat

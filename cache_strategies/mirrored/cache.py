@@ -213,6 +213,7 @@ class MirroredCache(KVCache[MirroredSeat]):
         if block is None:
             return None
         seat = MirroredSeat(block, _view_layers(self._memory, block, self.setup.geometry.layers), length)
+        seat.room = self.setup.geometry.max_seq_len
         self.seats.add(seat)
         return seat
 

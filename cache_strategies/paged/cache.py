@@ -208,6 +208,8 @@ class PagedCache(PagedBase):
             self._blocks_to_complete.update(
                 b for b in seat.blocks[first : end // self.block_size] if self.pending.owner(b) is seat
             )
+        else:
+            seat.room = self._blocks_for(end) * self.block_size
         return True
 
     def _grow_windowed(self, seat: PagedSeat, end: int) -> bool:
@@ -253,6 +255,7 @@ class PagedCache(PagedBase):
 
     def crop(self, seat: PagedSeat, length: int) -> None:
         assert length <= seat.length
+        seat.room = 0  # the block at the new end may be shared
         partial = length % self.block_size
         if partial and seat.blocks[length // self.block_size] in self.pending:
             length -= partial  # drop the whole pending block: its hash covers tokens that are dropped
@@ -270,6 +273,7 @@ class PagedCache(PagedBase):
             return None  # blocks are still being computed or copied: open() with the same tokens shares more
         for block in blocks:
             self.pool.incref(block)
+        seat.room = 0  # the last block is shared now
         child = seat.fork(self.table.allocate_row(), blocks, seat.length // self.block_size)
         self.seats.add(child)
         self._write_table(child)

@@ -294,7 +294,9 @@ class History:
         )
         in_prompt = len(sitter.tokens) - start
         n = min(most, in_prompt or LONGEST - start)
-        if n == 0 or not sitter.cache.ready(sitter.seat) or not sitter.cache.grow(sitter.seat, n):
+        if n == 0 or not sitter.cache.ready(sitter.seat):
+            return None
+        if sitter.seat.room < start + n and not sitter.cache.grow(sitter.seat, n):
             return None
         if not in_prompt:
             sitter.tokens += [self.token(rng.choice([0, 1, 1, -1])) for _ in range(n)]

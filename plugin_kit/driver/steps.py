@@ -41,9 +41,10 @@ class Reading:
         return len(self.text) - self.seat.length
 
     def work(self, num_tokens: int) -> RowInput:
-        """Return a row of the next tokens, for which grow() must succeed."""
-        assert self.cache.grow(self.seat, num_tokens), "grow() returned False although there is memory"
+        """Return a row of the next tokens, for which grow() must succeed unless the seat says that there is room."""
         start = self.seat.length
+        has_room = self.seat.room >= start + num_tokens or self.cache.grow(self.seat, num_tokens)
+        assert has_room, "grow() returned False although there is memory"
         ids = self.text.ids[start : start + num_tokens]
         return RowInput(find_instance(self.cache), Row(self.seat, num_tokens), ids, num_tokens)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -133,7 +134,7 @@ class Batch:
 
     def _plan(self) -> Iterator[tuple[BatchPart, AttentionSlice]]:
         end = 0
-        for instance, items in groupby(self._rows, key=lambda item: item.instance):
+        for instance, items in groupby(self._rows, key=attrgetter("instance")):
             rows = [item.row for item in items]
             begin, end = end, end + sum(row.num_tokens for row in rows)
             planned = instance.plan(rows)

@@ -16,7 +16,7 @@ from cache_strategies.errors import StrategyError
 from kernels.tracing import OpTimer
 from server.engine.extension import Hooks, StepExtension
 from server.engine.instance import Instance
-from server.engine.ipc.messages import Admitted, Explained, Failed, Preempted, Submit, Tokens
+from server.engine.ipc.messages import Admitted, Explained, Failed, Preempted, Progress, Submit, Tokens
 from server.engine.isolation.isolation import Isolation
 from server.engine.kv_memory import KVMemory
 from server.engine.model_runner import ModelRunner, StepOutput, run_step
@@ -172,8 +172,14 @@ class Core:
         for extension in self._on.committed:
             output = extension.committed(output)
         self._fail(output.failed)
-        events = [event for each in output.scheduled for event in self._report_prompt(each.request, output)]
-        forked = [fork for each in output.to_sample for fork in self._fork(each.request, output)]
+        reported = [
+            request
+            for request, _, _, _, scores_prompt, _ in output.scheduled
+            if scores_prompt or request.num_cached_tokens is None or request.reports_progress
+        ]
+        events = [event for request in reported for event in self._report_prompt(request, output)]
+        parents = [each.request for each in output.to_sample if each.request in output.siblings]
+        forked = [fork for request in parents for fork in self._fork(request, output)]
         events += [self._admit(each.request) for each in forked if each.request.num_cached_tokens is None]
         inputs, results = [*output.to_sample, *forked], output.sampled.results
         events += [self._finish(each.request) for each in inputs if each.request not in results]
@@ -225,6 +231,9 @@ class Core:
         events: list[Event] = []
         if request.num_cached_tokens is None:
             events.append(self._admit(request))
+            if request.reports_progress:  # as llama.cpp does: first what is cached
+                worker, request_id = request.key
+                events.append(Event(worker, Progress(request_id, request.num_cached_tokens)))
         if request.reports_progress:
             events += report_progress(request)
         if (scores := output.sampled.prompt_logprobs.get(request)) is not None:
@@ -270,7 +279,7 @@ class Core:
             assert request.seat is not None
             request.instance.discard(request.seat)
             self._fail([RequestFailure.from_logits(request)])
-        elif (fault := request.find_grammar_fault(is_allowed=result.is_allowed)) is not None:
+        elif request.grammar is not None and (fault := request.find_grammar_fault(is_allowed=result.is_allowed)):
             self._fail([RequestFailure(request, fault, "grammar_failed", status=400)])
         elif request.finish_reason is not None:
             self._remove(request, request.finish_reason)
@@ -286,9 +295,7 @@ class Core:
 
         Return the siblings that were started; memory may not suffice for all.
         """
-        if not (siblings := output.siblings.get(request)):
-            return []
-        forked = [each for each in siblings if self.scheduler.fork(each.request, request)]
+        forked = [each for each in output.siblings[request] if self.scheduler.fork(each.request, request)]
         for extension in self._on.forked:
             extension.forked([each.request for each in forked])
         self._accumulator.forks[request.instance.name] += len(forked)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache_strategies.base import Row, Seat
+from cache_strategies.base import Row
 from cache_strategies.errors import StrategyError
 from kernels.tracing import Tracer
 from server.engine.batch import Batch, RowInput
@@ -40,7 +40,7 @@ class StepOutput(NamedTuple):
     parts: Mapping[str, StepPart]  # numbers of rows and tokens by instance, those of extensions left out
     scheduled: Sequence[Scheduled]  # the rows of the step, in the order of the batch
     to_sample: Sequence[SamplerInput]  # requests whose rows reach the end of their tokens, so that a new one is sampled
-    # For each request of `to_sample`, the other choices (n > 1) that wait to fork its seat
+    # For requests of `to_sample` with such: the other choices (n > 1) that wait to fork their seats
     siblings: Mapping[Request, Sequence[SamplerInput]]
     sampled: SamplerOutput  # new tokens of the requests in `to_sample` and `siblings`, except those with max_tokens=0
     logits: Tensor  # [K, V], to which the rows of `to_sample` and `siblings` refer
@@ -91,7 +91,8 @@ class ModelRunner:
                 to_sample.append(SamplerInput(request, draft, end - 1 - len(draft)))
             if scores_prompt:
                 prompts.append(PromptInput(request, slice(end - num_tokens, end)))
-        siblings = {each.request: _find_waiting_siblings(each) for each in to_sample}
+        parents = [each for each in to_sample if len(each.request.siblings) > 1 and not each.request.num_output_tokens]
+        siblings = {each.request: found for each in parents if (found := _find_waiting_siblings(each))}
         inputs = [*to_sample, *(sibling for others in siblings.values() for sibling in others)]
         inputs = [each for each in inputs if each.request.sampling.max_tokens]
         with self.tracer.span("sample_and_verify"):
@@ -115,7 +116,8 @@ class ModelRunner:
 
 def _make_row_input(scheduled: Scheduled) -> RowInput:
     request, num_tokens, draft, samples, scores_prompt, num_observed = scheduled
-    seat, first = _get_seat(scheduled), request.num_computed_tokens
+    seat, first = request.seat, request.num_computed_tokens
+    assert seat is not None
     tokens = [*request.tokens[first : first + num_tokens], *draft]
     num_logits = num_tokens if scores_prompt else samples + len(draft)
     num_logits = num_logits if num_observed is None else num_observed
@@ -124,8 +126,6 @@ def _make_row_input(scheduled: Scheduled) -> RowInput:
 
 def _find_waiting_siblings(parent: SamplerInput) -> list[SamplerInput]:
     """Return the other choices (n > 1) that wait for the parent's prompt; they are sampled from the same logits."""
-    if parent.request.num_output_tokens:
-        return []
     return [
         SamplerInput(sibling, (), parent.first_logit_row)
         for sibling in parent.request.siblings
@@ -217,9 +217,3 @@ def _is_unchanged(request: Request) -> bool:
     length = request.num_computed_tokens
     with request.instance.region["schedule"]:
         return update_length(request) and request.num_computed_tokens == length
-
-
-def _get_seat(scheduled: Scheduled) -> Seat:
-    seat = scheduled.request.seat
-    assert seat is not None
-    return seat

@@ -15,10 +15,11 @@ def test_each_part_of_a_prompt_is_told(tiny: Path) -> None:
     prompt = random_prompt(50)
     first = driver.submit("first", prompt, 3, reports_progress=True)
     driver.run()
-    assert first.progress == [16, 32, 48, 50]
+    assert first.progress == [0, 16, 32, 48, 50]
     second = driver.submit("second", prompt, 3, reports_progress=True)
     silent = driver.submit("silent", random_prompt(50, seed=1), 3)
     driver.run()
-    assert second.progress == [50], "what was in the cache is computed"
+    assert second.admitted is not None
+    assert second.progress == [second.admitted.cached_tokens, 50], "first what was in the cache"
     assert silent.progress == []
     assert len(second.tokens) == len(silent.tokens) == 3

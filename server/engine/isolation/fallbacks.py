@@ -115,7 +115,7 @@ class Fallbacks(StepExtension):
                 continue
             assert request.seat is not None
             request.instance.discard(request.seat)
-            group = [request, *(sibling.request for sibling in output.siblings[request])]
+            group = [request, *(sibling.request for sibling in output.siblings.get(request, ()))]
             failed += [RequestFailure.from_logits(each) for each in group if not self.move(each)]
             moved.update(group)
         return output.without(moved)._replace(failed=[*output.failed, *failed]) if moved else output

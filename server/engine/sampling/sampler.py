@@ -91,7 +91,7 @@ class Sampler:
     def _sample_tokens(self, logits: Tensor, inputs: Sequence[SamplerInput]) -> dict[Request, SampleResult]:
         if not inputs:
             return {}
-        rows = [row for each in inputs for row in each.logit_rows]
+        rows = [row for _, draft, first in inputs for row in range(first, first + 1 + len(draft))]
         if rows != list(range(len(logits))):
             logits = logits[rows]
         draws = [draw for each in inputs for draw in make_draws(each.request, self._eos_ids, each.draft)]
@@ -164,9 +164,9 @@ def _compute_token_logprobs(
 ) -> dict[Request, list[TokenLogprob] | None]:
     """Return the log-probabilities of each request's new tokens; None for requests without `logprobs`."""
     sampled = [
-        (each.request.sampling.logprobs, row, token)
-        for each in inputs
-        for row, token in zip(each.logit_rows, results[each.request].tokens, strict=False)
+        (request.sampling.logprobs, row, token)
+        for request, _, first in inputs
+        for row, token in enumerate(results[request].tokens, first)
     ]
     tops, rows, tokens = zip(*sampled, strict=True) if sampled else ((), (), ())
     logprobs = iter(compute_row_logprobs(logits, rows, tokens, tops))

@@ -162,6 +162,7 @@ class Request:
     # Value of Scheduler._room_changes when this request last found no room; -1: it has not been refused
     refused_at: int = -1
     passed_over: int = 0  # number of later requests that were admitted while this request found no room
+    num_output_tokens: int = 0
     num_scored_tokens: int = 0  # number of prompt tokens whose log-probabilities have been sent
     num_draft_tokens: int = 0  # number of draft tokens that the model has verified
     num_accepted_tokens: int = 0  # number of draft tokens that became part of the text
@@ -184,10 +185,6 @@ class Request:
             return self.instance.bytes_for(len(self.tokens))
         except StrategyError:
             return 0
-
-    @property
-    def num_output_tokens(self) -> int:
-        return len(self.tokens) - self.num_prompt_tokens
 
     @property
     def waits_for_sibling(self) -> bool:
@@ -243,6 +240,7 @@ class Request:
         It is the last token of a text that is complete by its grammar, or a token that ends texts.
         """
         self.tokens.append(token)
+        self.num_output_tokens += 1
         now = time.monotonic()
         self.times.first_token = self.times.first_token or now
         self.times.last_token = now

@@ -177,8 +177,13 @@ class Scheduler:
         self._preempt_for_priority(step)
         while True:
             step.lacks_room = False
-            for request in sorted(self.running, key=lambda r: r.num_remaining_tokens > 1):
-                if request.seat is not None and (step.accepts_prompts or request.num_remaining_tokens == 1):
+            decoding = [r for r in self.running if len(r.tokens) - r.num_computed_tokens == 1]
+            prompts = [r for r in self.running if len(r.tokens) - r.num_computed_tokens > 1]
+            for request in decoding:
+                if request.seat is not None:  # not if it was preempted for one before it
+                    self._schedule_request(request, step)
+            for request in prompts:
+                if request.seat is not None and step.accepts_prompts:
                     self._schedule_request(request, step)
             if step.rows or not step.lacks_room or not self.running:
                 break
@@ -206,13 +211,16 @@ class Scheduler:
         assert seat is not None
         if not request.has_committed and not update_length(request):
             return
-        remaining = request.num_remaining_tokens
-        num_tokens = min(remaining, step.room_for(request))
+        remaining = len(request.tokens) - request.num_computed_tokens
+        scores_prompt = request.sampling.prompt_logprobs is not None and request.needs_prompt_logprobs
+        num_tokens = min(remaining, max(step.token_budget, 1))  # one of a text that decodes needs no budget
+        if scores_prompt:
+            num_tokens = min(num_tokens, step.logprob_budget)
         if instance.limits_rows:
             num_tokens = limit_row(instance, seat, num_tokens)
         if not num_tokens:
             return
-        while not self._grow(request, num_tokens):
+        while seat.room < request.num_computed_tokens + num_tokens and not self._grow(request, num_tokens):
             if not request.lacks_memory:
                 return  # no memory was refused, so that preempting others would be of no use
             if self.release_spare(instance):
@@ -222,7 +230,7 @@ class Scheduler:
                 step.lacks_room = True
                 return
             self._preempt(victim, step)
-        step.add(request, num_tokens, remaining)
+        step.add(request, num_tokens, remaining, scores_prompt=scores_prompt)
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
         """Return whether there is room for the next tokens of a request; called in a region of its instance."""

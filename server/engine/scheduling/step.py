@@ -76,14 +76,9 @@ class PartialStep:
         """Whether more prompt tokens may enter: less of the budget is used once a prompt ends in this step."""
         return self.token_budget > (self.reserved_tokens if self.prompt_ends else 0)
 
-    def room_for(self, request: Request) -> int:
-        """Return the maximum number of tokens of a request in this step; a decoding request may always have one."""
-        room = max(self.token_budget, 1)
-        return min(room, self.logprob_budget) if request.needs_prompt_logprobs else room
-
-    def add(self, request: Request, num_tokens: int, remaining: int) -> None:
+    def add(self, request: Request, num_tokens: int, remaining: int, *, scores_prompt: bool) -> None:
         """Add a row of `num_tokens` of the `remaining` tokens of a request."""
-        samples, scores_prompt = num_tokens == remaining, request.needs_prompt_logprobs
+        samples = num_tokens == remaining
         if remaining > 1:
             self.token_budget -= num_tokens
             self.prompt_ends |= samples

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from cache_strategies.base import CacheSetup, KVCache
-from cache_strategies.contiguous import ContiguousCache, ContiguousOptions
+from cache_strategies.contiguous import ContiguousCache, ContiguousOptions, ContiguousSeat
 from cache_strategies.paged.base import PagedOptions
 from cache_strategies.paged.cache import PagedCache
 from tests.contract.third_party_strategy import SieveCache, SieveOptions
@@ -55,6 +55,11 @@ class FaultyCache(ContiguousCache):
             raise SystemExit("planted")
         super().__init__(setup, options)
         plant(self, options.fault)
+
+    def _make_seat(self, block: int, length: int) -> ContiguousSeat:
+        seat = super()._make_seat(block, length)
+        seat.room = 0  # so that grow() is called for each row
+        return seat
 
 
 class FaultyHookCache(SieveCache):

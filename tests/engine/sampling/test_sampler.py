@@ -59,6 +59,7 @@ def test_what_is_no_number_counts_only_where_the_text_gets_to(tokens: list[int |
 def request(prompt: list[int], output: list[int], **sampling: object) -> Request:
     made = Request((0, "r"), [*prompt], SamplingParams(30, **sampling), FakeCache("a", Memory(1)), "", NO_SALT)  # type: ignore[arg-type]
     made.tokens += output
+    made.num_output_tokens = len(output)
     return made
 
 
