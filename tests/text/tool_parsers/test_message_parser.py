@@ -275,6 +275,55 @@ def test_arguments_come_in_parts(family: str, data: st.DataObject) -> None:
     assert written.startswith(read_parts(family, cut_off))
 
 
+TYPES = {"properties": {"text": {"type": "string"}, "count": {"type": "integer"}, "any": {}}}
+D = "\uff5cDSML\uff5c"
+TYPED_PARAMETERS = {  # a call of f with one parameter: its key, whether it is marked as JSON, and its value
+    "deepseek_v32": lambda key, is_json, value: (
+        f'<{D}function_calls><{D}invoke name="f"><{D}parameter name="{key}" string="{dump(not is_json)}">{value}'
+        f"</{D}parameter></{D}invoke></{D}function_calls>"
+    ),
+    "kimi_k3": lambda key, is_json, value: (
+        f'<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="{key}" '
+        f'type="{"number" if is_json else "string"}"<|sep|>{value}<|close|>argument<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|>"
+    ),
+}
+
+
+@pytest.mark.parametrize("family", TYPED_PARAMETERS)
+@pytest.mark.parametrize("schema", [TYPES, {"properties": {}}, {}])
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [("null", None), ("42", 42), ("true", True), ("[1, 2]", [1, 2]), ('{"a": "b"}', {"a": "b"}), ("no", "no")],
+)
+def test_a_type_that_a_call_states_counts_where_the_schema_has_none(
+    family: str, schema: dict[str, Any], value: str, read: Any
+) -> None:
+    """As in vLLM, a text by the schema is a text, even if the call states that it is JSON."""
+
+    def read_value(key: str, *, is_json: bool) -> Any:
+        parser = MessageParser(list_tool_formats()[family], schemas={"f": schema})
+        ((name, arguments),) = parse(parser, list(TYPED_PARAMETERS[family](key, is_json, value)))[2]
+        assert (name, list(arguments)) == ("f", [key])
+        return arguments[key]
+
+    has_types = schema is TYPES
+    assert read_value("text", is_json=True) == (value if has_types else read)
+    assert read_value("count", is_json=True) == read
+    assert read_value("any", is_json=True) == read
+    assert read_value("other", is_json=True) == read
+    assert read_value("text", is_json=False) == value
+    assert read_value("count", is_json=False) == (read if has_types else value)
+    assert read_value("other", is_json=False) == value
+
+
+def test_only_attributes_state_a_type() -> None:
+    """A key or a value may spell one."""
+    for key, value in (("type", "1"), ("a", ' type="number"'), ("string", "2")):
+        text = TYPED_PARAMETERS["kimi_k3"](key, False, value)
+        assert parse(make_parser("kimi_k3"), [text])[2] == [("f", {key: value})]
+
+
 def test_line_breaks_in_strings_are_escaped() -> None:
     """Also next to backslashes, and outside of strings they stay as they are."""
     written = '{\n"text": "a\nb\\\\\n\\"\tc",\n"x": "\\\\"\n}'
