@@ -22,7 +22,7 @@ from server.api.openai.logprobs import make_prompt_logprobs
 from server.api.openai.response_models import (
     ChatAnswer,
     Choice,
-    CompletionChoice,
+    CompletionChunkChoice,
     CompletionTokensDetails,
     Explanation,
     GenerationResponse,
@@ -271,7 +271,7 @@ def make_token_comparison(compared: Compared) -> TokenComparison:
     return comparison
 
 
-def set_prompt_fields(target: CompletionChoice | ChatAnswer, choice: int, generation: Generation[B]) -> None:
+def set_prompt_fields(target: CompletionChunkChoice | ChatAnswer, choice: int, generation: Generation[B]) -> None:
     """Set the token ids and log-probabilities of a choice's prompt in `target`, if the request has these options."""
     job = generation.job
     if job.body.return_token_ids:
