@@ -37,6 +37,7 @@ from server.api.openai.response_models import (
 from server.engine.ipc.messages import Compared, Progress
 from server.records import RequestRecord
 from server.text.tool_parsers.calls import ToolCall, merge_calls
+from server.text.tool_parsers.message_parser import join_parts
 
 ENCODER = msgspec.json.Encoder()
 TEXT_PLACEHOLDER = "\0"  # stands for a chunk's text; occurs nowhere else in a chunk
@@ -96,6 +97,7 @@ def _merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
             text="".join(part.text for part in parts),
             reasoning="".join(part.reasoning for part in parts),
             tool_calls=_merge_calls_of(parts),
+            parts=join_parts(each for part in parts for each in part.parts),
             tokens=[token for part in parts for token in part.tokens],
             logprobs=[score for part in parts for score in part.logprobs],
             comparison=_merge_comparisons([part.comparison for part in parts if part.comparison is not None]),

@@ -8,7 +8,8 @@ character is lost. Knows neither tokens nor requests.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
+from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
 
 from server.text.tool_parsers.calls import Calls, Schemas, ToolCall, make_openai_id, merge_calls
@@ -21,12 +22,47 @@ MAX_REREAD = 2**18
 Channel: TypeAlias = Literal["content", "reasoning"]
 
 
-class MessageDelta(NamedTuple):
-    """The parts that a piece of text adds to a message."""
+class MessageText(NamedTuple):
+    """Text of a message."""
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    channel: Channel
+    text: str
+
+
+MessagePart: TypeAlias = MessageText | ToolCall
+
+
+class MessageDelta(NamedTuple):
+    """The parts that a piece of text adds to a message, in the order in which the model writes them."""
+
+    parts: tuple[MessagePart, ...] = ()
+
+    @property
+    def content(self) -> str:
+        return self._join("content")
+
+    @property
+    def reasoning(self) -> str:
+        return self._join("reasoning")
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return tuple(part for part in self.parts if isinstance(part, ToolCall))
+
+    def _join(self, channel: Channel) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, MessageText) and part.channel == channel)
+
+
+def join_parts(parts: Iterable[MessagePart]) -> tuple[MessagePart, ...]:
+    """Return the parts of a message with one part for each run of text of one channel, or of parts of one call."""
+    runs = groupby(parts, lambda part: part.channel if isinstance(part, MessageText) else part.number)
+    return tuple(_join_run(list(run)) for _, run in runs)
+
+
+def _join_run(run: Sequence[MessagePart]) -> MessagePart:
+    if isinstance(run[0], MessageText):
+        return run[0]._replace(text="".join(part.text for part in run if isinstance(part, MessageText)))
+    return merge_calls(part for part in run if isinstance(part, ToolCall))[0]
 
 
 class MessageParser:
@@ -54,12 +90,11 @@ class MessageParser:
             schemas or {},
             parallel=parallel,
             make_id=make_openai_id if tools is None else tools.make_id,
-            on_call=self._add_call,
+            on_call=lambda call: self._parts.append(call),
         )
         self.channel: Channel = "reasoning" if reasoning_is_open else "content"
         self.reasoning_spans: list[tuple[int, int]] = []  # first character and end of each part of the reasoning
-        self._text: dict[Channel, list[str]] = {"content": [], "reasoning": []}
-        self._calls: list[ToolCall] = []
+        self._parts: list[MessagePart] = []  # that `push` has not returned yet
         self._space = ""  # white space that belongs to the message only if text of the same channel follows
         self._strips = reasoning_is_open  # whether white space that follows is left out
         self._has_content = False
@@ -81,8 +116,8 @@ class MessageParser:
         """Return the rest of the message; call it when no more text follows."""
         self.source.ended = True
         self._read_on()
-        if not self._strips and not self.calls.count and self.channel == "content":
-            self._text["content"].append(self._space)
+        if self._space and not self._strips and not self.calls.count and self.channel == "content":
+            self._parts.append(MessageText("content", self._space))
         return self._take()
 
     def _read_on(self) -> None:
@@ -90,13 +125,8 @@ class MessageParser:
             self._is_read = next(self._reading, self) is self
 
     def _take(self) -> MessageDelta:
-        if not (self._calls or self._text["content"] or self._text["reasoning"]):
-            return MessageDelta()
-        content, reasoning = ("".join(self._text[channel]) for channel in ("content", "reasoning"))
-        delta = MessageDelta(content, reasoning, merge_calls(self._calls))
-        self._text = {"content": [], "reasoning": []}
-        self._calls = []
-        return delta
+        parts, self._parts = self._parts, []
+        return MessageDelta(join_parts(parts) if len(parts) > 1 else tuple(parts))
 
     # ------------------------------------------------------------ reading
     def read(self) -> Reading[None]:
@@ -206,7 +236,7 @@ class MessageParser:
         if not (body := text.rstrip()):
             self._space += text
             return
-        self._text[self.channel] += [self._space, body]
+        self._parts.append(MessageText(self.channel, self._space + body))
         self._space = text[len(body) :]
         self._strips = False
         if self.channel == "content":
@@ -219,6 +249,3 @@ class MessageParser:
             self._space = ""
         self.channel = channel
         self._strips = True
-
-    def _add_call(self, call: ToolCall) -> None:
-        self._calls.append(call)

@@ -28,6 +28,7 @@ from tests.text.tool_parsers.writers import (
     dump,
     make_parser,
     parse,
+    parse_in_order,
 )
 
 EXAMPLES = 8  # of each family: most families share their readers with others, and each run draws others
@@ -166,9 +167,14 @@ def pieces_of(family: str) -> st.SearchStrategy[str]:
 @given(data=st.data())
 def test_any_text_is_the_same_message_wherever_it_is_cut(family: str, data: st.DataObject) -> None:
     text = data.draw(pieces_of(family), label="text")
-    whole = parse(make_parser(family, "qwen3"), [text])
-    assert parse(make_parser(family, "qwen3"), cut(data, text)) == whole
-    assert parse(make_parser(family, "qwen3"), list(text)) == whole
+    parser = make_parser(family, "qwen3")
+    content, reasoning, _ = parse(parser, [text])
+    whole = parse_in_order(make_parser(family, "qwen3"), [text])
+    assert "".join(text for channel, text in whole if channel == "content") == content
+    assert "".join(text for channel, text in whole if channel == "reasoning") == reasoning
+    assert len(whole) >= parser.calls.count
+    assert parse_in_order(make_parser(family, "qwen3"), cut(data, text)) == whole
+    assert parse_in_order(make_parser(family, "qwen3"), list(text)) == whole
 
 
 @families
@@ -395,6 +401,19 @@ def test_calls_that_come_first(family: str) -> None:
             )
     found = parse(make_parser(family, calls_come_first=True), list(f"{call}\n{call}" if not row.harmony else call))
     assert found[2][:1] == [("f", {"text": "a"})]
+
+
+@families
+def test_parts_have_the_order_of_the_text(family: str) -> None:
+    row = list_tool_formats()[family]
+    if row.harmony or row.bare_at_start:
+        return
+    call = WRITERS[family]([("f", {"text": "a"})])
+    text = f"<think>Hm.</think>I look.\n{call}\nWait.\n{call}\nDone."
+    for pieces in ([text], list(text)):
+        parts = parse_in_order(make_parser(family, "qwen3"), pieces)
+        assert [name for name, _ in parts] == ["reasoning", "content", "f", "content", "f", "content"]
+        assert [text.strip() for name, text in parts if name != "f"] == ["Hm.", "I look.", "Wait.", "Done."]
 
 
 def test_python_calls_after_reasoning() -> None:

@@ -13,11 +13,11 @@ from typing import TypeVar
 
 from config.errors import SettingsError
 from server.text.output import OutputToken
-from server.text.tool_parsers.calls import Schemas, merge_calls
+from server.text.tool_parsers.calls import Schemas, ToolCall
 from server.text.tool_parsers.formats import find_tool_format, list_tool_formats
 from server.text.tool_parsers.harmony import HarmonyParser
 from server.text.tool_parsers.message_grammar import MessageOutline, ReasoningState, make_message_grammar
-from server.text.tool_parsers.message_parser import MessageDelta, MessageParser
+from server.text.tool_parsers.message_parser import MessageDelta, MessageParser, join_parts
 from server.text.tool_parsers.reasoning import (
     HARMONY_MARKERS,
     ReasoningFormat,
@@ -171,12 +171,12 @@ class MessageSplitter:
     def push(self, text: str, tokens: Sequence[OutputToken], *, ends: bool) -> MessageDelta:
         """Add text, and the tokens that begin in it; return what is certain then: with `ends`, the whole rest."""
         self._offsets += [token.offset for token in tokens] if self._parser.reasoning is not None else []
-        parts = [self._parser.push(text), self._parser.finish()] if ends else [self._parser.push(text)]
-        return MessageDelta(
-            "".join(part.content for part in parts),
-            "".join(part.reasoning for part in parts) if self._includes_reasoning else "",
-            merge_calls(call for part in parts for call in part.tool_calls),
-        )
+        parts = self._parser.push(text).parts
+        if ends:
+            parts = join_parts((*parts, *self._parser.finish().parts))
+        if not self._includes_reasoning:
+            parts = tuple(part for part in parts if isinstance(part, ToolCall) or part.channel == "content")
+        return MessageDelta(parts)
 
     @property
     def has_calls(self) -> bool:
