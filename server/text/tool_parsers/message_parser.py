@@ -49,6 +49,10 @@ class MessageDelta(NamedTuple):
     def tool_calls(self) -> tuple[ToolCall, ...]:
         return tuple(part for part in self.parts if isinstance(part, ToolCall))
 
+    def without(self, channel: Channel) -> MessageDelta:
+        """Return the parts but for the texts of a channel."""
+        return MessageDelta(tuple(part for part in self.parts if isinstance(part, ToolCall) or part.channel != channel))
+
     def _join(self, channel: Channel) -> str:
         return "".join(part.text for part in self.parts if isinstance(part, MessageText) and part.channel == channel)
 
@@ -77,11 +81,13 @@ class MessageParser:
         parallel: bool = True,
         reasoning_is_open: bool = False,
         calls_come_first: bool = False,
+        calls_only: bool = False,
     ) -> None:
         """Start a message. Without `tools` there are no calls in it, without `reasoning` no reasoning.
 
         `schemas` are those of the parameters of all tools. With `reasoning_is_open` it begins within reasoning. With
-        `calls_come_first`, nothing is a call after the beginning of the content.
+        `calls_come_first`, nothing is a call after the beginning of the content. With `calls_only`, nothing but calls
+        can follow the reasoning, so that markers at the end of the message, also a part of one, are no content.
         """
         self.source = TextSource()
         self.tools = tools
@@ -99,6 +105,7 @@ class MessageParser:
         self._strips = reasoning_is_open  # whether white space that follows is left out
         self._has_content = False
         self._calls_come_first = calls_come_first
+        self._calls_only = calls_only
         self._is_at_start = True  # whether the message has no content yet, or none after a call
         self._around = tuple({text for row in (tools, reasoning) if row is not None for text in row.around})
         self.budget = MAX_REREAD  # characters that may still be read a second time
@@ -118,7 +125,21 @@ class MessageParser:
         self._read_on()
         if self._space and not self._strips and not self.calls.count and self.channel == "content":
             self._parts.append(MessageText("content", self._space))
-        return self._take()
+        delta = self._take()
+        if self._calls_only and self._has_only_markers(delta.content):
+            return delta.without("content")
+        return delta
+
+    def _has_only_markers(self, text: str) -> bool:
+        """Return whether a text has nothing but markers and white space, the last marker perhaps in part."""
+        rows = (row for row in (self.tools, self.reasoning) if row is not None)
+        markers = {marker for row in rows for marker in row.markers}
+        rest = text.strip()
+        while not any(marker.startswith(rest) for marker in markers):
+            if not (found := [marker for marker in markers if rest.startswith(marker)]):
+                return False
+            rest = rest.removeprefix(max(found, key=len)).lstrip()
+        return True
 
     def _read_on(self) -> None:
         if not self._is_read:

@@ -252,6 +252,44 @@ def test_a_call_that_is_cut_off_is_text(family: str) -> None:
             assert text[certain + 26 : size].endswith(content)
 
 
+@families
+def test_markers_that_a_cut_leaves_are_no_content_where_only_calls_can_follow(family: str) -> None:
+    """Elsewhere they are text, as any other text may begin so."""
+    row, call = list_tool_formats()[family], WRITERS[family]([("f", {"text": "a"})])
+    marker = (*row.begins, *row.bare)[0]
+    for size in range(1, len(marker) + 1):
+        for pieces in ([marker[:size]], list(marker[:size])):
+            assert parse(make_parser(family, "qwen3", calls_only=True), pieces) == ("", "", [])
+            assert row.harmony or parse(make_parser(family, "qwen3"), pieces) == (marker[:size], "", [])
+    found = parse(make_parser(family, calls_only=True), [call])
+    assert found == ("", "", [("f", {"text": "a"})])
+    for size in range(1, len(marker) + 1) if row.begins and not row.harmony else ():
+        for pieces in ([call, "\n", marker[:size]], list(f"{call}\n{marker[:size]}")):
+            assert parse(make_parser(family, calls_only=True), pieces) == found
+
+
+@pytest.mark.parametrize("family", sorted(IN_PARTS))
+def test_the_beginning_of_the_text_that_ends_a_call_is_no_content(family: str) -> None:
+    """It can only be cut off where nothing but calls may follow."""
+    row, text = list_tool_formats()[family], WRITERS[family]([("f", {"text": "a"})])
+    arguments = text.index('{"text"') + len('{"text": "a"}')
+    ends = [text.index(end, arguments) for end in row.ends if end in text[arguments:]]
+    for size in range(min(ends, default=len(text)), len(text) + 1):
+        for pieces in ([text[:size]], list(text[:size])):
+            assert parse(make_parser(family, calls_only=True), pieces) == ("", "", [("f", {"text": "a"})])
+
+
+def test_what_is_left_of_a_required_call_is_content_if_it_is_more_than_markers() -> None:
+    """So nothing that the model has said is lost."""
+    text = '<tool_call>\n{"name": "f'
+    assert parse(make_parser("hermes", calls_only=True), list(text)) == (text, "", [])
+    several = "<|tool_calls_section_begin|>\n<|tool_call_begin|>"
+    assert parse(make_parser("kimi_k2", calls_only=True), list(several)) == ("", "", [])
+    assert parse(make_parser("kimi_k2", calls_only=True), [f"{several}f"]) == (f"{several}f", "", [])
+    assert parse(make_parser("hermes", "qwen3", calls_only=True), ["<thi"]) == ("", "", [])
+    assert parse(make_parser("hermes", "qwen3", calls_only=True), ["<think>Hm.</th"]) == ("", "Hm.</th", [])
+
+
 def read_parts(family: str, text: str) -> str:
     """Return the arguments of the only call in a text that arrives by single characters, of as many parts."""
     parser = make_parser(family)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from config.errors import SettingsError
 from server.text.output import OutputToken
-from server.text.tool_parsers.calls import Schemas, ToolCall
+from server.text.tool_parsers.calls import Schemas
 from server.text.tool_parsers.formats import find_tool_format, list_tool_formats
 from server.text.tool_parsers.harmony import HarmonyParser
 from server.text.tool_parsers.message_grammar import MessageOutline, ReasoningState, make_message_grammar
@@ -101,6 +101,7 @@ class MessageParsing:
     parallel: bool = True  # whether a message may have several calls
     include_reasoning: bool = True
     constrains_content: bool = False  # whether a grammar constrains the content, in which nothing is a call then
+    calls_only: bool = False  # whether a grammar admits nothing but calls after the reasoning
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -128,6 +129,7 @@ class MessageParsing:
             parallel=self.parallel,
             reasoning_is_open=reasoning is not None and reasoning.is_open(prompt),
             calls_come_first=self.constrains_content,
+            calls_only=self.calls_only,
         )
 
     def make_splitter(self, prompt: str) -> MessageSplitter:
@@ -174,9 +176,8 @@ class MessageSplitter:
         parts = self._parser.push(text).parts
         if ends:
             parts = join_parts((*parts, *self._parser.finish().parts))
-        if not self._includes_reasoning:
-            parts = tuple(part for part in parts if isinstance(part, ToolCall) or part.channel == "content")
-        return MessageDelta(parts)
+        delta = MessageDelta(parts)
+        return delta if self._includes_reasoning else delta.without("reasoning")
 
     @property
     def has_calls(self) -> bool:

@@ -311,6 +311,16 @@ def test_a_call_that_is_cut_off(qwen: ToolServer) -> None:
     assert '{"city": "Z\u00fcrich"}'.startswith(call.arguments)
 
 
+def test_a_required_call_whose_closing_marker_is_cut_off(qwen: ToolServer, rng: random.Random) -> None:
+    qwen.engine.begin_again(in_groups(qwen, CALL[: -len("_call>")], "length", rng))
+    asked: Any = {"model": "tiny", "input": "Weather?", "tools": [TOOL], "tool_choice": "required"}
+    with qwen.client.responses.stream(**asked) as stream:
+        *_, last = stream
+    for response in (qwen.client.responses.create(**asked), last.response):
+        (call,) = response.output
+        assert (call.type, call.status, call.arguments) == ("function_call", "incomplete", '{"city": "Z\u00fcrich"}')
+
+
 def test_messages_that_the_template_refuses() -> None:
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ raise_exception('no cats') }}"
     with serving_tools(template) as server:
