@@ -285,7 +285,14 @@ def make_parsing(format: MessageFormat, body: ChatRequest, *, constrains_content
     if not body.callable_tools and format.reasoning is None:
         return None
     schemas = get_schemas(body.callable_tools) if body.callable_tools else None
-    return MessageParsing(format, schemas, body.parallel_tool_calls, body.include_reasoning, constrains_content)
+    return MessageParsing(
+        format,
+        schemas,
+        body.parallel_tool_calls,
+        body.include_reasoning,
+        constrains_content,
+        calls_only=body.must_call,
+    )
 
 
 # ---------------------------------------------------------------- functions that make a response of generated text

@@ -6,7 +6,7 @@ A job has the requests that the engine gets; a delta is a piece of a choice's ge
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Header, Response
 from pydantic import (
@@ -45,7 +45,12 @@ from server.api.openai.request_models import (
     MaxTokens,
     Prompt,
 )
-from server.api.openai.response_models import CompletionChoice, CompletionResponse
+from server.api.openai.response_models import (
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    CompletionResponse,
+)
 from server.api.openai.responses import (
     Format,
     make_chunk_fields,
@@ -59,6 +64,8 @@ from server.engine.ipc.messages import Hello, SamplingParams
 from server.text.errors import InfillError
 from server.text.output import locate_tokens
 from server.text.tokenizer import TokenizerBase, truncate_prompt
+
+C = TypeVar("C", bound=CompletionChunkChoice)
 
 
 def _accept_decoded_prompts(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
@@ -221,13 +228,13 @@ async def encode_prompt(tokenizer: TokenizerBase, prompt: str | list[int], body:
 # ---------------------------------------------------------------- functions that make a response of generated text
 def make_completion_chunks(
     delta: OutputDelta | None, generation: Generation[CompletionRequest]
-) -> list[CompletionResponse]:
-    choices = [] if delta is None else [_make_choice(delta, generation)]
-    return [CompletionResponse(**make_chunk_fields(delta, generation), choices=choices)]
+) -> list[CompletionChunk]:
+    choices = [] if delta is None else [_make_choice(CompletionChunkChoice, delta, generation)]
+    return [CompletionChunk(**make_chunk_fields(delta, generation), choices=choices)]
 
 
 def make_completion(deltas: Sequence[OutputDelta], generation: Generation[CompletionRequest]) -> CompletionResponse:
-    choices = [_make_choice(delta, generation) for delta in _select_best(deltas, generation.job)]
+    choices = [_make_choice(CompletionChoice, delta, generation) for delta in _select_best(deltas, generation.job)]
     for index, choice in enumerate(choices):
         choice.index = index
     return CompletionResponse(**make_response_fields(generation), choices=choices)
@@ -236,10 +243,10 @@ def make_completion(deltas: Sequence[OutputDelta], generation: Generation[Comple
 COMPLETION_FORMAT = Format(make_completion_chunks, make_completion)
 
 
-def _make_choice(delta: OutputDelta, generation: Generation[CompletionRequest]) -> CompletionChoice:
+def _make_choice(kind: type[C], delta: OutputDelta, generation: Generation[CompletionRequest]) -> C:
     """Return the text and fields that a delta adds to its choice. With `echo` the first text begins with the prompt."""
     job, body = generation.job, generation.job.body
-    choice = CompletionChoice(index=delta.choice, text=delta.text)
+    choice = kind(index=delta.choice, text=delta.text)
     if (top := body.logprobs) is not None:
         base = len(job.get_prompt(delta.choice).text) if body.echo else 0
         choice.logprobs = make_completion_logprobs(

@@ -34,6 +34,7 @@ from server.records import RequestRecord
 from server.text.output import Detokenizer, OutputText, OutputToken
 from server.text.tokenizer import TokenizerBase
 from server.text.tool_parsers.calls import ToolCall
+from server.text.tool_parsers.message_parser import MessagePart
 
 T = TypeVar("T")
 
@@ -41,7 +42,10 @@ COMPARED_COLUMNS = ("indexes", "kl", "agreed", "rank")  # the lists of an event 
 
 
 class OutputDelta(NamedTuple):
-    """More text of one choice; only the last delta of a choice has a finish_reason."""
+    """More text of one choice; only the last delta of a choice has a finish_reason.
+
+    If texts are split, `parts` are its text, reasoning and calls in the order in which the model writes them.
+    """
 
     choice: int
     text: str
@@ -49,6 +53,7 @@ class OutputDelta(NamedTuple):
     logprobs: list[TokenLogprob]  # one for each of `tokens`; empty if the request has no logprobs
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()  # or parts of them; at most one of each call
+    parts: tuple[MessagePart, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None  # the stop string, or the stop token's id, that ended the text
     record: RequestRecord | None = None  # only in a choice's last delta, if the request has `explain`
@@ -369,6 +374,7 @@ class Generation(Generic[B]):
             text=part.content,
             reasoning=part.reasoning,
             tool_calls=part.tool_calls,
+            parts=part.parts,
             finish_reason="tool_calls" if delta.finish_reason == "stop" and splitter.has_calls else delta.finish_reason,
         )
         if ends or delta.text or delta.reasoning or delta.tool_calls:

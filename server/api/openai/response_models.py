@@ -106,16 +106,24 @@ class Choice(Struct, kw_only=True):
     index: int
     finish_reason: str | None = None
     stop_reason: str | int | UnsetType = UNSET  # as in vLLM
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
     kv_cache: Explanation | UnsetType = UNSET
     kv_cache_comparison: TokenComparison | UnsetType = UNSET
 
 
-class CompletionChoice(Choice, kw_only=True):
+class CompletionChunkChoice(Choice, kw_only=True):
     text: str = ""
     logprobs: CompletionLogprobs | None = None
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+
+
+class CompletionChoice(CompletionChunkChoice, kw_only=True):
+    """A choice of a whole completion. vLLM's clients read these fields without asking whether they exist."""
+
+    token_ids: list[int] | UnsetType | None = None
+    prompt_token_ids: list[int] | UnsetType | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = None
 
 
 class GenerationResponse(Struct, kw_only=True):
@@ -129,6 +137,11 @@ class GenerationResponse(Struct, kw_only=True):
     kv_cache: KVCacheChoice | UnsetType = UNSET
     timings: Timings | UnsetType = UNSET
     prompt_progress: PromptProgress | UnsetType = UNSET
+
+
+class CompletionChunk(GenerationResponse, kw_only=True):
+    choices: list[CompletionChunkChoice]
+    object: Literal["text_completion"] = "text_completion"
 
 
 class CompletionResponse(GenerationResponse, kw_only=True):
@@ -180,6 +193,7 @@ class Delta(Struct):
 
 
 class ChatChoice(Choice, kw_only=True):
+    token_ids: list[int] | UnsetType | None = None  # as in a whole completion
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
 
@@ -197,7 +211,7 @@ class ChatAnswer(GenerationResponse, kw_only=True):
 
 
 class ChatCompletion(ChatAnswer, kw_only=True):
-    prompt_token_ids: list[int] | UnsetType | None = None  # vLLM's clients read both without asking whether they exist
+    prompt_token_ids: list[int] | UnsetType | None = None  # as in the choices of a whole completion
     prompt_logprobs: PromptLogprobs | UnsetType | None = None
     choices: list[ChatChoice]
     object: Literal["chat.completion"] = "chat.completion"

@@ -22,7 +22,7 @@ from server.api.openai.logprobs import make_prompt_logprobs
 from server.api.openai.response_models import (
     ChatAnswer,
     Choice,
-    CompletionChoice,
+    CompletionChunkChoice,
     CompletionTokensDetails,
     Explanation,
     GenerationResponse,
@@ -37,6 +37,7 @@ from server.api.openai.response_models import (
 from server.engine.ipc.messages import Compared, Progress
 from server.records import RequestRecord
 from server.text.tool_parsers.calls import ToolCall, merge_calls
+from server.text.tool_parsers.message_parser import join_parts
 
 ENCODER = msgspec.json.Encoder()
 TEXT_PLACEHOLDER = "\0"  # stands for a chunk's text; occurs nowhere else in a chunk
@@ -96,6 +97,7 @@ def _merge_deltas(deltas: Sequence[OutputDelta]) -> list[OutputDelta]:
             text="".join(part.text for part in parts),
             reasoning="".join(part.reasoning for part in parts),
             tool_calls=_merge_calls_of(parts),
+            parts=join_parts(each for part in parts for each in part.parts),
             tokens=[token for part in parts for token in part.tokens],
             logprobs=[score for part in parts for score in part.logprobs],
             comparison=_merge_comparisons([part.comparison for part in parts if part.comparison is not None]),
@@ -271,7 +273,7 @@ def make_token_comparison(compared: Compared) -> TokenComparison:
     return comparison
 
 
-def set_prompt_fields(target: CompletionChoice | ChatAnswer, choice: int, generation: Generation[B]) -> None:
+def set_prompt_fields(target: CompletionChunkChoice | ChatAnswer, choice: int, generation: Generation[B]) -> None:
     """Set the token ids and log-probabilities of a choice's prompt in `target`, if the request has these options."""
     job = generation.job
     if job.body.return_token_ids:

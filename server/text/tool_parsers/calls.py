@@ -14,7 +14,6 @@ from server.text.tool_parsers.source import NotACall, Reading, TextSource
 from server.text.tool_parsers.values import (
     convert_quoted_text,
     convert_text,
-    convert_value,
     dump_json,
     fits_schema,
     is_tool_name,
@@ -125,8 +124,11 @@ class Calls:
         return convert_quoted_text(value, key, self.schemas.get(name, {})) if isinstance(value, str) else value
 
     def convert(self, name: str, key: str, text: str, *, is_json: bool = False) -> Any:
-        """Return the value that a text stands for as a parameter of a tool: by its schema, or as JSON."""
-        return convert_value(text, set()) if is_json else convert_text(text, key, self.schemas.get(name, {}))
+        """Return the value that a text stands for as a parameter of a tool, by its schema.
+
+        A parameter that is not in the schema is a text, or JSON if the call says so.
+        """
+        return convert_text(text, key, self.schemas.get(name, {}), is_json=is_json)
 
 
 Syntax: TypeAlias = Callable[[TextSource, Calls], Reading[None]]  # a reader of calls

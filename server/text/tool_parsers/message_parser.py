@@ -8,7 +8,8 @@ character is lost. Knows neither tokens nor requests.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
+from itertools import groupby
 from typing import Literal, NamedTuple, TypeAlias
 
 from server.text.tool_parsers.calls import Calls, Schemas, ToolCall, make_openai_id, merge_calls
@@ -21,12 +22,51 @@ MAX_REREAD = 2**18
 Channel: TypeAlias = Literal["content", "reasoning"]
 
 
-class MessageDelta(NamedTuple):
-    """The parts that a piece of text adds to a message."""
+class MessageText(NamedTuple):
+    """Text of a message."""
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
+    channel: Channel
+    text: str
+
+
+MessagePart: TypeAlias = MessageText | ToolCall
+
+
+class MessageDelta(NamedTuple):
+    """The parts that a piece of text adds to a message, in the order in which the model writes them."""
+
+    parts: tuple[MessagePart, ...] = ()
+
+    @property
+    def content(self) -> str:
+        return self._join("content")
+
+    @property
+    def reasoning(self) -> str:
+        return self._join("reasoning")
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return tuple(part for part in self.parts if isinstance(part, ToolCall))
+
+    def without(self, channel: Channel) -> MessageDelta:
+        """Return the parts but for the texts of a channel."""
+        return MessageDelta(tuple(part for part in self.parts if isinstance(part, ToolCall) or part.channel != channel))
+
+    def _join(self, channel: Channel) -> str:
+        return "".join(part.text for part in self.parts if isinstance(part, MessageText) and part.channel == channel)
+
+
+def join_parts(parts: Iterable[MessagePart]) -> tuple[MessagePart, ...]:
+    """Return the parts of a message with one part for each run of text of one channel, or of parts of one call."""
+    runs = groupby(parts, lambda part: part.channel if isinstance(part, MessageText) else part.number)
+    return tuple(_join_run(list(run)) for _, run in runs)
+
+
+def _join_run(run: Sequence[MessagePart]) -> MessagePart:
+    if isinstance(run[0], MessageText):
+        return run[0]._replace(text="".join(part.text for part in run if isinstance(part, MessageText)))
+    return merge_calls(part for part in run if isinstance(part, ToolCall))[0]
 
 
 class MessageParser:
@@ -41,11 +81,13 @@ class MessageParser:
         parallel: bool = True,
         reasoning_is_open: bool = False,
         calls_come_first: bool = False,
+        calls_only: bool = False,
     ) -> None:
         """Start a message. Without `tools` there are no calls in it, without `reasoning` no reasoning.
 
         `schemas` are those of the parameters of all tools. With `reasoning_is_open` it begins within reasoning. With
-        `calls_come_first`, nothing is a call after the beginning of the content.
+        `calls_come_first`, nothing is a call after the beginning of the content. With `calls_only`, nothing but calls
+        can follow the reasoning, so that markers at the end of the message, also a part of one, are no content.
         """
         self.source = TextSource()
         self.tools = tools
@@ -54,16 +96,16 @@ class MessageParser:
             schemas or {},
             parallel=parallel,
             make_id=make_openai_id if tools is None else tools.make_id,
-            on_call=self._add_call,
+            on_call=lambda call: self._parts.append(call),
         )
         self.channel: Channel = "reasoning" if reasoning_is_open else "content"
         self.reasoning_spans: list[tuple[int, int]] = []  # first character and end of each part of the reasoning
-        self._text: dict[Channel, list[str]] = {"content": [], "reasoning": []}
-        self._calls: list[ToolCall] = []
+        self._parts: list[MessagePart] = []  # that `push` has not returned yet
         self._space = ""  # white space that belongs to the message only if text of the same channel follows
         self._strips = reasoning_is_open  # whether white space that follows is left out
         self._has_content = False
         self._calls_come_first = calls_come_first
+        self._calls_only = calls_only
         self._is_at_start = True  # whether the message has no content yet, or none after a call
         self._around = tuple({text for row in (tools, reasoning) if row is not None for text in row.around})
         self.budget = MAX_REREAD  # characters that may still be read a second time
@@ -81,22 +123,31 @@ class MessageParser:
         """Return the rest of the message; call it when no more text follows."""
         self.source.ended = True
         self._read_on()
-        if not self._strips and not self.calls.count and self.channel == "content":
-            self._text["content"].append(self._space)
-        return self._take()
+        if self._space and not self._strips and not self.calls.count and self.channel == "content":
+            self._parts.append(MessageText("content", self._space))
+        delta = self._take()
+        if self._calls_only and self._has_only_markers(delta.content):
+            return delta.without("content")
+        return delta
+
+    def _has_only_markers(self, text: str) -> bool:
+        """Return whether a text has nothing but markers and white space, the last marker perhaps in part."""
+        rows = (row for row in (self.tools, self.reasoning) if row is not None)
+        markers = {marker for row in rows for marker in row.markers}
+        rest = text.strip()
+        while not any(marker.startswith(rest) for marker in markers):
+            if not (found := [marker for marker in markers if rest.startswith(marker)]):
+                return False
+            rest = rest.removeprefix(max(found, key=len)).lstrip()
+        return True
 
     def _read_on(self) -> None:
         if not self._is_read:
             self._is_read = next(self._reading, self) is self
 
     def _take(self) -> MessageDelta:
-        if not (self._calls or self._text["content"] or self._text["reasoning"]):
-            return MessageDelta()
-        content, reasoning = ("".join(self._text[channel]) for channel in ("content", "reasoning"))
-        delta = MessageDelta(content, reasoning, merge_calls(self._calls))
-        self._text = {"content": [], "reasoning": []}
-        self._calls = []
-        return delta
+        parts, self._parts = self._parts, []
+        return MessageDelta(join_parts(parts) if len(parts) > 1 else tuple(parts))
 
     # ------------------------------------------------------------ reading
     def read(self) -> Reading[None]:
@@ -206,7 +257,7 @@ class MessageParser:
         if not (body := text.rstrip()):
             self._space += text
             return
-        self._text[self.channel] += [self._space, body]
+        self._parts.append(MessageText(self.channel, self._space + body))
         self._space = text[len(body) :]
         self._strips = False
         if self.channel == "content":
@@ -219,6 +270,3 @@ class MessageParser:
             self._space = ""
         self.channel = channel
         self._strips = True
-
-    def _add_call(self, call: ToolCall) -> None:
-        self._calls.append(call)

@@ -57,15 +57,16 @@ def dump_json(value: Any) -> str:
 
 
 # ---------------------------------------------------------------- values by schema
-def convert_text(text: str, key: str, schema: Mapping[str, Any]) -> Any:
+def convert_text(text: str, key: str, schema: Mapping[str, Any], *, is_json: bool = False) -> Any:
     """Return the value that a text stands for as the parameter `key`, by the schema of a tool's parameters.
 
-    A text that is not of the parameter's type stays a text, and so does that of a parameter that is not in the schema.
+    A text that is not of the parameter's type stays a text. So does that of a parameter that is not in the schema,
+    unless the call says that it `is_json`.
     """
     properties = schema.get("properties")
-    if not isinstance(properties, Mapping) or key not in properties:
-        return text
-    return convert_value(text, find_types(properties[key], schema))
+    if isinstance(properties, Mapping) and key in properties:
+        return convert_value(text, find_types(properties[key], schema))
+    return convert_value(text, set()) if is_json else text
 
 
 def convert_value(text: str, types: set[str]) -> Any:

@@ -112,7 +112,7 @@ def test_fields_of_the_prompt_that_were_not_asked_for_are_null(
 ) -> None:
     """So clients of vLLM read them; chunks do not have them."""
     result: Any = openai_client.chat.completions.create(model="tiny", messages=MESSAGES)
-    assert (result.prompt_logprobs, result.prompt_token_ids) == (None, None)
+    assert (result.prompt_logprobs, result.prompt_token_ids, result.choices[0].token_ids) == (None, None, None)
 
 
 def test_the_first_chunk_has_the_fields_of_the_prompt_whichever_choice_comes_first(

@@ -313,6 +313,20 @@ def test_ids_of_prompt_and_output(engine: FakeEngine, http: httpx.Client, encode
     assert choice["token_ids"] == [*encode("hello"), EOS]
 
 
+def test_ids_that_were_not_asked_for_are_null(
+    engine: FakeEngine, http: httpx.Client, openai_client: openai.OpenAI, encode: Encode
+) -> None:
+    """So clients of vLLM read them; chunks do not have them."""
+    engine.script = generates(encode("hello"))
+    choice: Any = openai_client.completions.create(model="tiny", prompt="x").choices[0]
+    assert (choice.token_ids, choice.prompt_token_ids, choice.prompt_logprobs) == (None, None, None)
+    absent = {"token_ids", "prompt_token_ids", "prompt_logprobs"}
+    assert not any(absent & chunk["choices"][0].keys() for chunk in streamed(http))
+    first, *others = (chunk["choices"][0] for chunk in streamed(http, return_token_ids=True))
+    assert first["prompt_token_ids"]
+    assert not any("prompt_token_ids" in part for part in others)
+
+
 def test_a_stop_token_has_no_text_unless_wanted(engine: FakeEngine, http: httpx.Client, encode: Encode) -> None:
     (stop,) = encode("!")
     engine.script = generates([*encode("hello"), stop], "stop")

@@ -28,6 +28,7 @@ from tests.text.tool_parsers.writers import (
     dump,
     make_parser,
     parse,
+    parse_in_order,
 )
 
 EXAMPLES = 8  # of each family: most families share their readers with others, and each run draws others
@@ -166,9 +167,14 @@ def pieces_of(family: str) -> st.SearchStrategy[str]:
 @given(data=st.data())
 def test_any_text_is_the_same_message_wherever_it_is_cut(family: str, data: st.DataObject) -> None:
     text = data.draw(pieces_of(family), label="text")
-    whole = parse(make_parser(family, "qwen3"), [text])
-    assert parse(make_parser(family, "qwen3"), cut(data, text)) == whole
-    assert parse(make_parser(family, "qwen3"), list(text)) == whole
+    parser = make_parser(family, "qwen3")
+    content, reasoning, _ = parse(parser, [text])
+    whole = parse_in_order(make_parser(family, "qwen3"), [text])
+    assert "".join(text for channel, text in whole if channel == "content") == content
+    assert "".join(text for channel, text in whole if channel == "reasoning") == reasoning
+    assert len(whole) >= parser.calls.count
+    assert parse_in_order(make_parser(family, "qwen3"), cut(data, text)) == whole
+    assert parse_in_order(make_parser(family, "qwen3"), list(text)) == whole
 
 
 @families
@@ -246,6 +252,44 @@ def test_a_call_that_is_cut_off_is_text(family: str) -> None:
             assert text[certain + 26 : size].endswith(content)
 
 
+@families
+def test_markers_that_a_cut_leaves_are_no_content_where_only_calls_can_follow(family: str) -> None:
+    """Elsewhere they are text, as any other text may begin so."""
+    row, call = list_tool_formats()[family], WRITERS[family]([("f", {"text": "a"})])
+    marker = (*row.begins, *row.bare)[0]
+    for size in range(1, len(marker) + 1):
+        for pieces in ([marker[:size]], list(marker[:size])):
+            assert parse(make_parser(family, "qwen3", calls_only=True), pieces) == ("", "", [])
+            assert row.harmony or parse(make_parser(family, "qwen3"), pieces) == (marker[:size], "", [])
+    found = parse(make_parser(family, calls_only=True), [call])
+    assert found == ("", "", [("f", {"text": "a"})])
+    for size in range(1, len(marker) + 1) if row.begins and not row.harmony else ():
+        for pieces in ([call, "\n", marker[:size]], list(f"{call}\n{marker[:size]}")):
+            assert parse(make_parser(family, calls_only=True), pieces) == found
+
+
+@pytest.mark.parametrize("family", sorted(IN_PARTS))
+def test_the_beginning_of_the_text_that_ends_a_call_is_no_content(family: str) -> None:
+    """It can only be cut off where nothing but calls may follow."""
+    row, text = list_tool_formats()[family], WRITERS[family]([("f", {"text": "a"})])
+    arguments = text.index('{"text"') + len('{"text": "a"}')
+    ends = [text.index(end, arguments) for end in row.ends if end in text[arguments:]]
+    for size in range(min(ends, default=len(text)), len(text) + 1):
+        for pieces in ([text[:size]], list(text[:size])):
+            assert parse(make_parser(family, calls_only=True), pieces) == ("", "", [("f", {"text": "a"})])
+
+
+def test_what_is_left_of_a_required_call_is_content_if_it_is_more_than_markers() -> None:
+    """So nothing that the model has said is lost."""
+    text = '<tool_call>\n{"name": "f'
+    assert parse(make_parser("hermes", calls_only=True), list(text)) == (text, "", [])
+    several = "<|tool_calls_section_begin|>\n<|tool_call_begin|>"
+    assert parse(make_parser("kimi_k2", calls_only=True), list(several)) == ("", "", [])
+    assert parse(make_parser("kimi_k2", calls_only=True), [f"{several}f"]) == (f"{several}f", "", [])
+    assert parse(make_parser("hermes", "qwen3", calls_only=True), ["<thi"]) == ("", "", [])
+    assert parse(make_parser("hermes", "qwen3", calls_only=True), ["<think>Hm.</th"]) == ("", "Hm.</th", [])
+
+
 def read_parts(family: str, text: str) -> str:
     """Return the arguments of the only call in a text that arrives by single characters, of as many parts."""
     parser = make_parser(family)
@@ -273,6 +317,55 @@ def test_arguments_come_in_parts(family: str, data: st.DataObject) -> None:
     assert "".join(call.arguments for delta in pieces for call in delta.tool_calls) == written
     cut_off = text[: data.draw(st.integers(text.index(written) + 1, len(text)))]
     assert written.startswith(read_parts(family, cut_off))
+
+
+TYPES = {"properties": {"text": {"type": "string"}, "count": {"type": "integer"}, "any": {}}}
+D = "\uff5cDSML\uff5c"
+TYPED_PARAMETERS = {  # a call of f with one parameter: its key, whether it is marked as JSON, and its value
+    "deepseek_v32": lambda key, is_json, value: (
+        f'<{D}function_calls><{D}invoke name="f"><{D}parameter name="{key}" string="{dump(not is_json)}">{value}'
+        f"</{D}parameter></{D}invoke></{D}function_calls>"
+    ),
+    "kimi_k3": lambda key, is_json, value: (
+        f'<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="{key}" '
+        f'type="{"number" if is_json else "string"}"<|sep|>{value}<|close|>argument<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|>"
+    ),
+}
+
+
+@pytest.mark.parametrize("family", TYPED_PARAMETERS)
+@pytest.mark.parametrize("schema", [TYPES, {"properties": {}}, {}])
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [("null", None), ("42", 42), ("true", True), ("[1, 2]", [1, 2]), ('{"a": "b"}', {"a": "b"}), ("no", "no")],
+)
+def test_a_type_that_a_call_states_counts_where_the_schema_has_none(
+    family: str, schema: dict[str, Any], value: str, read: Any
+) -> None:
+    """As in vLLM, a text by the schema is a text, even if the call states that it is JSON."""
+
+    def read_value(key: str, *, is_json: bool) -> Any:
+        parser = MessageParser(list_tool_formats()[family], schemas={"f": schema})
+        ((name, arguments),) = parse(parser, list(TYPED_PARAMETERS[family](key, is_json, value)))[2]
+        assert (name, list(arguments)) == ("f", [key])
+        return arguments[key]
+
+    has_types = schema is TYPES
+    assert read_value("text", is_json=True) == (value if has_types else read)
+    assert read_value("count", is_json=True) == read
+    assert read_value("any", is_json=True) == read
+    assert read_value("other", is_json=True) == read
+    assert read_value("text", is_json=False) == value
+    assert read_value("count", is_json=False) == (read if has_types else value)
+    assert read_value("other", is_json=False) == value
+
+
+def test_only_attributes_state_a_type() -> None:
+    """A key or a value may spell one."""
+    for key, value in (("type", "1"), ("a", ' type="number"'), ("string", "2")):
+        text = TYPED_PARAMETERS["kimi_k3"](key, False, value)
+        assert parse(make_parser("kimi_k3"), [text])[2] == [("f", {key: value})]
 
 
 def test_line_breaks_in_strings_are_escaped() -> None:
@@ -346,6 +439,19 @@ def test_calls_that_come_first(family: str) -> None:
             )
     found = parse(make_parser(family, calls_come_first=True), list(f"{call}\n{call}" if not row.harmony else call))
     assert found[2][:1] == [("f", {"text": "a"})]
+
+
+@families
+def test_parts_have_the_order_of_the_text(family: str) -> None:
+    row = list_tool_formats()[family]
+    if row.harmony or row.bare_at_start:
+        return
+    call = WRITERS[family]([("f", {"text": "a"})])
+    text = f"<think>Hm.</think>I look.\n{call}\nWait.\n{call}\nDone."
+    for pieces in ([text], list(text)):
+        parts = parse_in_order(make_parser(family, "qwen3"), pieces)
+        assert [name for name, _ in parts] == ["reasoning", "content", "f", "content", "f", "content"]
+        assert [text.strip() for name, text in parts if name != "f"] == ["Hm.", "I look.", "Wait.", "Done."]
 
 
 def test_python_calls_after_reasoning() -> None:

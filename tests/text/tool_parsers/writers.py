@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 from server.text.tool_parsers.calls import merge_calls
 from server.text.tool_parsers.formats import list_tool_formats
 from server.text.tool_parsers.harmony import HarmonyParser
-from server.text.tool_parsers.message_parser import MessageDelta, MessageParser
+from server.text.tool_parsers.message_parser import MessageDelta, MessageParser, MessageText, join_parts
 from server.text.tool_parsers.reasoning import list_reasoning_formats
 
 Call: TypeAlias = tuple[str, dict[str, Any]]
@@ -333,3 +333,10 @@ def read_arguments(text: str) -> Any:
 
 def parse(parser: MessageParser, pieces: Sequence[str]) -> tuple[str, str, list[tuple[str, Any]]]:
     return merge([*map(parser.push, pieces), parser.finish()])
+
+
+def parse_in_order(parser: MessageParser, pieces: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the parts of a message in their order: of a text its channel and itself, of a call name and arguments."""
+    deltas = [*map(parser.push, pieces), parser.finish()]
+    parts = join_parts(part for delta in deltas for part in delta.parts)
+    return [tuple(part) if isinstance(part, MessageText) else (part.name, part.arguments) for part in parts]

@@ -167,9 +167,9 @@ class InputChat:
             case {"type": "reasoning"}:
                 self._reasoning = _read_reasoning(item, path)
             case {"role": str(role)} if role in ROLES and item.get("type", "message") == "message":
-                is_new = role == "assistant"
-                message = self._get_assistant(index, is_new=True) if is_new else self._start(role, index)
-                message["content"] = _read_content(item.get("content"), (*path, "content"))
+                content = _read_content(item.get("content"), (*path, "content"))
+                message = self._get_assistant(index, is_text=True) if role == "assistant" else self._start(role, index)
+                message["content"] = _join_contents(message["content"], content) if "content" in message else content
             case {"type": str(kind)} if kind != "message":
                 raise PathError((*path, "type"), f"items of the type {format_value(kind)} are not supported")
             case {"type": "message"} | {"role": _}:
@@ -188,9 +188,14 @@ class InputChat:
         self._item_indices.append(index)
         return self.messages[-1]
 
-    def _get_assistant(self, index: int | None, *, is_new: bool = False) -> dict[str, Any]:
-        """Return the assistant's message that an item belongs to: the last one, unless a new one begins."""
-        if is_new or self._reasoning is not None or not self.messages or self.messages[-1]["role"] != "assistant":
+    def _get_assistant(self, index: int | None, *, is_text: bool = False) -> dict[str, Any]:
+        """Return the assistant's message that an item belongs to: the last one, unless a new one begins.
+
+        A text begins one unless it follows a call: the model has written both in one message.
+        """
+        last = self.messages[-1] if self.messages else {"role": None}
+        is_new = last["role"] != "assistant" or self._reasoning is not None
+        if is_new or (is_text and "tool_calls" not in last):
             message = self._start("assistant", index)
             if self._reasoning is not None:
                 message["reasoning_content"], self._reasoning = self._reasoning, None
@@ -232,6 +237,16 @@ def _read_content(content: Any, path: Location) -> Any:
     if not isinstance(content, list):
         raise PathError(path, f"should be a text or a list of parts, not {format_value(content)}")
     return [{"type": "text", "text": _read_part(part, (*path, index))} for index, part in enumerate(content)]
+
+
+def _join_contents(first: Any, second: Any) -> Any:
+    """Return two contents in the form of a chat as one, in which nothing is between their texts."""
+    if isinstance(first, str) and isinstance(second, str):
+        return first + second
+    head, tail = ([{"type": "text", "text": each}] if isinstance(each, str) else each for each in (first, second))
+    if not head or not tail:
+        return [*head, *tail]
+    return [*head[:-1], {"type": "text", "text": head[-1]["text"] + tail[0]["text"]}, *tail[1:]]
 
 
 def _read_part(part: Any, path: Location) -> str:

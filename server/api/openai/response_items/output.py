@@ -1,7 +1,7 @@
 """Makes a response of generated text in the form of the Responses API: output items, whole or in events.
 
-A response has its reasoning first, then its text, then its calls. Events are numbered; so, unlike those of other
-endpoints, the functions that make them belong to one response.
+The items have the order in which the model writes them. Events are numbered; so, unlike those of other endpoints, the
+functions that make them belong to one response.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from server.api.openai.response_items.input import ResponseRequest
 from server.api.openai.response_models import Usage
 from server.api.openai.responses import ENCODER, Format, make_response_fields
 from server.text.tool_parsers.calls import ToolCall
+from server.text.tool_parsers.message_parser import MessagePart, MessageText
 
 Json = dict[str, Any]
 
@@ -144,23 +145,17 @@ class _ResponseWriter:
 
     # ------------------------------------------------------------ items
     def _add_parts(self, delta: OutputDelta) -> list[Json]:
-        """Add the parts of a delta to the response's items; return the events of doing so.
+        """Add the parts of a delta to the response's items; return the events of doing so."""
+        parts = delta.parts or ([MessageText("content", delta.text)] if delta.text else [])
+        return [event for part in parts for event in self._add_part(part)]
 
-        Parts without an id go on with the call that is open, so they come before the delta's text.
-        """
-        events: list[Json] = []
-        for call in delta.tool_calls:
-            if not call.id:
-                assert isinstance(self._open, _OpenCall), "a part of a call follows its first part"
-                events += self._open.extend(call.arguments)
-        for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
-            if text:
-                events += self._add_text(kind, text)
-        for call in delta.tool_calls:
-            if call.id:
-                events += self._close("completed")
-                events += self._begin(_OpenCall(call, len(self._items)), call.arguments)
-        return events
+    def _add_part(self, part: MessagePart) -> list[Json]:
+        if isinstance(part, MessageText):
+            return self._add_text("message" if part.channel == "content" else part.channel, part.text)
+        if part.id:
+            return [*self._close("completed"), *self._begin(_OpenCall(part, len(self._items)), part.arguments)]
+        assert isinstance(self._open, _OpenCall), "a part of a call follows its first part"
+        return self._open.extend(part.arguments)
 
     def _add_text(self, kind: str, text: str) -> list[Json]:
         if self._open is not None and self._open.kind == kind:

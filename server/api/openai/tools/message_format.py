@@ -13,11 +13,11 @@ from typing import TypeVar
 
 from config.errors import SettingsError
 from server.text.output import OutputToken
-from server.text.tool_parsers.calls import Schemas, merge_calls
+from server.text.tool_parsers.calls import Schemas
 from server.text.tool_parsers.formats import find_tool_format, list_tool_formats
 from server.text.tool_parsers.harmony import HarmonyParser
 from server.text.tool_parsers.message_grammar import MessageOutline, ReasoningState, make_message_grammar
-from server.text.tool_parsers.message_parser import MessageDelta, MessageParser
+from server.text.tool_parsers.message_parser import MessageDelta, MessageParser, join_parts
 from server.text.tool_parsers.reasoning import (
     HARMONY_MARKERS,
     ReasoningFormat,
@@ -101,6 +101,7 @@ class MessageParsing:
     parallel: bool = True  # whether a message may have several calls
     include_reasoning: bool = True
     constrains_content: bool = False  # whether a grammar constrains the content, in which nothing is a call then
+    calls_only: bool = False  # whether a grammar admits nothing but calls after the reasoning
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -128,6 +129,7 @@ class MessageParsing:
             parallel=self.parallel,
             reasoning_is_open=reasoning is not None and reasoning.is_open(prompt),
             calls_come_first=self.constrains_content,
+            calls_only=self.calls_only,
         )
 
     def make_splitter(self, prompt: str) -> MessageSplitter:
@@ -171,12 +173,11 @@ class MessageSplitter:
     def push(self, text: str, tokens: Sequence[OutputToken], *, ends: bool) -> MessageDelta:
         """Add text, and the tokens that begin in it; return what is certain then: with `ends`, the whole rest."""
         self._offsets += [token.offset for token in tokens] if self._parser.reasoning is not None else []
-        parts = [self._parser.push(text), self._parser.finish()] if ends else [self._parser.push(text)]
-        return MessageDelta(
-            "".join(part.content for part in parts),
-            "".join(part.reasoning for part in parts) if self._includes_reasoning else "",
-            merge_calls(call for part in parts for call in part.tool_calls),
-        )
+        parts = self._parser.push(text).parts
+        if ends:
+            parts = join_parts((*parts, *self._parser.finish().parts))
+        delta = MessageDelta(parts)
+        return delta if self._includes_reasoning else delta.without("reasoning")
 
     @property
     def has_calls(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from server.text.tool_parsers.source import Reading, TextSource
 
 _WHITE_SPACE = (" ", "\n")
 _CDATA = ("<![CDATA[", "]]>")
+_JSON_ATTRIBUTE = re.compile(r'\s(string="false"|type="(?!string"))')  # DeepSeek's, GigaChat's and Kimi K3's
 
 
 class _Tags(NamedTuple):
@@ -38,8 +40,9 @@ def read_tagged(
     """Return the reader of calls of a form such as <function=NAME>ARGUMENTS</function>.
 
     `parameter` is the form of an argument, such as <parameter=KEY>VALUE</parameter>. A space after NAME, or between KEY
-    and VALUE, stands for any white space. With `own_lines` the line breaks around a value are no part of it. With an
-    attribute string="false" after KEY it is JSON, whatever the tool's schema says.
+    and VALUE, stands for any white space. With `own_lines` the line breaks around a value are no part of it. After
+    KEY there may be an attribute string="false", or a type other than "string": the value is JSON if the tool's schema
+    does not have the parameter.
 
     Models sometimes leave out the text that ends a value or a call: the next of the tool's parameters or the end of the
     call, at the start of a line, ends a value, too, and the texts `outer`, which follow the last call, end a call after
@@ -59,7 +62,7 @@ def read_tagged(
             head, _ = yield from source.read_until(tags.key_end)
             key = _clean(head)
             value = yield from _read_value(source, tags, calls.find_other_parameters(name, without={*arguments, key}))
-            arguments[key] = calls.convert(name, key, value, is_json='string="false"' in head)
+            arguments[key] = calls.convert(name, key, value, is_json=_is_json(head))
             yield from source.skip_space()
         if found != tags.closing:
             source.position -= len(found)
@@ -70,6 +73,11 @@ def read_tagged(
 
 def _clean(text: str) -> str:
     return text.partition('"')[0].strip()  # further attributes may follow
+
+
+def _is_json(head: str) -> bool:
+    """Return whether the attributes after a key say that its value is JSON."""
+    return _JSON_ATTRIBUTE.search(head.partition('"')[2]) is not None
 
 
 def _split_forms(call: str, parameter: str) -> _Tags:

@@ -158,12 +158,16 @@ class Drawing:
         return {bool: True, int: 5, float: 0.5, NoneType: None}[kind] if kind not in (str, object) else self.word()
 
     def draw_history(self) -> list[dict[str, Any]]:
-        """Return items, each of whose calls is answered, and a message after them."""
+        """Return items, each of whose calls is answered before the assistant's next text, and a message after them."""
         items: list[dict[str, Any]] = []
         calls: list[dict[str, Any]] = []
         for _ in range(self.rng.randrange(8)):
             name = self.rng.choice(["message", "reasoning", self.rng.choice(CALLS), self.rng.choice(DROPPED)])
-            items.append(self.draw(self.rng.choice(ITEMS[name])))
+            item = self.draw(self.rng.choice(ITEMS[name]))
+            if item.get("role") == "assistant":
+                items += map(self.draw_output, calls)
+                calls = []
+            items.append(item)
             if name == "function_call":
                 items[-1]["arguments"] = json.dumps({self.word(): self.word()})
             calls += items[-1:] if name in CALLS else []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -13,7 +14,8 @@ import pytest
 from openai.types.responses import ToolChoiceAllowed
 from pydantic import BaseModel
 
-from server.engine.ipc.messages import Failed, FromEngine, Submit
+from server.engine.ipc.messages import Failed, FromEngine, Submit, Tokens
+from tests.api.fake_engine import admitted
 from tests.api.openai.tools.conftest import ToolServer, serving_tools
 from tests.api.payloads import error_of
 
@@ -79,10 +81,36 @@ def test_a_call_and_its_output(qwen: ToolServer) -> None:
     assert '"name": "get_weather", "description"' in prompt
 
 
-@pytest.mark.parametrize("text", ["Hello!", f"<think>Hm.</think>I look.\n{CALL}\n{CALL}", CALL, ""])
+def in_groups(
+    server: ToolServer, text: str, reason: str, rng: random.Random
+) -> Callable[[Submit], list[list[FromEngine]]]:
+    """Return a script in which the tokens of a text come in groups, as with speculation."""
+    tokens = [*server.encode(text), *(server.encode("<|im_end|>") if reason == "stop" else [])]
+    cuts = sorted(rng.sample(range(1, len(tokens)), rng.randrange(len(tokens))))
+    groups = [tokens[start:end] for start, end in itertools.pairwise([0, *cuts, len(tokens)])]
+    ends = [None] * (len(groups) - 1) + [reason]
+
+    def script(submit: Submit) -> list[list[FromEngine]]:
+        return [[admitted(submit)], *([Tokens(submit.request_id, *each)] for each in zip(groups, ends, strict=True))]
+
+    return script
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello!",
+        f"<think>Hm.</think>I look.\n{CALL}\n{CALL}",
+        f"{CALL}\nWait.\n{CALL}\nDone.",
+        f"{CALL[:-12]}\n</tool",
+        CALL,
+        "",
+    ],
+)
 @pytest.mark.parametrize("reason", ["stop", "length"])
-def test_a_stream_makes_the_same_response(qwen: ToolServer, text: str, reason: str) -> None:
-    qwen.says(text or "<|im_end|>", reason)
+def test_a_stream_makes_the_same_response(qwen: ToolServer, text: str, reason: str, rng: random.Random) -> None:
+    """The items, their order and their states, however the tokens come."""
+    qwen.engine.begin_again(in_groups(qwen, text or "<|im_end|>", reason, rng))
     asked: Any = {"model": "tiny", "input": "Weather?", "tools": [TOOL]}
     whole = qwen.client.responses.create(**asked)
     with qwen.client.responses.stream(**asked) as stream:
@@ -100,12 +128,38 @@ def test_a_stream_makes_the_same_response(qwen: ToolServer, text: str, reason: s
         return parts
 
     assert plain(streamed) == plain(whole)
+    states = [item.status for item in whole.output]
+    assert (
+        states
+        == [*["completed"] * (len(states) - 1), "incomplete" if reason == "length" else "completed"][: len(states)]
+    )
     assert streamed.status == whole.status == ("incomplete" if reason == "length" else "completed")
     deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert deltas == whole.output_text
     added = [event.output_index for event in events if event.type == "response.output_item.added"]
     done = [event.output_index for event in events if event.type == "response.output_item.done"]
     assert added == done == list(range(len(whole.output)))
+
+
+def test_items_have_the_order_in_which_the_model_writes_them(qwen: ToolServer) -> None:
+    """Sent back as they came, those between two answers are one message."""
+    qwen.says(f"I look.\n{CALL}\nWait.\n{CALL}\nDone.")
+    asked: list[Any] = [{"role": "user", "content": "Weather?"}]
+    output = qwen.client.responses.create(model="tiny", input=asked, tools=[TOOL]).output
+    assert [item.type for item in output] == ["message", "function_call", "message", "function_call", "message"]
+    assert [item.content[0].text.strip() for item in output if item.type == "message"] == ["I look.", "Wait.", "Done."]
+    qwen.says("It snows.")
+    asked += [item.model_dump() for item in output]
+    asked += [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "snow"}
+        for item in output
+        if item.type == "function_call"
+    ]
+    assert qwen.client.responses.create(model="tiny", input=asked, tools=[TOOL]).output_text == "It snows."
+    assert re.search(rf"I look.\s+Wait.\s+Done.\n{re.escape(CALL)}\n{re.escape(CALL)}<", qwen.prompt)
+    mixed = [{"role": "assistant", "content": "a"}, CALLED, {"role": "assistant", "content": [PART]}, ANSWER]
+    qwen.http.post("/v1/responses", json={"input": [SAID, *mixed]})
+    assert re.search(r"assistant\nab\n<tool_call>\n", qwen.prompt), qwen.prompt
 
 
 def test_events_have_names(qwen: ToolServer) -> None:
@@ -150,6 +204,7 @@ def test_some_tools_are_allowed(qwen: ToolServer) -> None:
 CALLED = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 SAID = {"role": "user", "content": "x"}
 ANSWER = {"type": "function_call_output", "call_id": "a", "output": "b"}
+PART = {"type": "output_text", "text": "b"}
 
 
 class Place(BaseModel):
@@ -254,6 +309,16 @@ def test_a_call_that_is_cut_off(qwen: ToolServer) -> None:
     assert call.type == "function_call"
     assert (response.status, call.status) == ("incomplete", "incomplete")
     assert '{"city": "Z\u00fcrich"}'.startswith(call.arguments)
+
+
+def test_a_required_call_whose_closing_marker_is_cut_off(qwen: ToolServer, rng: random.Random) -> None:
+    qwen.engine.begin_again(in_groups(qwen, CALL[: -len("_call>")], "length", rng))
+    asked: Any = {"model": "tiny", "input": "Weather?", "tools": [TOOL], "tool_choice": "required"}
+    with qwen.client.responses.stream(**asked) as stream:
+        *_, last = stream
+    for response in (qwen.client.responses.create(**asked), last.response):
+        (call,) = response.output
+        assert (call.type, call.status, call.arguments) == ("function_call", "incomplete", '{"city": "Z\u00fcrich"}')
 
 
 def test_messages_that_the_template_refuses() -> None:

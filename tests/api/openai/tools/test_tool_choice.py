@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from server.engine.ipc.messages import Submit
 from tests.api.openai.tools.conftest import ToolServer, serving_tools
 from tests.api.openai.tools.tool_chats import (
@@ -18,6 +22,7 @@ from tests.api.openai.tools.tool_chats import (
     calls_of,
     stream,
 )
+from tests.api.payloads import chunks_of
 
 
 def test_a_named_tool_is_called(qwen: ToolServer) -> None:
@@ -87,6 +92,21 @@ def test_a_call_is_required(qwen: ToolServer) -> None:
     assert "get_weather" in grammar
     assert qwen.accepts(f"{THOUGHT}{SECOND}"), "the model may think before"
     assert not qwen.accepts(f"I look.\n{SECOND}")
+
+
+@pytest.mark.parametrize("rest", ["<", "\n<tool_call>", "\n<tool_call>\n", "\n</tool_c"])
+def test_required_calls_that_max_tokens_cuts_off_have_no_markers_in_the_content(qwen: ToolServer, rest: str) -> None:
+    said = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>' + rest
+    qwen.says(said, "length")
+    for choice, content in (("required", ""), ("auto", rest.strip())):
+        body: dict[str, Any] = {"tools": [TOOL, OTHER], "tool_choice": choice}
+        (whole,) = qwen.chat(**body).json()["choices"]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(qwen.chat(**body, stream=True))]
+        message = whole["message"]
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["get_time"]
+        assert (message["content"] or "").strip() == content
+        assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
+        assert whole["finish_reason"] == "length"
 
 
 def test_strict_tools(qwen: ToolServer) -> None:
