@@ -231,9 +231,9 @@ class Core:
         events: list[Event] = []
         if request.num_cached_tokens is None:
             events.append(self._admit(request))
-            if request.reports_progress:  # as llama.cpp does: first what is cached
+            if request.reports_progress:  # as llama.cpp does: first what was cached
                 worker, request_id = request.key
-                events.append(Event(worker, Progress(request_id, request.num_cached_tokens)))
+                events.append(Event(worker, Progress(request_id, request.num_cached_tokens or 0)))
         if request.reports_progress:
             events += report_progress(request)
         if (scores := output.sampled.prompt_logprobs.get(request)) is not None:
