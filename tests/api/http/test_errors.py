@@ -147,7 +147,7 @@ def test_refused(engine: FakeEngine, http: httpx.Client, change: dict[str, Any],
         ({"request_id": "x y" * 100}, "..."),
         ({"spaces_between_special_tokens": False}, "false is not supported; leave it out"),
         ({"guided_json": {"uniqueItems": True}}, 'keywords that are not supported: ["uniqueItems"]'),
-        ({"guided_json": {"if": {}, "then": {}}}, 'keywords that are not supported: ["if", "then"]'),
+        ({"guided_json": {"if": {}, "then": False}}, 'keywords that are not supported: ["if", "then"]'),
         (
             {"guided_json": {"const": 2**53 + 1}},
             f"{2**53 + 1} has too many digits to be written exactly; make it a string",

@@ -12,7 +12,8 @@ from config.wording import format_value
 from server.api.http.errors import ApiError
 from server.api.http.json_body import Body
 from server.api.openai.request_models import Ignored, LongList
-from server.grammar.json_schema import SchemaError, adapt_schema
+from server.grammar.json_schema import adapt_schema
+from server.grammar.schema_numbers import SchemaError
 
 MAX_DESCRIPTION_LENGTH = 2**17  # characters; the context of most models has room for less
 TOOL_NAME = r"^[A-Za-z0-9_./:-]{1,128}$"
