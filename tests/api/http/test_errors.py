@@ -175,6 +175,17 @@ def test_refused(engine: FakeEngine, http: httpx.Client, change: dict[str, Any],
         ({"min_tokens": 17}, "not 17"),
         ({"n": 2, "best_of": 1}, "not 1"),
         ({"stop": [None]}, "stop[0]: should be a text, not null"),
+        ({"stop": 5}, "stop: should be a text, or a list of texts, not 5"),
+        (
+            {"prompt": [1.5, 2]},
+            "should be a string, a list of token ids, or a list of such prompts, all of one kind and "
+            "without empty lists",
+        ),
+        ({"stop_token_ids": [5.0, 5.5]}, "stop_token_ids[1]: should be a whole number, not 5.5"),
+        (
+            {"guided_json": {"properties": {"a": {"items": None, "anyOf": [{}, None]}}}},
+            "guided_json: properties.a.anyOf.1: should be a schema (an object, true or false), not null",
+        ),
         ({"logit_bias": {"5": None}}, "not null"),
         ({"": 1}, '"" is not a parameter of this endpoint; remove it'),
         ({".n": 1}, ".n is not a parameter of this endpoint; did you mean n?"),

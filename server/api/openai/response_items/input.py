@@ -7,8 +7,8 @@ of the message or the calls after it, and outputs of calls become messages of th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -169,7 +169,9 @@ class InputChat:
             case {"role": str(role)} if role in ROLES and item.get("type", "message") == "message":
                 is_new = role == "assistant"
                 message = self._get_assistant(index, is_new=True) if is_new else self._start(role, index)
-                message["content"] = _read_content(item.get("content"), (*path, "content"))
+                content = item.get("content")
+                if content is not None or not is_new:  # an answer may have calls only
+                    message["content"] = _read_content(content, (*path, "content"))
             case {"type": str(kind)} if kind != "message":
                 raise PathError((*path, "type"), f"items of the type {format_value(kind)} are not supported")
             case {"type": "message"} | {"role": _}:
@@ -255,7 +257,13 @@ def _read_reasoning(item: dict[str, Any], path: Location) -> str:
     return "\n".join(map(str, texts))
 
 
-def _check_choice(value: Any) -> Any:
+def _check_choice(value: Any, info: ValidationInfo) -> Any:
+    """Return a choice of tools without those that a model cannot call."""
+    match value:
+        case {"type": "allowed_tools", "tools": [_, *_] as tools}:
+            value = value | {"tools": (left := _skip_other_tools(tools, info))}
+            if not left and value.get("mode") == "auto":
+                return "none"
     make_chat_choice(value)
     return value
 
@@ -279,6 +287,13 @@ def make_chat_choice(value: Any) -> Any:
 
 class ResponseRequest(GenerationRequest):
     """Body of POST /v1/responses, beside the fields of all generation."""
+
+    foreign_names: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+    }
 
     input: Annotated[InputChat, PlainValidator(_check_input, json_schema_input_type=str | list[Any])]
     instructions: str | None = Field(None, description="a message of the system before the input")
