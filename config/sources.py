@@ -82,13 +82,21 @@ def _has_path(values: Any, path: tuple[str | int, ...]) -> bool:
 def read_file(file: Path) -> dict[str, Any]:
     """Return the contents of a settings file. Raises SettingsError if it cannot be read or is not TOML."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
+        return tomllib.loads(_read_text(file))
     except OSError as error:
         raise SettingsError(f"cannot read the settings file {file}: {error.strerror}") from None
-    except UnicodeDecodeError:
+    except UnicodeError:
         raise SettingsError(f"the settings file {file} is not UTF-8: save it as UTF-8 in your editor") from None
     except (ValueError, RecursionError) as error:  # ValueError: not TOML, not UTF-8, or a number with too many digits
         raise SettingsError(f"{file} is not TOML: {error}") from None
+
+
+def _read_text(file: Path) -> str:
+    """Return the text of a file. Raises UnicodeError if it is not UTF-8, also for UTF-16 that looks like it."""
+    text = file.read_text(encoding="utf-8-sig")
+    if "\0" in text:
+        raise UnicodeError("every other byte is zero in UTF-16 without a byte order mark")
+    return text
 
 
 def apply_renames(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,66 +1,47 @@
 """Adapts a client's JSON schema to what llguidance reads, so that no text is written that the schema refuses.
 
 llguidance reads all numbers as float64, turns bounds of integers into int64, refuses formats that it does not know
-(which are annotations by the standard), and members that are null (which Go and C# write for what is empty).
+(which are annotations by the standard), members that are null (which Go and C# write for what is empty), keywords that
+restrict nothing and lengths written as 2.0.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 from config.wording import format_value
+from server.grammar.schema_numbers import SchemaError, adapt_bounds, check_exact
+from server.grammar.schema_references import Resource, Resources, enter_resource, escape_reference, find_targets
 
 MAX_DEPTH = 128  # most objects and arrays within each other in a schema; llguidance reads hardly more
 # The formats that llguidance knows
 FORMATS = frozenset(
     {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-LOWER, UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-EXCLUSIVE = (LOWER[1], UPPER[1])
-GAPS = 2**53  # from here on float64 does not hold all whole numbers
-MOST = 2**63 - 1024  # the largest float64 below 2^63
-LONGEST = 10**18  # from here on llguidance needs a bound on the other side, too
 
 OF_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 OF_LISTS = frozenset({"anyOf", "allOf", "oneOf", "prefixItems"})
 OF_SCHEMAS = frozenset({"items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains"})
+CONTAINERS = frozenset({"$defs", "definitions"})  # what no reference points at in them may be anything
 MAY_BE_NULL = frozenset({"const", "default", "example", "examples"})  # members whose null is a value
+LENGTHS = frozenset({"minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"})
+ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"})
 
 TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 
 Note = Callable[[str], None]
 
 
-class SchemaError(ValueError):
-    """A schema that cannot be read; the message begins with the keys of what is wrong in it."""
-
-    def __init__(self, problem: str, *path: str) -> None:
-        super().__init__(f"{'.'.join(path)}: {problem}" if path else problem)
-        self.problem, self.path = problem, path
-
-
-@contextmanager
-def _within(key: str) -> Iterator[None]:
-    """Put a key before the path of a SchemaError."""
-    try:
-        yield
-    except SchemaError as error:
-        raise SchemaError(error.problem, key, *error.path) from None
-
-
 def adapt_schema(schema: Any, note_ignored: Note = lambda _: None) -> Any:
     """Return the adapted schema, an object or a boolean; `note_ignored` gets each format that has no effect.
 
     Bounds that float64 or int64 cannot hold are moved inwards, which leaves out a few numbers or those beyond 64 bits.
-    Raises SchemaError for a schema that is nested too deeply or has a type that JSON does not have, and for numbers
-    that would not be written as they are.
+    Raises SchemaError for a schema that is nested too deeply, has a type that JSON does not have or null for a schema,
+    and for numbers that would not be written as they are.
     """
     check_depth(schema)
-    return _adapt(schema, note_ignored)
+    return _Adapter(schema, note_ignored).adapt()
 
 
 def check_depth(schema: Any) -> None:
@@ -74,97 +55,158 @@ def check_depth(schema: Any) -> None:
     raise SchemaError("the schema is nested too deeply; move parts of it into $defs")
 
 
-def _adapt(schema: Any, note_ignored: Note) -> Any:
-    if not isinstance(schema, dict):
-        return schema
-    adapted = {}
-    for key, value in schema.items():
-        if value is None and key not in MAY_BE_NULL:
-            continue
-        if key == "format" and isinstance(value, str) and value not in FORMATS:
-            note_ignored(f"format: {value}")
-            continue
-        with _within(key):
-            adapted[key] = _adapt_member(key, value, note_ignored)
-    return adapted | _adapt_bounds(adapted)
+class _Place(NamedTuple):
+    """A schema within the document, the keys that lead there, and the resources around it."""
+
+    schema: Any
+    path: tuple[str, ...]
+    resources: Resources
 
 
-def _adapt_member(key: str, value: Any, note_ignored: Note) -> Any:
-    if key in OF_NAMES and isinstance(value, dict):
-        named = {}
-        for name, each in value.items():
-            with _within(name):
-                named[name] = _adapt(each, note_ignored)
-        return named
-    if key in OF_LISTS | OF_SCHEMAS and isinstance(value, list):
-        parts = []
-        for index, each in enumerate(value):
-            with _within(str(index)):
-                parts.append(_adapt(each, note_ignored))
-        return parts
-    if key in OF_SCHEMAS:
-        return _adapt(value, note_ignored)
-    if key in ("const", "enum"):
-        _check_exact(value)
-    elif key == "type":
-        for name in value if isinstance(value, list) else [value]:
-            if not isinstance(name, str) or name not in TYPES:
-                raise SchemaError(f"{format_value(name)} is no type of JSON; the types are {', '.join(sorted(TYPES))}")
-    return value
+class _Adapter:
+    """Adapts all schemas of a document: those that keywords hold, and what references (`$ref`) point at."""
+
+    def __init__(self, schema: Any, note_ignored: Note) -> None:
+        self._document = _copy(schema)  # adapted in place
+        self._note_ignored = note_ignored
+        self._adapted: dict[int, Any] = {}  # the schemas that were adapted, by their id()
+        self._values: dict[int, Any] = {}  # objects and arrays in values of const and enum, by their id()
+        self._named: dict[str, Resource] = {}  # by their URI
+        self._references: list[tuple[str, _Place]] = []  # each with the schema that has it
+        self._found: set[tuple[str, int]] = set()  # references, each with the id() of the resource around it
+
+    def adapt(self) -> Any:
+        """Return the document, adapted."""
+        self._adapt_from(_Place(self._document, (), (Resource(self._document, (), ""),)))
+        for reference, place in self._references:  # the list grows
+            for target in find_targets(reference, place.resources, self._named):
+                _check_schema(target.schema, target.path)
+                self._adapt_from(_Place(*target))
+        if self._adapted.keys() & self._values.keys():
+            raise SchemaError("a $ref points into a value of const or enum, which is no schema")
+        return self._document
+
+    def _adapt_from(self, place: _Place) -> None:
+        """Adapt a schema, and those that keywords hold in it."""
+        waiting = [place]
+        while waiting:
+            place = waiting.pop()
+            if isinstance(place.schema, dict) and id(place.schema) not in self._adapted:
+                self._adapted[id(place.schema)] = place.schema
+                waiting += reversed(list(self._adapt_one(place)))
+
+    def _adapt_one(self, place: _Place) -> Iterator[_Place]:
+        """Adapt the members of a schema that are no schemas; yield those that are."""
+        schema, path = place.schema, place.path
+        place = place._replace(resources=enter_resource(schema, path, place.resources))
+        self._named.setdefault(place.resources[-1].uri, place.resources[-1])
+        self._drop_members(schema)
+        for key, value in list(schema.items()):
+            inner = (*path, key)
+            if key in ("const", "enum"):
+                check_exact(value, *inner)
+                self._values |= {id(each): each for each in _iter_containers(value)}
+            elif key == "type":
+                _check_type(value, inner)
+            elif key in LENGTHS and isinstance(value, float) and value.is_integer():
+                schema[key] = int(value)
+            elif key == "$ref" and isinstance(value, str):
+                schema[key] = escape_reference(value)
+                self._note_reference(schema[key], place)
+            else:
+                yield from (place._replace(schema=each, path=at) for each, at in _iter_schemas(key, value, inner))
+        schema |= adapt_bounds(schema, *path)
+
+    def _drop_members(self, schema: dict[str, Any]) -> None:
+        """Drop the members of a schema that have no effect, and that llguidance refuses."""
+        for key in [key for key, value in schema.items() if value is None and key not in MAY_BE_NULL]:
+            del schema[key]
+        if isinstance(name := schema.get("format"), str) and name not in FORMATS:
+            self._note_ignored(f"format: {name}")
+            del schema["format"]
+        for key in [key for key in schema if restricts_nothing(key, schema)]:
+            del schema[key]
+
+    def _note_reference(self, reference: str, place: _Place) -> None:
+        found = (reference, id(place.resources[-1].schema))
+        if found not in self._found:
+            self._found.add(found)
+            self._references.append((reference, place))
 
 
-def _check_exact(value: Any) -> None:
-    """Raise SchemaError for a value with a number that float64 cannot hold, so that another one would be written."""
+def _copy(value: Any) -> Any:
+    """Return a copy in which no two members are the same object."""
+    if isinstance(value, dict):
+        return {key: _copy(each) for key, each in value.items()}
+    return [_copy(each) for each in value] if isinstance(value, list) else value
+
+
+def _iter_containers(value: Any) -> Iterator[Any]:
+    """Yield all objects and arrays in a value, and the value itself if it is one."""
     if isinstance(value, dict | list):
+        yield value
         for each in value.values() if isinstance(value, dict) else value:
-            _check_exact(each)
-    elif type(value) is int and (not _is_exact(value) or value == -(2**63)):  # of which llguidance takes the magnitude
-        raise SchemaError(f"the number {value} has too many digits to be written exactly; make it a string")
+            yield from _iter_containers(each)
 
 
-def _is_exact(number: int) -> bool:
-    try:
-        return int(float(number)) == number
-    except OverflowError:
-        return False
+def _check_type(value: Any, path: tuple[str, ...]) -> None:
+    for name in value if isinstance(value, list) else [value]:
+        if not isinstance(name, str) or name not in TYPES:
+            names = ", ".join(sorted(TYPES))
+            raise SchemaError(f"{format_value(name)} is no type of JSON; the types are {names}", *path)
 
 
-# ---------------------------------------------------------------- bounds
-def _adapt_bounds(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the bounds of a schema as they are read."""
-    whole = schema.get("type") == "integer"
-    lower, upper = ({key: schema[key] for key in keys if _is_number(schema.get(key))} for keys in (LOWER, UPPER))
-    least = {key: _move_up(bound, whole=whole, beyond=key in EXCLUSIVE) for key, bound in lower.items()}
-    most = {key: -_move_up(-bound, whole=whole, beyond=key in EXCLUSIVE) for key, bound in upper.items()}
-    if lower and upper and max(least.values()) > min(most.values()) and max(lower.values()) <= min(upper.values()):
-        raise SchemaError(
-            f"no number from {max(lower.values())} to {min(upper.values())} can be written exactly; make it a string"
-        )
-    if not most and any(bound >= LONGEST for bound in least.values()):
-        most["maximum"] = MOST
-    if not least and any(bound <= -LONGEST for bound in most.values()):
-        least["minimum"] = -MOST
-    return least | most
+def _iter_schemas(key: str, value: Any, path: tuple[str, ...]) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """Yield the schemas that a keyword holds, and the keys that lead there. Raises SchemaError if one is none."""
+    if key in OF_NAMES and isinstance(value, dict):
+        members = [(each, (*path, name)) for name, each in value.items()]
+    elif key in OF_LISTS | OF_SCHEMAS and isinstance(value, list):
+        members = [(each, (*path, str(index))) for index, each in enumerate(value)]
+    else:
+        members = [(value, path)] if key in OF_SCHEMAS else []
+    for each, at in members:
+        if key not in CONTAINERS:
+            _check_schema(each, at)
+        yield each, at
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)  # not a boolean, which draft 4 has for exclusiveMinimum
+def _check_schema(value: Any, path: tuple[str, ...]) -> None:
+    if not isinstance(value, dict | bool):
+        raise SchemaError(f"should be a schema (an object, true or false), not {format_value(value)}", *path)
 
 
-def _move_up(bound: float, *, whole: bool, beyond: bool) -> float:
-    """Return the least bound from this one on, or beyond it, that llguidance holds.
+# ---------------------------------------------------------------- keywords that restrict nothing
+def restricts_nothing(key: str, schema: Mapping[str, Any]) -> bool:
+    """Return whether a schema accepts the same without this keyword, of those that llguidance refuses."""
+    value = schema[key]
+    match key:
+        case "uniqueItems" | "not":
+            return value is False
+        case "$dynamicAnchor" | "$recursiveAnchor":  # llguidance refuses the references that look for them
+            return True
+        case "propertyNames":  # names are strings
+            return _accepts_all(value) or _accepts_all(_without_type(value, "string"))
+        case "unevaluatedProperties" | "unevaluatedItems":
+            return _accepts_all(value)
+        case "dependentRequired" | "dependentSchemas" | "dependencies":
+            return isinstance(value, dict) and all(each == [] or _accepts_all(each) for each in value.values())
+        case "contains":
+            return schema.get("minContains") == 0 and "maxContains" not in schema
+        case "minContains" | "maxContains":
+            return "contains" not in schema or restricts_nothing("contains", schema)
+        case "if":
+            return all(_accepts_all(schema.get(branch, True)) for branch in ("then", "else"))
+        case "then" | "else":
+            return "if" not in schema or restricts_nothing("if", schema)
+    return False
 
-    It writes `whole` numbers as they are, and others in 17 digits. Where float64 has gaps, it may take a number as
-    inclusive that is exclusive. Raises SchemaError if there is none.
-    """
-    if bound > MOST:
-        raise SchemaError(f"a bound of {bound} is beyond 64 bits; make the number a string in the schema")
-    if bound < -MOST:
-        return -MOST
-    if abs(bound) < GAPS:
-        return bound
-    bound = int(bound) + beyond
-    moved = float(bound)
-    while (int(moved) if whole else Decimal(repr(moved))) < bound:
-        moved = math.nextafter(moved, math.inf)
-    return int(moved)
+
+def _accepts_all(schema: Any) -> bool:
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= ANNOTATIONS)
+
+
+def _without_type(schema: Any, name: str) -> Any:
+    """Return a schema without its type if that is this one alone."""
+    if isinstance(schema, dict) and schema.get("type") in (name, [name]):
+        return {key: value for key, value in schema.items() if key != "type"}
+    return schema

@@ -12,6 +12,7 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from server.grammar.constraint import ConstraintKind
+from server.grammar.embedded_schemas import adapt_embedded_schemas
 from server.text.errors import GrammarError, shorten_message
 
 # Without this option, llguidance spells a text that it knows in advance with tokens of its own choice, for which it
@@ -36,7 +37,7 @@ def write_lark(kind: ConstraintKind, text: str) -> str:
             texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
             return f"start: TEXT\nTEXT: {texts}{OPTIONS}"  # a token of Lark: as rules, many choices would be slow
         case "grammar":
-            return (_convert_gbnf(text) if GBNF_RULE in text else text) + OPTIONS
+            return (_convert_gbnf(text) if GBNF_RULE in text else adapt_embedded_schemas(text)) + OPTIONS
         case "lark":
             return text + OPTIONS
         case "message":

@@ -245,6 +245,10 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe")
     with pytest.raises(SettingsError, match="is not UTF-8: save it as UTF-8"):
         load_settings(binary, {})
+    for encoding in ("utf-16-le", "utf-16-be"):  # without a byte order mark
+        binary.write_text("port = 1234", encoding=encoding)
+        with pytest.raises(SettingsError, match="is not UTF-8: save it as UTF-8"):
+            load_settings(binary, {})
     marked = tmp_path / "marked.toml"
     marked.write_bytes(codecs.BOM_UTF8 + b"port = 1234\r\n")
     assert load_settings(marked, {}).port == 1234

@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from server.grammar.constraint import constrain_to_schema
+from server.grammar.json_schema import adapt_schema
 from server.grammar.lark import write_lark
+from server.grammar.schema_numbers import SchemaError
 from server.text.errors import GrammarError
 from tests.grammar.judge import GrammarJudge
 
@@ -51,12 +53,12 @@ class Suite:
         for group in json.loads(file.read_text()):
             counts["schemas"] += 1
             counts["tests"] += len(group["tests"])
-            constraint = constrain_to_schema(group["schema"], "", whitespace=None)
-            lark = write_lark(constraint.kind, constraint.text)
             try:
+                constraint = constrain_to_schema(adapt_schema(group["schema"]), "", whitespace=None)
+                lark = write_lark(constraint.kind, constraint.text)
                 for test in group["tests"]:
                     self._run_test(file, group["description"], test, lark, counts)
-            except GrammarError as error:
+            except (SchemaError, GrammarError) as error:
                 self.reasons[str(error)[:90]] += 1
                 counts["refused with reason"] += 1
             else:

@@ -285,6 +285,14 @@ def test_a_processors_template_is_taken_where_there_is_no_other(tmp_path: Path) 
     assert ChatTemplate.from_directory(tmp_path).render([{"role": "user", "content": "x"}]) == "file x <s></s>"
 
 
+@pytest.mark.parametrize(
+    "written", ["\ufeffx{{ bos_token }}", [{"name": "default", "template": "\ufeffx{{ bos_token }}"}]]
+)
+def test_a_byte_order_mark_is_no_part_of_the_prompt(tmp_path: Path, written: Any) -> None:
+    directory(tmp_path, {"chat_template": written})
+    assert ChatTemplate.from_directory(tmp_path).render([{"role": "user", "content": "\ufeff"}]) == "x<s>"
+
+
 def test_a_gguf_files_template(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     add_byte_level(writer, byte_level())

@@ -68,6 +68,7 @@ class BoundedConnection(HttpToolsProtocol):
     _made_progress = False  # whether the bytes being parsed completed headers or a piece of a body
     _in_headers = False  # whether the client has sent some of a request's headers, but not all
     _in_body = False  # whether the client has sent a request's headers, but not its whole body
+    _ends = False  # the connection ends with the response that is sent, and with the rest of its request's body
     _refused = False  # nothing more is read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -122,12 +123,13 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         check_head(self.parser.get_method(), self.parser.get_http_version(), self.headers)
-        if self.parser.should_upgrade():  # it comes again
+        if self.parser.should_upgrade() or self._ends:  # it comes again, or is not answered
             return
         super().on_headers_complete()
         self._unanswered.append(self.cycle)
         if self.cycle.scope["http_version"] == "1.0":
             disable_chunked_encoding(self.cycle)
+        defer_close(self.cycle, self._end_after_response)
         if len(self._unanswered) <= MAX_PIPELINED_REQUESTS:  # keep reading, unlike uvicorn, while requests wait
             self.flow.resume_reading()
         self._made_progress = self._in_body = True
@@ -143,14 +145,25 @@ class BoundedConnection(HttpToolsProtocol):
             return
         super().on_message_complete()
         self._made_progress, self._in_body = True, False
-        self._expect_next_request()
+        if self._ends:
+            self.transport.close()
+        else:
+            self._expect_next_request()
 
     def on_response_complete(self) -> None:
         self._unanswered.popleft()
+        is_complete = bool(self._unanswered) or not self._in_body  # the request of this response
+        if self._ends and is_complete:
+            self.transport.close()
         super().on_response_complete()
+        if self._ends and not self.transport.is_closing():  # closed now, the client could lose the response
+            self.transport.write_eof()
         self._unset_keepalive_if_required()  # any byte ends uvicorn's keep-alive timer; `_receive_timer` replaces it
         if not self._in_headers:
             self._expect_next_request()
+
+    def _end_after_response(self) -> None:
+        self._ends = True
 
     def _disconnect_cycles(self) -> None:
         """Mark every unanswered request as disconnected; uvicorn marks the latest one only."""
@@ -215,7 +228,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._disconnect_cycles()
-        if self._unanswered and self._unanswered[0].response_started:
+        if self._ends or (self._unanswered and self._unanswered[0].response_started):
             self.transport.close()
             return
         self.on_refusal(error.status_code)
@@ -276,6 +289,20 @@ def disable_chunked_encoding(cycle: RequestResponseCycle) -> None:
         await send(message)
 
     cycle.send = send_plain  # type: ignore[method-assign]
+
+
+def defer_close(cycle: RequestResponseCycle, end_after_response: Callable[[], None]) -> None:
+    """Call a function with the end of a response after which uvicorn would close the connection, instead of that."""
+    send = cycle.send
+
+    async def send_and_keep(message: ASGISendEvent) -> None:
+        is_end = message["type"] == "http.response.body" and not message.get("more_body", False)
+        if is_end and not cycle.keep_alive:
+            cycle.keep_alive = True  # the header `Connection: close` was sent with the beginning
+            end_after_response()
+        await send(message)
+
+    cycle.send = send_and_keep  # type: ignore[method-assign]
 
 
 def format_error_response(error: ApiError, default_headers: Headers) -> bytes:

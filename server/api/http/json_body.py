@@ -13,12 +13,12 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args, get_origin
 from urllib.parse import quote
 
 import msgspec
 from msgspec import Raw
-from pydantic import BaseModel, ConfigDict, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 from typing_extensions import Buffer  # in collections.abc from Python 3.12 on
 
@@ -208,18 +208,24 @@ class FieldNotes:
     suggestions: dict[str, str] = field(default_factory=dict)  # hint "; did you mean ...?" by unknown name
 
     def filter_fields(
-        self, values: Mapping[str, Any], path_prefix: str, known: Collection[str], no_effect_fields: Collection[str]
+        self,
+        values: Mapping[str, Any],
+        path_prefix: str,
+        known: Collection[str],
+        no_effect_fields: Collection[str],
+        suggested: Mapping[str, str],
     ) -> dict[str, Any]:
         """Return the members of an object that are to be checked; `path_prefix` is the path before their names.
 
-        Unknown members are included, so that the check refuses them, unless `ignore_unknown` is set.
+        Unknown members are included, so that the check refuses them, unless `ignore_unknown` is set. `suggested` has
+        the fields that they may mean, by themselves and by other names.
         """
         effective = {}
         for name, value in values.items():
             if name in no_effect_fields or (self.ignore_unknown and name not in known):
                 self.note_ignored(path_prefix + name)
             elif name not in known:
-                self._note_suggestion(path_prefix, name, known)
+                self._note_suggestion(path_prefix, name, suggested)
             if name in known or not self.ignore_unknown:
                 effective[name] = value
         return effective
@@ -229,9 +235,11 @@ class FieldNotes:
         if len(self.ignored) <= MAX_REPORTED_NAMES:
             self.ignored[path[:MAX_REPORTED_NAME_LENGTH]] = None
 
-    def _note_suggestion(self, path_prefix: str, name: str, known: Collection[str]) -> None:
+    def _note_suggestion(self, path_prefix: str, name: str, suggested: Mapping[str, str]) -> None:
         if len(self.suggestions) < MAX_SUGGESTIONS and len(name) <= MAX_REPORTED_NAME_LENGTH:
-            self.suggestions[path_prefix + name] = did_you_mean(name, known)
+            meant = suggested.get(name)
+            hint = did_you_mean(name, suggested.values()) if meant is None else f"; did you mean {meant}?"
+            self.suggestions[path_prefix + name] = hint
 
     @property
     def header_value(self) -> str:
@@ -256,6 +264,10 @@ def limit_members(most: int) -> Callable[[Any], Any]:
     return check
 
 
+class RefusingValidator(AfterValidator):
+    """The validator of a field that takes only values without effect: errors do not suggest the field."""
+
+
 class Body(BaseModel):
     """A body, or an object within one: it is checked strictly, and null is the same as absent."""
 
@@ -264,15 +276,20 @@ class Body(BaseModel):
     known_fields: ClassVar[tuple[str, ...]] = ()  # names of its members in JSON
     no_effect_fields: ClassVar[frozenset[str]] = frozenset()  # of its fields
     integer_fields: ClassVar[frozenset[str]] = frozenset()  # those that take a whole number written as 4.0, too
+    integer_list_fields: ClassVar[frozenset[str]] = frozenset()  # those that take lists of such numbers
+    foreign_names: ClassVar[Mapping[str, str]] = {}  # of its fields, by names that other endpoints have for them
+    suggested_fields: ClassVar[Mapping[str, str]] = {}  # fields that may be meant, by themselves and by foreign names
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         fields = get_read_modes(cls)
         cls.known_fields = tuple(fields)
         cls.no_effect_fields = frozenset(name for name, how in fields.items() if how is ReadAs.IGNORED)
-        cls.integer_fields = frozenset(
-            field.alias or name for name, field in cls.model_fields.items() if _is_integer(field.annotation)
-        )
+        named = {field.alias or name: field for name, field in cls.model_fields.items()}
+        cls.integer_fields = frozenset(name for name, field in named.items() if _is_integer(field.annotation))
+        cls.integer_list_fields = frozenset(name for name, field in named.items() if _has_integers(field.annotation))
+        useful = [name for name, field in named.items() if not _is_refusing(field)]
+        cls.suggested_fields = {name: name for name in useful} | dict(cls.foreign_names)
 
     @model_validator(mode="before")
     @classmethod
@@ -283,13 +300,15 @@ class Body(BaseModel):
             return values
         present = {key: cls._read_number(key, value) for key, value in values.items() if value is not None}
         return get_field_notes(info.context).filter_fields(
-            present, cls.path_prefix, cls.known_fields, cls.no_effect_fields
+            present, cls.path_prefix, cls.known_fields, cls.no_effect_fields, cls.suggested_fields
         )
 
     @classmethod
     def _read_number(cls, name: str, value: Any) -> Any:
         """Return a whole number for an integer written as 4.0: JSON has one kind of numbers, and so have Lua and R."""
-        return int(value) if type(value) is float and name in cls.integer_fields and value.is_integer() else value
+        if isinstance(value, list) and name in cls.integer_list_fields:
+            return [_read_whole_numbers(each) for each in value]
+        return _read_whole_numbers(value) if type(value) is float and name in cls.integer_fields else value
 
 
 def get_read_modes(body: type[Body] | None) -> dict[str, ReadAs]:
@@ -302,7 +321,31 @@ def _get_read_mode(field: FieldInfo) -> ReadAs:
     return next((mark for mark in field.metadata if isinstance(mark, ReadAs)), ReadAs.VALUE)
 
 
+def _is_refusing(field: FieldInfo) -> bool:
+    return any(isinstance(mark, RefusingValidator) for mark in field.metadata)
+
+
 def _is_integer(annotation: Any) -> bool:
     """Return whether a field takes integers and no other numbers."""
     kinds = {annotation, *get_args(annotation)}
     return int in kinds and float not in kinds
+
+
+def _has_integers(annotation: Any) -> bool:
+    """Return whether a field takes lists of integers, or lists of such lists, and no lists of other numbers."""
+    kinds = {*_iter_kinds(annotation)}
+    return {list, int} <= kinds and not kinds & {float, dict}
+
+
+def _iter_kinds(annotation: Any) -> Iterator[Any]:
+    """Yield the types that an annotation consists of."""
+    yield get_origin(annotation) or annotation
+    for each in get_args(annotation):
+        yield from _iter_kinds(each)
+
+
+def _read_whole_numbers(value: Any) -> Any:
+    """Return a value with integers for whole numbers that are written as 4.0, and so in a list."""
+    if isinstance(value, list):
+        return [_read_whole_numbers(each) for each in value] if float in map(type, value) else value
+    return int(value) if isinstance(value, float) and value.is_integer() else value

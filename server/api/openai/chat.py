@@ -90,7 +90,7 @@ class ChatRequest(GenerationRequest, Rendering):
     )
     logprobs: bool = False
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="number of alternatives to each token; only with logprobs: true"
+        None, ge=0, le=20, description="number of alternatives to each token; above 0 only with logprobs: true"
     )
     add_special_tokens: bool = Field(
         False, description="add the special tokens that the model expects, besides those of the chat template"
@@ -113,7 +113,7 @@ class ChatRequest(GenerationRequest, Rendering):
     @field_validator("top_logprobs")
     @classmethod
     def _check_top_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and not info.data.get("logprobs"):
+        if value and not info.data.get("logprobs"):
             raise ValueError("allowed only with logprobs: true")
         return value
 
@@ -127,7 +127,8 @@ class ChatRequest(GenerationRequest, Rendering):
     @field_validator("tool_choice")
     @classmethod
     def _check_tool_choice(cls, value: ToolChoice | None, info: ValidationInfo) -> ToolChoice | None:
-        check_choice(value, info.data.get("tools", []))
+        if "tools" in info.data:  # otherwise they have an error of their own
+            check_choice(value, info.data["tools"])
         if value is not None and value.mode == "required" and info.data.get("continue_final_message"):
             raise ValueError("a call cannot be required together with continue_final_message")
         return value

@@ -86,7 +86,9 @@ def _read_part_text(part: Any, notes: FieldNotes) -> str:
             raise ValueError(f"{INVALID_CONTENT}, not {format_value(part)}")
     if len(part) > 2:
         present = {name: value for name, value in part.items() if value is not None}
-        for name, value in notes.filter_fields(present, "messages.content.", fields, PART_NO_EFFECT_FIELDS).items():
+        suggested = {name: name for name in fields}
+        kept = notes.filter_fields(present, "messages.content.", fields, PART_NO_EFFECT_FIELDS, suggested)
+        for name, value in kept.items():
             if name not in fields:
                 hint = notes.suggestions.get(f"messages.content.{name}", "")
                 raise ValueError(f"parts of this type have no field {name[:MAX_NAME_LENGTH]}{hint}")

@@ -23,7 +23,7 @@ from pydantic import (
 from config.settings import MAX_DRAFT_TOKENS
 from config.units import Duration
 from config.wording import format_value, format_values
-from server.api.http.json_body import Body, DecodedIds, ReadAs, limit_members
+from server.api.http.json_body import Body, DecodedIds, ReadAs, RefusingValidator, limit_members
 from server.api.openai.structured.models import StructuredRequest
 from server.engine.ipc.messages import SamplingParams
 
@@ -37,7 +37,9 @@ SESSION_ID = "name of the conversation: a roll-out serves all of its requests un
 def _read_stop(value: Any) -> Any:
     """Return a list of stop strings without empty ones, which would end nothing."""
     strings = [value] if isinstance(value, str) else value
-    return [each for each in strings if each != ""] if isinstance(strings, list) else strings
+    if not isinstance(strings, list):
+        raise ValueError(f"should be a text, or a list of texts, not {format_value(value)}")
+    return [each for each in strings if each != ""]
 
 
 def _read_no_limit(value: int | None) -> int | None:
@@ -70,7 +72,7 @@ def _check_not_empty(ids: list[int]) -> list[int]:
     return ids
 
 
-def allow_only(*neutral: Any, instead: str = "leave it out") -> AfterValidator:
+def allow_only(*neutral: Any, instead: str = "leave it out") -> RefusingValidator:
     """Return a validator that refuses every value but the `neutral` ones, which change nothing."""
 
     def check(value: Any) -> Any:
@@ -78,7 +80,7 @@ def allow_only(*neutral: Any, instead: str = "leave it out") -> AfterValidator:
             raise ValueError(f"{format_value(value)} is not supported; {instead}")
         return value
 
-    return AfterValidator(check)
+    return RefusingValidator(check)
 
 
 T = TypeVar("T")

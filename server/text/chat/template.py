@@ -31,6 +31,7 @@ MAX_KNOWN_LEADING = 4  # messages of the system at the beginning, of which is re
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 COMMON_ROLES = frozenset({"user", "assistant"})  # roles that every chat template accepts
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython", "model"})
+BYTE_ORDER_MARK = "\ufeff"  # at the beginning of a template, no part of the prompt
 REASONING = ("reasoning_content", "thinking", "reasoning")  # message keys for reasoning; templates read the first two
 
 
@@ -331,7 +332,7 @@ def _read_sources(directory: Path) -> dict[str, str]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8-sig")  # a byte order mark is no part of the prompt
+        return file.read_text(encoding="utf-8").removeprefix(BYTE_ORDER_MARK)
     except ValueError:
         raise SettingsError(f"model: {file} is not UTF-8") from None
 
@@ -343,7 +344,7 @@ def _parse_sources(found: Any, file: Path) -> dict[str, str]:
     sources = found if isinstance(found, dict) else {"default": found}
     if not all(isinstance(text, str) for pair in sources.items() for text in pair):
         raise SettingsError(f"model: chat_template in {file} should be a template, or a list of name and template")
-    return sources
+    return {name: text.removeprefix(BYTE_ORDER_MARK) for name, text in sources.items()}
 
 
 # ---------------------------------------------------------------- prompts

@@ -241,6 +241,30 @@ def test_nothing_more_is_asked_after_an_answer_that_came_early(app: Application)
         assert connection.recv(1) == b""
 
 
+@pytest.mark.parametrize("behind", [b"", raw_get("/behind"), b"BAD\r\n\r\n"])
+def test_the_rest_of_a_body_is_read_before_the_connection_ends(app: Application, url: str, behind: bytes) -> None:
+    """The answer is complete before, and nothing behind the body is answered."""
+    with connect(url, post("/early", b"", "Connection: close", f"Content-Length: {BIG}")) as connection:
+        assert rest(connection).endswith(b"\r\n\r\n/early")
+        for _ in range(BIG // 2**20):
+            connection.sendall(bytes(2**20))  # which the server takes
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(behind)
+        assert rest(connection) == b""
+    assert app.received == []
+
+
+def test_the_rest_of_a_body_is_not_awaited_for_ever(app: Application, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.api.http.connection.LINGER", 0.2)
+    with served(app) as url, connect(url, post("/early", b"", "Connection: close", "Content-Length: 99")) as connection:
+        assert rest(connection).endswith(b"/early")
+        time.sleep(0.5)
+        connection.sendall(b"x")  # answered by a reset
+        time.sleep(0.1)
+        with pytest.raises(ConnectionError):
+            connection.sendall(b"x")
+
+
 def test_a_connection_in_use_is_kept(app: Application) -> None:
     """Both the rest of a head and an answer may take longer than a connection is kept that is not used."""
     slow = raw_get("/slow")

@@ -6,6 +6,8 @@ import contextlib
 import json
 import socket
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 
 import httpx
@@ -82,6 +84,16 @@ def test_a_client_gets_the_error_while_it_still_sends(small: Api) -> None:
     ):
         client.completions.create(model="tiny", prompt="x" * 10_000_000)
     assert raised.value.status_code == 413
+
+
+def test_so_does_one_whose_connection_then_ends(small: Api) -> None:
+    """urllib sends `Connection: close`, and reads no answer before it has sent everything."""
+    request = urllib.request.Request(f"{small.url}/v1/completions", b"x" * 10_000_000)
+    with pytest.raises(urllib.error.HTTPError) as raised:
+        urllib.request.urlopen(request, timeout=PATIENCE)
+    with raised.value as answer:
+        assert answer.code == 413
+        assert b"longer than" in answer.read()
 
 
 def test_the_connection_is_good_for_the_next_request(small: Api) -> None:

@@ -228,4 +228,5 @@ def test_refused(engine: FakeEngine, http: httpx.Client, change: dict[str, Any],
 def test_what_changes_nothing_is_accepted(engine: FakeEngine, http: httpx.Client) -> None:
     sent: dict[str, Any] = {"user": "me", "metadata": {}, "store": True, "service_tier": "auto", "tools": []}
     sent |= {"tool_choice": "auto", "parallel_tool_calls": False, "modalities": ["text"], "logit_bias": None}
+    sent |= {"logprobs": False, "top_logprobs": 0}
     assert ask(http, **sent, max_tokens=None, response_format={"type": "text"}).is_success

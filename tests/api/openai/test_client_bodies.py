@@ -184,6 +184,10 @@ def test_guidellms_bodies(engine: FakeEngine, http: httpx.Client, encode: Encode
 # ---------------------------------------------------------------- values as other servers take them
 TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [  # what is sent, and the body that means the same
     ({"top_k": 40.0, "max_tokens": 4.0, "seed": 1.0}, {"top_k": 40, "max_tokens": 4, "seed": 1}),
+    (
+        {"stop_token_ids": [4.0], "allowed_token_ids": [5.0, 6], "seed": 1},
+        {"stop_token_ids": [4], "allowed_token_ids": [5, 6], "seed": 1},
+    ),
     ({"stop": "", "seed": 1}, {"stop": [], "seed": 1}),
     ({"stop": ["a", ""], "seed": 1}, {"stop": ["a"], "seed": 1}),
     ({"stop": None, "seed": 1}, {"seed": 1}),
@@ -199,6 +203,15 @@ def test_values_that_clients_send(
         assert ask(http, path, **body).is_success
     first, second = engine.all(Submit)
     assert first.sampling == second.sampling
+
+
+def test_token_ids_may_be_written_as_5_0(engine: FakeEngine, http: httpx.Client) -> None:
+    for prompt in ([5.0, 6], [[5.0], [6, 7.0]]):
+        assert ask(http, "/v1/completions", prompt=prompt).is_success
+    assert [list(submit.prompt) for submit in engine.all(Submit)] == [[5, 6], [5], [6, 7]]
+    assert all(type(token) is int for submit in engine.all(Submit) for token in submit.prompt)
+    texts = [http.post("/detokenize", json={"tokens": tokens}).json() for tokens in ([50, 51], [50.0, 51])]
+    assert texts[0] == texts[1]
 
 
 def test_a_seed_of_minus_one_is_random(engine: FakeEngine, http: httpx.Client, path: str) -> None:

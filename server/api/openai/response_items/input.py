@@ -7,8 +7,8 @@ of the message or the calls after it, and outputs of calls become messages of th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -167,9 +167,12 @@ class InputChat:
             case {"type": "reasoning"}:
                 self._reasoning = _read_reasoning(item, path)
             case {"role": str(role)} if role in ROLES and item.get("type", "message") == "message":
-                content = _read_content(item.get("content"), (*path, "content"))
-                message = self._get_assistant(index, is_text=True) if role == "assistant" else self._start(role, index)
-                message["content"] = _join_contents(message["content"], content) if "content" in message else content
+                is_answer = role == "assistant"
+                message = self._get_assistant(index, is_text=True) if is_answer else self._start(role, index)
+                if item.get("content") is not None or not is_answer:  # an answer may have calls only
+                    content = _read_content(item.get("content"), (*path, "content"))
+                    content = _join_contents(message["content"], content) if "content" in message else content
+                    message["content"] = content
             case {"type": str(kind)} if kind != "message":
                 raise PathError((*path, "type"), f"items of the type {format_value(kind)} are not supported")
             case {"type": "message"} | {"role": _}:
@@ -270,7 +273,13 @@ def _read_reasoning(item: dict[str, Any], path: Location) -> str:
     return "\n".join(map(str, texts))
 
 
-def _check_choice(value: Any) -> Any:
+def _check_choice(value: Any, info: ValidationInfo) -> Any:
+    """Return a choice of tools without those that a model cannot call."""
+    match value:
+        case {"type": "allowed_tools", "tools": [_, *_] as tools}:
+            value = value | {"tools": (left := _skip_other_tools(tools, info))}
+            if not left and value.get("mode") == "auto":
+                return "none"
     make_chat_choice(value)
     return value
 
@@ -294,6 +303,13 @@ def make_chat_choice(value: Any) -> Any:
 
 class ResponseRequest(GenerationRequest):
     """Body of POST /v1/responses, beside the fields of all generation."""
+
+    foreign_names: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "max_completion_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+    }
 
     input: Annotated[InputChat, PlainValidator(_check_input, json_schema_input_type=str | list[Any])]
     instructions: str | None = Field(None, description="a message of the system before the input")

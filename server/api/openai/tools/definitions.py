@@ -12,16 +12,20 @@ from config.wording import format_value
 from server.api.http.errors import ApiError
 from server.api.http.json_body import Body
 from server.api.openai.request_models import Ignored, LongList
-from server.grammar.json_schema import SchemaError, adapt_schema
+from server.grammar.json_schema import adapt_schema
+from server.grammar.schema_numbers import SchemaError
 
 MAX_DESCRIPTION_LENGTH = 2**17  # characters; the context of most models has room for less
+DROPPED_NULLS = ("type", "properties", "required")  # members of schemas that templates read
 TOOL_NAME = r"^[A-Za-z0-9_./:-]{1,128}$"
 
 
 def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of an object of arguments. Raises ValueError for another schema, and a malformed one."""
     schema = _drop_nulls(schema)
-    if (kind := schema.get("type", "object")) != "object":
+    if isinstance(kind := schema.get("type", "object"), list) and "object" in kind and {*kind} <= {"object", "null"}:
+        kind = schema["type"] = "object"  # arguments are never null
+    if kind != "object":
         raise ValueError(f'should be the JSON schema of an object, with "type": "object", not {format_value(kind)}')
     if not isinstance(properties := schema.get("properties", {}), dict):
         raise ValueError(f"properties should be an object, not {format_value(properties)}")
@@ -32,10 +36,10 @@ def _check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_nulls(schema: Any) -> Any:
-    """Return a schema without null for `properties` and `required`: so Go, C# and Java write what is empty."""
+    """Return a schema without null for these members, as Go, C# and Java write for what is empty."""
     if not isinstance(schema, dict):
         return schema
-    kept = {key: value for key, value in schema.items() if value is not None or key not in ("properties", "required")}
+    kept = {key: value for key, value in schema.items() if value is not None or key not in DROPPED_NULLS}
     if isinstance(properties := kept.get("properties"), dict):
         kept["properties"] = {name: _drop_nulls(each) for name, each in properties.items()}
     return kept | ({"items": _drop_nulls(kept["items"])} if "items" in kept else {})

@@ -201,6 +201,33 @@ def test_some_tools_are_allowed(qwen: ToolServer) -> None:
         assert error["param"] == "tool_choice", wrong
 
 
+def test_tools_that_are_left_out_may_be_allowed(qwen: ToolServer) -> None:
+    """The model can call none of them, so that it writes text if nothing else is allowed."""
+    search, function = {"type": "web_search"}, {"type": "function", "name": "get_weather"}
+    for mode, listed, kinds in (
+        ("required", [search, function], ["function_call"]),
+        ("auto", [function, search], ["function_call"]),
+        ("auto", [search], ["message"]),
+    ):
+        qwen.says(CALL)
+        choice = {"type": "allowed_tools", "mode": mode, "tools": listed}
+        body = {"input": "x", "tools": [TOOL, search], "tool_choice": choice}
+        response = qwen.http.post("/v1/responses", json=body)
+        assert response.is_success, response.text
+        assert [item["type"] for item in response.json()["output"]] == kinds
+        assert response.headers["x-ignored-fields"] == "tools.web_search"
+
+
+def test_an_answer_may_be_without_content(qwen: ToolServer) -> None:
+    prompts = []
+    for answers in ([CALLED], [{"role": "assistant", "content": None}, CALLED], [{"role": "assistant"}, CALLED]):
+        qwen.says("Hello!")
+        response = qwen.http.post("/v1/responses", json={"input": [SAID, *answers, ANSWER, SAID]})
+        assert response.is_success, response.text
+        prompts.append(qwen.prompt)
+    assert prompts[1:] == prompts[:1] * 2
+
+
 CALLED = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
 SAID = {"role": "user", "content": "x"}
 ANSWER = {"type": "function_call_output", "call_id": "a", "output": "b"}
@@ -260,6 +287,11 @@ def test_a_text_by_a_schema(qwen: ToolServer) -> None:
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
         ({"max_output_tokens": 0}, "max_output_tokens", "1"),
         ({"inptu": "x"}, "inptu", "did you mean input"),
+        ({"max_tokens": 5}, "max_tokens", "did you mean max_output_tokens?"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens", "did you mean max_output_tokens?"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "did you mean reasoning.effort?"),
+        ({"logprobs": True}, "logprobs", "of this endpoint; remove it"),
+        ({"tools": [TOOL, TOOL | {"name": "a b"}], "tool_choice": "required"}, "tools[1].name", "match"),
     ],
 )  # fmt: skip
 def test_refused(qwen: ToolServer, change: dict[str, Any], param: str, words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -58,6 +59,8 @@ def wrong(schema: dict[str, Any]) -> dict[str, Any]:
         ({"functions": [FUNCTION]}, "functions", "use tools"),
         ({"function_call": {"name": "f"}}, "function_call", "use tool_choice"),
         ({"documents": "text"}, "documents", "list"),
+        ({"tools": [TOOL | {"function": {"name": "a b"}}], "tool_choice": "required"}, "tools[0].function.name", ""),
+        ({"tools": [TOOL, TOOL], "tool_choice": allowed("auto", "x")}, "tools", "several functions"),
     ],
 )  # fmt: skip
 def test_refused(qwen: ToolServer, change: dict[str, Any], param: str, words: str) -> None:
@@ -66,7 +69,21 @@ def test_refused(qwen: ToolServer, change: dict[str, Any], param: str, words: st
     assert response.status_code == 400
     assert error_of(response)["param"] == param
     assert words in error_of(response)["message"]
+    assert param == "tool_choice" or "tool_choice:" not in error_of(response)["message"], "an error that follows"
     assert qwen.engine.all(Submit) == []
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": None, "properties": None}, {"type": ["object"]}, {"type": ["null", "object"]}]
+)
+def test_schemas_of_objects_in_other_words(qwen: ToolServer, schema: dict[str, Any]) -> None:
+    """Templates and grammars get the plain form."""
+    qwen.says('<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    response = qwen.chat(tools=tools, tool_choice="required")
+    assert response.is_success, response.text
+    assert response.json()["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert json.dumps({"type": "object"} if schema["type"] else {}) in qwen.prompt
 
 
 def called(**changes: Any) -> dict[str, Any]:
