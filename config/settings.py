@@ -401,6 +401,11 @@ class Settings(BaseSettings):
     kv_memory_share: Proportion = Field(
         0.3, gt=0, lt=1, description="with kv_memory=auto: share of the memory that is free once the weights are loaded"
     )
+    kv_memory_at_start: bool = Field(
+        False,
+        description="take all KV memory from the system before the server is ready, not while it serves: the start "
+        "takes longer, and memory that is missing ends it",
+    )
     kv_overcommit: float = Field(
         1.5,
         ge=1,

@@ -71,7 +71,7 @@ GROUPS = {
         "strategy_timeout",
         "watchdog_timeout",
     ),
-    "KV memory": ("kv_memory", "kv_memory_share", "kv_overcommit"),
+    "KV memory": ("kv_memory", "kv_memory_share", "kv_memory_at_start", "kv_overcommit"),
     "batching": (
         "max_seq_len",
         "max_num_seqs",

@@ -25,7 +25,8 @@ def run(settings: Settings, socket_path: str, status: EngineStatus, restarts: in
     `restarts` is the number of engines that ran before this one.
     """
     try:
-        engine = build_engine(settings, gradual=True, calls=status.calls, disabled=status.disabled)
+        gradual = not settings.kv_memory_at_start
+        engine = build_engine(settings, gradual=gradual, calls=status.calls, disabled=status.disabled)
         capture = Capture.begin(settings.metal_capture_steps, engine.device)
     except SettingsError as error:
         status.send({"error": str(error)})

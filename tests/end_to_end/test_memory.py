@@ -43,3 +43,12 @@ def test_all_of_the_memory_comes_while_requests_run() -> None:
         assert (sum(pool), pool[-1]) == (size, 0)
         assert server.engine.memory_info().rss > size
         assert tokens % 8 == 0
+
+
+def test_all_of_the_memory_is_there_before_a_server_that_wants_it_so_is_ready() -> None:
+    flags = "--threads", "1", "--kv-memory", "256MiB", "--max-num-seqs", "2048", "--kv-memory-at-start"
+    with serving(*flags, anew=True) as server:
+        assert server.metric("kvmux_kv_cache_pool_bytes", state="untouched") == 0
+        size = server.metric("kvmux_kv_cache_pool_bytes", state="free")
+        assert 255 * MIB < size <= 256 * MIB
+        assert server.engine.memory_info().rss > size
