@@ -255,7 +255,9 @@ class Arena:
 
     def has_room(self, owner: str, run: int) -> bool:
         """Return whether an owner could allocate `run` consecutive pages without reclaiming idle ones."""
-        return self._is_within_share(self._shares[owner], run) and self._find_free_run(run) >= 0
+        has_room = self._is_within_share(self._shares[owner], run) and self._find_free_run(run) >= 0
+        self.num_refusals += not has_room
+        return has_room
 
     def can_allocate(self, owner: str, pages: int) -> bool:
         """Return whether an owner could allocate `pages` single pages if idle ones were reclaimed."""

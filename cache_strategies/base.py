@@ -136,8 +136,8 @@ class KVCache(ABC, Generic[SeatT]):
     """Base class of all strategies: keeps the keys and values of one instance's sequences. SeatT is its type of seat.
 
     The scheduler calls the methods from seat_shape() to pinned_pages(): they handle token ids and seats on the host and
-    start no device work. The engine calls the methods from poll() on, in its only device thread. Before a
-    seat is in a plan, ready() and grow() must have returned True for it.
+    start no device work. The engine calls the methods from poll() on, in its only device thread. Before a seat is in a
+    plan, ready() must have returned True for it once, and grow() unless the row ends at seat.room or before.
     """
 
     interface_version: ClassVar[int]  # set by classes of plug-ins: the INTERFACE_VERSION for which they are written
@@ -218,8 +218,8 @@ class KVCache(ABC, Generic[SeatT]):
     def grow(self, seat: SeatT, num_tokens: int) -> bool:
         """Allocate memory for `num_tokens` tokens after seat.length; return False if there is not enough. Idempotent.
 
-        After False the scheduler preempts a sequence and calls grow() again. It is not called for a row that ends at
-        seat.room or before.
+        If the arena has refused memory in this call, the scheduler then preempts a sequence and calls it again. It is
+        not called for a row that ends at seat.room or before.
         """
 
     def crop(self, seat: SeatT, length: int) -> None:
@@ -297,8 +297,8 @@ class KVCache(ABC, Generic[SeatT]):
     def check_plan(self, plan: Plan[SeatT]) -> None:
         """Raise ValueError unless a plan's addresses fit its rows and lie in their stores.
 
-        Called for plug-ins before each step, and for all plans of a step that has failed: kernels check addresses as
-        well, but do not know which strategy gave them.
+        The engine does it for plug-ins before each step, and for all plans of a step that has failed: kernels check
+        addresses as well, but do not know which strategy gave them.
         """
         num_tokens = sum(row.num_tokens for row in plan.rows)
         locations = plan.list_kv_locations(len(self.setup.geometry.layers))

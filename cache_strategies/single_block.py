@@ -29,7 +29,8 @@ class SingleBlockCache(BlockTableCache[TableSeatT]):
 
     def _make_seat(self, block: int, length: int) -> TableSeatT:
         seat = self.seat_type(self.table.allocate_row(), [block], length)
-        seat.room = self.setup.geometry.max_seq_len
+        if type(self).grow is SingleBlockCache.grow:  # else a subclass has something to do for each row
+            seat.room = self.setup.geometry.max_seq_len
         self.table.write(seat)
         self.seats.add(seat)
         return seat

@@ -23,8 +23,8 @@ def check(options: Mapping[str, Any]) -> int:
     """Check a class and write a report; return 0 if it keeps all its promises, else 1. Raises SettingsError."""
     if (folder := os.getcwd()) not in sys.path:
         sys.path.insert(0, folder)  # as `python -m` does; a console script does not
-    # the report says what the guard finds; without a handler, logging would write it to stderr as well
-    logging.getLogger("server.engine.isolation").addHandler(logging.NullHandler())
+    # the report says what is wrong; without a handler, logging would write faults to stderr as well
+    logging.getLogger("server.engine.instance").addHandler(logging.NullHandler())
     seed = options.get("seed", random.SystemRandom().randrange(1 << 32))
     found = PluginCheck(
         options["plugin"],

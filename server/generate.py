@@ -125,7 +125,7 @@ def _prefill(model: Model, request: Request, sequence: CachedSequence) -> Tensor
     """Compute the part of the prompt that is not cached; return the logits [1, V] of the token after the prompt."""
     longest = request.instance.setup.geometry.max_num_batched_tokens
     while True:
-        num_tokens = min(longest, sequence.row_limit or longest, request.num_prompt_tokens - sequence.length)
+        num_tokens = sequence.limit_row(min(longest, request.num_prompt_tokens - sequence.length))
         batch = sequence.begin(num_tokens)
         logits = model.forward(batch.input_ids, batch)
         sequence.commit()

@@ -10,6 +10,7 @@ import torch
 from cache_strategies.base import Row
 from server.engine.batch import Batch, RowInput
 from server.engine.instance import Instance
+from server.engine.scheduling.scheduler import limit_row
 
 _NO_TOKEN_ID = -1  # stands for the id of a token of which only the embedding is given: its block is not shared
 POLL_INTERVAL = 0.001  # seconds between two polls of a seat that is not ready
@@ -31,22 +32,19 @@ class CachedSequence:
             raise MemoryError(f"no room in {instance.name!r}: give it more memory or close other sequences")
         self._instance, self._seat, self._device, self._token_ids = instance, seat, device, token_ids
         self._batch: Batch | None = None
-
-    @property
-    def length(self) -> int:
-        """The number of committed tokens."""
-        return self._seat.length
+        self._num_planned = 0  # tokens of the batch
+        self.length = seat.length  # number of committed tokens
 
     @property
     def position(self) -> int:
         """The position of the next token, for RoPE."""
-        return self._seat.position
+        with self._instance.region["plan"]:
+            return self._seat.position
 
-    @property
-    def row_limit(self) -> int | None:
-        """The most tokens that the next batch may have; None: any number."""
+    def limit_row(self, num_tokens: int) -> int:
+        """Return how many of `num_tokens` tokens the next batch may have."""
         with self._instance.region["schedule"]:
-            return self._instance.strategy.row_limit(self._seat)
+            return limit_row(self._instance, self._seat, num_tokens)
 
     def begin(self, num_tokens: int) -> Batch:
         """Allocate memory for the next tokens and return their batch, which is their `Attention`.
@@ -59,11 +57,13 @@ class CachedSequence:
             while not strategy.ready(self._seat):
                 time.sleep(POLL_INTERVAL)
                 instance.poll()
-            has_room = strategy.grow(self._seat, num_tokens)
+            end = self.length + num_tokens
+            has_room = self._seat.room >= end or strategy.grow(self._seat, num_tokens)
         if not has_room:
             raise MemoryError(f"no room in {instance.name!r} for {num_tokens} more tokens")
         named = self._token_ids[self.length : self.length + num_tokens]
         ids = [*named, *[_NO_TOKEN_ID] * (num_tokens - len(named))]
+        self._num_planned = num_tokens
         self._batch = Batch([RowInput(instance, Row(self._seat, num_tokens), ids, num_logits=1)], self._device)
         return self._batch
 
@@ -73,6 +73,7 @@ class CachedSequence:
         batch, self._batch = self._batch, None
         for error in batch.commit().values():
             raise error
+        self.length += self._num_planned
 
     def discard(self) -> None:
         """Remove this sequence's blocks from the prefix cache, as their values may be NaN; close() must follow."""

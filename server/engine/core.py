@@ -129,10 +129,11 @@ class Core:
         began = time.monotonic()
         self._begin()
         with self.tracer.span("schedule"):
-            rows, preempted, failed = self.scheduler.schedule()
+            rows, preempted, failed, skipped = self.scheduler.schedule()
         self._fail(failed)
         held_up = [*self.scheduler.list_held_up(), *preempted]
-        self._fail_unless_ended(self.isolation.find_stalled(held_up, [row.request for row in rows]))
+        go_on = [*(row.request for row in rows), *skipped]  # or would, with a larger budget
+        self._fail_unless_ended(self.isolation.find_stalled(held_up, go_on))
         with self.tracer.record(OpTimer(self.model.device)) if self._is_timed(rows) else nullcontext() as op_timer:
             for extension in self._on.add_rows:
                 rows = [*rows, *extension.add_rows(rows)]
@@ -370,5 +371,5 @@ def _count_row(row: Scheduled, num_tokens: int) -> None:
         request.found = instance.read_found(request.seat, request.num_computed_tokens)
         request.has_committed = True
     request.num_computed_tokens += num_tokens
-    if row.draft:
+    if num_tokens < row.num_tokens + len(row.draft):
         request.num_computed_tokens = instance.crop(request.seat, request.num_computed_tokens)

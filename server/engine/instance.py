@@ -14,7 +14,7 @@ import json
 import logging
 import operator
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
 from traceback import walk_tb
 from types import TracebackType
@@ -33,6 +33,7 @@ from cache_strategies.types import (
     Blocks,
     CachedPrefix,
     CacheUsage,
+    Contract,
     Miss,
     PageInfo,
     PageState,
@@ -61,7 +62,13 @@ REPORTS = frozenset(
 )
 
 
-SCHEDULING = frozenset({"ready", "row_limit", "grow"})  # the methods that are called in the region "schedule"
+# The methods that are called in the region "schedule", by the functions that call them or are them
+SCHEDULING = {name: name for name in ("ready", "row_limit", "grow")} | {
+    "update_length": "ready",
+    "limit_row": "row_limit",
+}
+PINNING = frozenset({"pin", "pin_prefix"})
+OUTSIDE = -1
 
 
 class Region:
@@ -73,18 +80,27 @@ class Region:
         self._name, self._code, self._numbers = name, code, numbers
         self._running = observer.running
         self._make_fault = instance.make_fault
-        self._outer = 0
+        self._outer = OUTSIDE
 
     def __enter__(self) -> None:
+        assert self._outer == OUTSIDE, "a region is entered once at a time"
         running = self._running
         self._outer, running[0] = running[0], next(self._numbers) + self._code
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._running[0] = self._outer
-        # PinError is the answer to an operator, KeyboardInterrupt comes from the user of an engine without a server
-        if error is not None and not isinstance(error, (PinError, StrategyError, KeyboardInterrupt)):
+        self._running[0], self._outer = self._outer, OUTSIDE
+        if error is not None and not self._is_answer(error):
             method, is_report = find_method(error, self._name), self._name in REPORTS
             raise self._make_fault(method, describe_error(error), error, is_report=is_report) from error
+
+    def _is_answer(self, error: BaseException) -> bool:
+        """Return whether an error is no fault, or one that was reported already."""
+        match error:
+            case StrategyError():
+                return error.is_counted
+            case PinError():  # the answer to an operator
+                return self._name in PINNING
+        return isinstance(error, KeyboardInterrupt)  # of the user of an engine without a server
 
 
 class Regions(dict[str, Region]):
@@ -106,8 +122,10 @@ def find_method(error: BaseException, region: str) -> str:
 
     All regions but one are the call of one method, of which they have the name.
     """
-    names = (frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__))
-    return next((name for name in names if name in SCHEDULING), region) if region == "schedule" else region
+    if region != "schedule":
+        return region
+    names = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
+    return next((SCHEDULING[name] for name in reversed(names) if name in SCHEDULING), region)
 
 
 class PlannedRows(NamedTuple):
@@ -152,6 +170,7 @@ class Instance:
         try:
             with self.region["__init__"]:
                 strategy = make()
+                assert isinstance(strategy.contract, Contract)
         except StrategyError:
             self.arena.release_all(self.name)
             raise
@@ -172,7 +191,7 @@ class Instance:
 
         Another fault of the same method is logged after LOG_INTERVAL at the earliest.
         """
-        fault, now = StrategyError(self.name, method, problem, is_report=is_report), time.monotonic()
+        fault, now = StrategyError(self.name, method, problem, is_report=is_report, is_counted=True), time.monotonic()
         if now >= self._log_again_at.get(method, 0.0):
             self._log_again_at[method] = now + LOG_INTERVAL
             log.error("%s", fault, exc_info=cause)
@@ -218,6 +237,7 @@ class Instance:
             if check_int("the length of a new seat", seat.length, most) < least:
                 raise ValueError(f"a new seat has length {seat.length} instead of {least}")
             _check_found(seat, seat.length)
+            check_int("the room of a new seat", seat.room)
         except BaseException:
             self._call_quietly("close", seat)
             raise
@@ -263,17 +283,17 @@ class Instance:
     @property
     def limit_bytes(self) -> int:
         """The most memory, in bytes, that the instance could hold if all others shrank to their floors."""
-        return self.strategy.limit_bytes
+        return self.arena.capacity(self.name) * self.arena.page_bytes
 
     @property
     def at_limit(self) -> bool:
         """Whether the instance can hold more memory only after its own sequences have freed some."""
-        return self.strategy.at_limit
+        return self.arena.at_limit(self.name)
 
     @property
     def draining(self) -> bool:
         """Whether the instance may exceed its lowered limit until its running requests end; no new ones start then."""
-        return self.strategy.draining
+        return self.arena.draining(self.name)
 
     def bytes_for(self, num_tokens: int) -> int:
         """Return the peak bytes of a sequence of `num_tokens` tokens. Raises StrategyError."""
@@ -413,16 +433,24 @@ class Instance:
             with self.region["count_dropped_tokens"]:
                 total = sum(check_int("the length of a seat", seat.length) for seat in seats)
                 if not self.contract.exact:
-                    counts = (self.strategy.count_dropped_tokens(seat) for seat in seats)
-                    dropped = sum(check_int("the number of dropped tokens", each, total) for each in counts)
+                    dropped = sum(self._count_dropped_tokens(seat) for seat in seats)
         except StrategyError:
             dropped = 0
         return KVTokens(total - dropped, dropped)
 
+    def _count_dropped_tokens(self, seat: Seat) -> int:
+        return check_int("the number of dropped tokens", self.strategy.count_dropped_tokens(seat), seat.length)
+
     def token_budget(self, length: int) -> int | None:
         """Return how many tokens of a text are kept at most; None: there is no budget, or after a fault."""
-        kind = Annotated[int, msgspec.Meta(ge=0, le=length)] | None
-        return self.report("token_budget", kind, None, length)
+        if self.is_suspended:
+            return None
+        try:
+            with self.region["token_budget"]:
+                budget = self.strategy.token_budget(length)
+                return None if budget is None else check_int("the budget", budget, length)
+        except StrategyError:
+            return None
 
     def list_prefixes(self, limit: int) -> tuple[Sequence[CachedPrefix], int]:
         """Return up to `limit` nodes of the tree of cached prefixes, and the number of others; after a fault, none."""
@@ -458,10 +486,14 @@ class Instance:
         return info
 
     def collect_block_events(self) -> BlockEvents | None:
-        if not self._has_events:
+        if not self._has_events or self.is_suspended:
             return None
-        events: BlockEvents | None = self.report("collect_block_events", BlockEvents | None, None)
-        return events
+        try:
+            with self.region["collect_block_events"]:
+                events = self.strategy.collect_block_events()
+                return None if events is None else to_plain(events, BlockEvents)  # None after most steps
+        except StrategyError:
+            return None
 
     def check_integrity(self) -> None:
         """Check the strategy's bookkeeping; an AssertionError stays one, as it shows a bug."""
@@ -508,7 +540,7 @@ def check_int(what: str, found: Any, most: int = 2**62) -> int:
 
 def to_plain(found: Any, kind: Any) -> Any:
     """Return what a method reported as values of a type. Raises ValueError or TypeError if JSON cannot hold them."""
-    builtins = msgspec.to_builtins(found)
+    builtins = msgspec.to_builtins(found, enc_hook=operator.index)  # of numpy's integers
     size = len(json.dumps(builtins, allow_nan=False, ensure_ascii=False).encode())  # refuses halves of surrogate pairs
     if size > MAX_REPORT_BYTES:
         raise ValueError(f"it returned {size} bytes of JSON, more than {MAX_REPORT_BYTES}")
@@ -524,6 +556,3 @@ def count_unused_pages(instance: Instance) -> int:
     """Return how many pages an instance holds for neither sequences nor reuse nor pins."""
     held = instance.arena.num_held_pages(instance.name)
     return max(0, held - instance.idle_pages() - len(instance.pinned_pages())) if held else 0
-
-
-Instances = Mapping[str, Instance]

@@ -166,6 +166,8 @@ def _run_together(runner: ModelRunner, scheduled: Sequence[Scheduled]) -> Iterat
             )
             if error.instance in failed_before:
                 failed = _choose_failed(scheduled, error.instance)
+                if not failed:
+                    raise
                 # Before the others run, as a failed request may get another cache
                 scheduled = [s for s in scheduled if s.request not in failed]
                 yield [RequestFailure.from_fault(request, error) for request in failed]

@@ -171,7 +171,7 @@ def _limit_row(instance: Instance, seat: Seat, num_tokens: int) -> int:
 
 def _grow_seat(instance: Instance, seat: Seat, more: int) -> Seat:
     with instance.region["schedule"]:
-        has_room = instance.strategy.grow(seat, more)
+        has_room = seat.room >= seat.length + more or instance.strategy.grow(seat, more)
     if not has_room:
         raise _no_room_error(instance)
     return seat

@@ -128,6 +128,9 @@ class Recovery:
         return max(0.0, expected - monotonic()) if expected else float(self._start_seconds.value)
 
 
+SCHEDULING = "ready, row_limit or grow"  # the methods that are called while a row is scheduled
+
+
 class StuckCall(NamedTuple):
     """A call of a strategy that has not returned for long."""
 
@@ -174,7 +177,8 @@ class StrategyCalls:
         if not code or self._seconds < timeout:
             return None
         instance, method = divmod(code - 1, len(self.METHODS))
-        return StuckCall(self._instances[instance], self.METHODS[method], self._seconds)
+        name = self.METHODS[method]
+        return StuckCall(self._instances[instance], SCHEDULING if name == "schedule" else name, self._seconds)
 
     def restart_timer(self) -> None:
         """Measure the time of the running call anew, as the engine could not go on until now."""

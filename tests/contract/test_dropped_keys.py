@@ -142,7 +142,8 @@ def test_a_tap_gets_the_queries_of_its_tokens_in_layers_with_addresses(rng: rand
     rows = [(reading, rng.choice([1, 1, 2, 30])) for reading in readings]
     batch = Batch([reading.work(n) for reading, n in rows])
     attend(batch, rows)
-    for each, (cache, plan) in zip(batch.slices, batch.parts, strict=True):
+    for each, (instance, _, planned) in zip(batch.slices, batch.parts, strict=True):
+        cache, plan = instance.strategy, planned.plan
         if cache.name == "paged":
             assert each.query_tap is None
             continue

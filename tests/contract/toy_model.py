@@ -11,6 +11,7 @@ from torch import Tensor
 from cache_strategies.base import KVCache, Row, Seat
 from kernels.ops import Attention
 from kernels.types import LayerSpec
+from plugin_kit.driver.steps import find_instance
 from server.engine.batch import Batch, RowInput
 
 VOCABULARY, WIDTH, POSITIONS = 50, 24, 256
@@ -81,17 +82,19 @@ def run_step(model: ToyModel, requests: Sequence[Request], budget: int) -> None:
     """Run a step: one token of each decoding request, then prompts in order, within the budget."""
     work, rows = [], []
     for request in sorted(requests, key=lambda r: len(r.tokens) - r.seat.length > 1):
-        n = min(budget, len(request.tokens) - request.seat.length, request.instance.contract.max_row or budget)
+        n = min(budget, len(request.tokens) - request.seat.length, request.cache.contract.max_row or budget)
         if n == 0:
             continue
         budget -= n
-        assert request.instance.grow(request.seat, n), "no room"
+        assert request.cache.grow(request.seat, n), "no room"
         start = request.seat.length
         ends = start + n == len(request.tokens)
-        work.append(RowInput(request.instance, Row(request.seat, n), request.tokens[start : start + n], int(ends)))
+        work.append(
+            RowInput(find_instance(request.cache), Row(request.seat, n), request.tokens[start : start + n], int(ends))
+        )
         rows.append(request)
-    for cache in {id(item.cache): item.cache for item in work}.values():
-        cache.poll()
+    for instance in {item.instance for item in work}:
+        instance.poll()
     batch = Batch(work)
     logits = iter(model.forward(batch.input_ids, batch))
     for i in batch.row_order:

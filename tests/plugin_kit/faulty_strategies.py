@@ -262,11 +262,24 @@ class EndlessWindow(SlidingWindowCache):
         return True
 
 
+class PlanThatWritesElsewhere(Plan[TableSeat]):
+    """Computes by a hook what another plan says, and writes into pages of others."""
+
+    def __init__(self, cache: SoundCache, right: Plan[TableSeat]) -> None:
+        self.rows, self._cache, self._right = right.rows, cache, right
+
+    def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        self._cache.attend(self._right, layer_idx, q, k, v, out)
+        arena = self._cache.setup.arena
+        arena.memory[arena.page_bytes - 1 :: arena.page_bytes] = layer_idx + self.rows[0].seat.length % 100
+
+    def gather_kv(self, layer_idx: int, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        return self._right.gather_kv(layer_idx, row)
+
+
 class WritesElsewhere(SoundCache):
-    def attend(self, plan: Plan[TableSeat], layer_idx: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        super().attend(plan, layer_idx, q, k, v, out)
-        page = self.setup.arena.page_bytes
-        self.setup.arena.memory[page - 1 :: page] = layer_idx + plan.rows[0].seat.length % 100
+    def plan(self, rows: Sequence[Row[TableSeat]]) -> Plan[TableSeat]:
+        return PlanThatWritesElsewhere(self, super().plan(rows))
 
 
 class RepeatsOneHead(SoundCache):

@@ -131,7 +131,7 @@ def _reset(request: Request, instance: Instance) -> None:
     assert request.seat is None
     assert not request.num_output_tokens
     request.instance, request.siblings = instance, [request]
-    request.refused_at, request.passed_over, request.times.admitted = -1, 0, 0.0
+    request.refused_at, request.refusal, request.passed_over, request.times.admitted = -1, None, 0, 0.0
     request.num_compactions, request.compaction_seconds = 0, 0.0
     if not instance.contract.chunk_invariant:
         request.proposer = None  # drafts would change the text, as in RequestFactory

@@ -1,4 +1,4 @@
-"""Combines guards, quarantine and watchdog: the engine's view of strategies that may be at fault.
+"""Combines instances, quarantine and watchdog: the engine's view of strategies that may be at fault.
 
 Knows requests by what ends them only; ending them is the core's business.
 """
@@ -27,7 +27,7 @@ STRATEGY_TIMEOUT = 5.0  # default of the setting strategy_timeout, in seconds
 
 
 class Isolation:
-    """Guards all strategies of an engine, and decides which of them get requests."""
+    """Has the instances of an engine, and decides which of them get requests."""
 
     def __init__(
         self,

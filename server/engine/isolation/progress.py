@@ -42,7 +42,8 @@ class ProgressWatchdog:
     def find_stalled(self, candidates: Sequence[Request], computed: Collection[Request]) -> list[RequestFailure]:
         """Return the requests that have waited too long for their strategy; called once per step, when it is scheduled.
 
-        `candidates` are the requests that only their strategies hold up, `computed` those with a row in the step. A
+        `candidates` are the requests that only their strategies hold up, `computed` those with a row in the step, or
+        without one for lack of budget. A
         request does not count as waiting while a row of its instance is computed, as it may wait for that.
         """
         busy = {request.instance for request in computed}
@@ -62,7 +63,7 @@ class ProgressWatchdog:
         return stalled
 
     def _explain(self, request: Request) -> StrategyError | None:
-        """Return the strategy's fault; None if the request waits for memory that was refused."""
+        """Return the strategy's fault; None if the request was refused nothing, or memory that there was not."""
         instance = request.instance
         if request.seat is not None and not request.has_committed:
             try:
@@ -71,7 +72,7 @@ class ProgressWatchdog:
                         return instance.make_fault("ready", f"a sequence was not ready for {self._timeout:g} seconds")
             except StrategyError as error:
                 return error
-        if request.lacks_memory and request.peak_bytes:
+        if request.refusal is None or (request.refusal == "memory" and request.peak_bytes):
             return None
         opens = request.seat is None and not request.num_preemptions
         method, what = ("open", "returned no seat") if opens else ("grow", "returned False")

@@ -151,7 +151,9 @@ class Request:
     num_computed_tokens: int = 0  # of the seat, in the cache; counted by the engine from the first commit on
     has_committed: bool = False  # whether a row of the seat was committed
     found: tuple[int, str | None] = (0, None)  # number of tokens of the seat found in the cache, and why not more
-    lacks_memory: bool = False  # whether the instance's last refusal of a seat or of room was for lack of memory
+    # Why the instance has refused a seat or room since the request last had a row, if it has: "nothing" means that the
+    # memory had refused nothing
+    refusal: Literal["memory", "nothing"] | None = None
     peak_bytes: int = 0  # bytes of KV memory that the request may need at most; set when it is queued
     num_cached_tokens: int | None = None  # number of prompt tokens found in the cache; None until its first row has run
     miss: str | None = None  # why no more prompt tokens were found (`cache_strategies.base.Miss`)

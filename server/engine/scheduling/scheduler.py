@@ -185,63 +185,55 @@ class Scheduler:
             for request in prompts:
                 if request.seat is not None and step.accepts_prompts:
                     self._schedule_request(request, step)
+                elif request.seat is not None:
+                    step.skipped.append(request)
             if step.rows or not step.lacks_room or not self.running:
                 break
             self._preempt(self.running[-1], step)
         if not step.preempted:
             self._admit(step)
             self._add_drafts(step)
-        return Schedule(step.rows, step.preempted, step.failed)
+        return Schedule(step.rows, step.preempted, step.failed, step.skipped)
 
     def _schedule_request(self, request: Request, step: PartialStep) -> None:
         """Add the request's next row to the step, preempting others for its memory if needed.
 
         Nothing is added if its cache is not ready, or there is not enough memory or budget.
         """
+        scores_prompt = request.sampling.prompt_logprobs is not None and request.needs_prompt_logprobs
+        budget = max(step.token_budget, 1)  # a text that decodes needs no budget for its token
+        if scores_prompt:
+            budget = min(budget, step.logprob_budget)
         try:
             with request.instance.region["schedule"]:
-                self._try_schedule(request, step)
+                num_tokens = _choose_row_length(request, budget)
+                has_room = not num_tokens or _has_room(request, num_tokens)
+            while not has_room:
+                if not self._make_room(request, step):
+                    return
+                with request.instance.region["schedule"]:
+                    has_room = _has_room(request, num_tokens)
         except StrategyError as error:
             self._unseat(request)
             step.failed.append(RequestFailure.from_fault(request, error))
-
-    def _try_schedule(self, request: Request, step: PartialStep) -> None:
-        """Do what _schedule_request says; called in a region of the request's instance."""
-        instance, seat = request.instance, request.seat
-        assert seat is not None
-        if not request.has_committed and not update_length(request):
             return
-        remaining = len(request.tokens) - request.num_computed_tokens
-        scores_prompt = request.sampling.prompt_logprobs is not None and request.needs_prompt_logprobs
-        num_tokens = min(remaining, max(step.token_budget, 1))  # one of a text that decodes needs no budget
-        if scores_prompt:
-            num_tokens = min(num_tokens, step.logprob_budget)
-        if instance.limits_rows:
-            num_tokens = limit_row(instance, seat, num_tokens)
-        if not num_tokens:
-            return
-        while seat.room < request.num_computed_tokens + num_tokens and not self._grow(request, num_tokens):
-            if not request.lacks_memory:
-                return  # no memory was refused, so that preempting others would be of no use
-            if self.release_spare(instance):
-                continue
-            victim = self._find_victim(request, step)
-            if victim is None:
-                step.lacks_room = True
-                return
-            self._preempt(victim, step)
-        step.add(request, num_tokens, remaining, scores_prompt=scores_prompt)
+        if num_tokens:
+            step.add(request, num_tokens, scores_prompt=scores_prompt)
+        elif not budget:
+            step.skipped.append(request)
 
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Return whether there is room for the next tokens of a request; called in a region of its instance."""
-        assert request.seat is not None
-        arena = request.instance.arena
-        num_refusals = arena.num_refusals
-        if request.instance.strategy.grow(request.seat, num_tokens):
+    def _make_room(self, request: Request, step: PartialStep) -> bool:
+        """Free memory for a request that was refused room; return False if it has to wait."""
+        if request.refusal != "memory":
+            return False  # no memory was refused, so that preempting others would be of no use
+        if self.release_spare(request.instance):
             return True
-        # A strategy with memory of its own is believed
-        request.lacks_memory = arena.num_refusals > num_refusals or not request.peak_bytes
-        return False
+        victim = self._find_victim(request, step)
+        if victim is None:
+            step.lacks_room = True
+            return False
+        self._preempt(victim, step)
+        return True
 
     def _add_drafts(self, step: PartialStep) -> None:
         """Add draft tokens to decode rows within the rest of the budget; no request waits or is preempted for them."""
@@ -264,11 +256,10 @@ class Scheduler:
         assert request.seat is not None
         try:
             with request.instance.region["schedule"]:
-                strategy = request.instance.strategy
                 if request.instance.limits_rows:
                     longest = limit_row(request.instance, request.seat, num_tokens + len(draft))
                     draft = draft[: longest - num_tokens]
-                return draft if draft and strategy.grow(request.seat, num_tokens + len(draft)) else []
+                return draft if draft and _has_room(request, num_tokens + len(draft)) else []
         except StrategyError:
             return []
 
@@ -301,8 +292,8 @@ class Scheduler:
             if not lower or not self._can_seat_without(request, lower):
                 return
             while not self._try_seat(request, step) and request.seat is None and request in self.waiting:
-                if request.refused_at >= 0 and not request.lacks_memory:
-                    return  # no memory was refused, so that preempting others would be of no use
+                if request.refusal == "nothing":
+                    break  # no memory was refused, so that preempting others would be of no use
                 if not lower:
                     # Nothing may overtake `request`: else the preempted ones would be admitted and preempted again.
                     request.passed_over = self.limits.max_passed_over
@@ -343,7 +334,7 @@ class Scheduler:
                     return
                 continue
             for passed in without_room:
-                passed.passed_over += passed.lacks_memory  # what waits for nothing does not keep others waiting
+                passed.passed_over += passed.refusal != "nothing"  # which keeps no others waiting
             self._schedule_request(request, step)
 
     def _try_seat(self, request: Request, step: PartialStep) -> bool:
@@ -357,7 +348,7 @@ class Scheduler:
         if self._can_run(request, self.running):
             try:
                 request.seat = _open_seat(request)
-                while request.seat is None and request.lacks_memory and self.release_spare(request.instance):
+                while request.seat is None and request.refusal == "memory" and self.release_spare(request.instance):
                     request.seat = _open_seat(request)
                 if request.seat is None:
                     self._refused.add(request)
@@ -366,7 +357,7 @@ class Scheduler:
                 step.failed.append(RequestFailure.from_fault(request, error))
                 return False
         else:
-            request.lacks_memory = True
+            request.refusal = None
             self._refused.discard(request)  # not its strategy holds it up now, but the limits of requests or memory
         if request.seat is None:
             request.refused_at = self._room_changes
@@ -396,7 +387,7 @@ class Scheduler:
         assert request.seat is not None
         self.running.remove(request)
         request.instance.close(request.seat)
-        request.seat, request.num_computed_tokens, request.has_committed = None, 0, False
+        request.seat, request.num_computed_tokens, request.has_committed, request.refusal = None, 0, False, None
         self.mark_room_changed()
 
     def _add_waiting(self, request: Request) -> None:
@@ -424,6 +415,19 @@ def update_length(request: Request) -> bool:
     return True
 
 
+def _choose_row_length(request: Request, budget: int) -> int:
+    """Return the number of tokens of a request's next row within a budget; 0 if it may have none now.
+
+    Called in a region of its instance.
+    """
+    instance, seat = request.instance, request.seat
+    assert seat is not None
+    if not request.has_committed and not update_length(request):
+        return 0
+    num_tokens = min(len(request.tokens) - request.num_computed_tokens, budget)
+    return limit_row(instance, seat, num_tokens) if instance.limits_rows and num_tokens else num_tokens
+
+
 def limit_row(instance: Instance, seat: Seat, num_tokens: int) -> int:
     """Return how many of `num_tokens` tokens the next row of a seat may have; called in a region of its instance."""
     limit = instance.strategy.row_limit(seat)
@@ -434,10 +438,26 @@ def limit_row(instance: Instance, seat: Seat, num_tokens: int) -> int:
     return min(limit, num_tokens)
 
 
+def _has_room(request: Request, num_tokens: int) -> bool:
+    """Return whether there is room for the next tokens of a request; called in a region of its instance."""
+    seat, arena = request.seat, request.instance.arena
+    assert seat is not None
+    if seat.room >= request.num_computed_tokens + num_tokens:
+        return True
+    num_refusals = arena.num_refusals
+    if request.instance.strategy.grow(seat, num_tokens):
+        return True
+    # A strategy with memory of its own is believed
+    was_refused = arena.num_refusals > num_refusals or not request.peak_bytes
+    request.refusal = "memory" if was_refused else "nothing"
+    return False
+
+
 def _open_seat(request: Request) -> Seat | None:
     """Open a seat for a waiting request, if the strategy has room; else note whether memory was refused."""
     instance, caching = request.instance, request.caching
     num_refusals, has_free_seat = instance.arena.num_refusals, instance.has_free_seat
+    request.refusal = None
     seat = instance.open(
         request.tokens,
         salt=request.salt,
@@ -447,7 +467,7 @@ def _open_seat(request: Request) -> Seat | None:
     )
     if seat is None:
         was_refused = instance.arena.num_refusals > num_refusals or not has_free_seat or not request.peak_bytes
-        request.lacks_memory = was_refused
+        request.refusal = "memory" if was_refused else "nothing"
     else:
         request.num_computed_tokens = seat.length
     return seat

@@ -50,11 +50,15 @@ class RequestFailure(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """A step's rows, the requests that were preempted for them, and those that failed meanwhile: they have no seat."""
+    """A step's rows, the requests that were preempted for them, and those that failed meanwhile: they have no seat.
+
+    `skipped` have a seat, and no row for lack of budget alone.
+    """
 
     rows: Sequence[Scheduled]
     preempted: Sequence[Request]
     failed: Sequence[RequestFailure]
+    skipped: Sequence[Request]
 
 
 @dataclass
@@ -67,6 +71,7 @@ class PartialStep:
     scheduled_requests: set[Request] = field(default_factory=set)
     preempted: list[Request] = field(default_factory=list)
     failed: list[RequestFailure] = field(default_factory=list)
+    skipped: list[Request] = field(default_factory=list)
     lacks_room: bool = False  # whether a request could not be scheduled for lack of memory
     reserved_tokens: int = 0  # tokens of the budget that prompts may not use once a prompt ends in this step
     prompt_ends: bool = False
@@ -76,9 +81,10 @@ class PartialStep:
         """Whether more prompt tokens may enter: less of the budget is used once a prompt ends in this step."""
         return self.token_budget > (self.reserved_tokens if self.prompt_ends else 0)
 
-    def add(self, request: Request, num_tokens: int, remaining: int, *, scores_prompt: bool) -> None:
-        """Add a row of `num_tokens` of the `remaining` tokens of a request."""
-        samples = num_tokens == remaining
+    def add(self, request: Request, num_tokens: int, *, scores_prompt: bool) -> None:
+        """Add a row of `num_tokens` of the tokens of a request that are not computed yet."""
+        remaining = len(request.tokens) - request.num_computed_tokens
+        samples, request.refusal = num_tokens == remaining, None
         if remaining > 1:
             self.token_budget -= num_tokens
             self.prompt_ends |= samples

@@ -169,7 +169,8 @@ class Shadows(StepExtension):
                     return 0
                 assert request.seat is not None
                 num_tokens = limit_row(instance, request.seat, max_tokens)
-                has_room = instance.strategy.grow(request.seat, num_tokens)
+                end = request.num_computed_tokens + num_tokens
+                has_room = request.seat.room >= end or instance.strategy.grow(request.seat, num_tokens)
         except StrategyError:
             self._end(shadow, "failed")
             return 0

@@ -56,10 +56,8 @@ class FaultyCache(ContiguousCache):
         super().__init__(setup, options)
         plant(self, options.fault)
 
-    def _make_seat(self, block: int, length: int) -> ContiguousSeat:
-        seat = super()._make_seat(block, length)
-        seat.room = 0  # so that grow() is called for each row
-        return seat
+    def grow(self, seat: ContiguousSeat, num_tokens: int) -> bool:
+        return super().grow(seat, num_tokens)  # a method of its own, which is called for each row
 
 
 class FaultyHookCache(SieveCache):

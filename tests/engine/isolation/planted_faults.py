@@ -379,8 +379,8 @@ FAULTS: Mapping[str, Fault] = {
     "grow makes the length a tensor": Fault(
         "grow", changing_seat("grow", length=lambda n: torch.tensor([n, n])), "own"
     ),
-    "row_limit is 0": Fault("schedule", ignoring("row_limit", 0)),
-    "row_limit is a word": Fault("schedule", ignoring("row_limit", "many")),
+    "row_limit is 0": Fault("row_limit", ignoring("row_limit", 0)),
+    "row_limit is a word": Fault("row_limit", ignoring("row_limit", "many")),
     "compact shortens the seat": Fault("compact", changing_seat("compact", length=lambda n: n - 1), "own"),
     **{  # the strategy is exact, so it has no token to drop
         f"compact dropped {value}": Fault("compact", ignoring("compact", value)) for value in (-1, 0.5, "many", True)

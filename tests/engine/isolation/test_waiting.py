@@ -96,3 +96,16 @@ def test_a_request_that_the_limits_hold_up_is_no_longer_refused_by_its_strategy(
     assert driver.request("second") not in scheduler.list_held_up()
     driver.run()
     assert len(waiting.tokens) == 3
+
+
+def test_a_request_that_only_lacks_budget_is_no_fault_of_its_strategy(tiny: Path) -> None:
+    driver = Driver(tiny, **SETTINGS, kv_memory="16MiB", max_num_batched_tokens=1)
+    waiting = driver.submit("waiting", random_prompt(LONG - 10, seed=1), 2, kv_cache="ring", priority=1)
+    for _ in range(3):
+        driver.step()
+    driver.submit("first", random_prompt(LONG, seed=2), 2, kv_cache="holder")  # takes the budget of all its steps
+    driver.step()
+    time.sleep(TIMEOUT)
+    driver.run()
+    assert waiting.failed is None
+    assert not any(step.report.failures for step in driver.steps)

@@ -15,10 +15,20 @@ class Memory:
 
     def __init__(self, total: int) -> None:
         self.total = self.free = total
-        self.num_refusals = 0
+        self.num_refusals, self.page_bytes = 0, 1
+        self.caches: dict[str, FakeCache] = {}
 
     def register_owner(self, name: str, owner: object) -> None:
         """Do nothing: nothing is reclaimed."""
+
+    def capacity(self, name: str) -> int:
+        return self.caches[name].limit
+
+    def at_limit(self, name: str) -> bool:
+        return self.caches[name].held >= self.caches[name].limit
+
+    def draining(self, name: str) -> bool:
+        return False
 
     def take(self, count: int, limit: int) -> bool:
         """Take memory, if there is enough, and no more than `limit`."""
@@ -65,24 +75,13 @@ class FakeCache(KVCache):
         self.opens_ready = True  # whether new seats are ready
         self.not_ready: set[Seat] = set()
         self._name, self.memory, self._reserve, self._lazy = name, memory, reserve, lazy
-        self._limit = memory.total if limit is None else limit
+        self.limit = memory.total if limit is None else limit
+        memory.caches[name] = self
         self.setup: Any = SimpleNamespace(arena=memory, geometry=SimpleNamespace(max_seats=1000))
 
     @property
     def name(self) -> str:
         return self._name
-
-    @property
-    def at_limit(self) -> bool:
-        return self._held >= self._limit
-
-    @property
-    def draining(self) -> bool:
-        return False
-
-    @property
-    def limit_bytes(self) -> int:
-        return self._limit
 
     def bytes_for(self, num_tokens: int) -> int:
         return num_tokens if self._reserve is None else self._reserve
@@ -111,16 +110,16 @@ class FakeCache(KVCache):
         self.memory.free += seat.held
 
     def usage(self) -> CacheUsage:
-        held = self._held
-        return CacheUsage(len(self.open_seats), held, held, held, 0, 0, self._limit)
+        held = self.held
+        return CacheUsage(len(self.open_seats), held, held, held, 0, 0, self.limit)
 
     @property
-    def _held(self) -> int:
+    def held(self) -> int:
         return sum(seat.held for seat in self.open_seats)
 
     def _hold(self, seat: FakeSeat, wanted: int) -> bool:
         more = max(0, wanted - seat.held)
-        if not self.memory.take(more, self._limit - self._held):
+        if not self.memory.take(more, self.limit - self.held):
             return False
         seat.held += more
         return True
@@ -140,4 +139,4 @@ class FakeCache(KVCache):
         raise NotImplementedError
 
     def check_integrity(self) -> None:
-        assert self._held <= self._limit
+        assert self.held <= self.limit

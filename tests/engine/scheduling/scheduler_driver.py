@@ -52,7 +52,7 @@ class SchedulerDriver:
 
     def step(self) -> dict[str, int]:
         """Run a step; return the number of tokens scheduled by request, in the order of rows."""
-        rows, _, _ = self.scheduler.schedule()
+        rows, *_ = self.scheduler.schedule()
         for request, num_tokens, *_ in rows:
             enter(self.scheduler, request, num_tokens)
         return {self.names[request]: num_tokens for request, num_tokens, *_ in rows}

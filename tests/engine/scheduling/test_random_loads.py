@@ -60,7 +60,7 @@ class Watched:
         scheduler = self.engine.scheduler
         busy = bool(scheduler.running or scheduler.waiting)
         decoding = [r for r in scheduler.running if r.num_remaining_tokens == 1]
-        rows, preempted, _ = scheduler.schedule()
+        rows, preempted, _, _ = scheduler.schedule()
         assert rows or not busy, "nobody progresses"
         assert all(request.seat is None and request in scheduler.waiting for request in preempted)
         self._check_rows(rows)

@@ -224,7 +224,7 @@ def decoding(
 
 
 def drafts(engine: SchedulerDriver) -> dict[str, int]:
-    rows, preempted, _ = engine.scheduler.schedule()
+    rows, preempted, _, _ = engine.scheduler.schedule()
     assert not preempted
     return {engine.names[row.request]: len(row.draft) for row in rows}
 
