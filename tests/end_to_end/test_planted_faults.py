@@ -218,7 +218,8 @@ def test_a_fallback_answers_in_place_of_an_instance_at_fault(tmp_path: Path) -> 
             assert answer.json()["kv_cache"]["instance"] == "paged"
             assert answer.json()["kv_cache"]["reason"] == f"fallback of {instance}"
             metrics = server.metrics()
-            assert metric(metrics, "kvmux_strategy_quarantined", strategy=instance) == 1
+            # NaN may be the model's, so it is answered by the fallback, request by request, and blamed on nobody
+            assert metric(metrics, "kvmux_strategy_quarantined", strategy=instance) == (FAULTS[what].effect != "nan")
             count = metric(metrics, "kvmux_fallback_requests_total", strategy=instance, fallback="paged")
             assert count == num_requests + 1
         assert "'paged' serves its requests" in server.output.read_text()

@@ -136,7 +136,7 @@ def engine_in_short_calls(settings: Settings, socket_path: str, status: Any, res
 
     def beat() -> None:
         for _ in range(2):
-            enter(status.calls, "short", "grow")
+            enter(status.calls, "short", "schedule")
         status.calls.running[0] = 0
         status.beat()
 
