@@ -110,13 +110,16 @@ class RequestFactory:
             raise RequestError(500, f"the grammar of the text: {error}", code="request_failed") from None
 
     def _find_shadow(self, name: str) -> Instance | None:
-        """Return a second instance; None if it is in quarantine. After a quarantine it is built anew."""
-        if name in self._isolation.quarantined:
+        """Return a second instance; None if it is disabled or in quarantine. After a quarantine it is built anew."""
+        instance = self._isolation.instances.get(name)
+        if instance is not None and name in self._isolation.quarantined:
+            if instance.num_open:
+                return None  # one request is trying it
             try:
                 self._isolation.end_quarantine(name)
             except StrategyError:
                 return None
-        return self._isolation.instances[name]
+        return instance
 
 
 def _find_siblings(worker: int, message: Submit, instance: Instance, requests: RequestTable) -> list[Request]:

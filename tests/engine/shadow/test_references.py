@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from server.engine.ipc.messages import Compared
+from config.settings import Settings
+from server.engine.build import build_engine
+from server.engine.ipc.messages import Compared, SamplingParams, Submit
+from server.engine.isolation.quarantine import FIRST_SECONDS
 from server.engine.shadow import shadows
 from server.engine.shadow.shadows import MAX_IDLE_STEPS
 from server.models.no_cache import NoCacheAttention
 from tests.engine.engine_driver import Driver, RequestEvents
 from tests.engine.expected_tokens import Reference, Windowed, random_prompt
+from tests.engine.fallback_driver import heal, make_driver, quarantine
 from tests.engine.shadow.test_shadows import NAMES, WINDOW, start, with_all_logits
 
 
@@ -222,3 +226,32 @@ def test_random_requests_have_the_same_texts_with_references(tiny: Path, rng: ra
             assert not found.indexes or found.indexes[-1] < len(heard.tokens)
             assert all(torch.tensor(found.kl).isfinite())
     assert any(heard.compared for heard in drivers[1].heard.values())
+
+
+def test_a_reference_that_is_tried_after_a_quarantine_compares_nothing(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = make_driver(tiny, "plan raises")
+    quarantine(driver)
+    heal(monkeypatch, "plan raises")
+    driver.now += FIRST_SECONDS
+    trial = driver.submit("trial", random_prompt(20), 30)
+    driver.step()
+    assert driver.running() == ["trial"]
+    heard = driver.submit("it", random_prompt(20), 3, kv_cache="good", reference="bad")
+    driver.run()
+    assert trial.failed is None
+    assert heard.failed is None
+    assert [(each.is_last, each.ended_early) for each in heard.compared] == [(True, "failed")]
+
+
+def test_a_disabled_reference_compares_nothing(tiny: Path) -> None:
+    given = {"paged": {"kind": "paged"}, "contiguous": {"kind": "contiguous"}}
+    settings = Settings(model=str(tiny), strategies=given, weights_cache="off", threads=1, kv_memory="4MiB")
+    core = build_engine(settings, disabled={"contiguous": "open() did not return"}).core
+    sampling = SamplingParams(2, temperature=0.0, ignore_eos=True)
+    assert core.submit(0, Submit("it", [5, 6], sampling, reference="contiguous")) is None
+    events = []
+    while core.busy:
+        events += [event.message for event in core.step().events]
+    assert Compared("it", is_last=True, ended_early="failed") in events
