@@ -10,7 +10,7 @@ import torch
 from cache_strategies.base import Row
 from server.engine.batch import Batch, RowInput
 from server.engine.instance import Instance
-from server.engine.scheduling.scheduler import limit_row
+from server.engine.scheduling.scheduler import has_room, limit_row
 
 _NO_TOKEN_ID = -1  # stands for the id of a token of which only the embedding is given: its block is not shared
 POLL_INTERVAL = 0.001  # seconds between two polls of a seat that is not ready
@@ -51,15 +51,14 @@ class CachedSequence:
 
         Raises MemoryError if there is no room, StrategyError if the strategy fails.
         """
-        instance, strategy = self._instance, self._instance.strategy
+        instance = self._instance
         instance.poll()
         with instance.region["schedule"]:
-            while not strategy.ready(self._seat):
+            while not instance.strategy.ready(self._seat):
                 time.sleep(POLL_INTERVAL)
                 instance.poll()
-            end = self.length + num_tokens
-            has_room = self._seat.room >= end or strategy.grow(self._seat, num_tokens)
-        if not has_room:
+            is_grown = has_room(instance, self._seat, self.length, num_tokens)
+        if not is_grown:
             raise MemoryError(f"no room in {instance.name!r} for {num_tokens} more tokens")
         named = self._token_ids[self.length : self.length + num_tokens]
         ids = [*named, *[_NO_TOKEN_ID] * (num_tokens - len(named))]

@@ -18,7 +18,7 @@ from cache_strategies.base import Row, Seat
 from config.errors import SettingsError
 from server.engine.batch import Batch, RowInput
 from server.engine.instance import Instance
-from server.engine.scheduling.scheduler import limit_row
+from server.engine.scheduling.scheduler import has_room, limit_row
 from server.evaluation.documents import Document
 from server.models.base import Model
 
@@ -171,8 +171,8 @@ def _limit_row(instance: Instance, seat: Seat, num_tokens: int) -> int:
 
 def _grow_seat(instance: Instance, seat: Seat, more: int) -> Seat:
     with instance.region["schedule"]:
-        has_room = seat.room >= seat.length + more or instance.strategy.grow(seat, more)
-    if not has_room:
+        is_grown = has_room(instance, seat, seat.length, more)
+    if not is_grown:
         raise _no_room_error(instance)
     return seat
 

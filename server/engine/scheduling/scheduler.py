@@ -207,12 +207,12 @@ class Scheduler:
         try:
             with request.instance.region["schedule"]:
                 num_tokens = _choose_row_length(request, budget)
-                has_room = not num_tokens or _has_room(request, num_tokens)
+                has_room = not num_tokens or _find_room(request, num_tokens)
             while not has_room:
                 if not self._make_room(request, step):
                     return
                 with request.instance.region["schedule"]:
-                    has_room = _has_room(request, num_tokens)
+                    has_room = _find_room(request, num_tokens)
         except StrategyError as error:
             self._unseat(request)
             step.failed.append(RequestFailure.from_fault(request, error))
@@ -259,7 +259,7 @@ class Scheduler:
                 if request.instance.limits_rows:
                     longest = limit_row(request.instance, request.seat, num_tokens + len(draft))
                     draft = draft[: longest - num_tokens]
-                return draft if draft and _has_room(request, num_tokens + len(draft)) else []
+                return draft if draft and _find_room(request, num_tokens + len(draft)) else []
         except StrategyError:
             return []
 
@@ -438,14 +438,17 @@ def limit_row(instance: Instance, seat: Seat, num_tokens: int) -> int:
     return min(limit, num_tokens)
 
 
-def _has_room(request: Request, num_tokens: int) -> bool:
-    """Return whether there is room for the next tokens of a request; called in a region of its instance."""
+def has_room(instance: Instance, seat: Seat, length: int, num_tokens: int) -> bool:
+    """Return whether a seat has memory for `num_tokens` tokens after `length`; called in a region of its instance."""
+    return seat.room >= length + num_tokens or instance.strategy.grow(seat, num_tokens)
+
+
+def _find_room(request: Request, num_tokens: int) -> bool:
+    """Return whether there is room for the next tokens of a request; else note whether memory was refused."""
     seat, arena = request.seat, request.instance.arena
     assert seat is not None
-    if seat.room >= request.num_computed_tokens + num_tokens:
-        return True
     num_refusals = arena.num_refusals
-    if request.instance.strategy.grow(seat, num_tokens):
+    if has_room(request.instance, seat, request.num_computed_tokens, num_tokens):
         return True
     # A strategy with memory of its own is believed
     was_refused = arena.num_refusals > num_refusals or not request.peak_bytes

@@ -24,7 +24,7 @@ from server.engine.model_runner import StepOutput
 from server.engine.results import Event
 from server.engine.sampling.sampler import SamplerInput
 from server.engine.scheduling.request import PlannedShadow, Request
-from server.engine.scheduling.scheduler import Scheduler, limit_row, update_length
+from server.engine.scheduling.scheduler import Scheduler, has_room, limit_row, update_length
 from server.engine.scheduling.step import RequestFailure, Scheduled
 from server.engine.shadow.divergence import measure_divergence
 from server.engine.shadow.shadow import ComparedToken, EndedEarly, Shadow
@@ -169,12 +169,11 @@ class Shadows(StepExtension):
                     return 0
                 assert request.seat is not None
                 num_tokens = limit_row(instance, request.seat, max_tokens)
-                end = request.num_computed_tokens + num_tokens
-                has_room = request.seat.room >= end or instance.strategy.grow(request.seat, num_tokens)
+                is_grown = has_room(instance, request.seat, request.num_computed_tokens, num_tokens)
         except StrategyError:
             self._end(shadow, "failed")
             return 0
-        if not has_room:
+        if not is_grown:
             self._end(shadow, "room")
             return 0
         shadow.num_idle_steps, shadow.last_row = 0, time.monotonic()
