@@ -81,6 +81,12 @@ class CacheSetup:
     model: str = ""  # identifies the model in block hashes, so that no keys of another model are reused
     clock: Callable[[], float] = time.monotonic
 
+    def check_slots(self, locations: Sequence[KVLocation | None], num_tokens: int) -> None:
+        """Raise ValueError unless the addresses by layer fit `num_tokens` tokens and lie in their stores."""
+        for layer, location in {id(each): (i, each) for i, each in enumerate(locations)}.values():
+            if location is not None:
+                self.ops.check_slots(location.store, layer, location.at, num_tokens)
+
 
 class Options(BaseModel):
     """Base class of a strategy kind's options, as given in the settings. Unknown options are errors."""
@@ -301,10 +307,7 @@ class KVCache(ABC, Generic[SeatT]):
         addresses as well, but do not know which strategy gave them.
         """
         num_tokens = sum(row.num_tokens for row in plan.rows)
-        locations = plan.list_kv_locations(len(self.setup.geometry.layers))
-        for layer, location in {id(where): (i, where) for i, where in enumerate(locations)}.values():
-            if location is not None:
-                self.setup.ops.check_slots(location.store, layer, location.at, num_tokens)
+        self.setup.check_slots(plan.list_kv_locations(len(self.setup.geometry.layers)), num_tokens)
 
     def commit(self, plan: Plan[SeatT], tokens: Sequence[Sequence[int]]) -> None:
         """Advance the seats of a plan after its step was computed. Must not fail.

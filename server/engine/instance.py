@@ -2,10 +2,10 @@
 
 The engine calls a strategy within regions only: one for scheduling a row, planning a step, committing it, a report. A
 region costs no check of what single calls return. Whatever is raised in it becomes a `StrategyError`, which names the
-instance and the method; it ends requests of this instance and no others. What could harm others is
-checked: new sequences, numbers that the engine computes with, pages that plug-ins name. All else that a strategy may do
-wrongly harms its own requests, and is found by the kit (plugin_kit). Knows neither requests nor what follows from a
-fault (isolation/quarantine.py).
+instance and the method; it ends requests of this instance and no others. What could harm others is checked: new
+sequences, numbers that the engine computes with, pages that plug-ins name. All else that a strategy may do wrongly
+harms its own requests, and is found by the kit (plugin_kit). Knows neither requests nor what follows from a fault
+(isolation/quarantine.py).
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ REPORTS = frozenset(
         *("mark_pages", "describe_page", "list_prefixes"),
     )
 )
-
-
 # The methods that are called in the region "schedule", by the functions that call them or are them
 SCHEDULING = {name: name for name in ("ready", "row_limit", "grow")} | {
     "update_length": "ready",
@@ -372,9 +370,7 @@ class Instance:
         """Raise TypeError or ValueError if a plan's addresses or its tap are wrong."""
         geometry, num_tokens = self.setup.geometry, sum(row.num_tokens for row in rows)
         check_locations(planned.locations)
-        for layer, location in {id(each): (i, each) for i, each in enumerate(planned.locations)}.values():
-            if location is not None:
-                self.setup.ops.check_slots(location.store, layer, location.at, num_tokens)
+        self.setup.check_slots(planned.locations, num_tokens)
         if self._is_plugin:
             check_pages(planned.locations, [spec.window for spec in geometry.layers], self.arena, self.name)
         if planned.plan.query_tap is not None:
